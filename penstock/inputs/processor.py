@@ -1,0 +1,176 @@
+"""The one entry for inputs: texts or token ids in, a `Request` with all its rows out.
+
+Runs in the process that talks to the client; the engine only ever sees integers. `prepare` is plain
+and blocking, to be called on a worker thread; `api` batches the texts of concurrent calls around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.core import Ints, PoolingParams, Request, Task
+from penstock.errors import BadValue, NotPossible
+from penstock.inputs.prompts import choose_prompt
+from penstock.inputs.tokenizer import Tokenizer
+from penstock.inputs.truncation import Side, fit, settle_limit
+
+Texts = Sequence[str]
+TokenIds = Sequence[int]
+Inputs = str | Texts | TokenIds | Sequence[TokenIds]
+
+MAX_PRIORITY = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputOptions:
+    """How rows are made from inputs; the names are those of API.md."""
+
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Side = "right"
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
+    input_type: str | None = None
+
+
+DEFAULT_OPTIONS = InputOptions()
+
+
+class InputProcessor:
+    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self._prompt_lengths: dict[tuple[str, bool], int] = {}
+
+    def prepare(
+        self, request_id: str, inputs: Inputs, params: PoolingParams, options: InputOptions = DEFAULT_OPTIONS
+    ) -> Request:
+        """Everything at once: check, prompt, tokenise, truncate, join."""
+        self.check(params)
+        texts, rows = split_inputs(inputs)
+        if texts is not None:
+            rows = self.tokenizer.encode(self.with_prompt(texts, options), options.add_special_tokens)
+        return self.join(request_id, rows, params, options, from_text=texts is not None)
+
+    def check(self, params: PoolingParams) -> None:
+        """Refuse what the model cannot do, before any work is spent on it."""
+        if params.task not in self.spec.tasks:
+            raise NotPossible(
+                f"model {self.spec.name} has no task {params.task.value!r}; it has: "
+                + ", ".join(task.value for task in self.spec.tasks),
+                param="task",
+            )
+        if params.task is Task.EMBED and params.dimensions is not None:
+            if params.dimensions < 1:
+                raise BadValue(
+                    f"dimensions is {params.dimensions}; it must be at least 1", param="dimensions"
+                )
+            if params.dimensions > self.spec.embed_dim:
+                raise BadValue(
+                    f"dimensions is {params.dimensions}, but the model gives {self.spec.embed_dim}",
+                    param="dimensions",
+                )
+
+    def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
+        prompt = self._prompt(options)
+        prompted = [prompt + text for text in texts] if prompt else list(texts)
+        return [text.lower() for text in prompted] if self.spec.lower_case else prompted
+
+    def join(
+        self,
+        request_id: str,
+        rows: list[Ints],
+        params: PoolingParams,
+        options: InputOptions,
+        *,
+        from_text: bool,
+    ) -> Request:
+        """Rows of token ids, cut to the limit, as one flat request."""
+        limit = self.spec.limit
+        cut_at = settle_limit(options.truncate_prompt_tokens, limit)
+        framed = from_text and options.add_special_tokens
+        frame = (self.tokenizer.prefix, self.tokenizer.suffix) if framed else (0, 0)
+        rows = fit(rows, cut_at, limit, frame, options.truncation_side)
+        lengths = np.array([len(row) for row in rows], dtype=np.int32)
+        if not lengths.all():
+            raise BadValue(f"input {int(np.argmin(lengths))} has no tokens", param="input")
+        token_ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        if not from_text:
+            self._check_range(token_ids)
+        return Request(request_id, token_ids, lengths, params, skip=self._skip(lengths, options, from_text))
+
+    def _prompt(self, options: InputOptions) -> str:
+        return choose_prompt(
+            self.spec,
+            prompt_name=options.prompt_name,
+            prompt=options.prompt,
+            instruction=options.instruction,
+            input_type=options.input_type,
+        )
+
+    def _skip(self, lengths: Ints, options: InputOptions, from_text: bool) -> Ints | None:
+        """For models that leave the prompt out of the pooling: how many tokens it takes."""
+        if self.spec.pooling.include_prompt or not from_text:
+            return None
+        prompt = self._prompt(options)
+        if not prompt:
+            return None
+        key = (prompt, options.add_special_tokens)
+        if key not in self._prompt_lengths:
+            tokens = len(self.tokenizer.encode([prompt], options.add_special_tokens)[0])
+            self._prompt_lengths[key] = tokens - (self.tokenizer.suffix if options.add_special_tokens else 0)
+        return np.minimum(lengths - 1, self._prompt_lengths[key]).astype(np.int32)
+
+    def _check_range(self, token_ids: Ints) -> None:
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self.spec.vocab_size:
+            wrong = low if low < 0 else high
+            raise BadValue(
+                f"token id {wrong} is out of range; the model knows 0 to {self.spec.vocab_size - 1}",
+                param="input",
+            )
+
+
+def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[str] | None, list[Ints]]:
+    """(texts, []) or (None, rows of ids), whichever form the caller used.
+
+    An empty text still has its special tokens, so it has a vector; remote clients are told instead,
+    because there it is almost always a mistake.
+    """
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if not isinstance(inputs, list | tuple | np.ndarray):
+        raise BadValue(
+            "input must be a text, a list of texts, token ids, or a list of token ids", param="input"
+        )
+    if len(inputs) == 0:
+        raise BadValue("input is empty; give at least one text", param="input")
+    if isinstance(inputs[0], str):
+        for index, text in enumerate(inputs):
+            if not isinstance(text, str):
+                raise BadValue(f"input {index} is not a text, but input 0 is", param="input")
+            if not text and not allow_empty_text:
+                raise BadValue(f"input {index} is an empty text", param="input")
+        return list(inputs), []
+    if _is_int(inputs[0]):
+        return None, [_ids(inputs, 0)]
+    return None, [_ids(row, index) for index, row in enumerate(inputs)]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _ids(row: Any, index: int) -> Ints:
+    if not isinstance(row, list | tuple | np.ndarray) or not all(_is_int(value) for value in row):
+        raise BadValue(f"input {index} is neither a text nor a list of token ids", param="input")
+    try:
+        return np.array(row, dtype=np.int32)
+    except OverflowError:
+        raise BadValue(f"input {index} holds a token id beyond 32 bits", param="input") from None

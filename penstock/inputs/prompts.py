@@ -1,0 +1,77 @@
+"""Which words go before a text: the model's own prompt table, or what the caller brings."""
+
+from __future__ import annotations
+
+import re
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.errors import BadValue, NotPossible
+
+_INSTRUCTION = re.compile(r"(?<=Instruct: )(.*?)(?=\n)", re.DOTALL)
+_INPUT_TYPES = {
+    "query": ("query", "search_query", "retrieval.query", "s2p_query"),
+    "search_query": ("query", "search_query", "retrieval.query"),
+    "document": ("document", "passage", "search_document", "retrieval.passage"),
+    "passage": ("passage", "document", "search_document", "retrieval.passage"),
+    "search_document": ("document", "passage", "search_document", "retrieval.passage"),
+    "classification": ("classification", "Classification"),
+    "clustering": ("clustering", "Clustering"),
+}
+
+
+def choose_prompt(
+    spec: ModelSpec,
+    *,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
+    instruction: str | None = None,
+    input_type: str | None = None,
+) -> str:
+    """The text to put before each input. At most one of the four may be given."""
+    given = {
+        "prompt_name": prompt_name,
+        "prompt": prompt,
+        "instruction": instruction,
+        "input_type": input_type,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise BadValue(f"{' and '.join(named)} exclude each other; give one", param=named[1])
+    if prompt is not None:
+        return prompt
+    if prompt_name is not None:
+        return _by_name(spec, prompt_name)
+    if instruction is not None:
+        return _by_instruction(spec, instruction)
+    if input_type is not None:
+        return _by_input_type(spec, input_type)
+    return spec.prompts.get(spec.default_prompt_name or "", "")
+
+
+def _by_name(spec: ModelSpec, name: str) -> str:
+    if name not in spec.prompts:
+        has = f"it has: {', '.join(sorted(spec.prompts))}" if spec.prompts else "it has none"
+        raise BadValue(f"model {spec.name} has no prompt named {name!r}; {has}", param="prompt_name")
+    return spec.prompts[name]
+
+
+def _by_instruction(spec: ModelSpec, instruction: str) -> str:
+    for template in spec.prompts.values():
+        if _INSTRUCTION.search(template):
+            return _INSTRUCTION.sub(lambda _: instruction, template, count=1)
+    raise NotPossible(
+        f"model {spec.name} has no instruction template in its prompts; use `prompt` for free text",
+        param="instruction",
+    )
+
+
+def _by_input_type(spec: ModelSpec, input_type: str) -> str:
+    """A model without prompts takes any input type as it is; one with prompts must know it."""
+    if input_type not in _INPUT_TYPES:
+        raise BadValue(
+            f"input_type {input_type!r} is unknown; use one of {', '.join(_INPUT_TYPES)}", param="input_type"
+        )
+    for name in _INPUT_TYPES[input_type]:
+        if name in spec.prompts:
+            return spec.prompts[name]
+    return ""

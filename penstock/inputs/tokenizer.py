@@ -1,0 +1,50 @@
+"""Texts to token ids with the model's own `tokenizer.json`, in batches, outside the GIL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer as RustTokenizer
+
+from penstock.checkpoint.convert import tokenizer_file
+from penstock.core import Ints
+from penstock.errors import BadValue, ModelLoadError
+
+
+class Tokenizer:
+    """Encodes whole; cutting to a limit is `truncation`'s work, because it differs by request."""
+
+    def __init__(self, folder: Path) -> None:
+        file = tokenizer_file(folder)
+        try:
+            self._rust = RustTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelLoadError(f"{file} is not a tokenizer: {error}") from None
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
+        self.prefix, self.suffix = self._special_frame()
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
+        try:
+            encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str | None]:
+        return [self._rust.id_to_token(int(i)) for i in ids]
+
+    def _special_frame(self) -> tuple[int, int]:
+        """How many special tokens stand before and after a text."""
+        bare = self._rust.encode("a", add_special_tokens=False).ids
+        full = self._rust.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return start, len(full) - len(bare) - start
+        raise ModelLoadError("the tokenizer's template changes the text's own tokens; it is not supported")

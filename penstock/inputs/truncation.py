@@ -1,0 +1,59 @@
+"""Rows that are too long: refused with both lengths, or cut while special tokens stay in place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from penstock.core import Ints
+from penstock.errors import BadValue
+
+Side = Literal["left", "right"]
+
+
+def settle_limit(truncate_prompt_tokens: int | None, model_limit: int) -> int | None:
+    """The number of tokens to cut at; None means that over-length rows are refused."""
+    if truncate_prompt_tokens is None:
+        return None
+    if truncate_prompt_tokens == -1:
+        return model_limit
+    if truncate_prompt_tokens < 1:
+        raise BadValue(
+            f"truncate_prompt_tokens is {truncate_prompt_tokens}; use -1 for the model's limit, or 1 to "
+            f"{model_limit}",
+            param="truncate_prompt_tokens",
+        )
+    if truncate_prompt_tokens > model_limit:
+        raise BadValue(
+            f"truncate_prompt_tokens is {truncate_prompt_tokens}, above the model's limit of {model_limit}",
+            param="truncate_prompt_tokens",
+        )
+    return truncate_prompt_tokens
+
+
+def fit(
+    rows: list[Ints], cut_at: int | None, model_limit: int, frame: tuple[int, int], side: Side = "right"
+) -> list[Ints]:
+    """Cut the rows that exceed `cut_at`, keeping `frame` = (leading, trailing) special tokens."""
+    limit = model_limit if cut_at is None else cut_at
+    if all(len(row) <= limit for row in rows):
+        return rows
+    if cut_at is None:
+        index, row = next((i, row) for i, row in enumerate(rows) if len(row) > limit)
+        raise BadValue(
+            f"input {index} has {len(row)} tokens, but the model takes at most {model_limit}; shorten it or "
+            "set truncate_prompt_tokens to -1",
+            param="input",
+        )
+    return [row if len(row) <= limit else _cut(row, limit, frame, side) for row in rows]
+
+
+def _cut(row: Ints, limit: int, frame: tuple[int, int], side: Side) -> Ints:
+    prefix, suffix = frame
+    room = limit - prefix - suffix
+    if room <= 0:  # not even the special tokens fit: keep the beginning of the row
+        return row[:limit]
+    body = row[prefix : len(row) - suffix]
+    body = body[:room] if side == "right" else body[len(body) - room :]
+    return np.concatenate([row[:prefix], body, row[len(row) - suffix :]])

@@ -1,0 +1,89 @@
+"""Linear layers: `activation(x Wᵀ + b) + residual`, in the form that is fastest where the weights lie.
+
+`Linear` is the plain form and the oracle of the others. On a CPU `PackedLinear` keeps the weight in
+the blocked layout of the matrix kernel and lets the kernel apply bias, activation and residual while
+a tile is still in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.layers.activation import activation
+
+_PACK_ROWS = 512  # the batch size that the packed layout is tuned for; any size runs
+
+
+class LinearLayer(Protocol):
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last."""
+        ...
+
+
+class Linear:
+    def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "identity") -> None:
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+        self.bias = bias
+        self.act = activation(act)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        out = self.act(F.linear(x, self.weight, self.bias))
+        return out if residual is None else out + residual
+
+
+class PackedLinear:
+    """A CPU linear layer on the matrix library's own weight layout, with fused epilogues."""
+
+    FUSED: ClassVar[dict[str, tuple[str, str]]] = {
+        "identity": ("none", ""),
+        "gelu": ("gelu", "none"),
+        "relu": ("relu", ""),
+        "tanh": ("tanh", ""),
+    }
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "identity") -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.weight: Tensor = _mkldnn()._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+        self.fused = act in self.FUSED
+        self.op, self.algorithm = self.FUSED.get(act, ("none", ""))
+        self.act = activation(act)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        out: Tensor
+        if residual is not None and self.op == "none" and self.fused:
+            out = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+            return out
+        out = _mkldnn()._linear_pointwise(x, self.weight, self.bias, self.op, [], self.algorithm)
+        if not self.fused:
+            out = self.act(out)
+        return out if residual is None else out + residual
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, act: str, quantization: str | None) -> LinearLayer:
+    """The form of layer that suits the weight's device and the wanted precision."""
+    if weight.device.type != "cpu":
+        return Linear(weight, bias, act)
+    if quantization == "int8":
+        from penstock.layers.int8 import Int8Linear
+
+        return Int8Linear(weight, bias, act)
+    return PackedLinear(weight, bias, act) if _can_pack(weight.dtype) else Linear(weight, bias, act)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(_mkldnn()._is_mkldnn_bf16_supported()))
+
+
+def _mkldnn() -> Any:
+    return torch.ops.mkldnn

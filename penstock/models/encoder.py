@@ -1,0 +1,222 @@
+"""Post-norm encoders with learned positions: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, MPNet.
+
+They differ in names, in where positions begin and, for MPNet, in a position bias on the scores; the
+wiring is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.layers.attention import ScoreBias, attend
+from penstock.layers.batch import Batch
+from penstock.layers.build import LayerBuilder
+from penstock.layers.embedding import EncoderEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Where a family keeps its tensors, below its own prefix."""
+
+    layer: str = "encoder.layer.{}."
+    query: str = "attention.self.query"
+    key: str = "attention.self.key"
+    value: str = "attention.self.value"
+    out: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: str = "intermediate.dense"
+    down: str = "output.dense"
+    output_norm: str = "output.LayerNorm"
+
+
+BERT_NAMES = Names()
+DISTILBERT_NAMES = Names(
+    layer="transformer.layer.{}.",
+    query="attention.q_lin",
+    key="attention.k_lin",
+    value="attention.v_lin",
+    out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up="ffn.lin1",
+    down="ffn.lin2",
+    output_norm="output_layer_norm",
+)
+MPNET_NAMES = Names(
+    query="attention.attn.q",
+    key="attention.attn.k",
+    value="attention.attn.v",
+    out="attention.attn.o",
+    attention_norm="attention.LayerNorm",
+)
+
+# Heads and buffers that an embedder has no use for.
+UNNEEDED = ("pooler.", "cls.", "lm_head.", "vocab_", "classifier.", "qa_outputs.", "position_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocabulary: int
+    positions: int
+    segments: int  # 0: the family has none
+    first_position: int
+    act: str
+    eps: float
+    names: Names
+    bias_buckets: int = 0  # MPNet
+
+
+class EncoderLayer:
+    def __init__(self, build: LayerBuilder, prefix: str, shape: Shape) -> None:
+        names, hidden = shape.names, shape.hidden
+        self.heads = shape.heads
+        self.qkv = build.linear([prefix + n for n in (names.query, names.key, names.value)], hidden, hidden)
+        self.out = build.linear(prefix + names.out, hidden, hidden)
+        self.attention_norm = build.norm(prefix + names.attention_norm, hidden, shape.eps)
+        self.up = build.linear(prefix + names.up, hidden, shape.intermediate, shape.act)
+        self.down = build.linear(prefix + names.down, shape.intermediate, hidden)
+        self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
+
+    def __call__(self, hidden: Tensor, batch: Batch, bias: ScoreBias | None) -> Tensor:
+        context = attend(self.qkv(hidden), self.heads, batch, bias)
+        hidden = self.attention_norm(self.out(context, residual=hidden))
+        return self.output_norm(self.down(self.up(hidden), residual=hidden))
+
+
+class Encoder:
+    """token ids → hidden states [tokens, hidden]."""
+
+    def __init__(self, build: LayerBuilder, shape: Shape) -> None:
+        prefix = build.weights.prefix_of("embeddings.word_embeddings.weight")
+        tables = prefix + "embeddings."
+        segments = (
+            build.table(tables + "token_type_embeddings", shape.segments, shape.hidden)
+            if shape.segments
+            else None
+        )
+        self.embedding = EncoderEmbedding(
+            build.table(tables + "word_embeddings", shape.vocabulary, shape.hidden),
+            build.table(tables + "position_embeddings", shape.positions, shape.hidden),
+            segments,
+            shape.first_position,
+        )
+        self.embedding_norm = build.norm(tables + "LayerNorm", shape.hidden, shape.eps)
+        self.layers = [
+            EncoderLayer(build, prefix + shape.names.layer.format(i), shape) for i in range(shape.layers)
+        ]
+        self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
+        self.hidden_size = shape.hidden
+        build.weights.finish(UNNEEDED)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        hidden = self.embedding_norm(self.embedding(batch))
+        for layer in self.layers:
+            hidden = layer(hidden, batch, self.bias)
+        return hidden
+
+
+class _RelativeBias:
+    """MPNet's bias by bucketed distance, shared by all layers; the last few lengths are kept."""
+
+    KEPT = 32
+
+    def __init__(self, build: LayerBuilder, prefix: str, shape: Shape) -> None:
+        self.table = build.table(
+            prefix + "encoder.relative_attention_bias", shape.bias_buckets, shape.heads
+        )  # [buckets, heads]
+        self.buckets = shape.bias_buckets
+        self._by_length: dict[int, Tensor] = {}
+
+    def __call__(self, length: int) -> Tensor:
+        if length not in self._by_length:
+            if len(self._by_length) >= self.KEPT:
+                self._by_length.pop(next(iter(self._by_length)))
+            self._by_length[length] = self._make(length)
+        return self._by_length[length]
+
+    def _make(self, length: int) -> Tensor:
+        place = torch.arange(length, device=self.table.device)
+        bucket = distance_bucket(place[None, :] - place[:, None], self.buckets)
+        return self.table[bucket].permute(2, 0, 1).contiguous()  # [heads, length, length]
+
+
+def distance_bucket(distance: Tensor, buckets: int, max_distance: int = 128) -> Tensor:
+    """Near distances have a bucket each, far ones share logarithmic buckets; sign picks the half."""
+    half = buckets // 2
+    away = -distance
+    side = (away < 0).long() * half
+    away = away.abs()
+    exact = half // 2
+    far = exact + (
+        torch.log(away.float().clamp_min(1) / exact) / math.log(max_distance / exact) * (half - exact)
+    ).long().clamp_max(half - 1 - exact)
+    return side + torch.where(away < exact, away, far)
+
+
+def bert(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
+    return Encoder(build, _bert_shape(config, first_position=0))
+
+
+def roberta(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
+    return Encoder(build, _bert_shape(config, first_position=int(config.get("pad_token_id", 1)) + 1))
+
+
+def distilbert(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
+    shape = Shape(
+        hidden=config["dim"],
+        layers=config["n_layers"],
+        heads=config["n_heads"],
+        intermediate=config["hidden_dim"],
+        vocabulary=config["vocab_size"],
+        positions=config["max_position_embeddings"],
+        segments=0,
+        first_position=0,
+        act=config.get("activation", "gelu"),
+        eps=1e-12,
+        names=DISTILBERT_NAMES,
+    )
+    return Encoder(build, shape)
+
+
+def mpnet(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
+    shape = _bert_shape(
+        config,
+        first_position=int(config.get("pad_token_id", 1)) + 1,
+        names=MPNET_NAMES,
+        bias_buckets=config.get("relative_attention_num_buckets", 32),
+        segments=0,
+    )
+    return Encoder(build, shape)
+
+
+def _bert_shape(
+    config: Mapping[str, Any],
+    *,
+    first_position: int,
+    names: Names = BERT_NAMES,
+    bias_buckets: int = 0,
+    segments: int | None = None,
+) -> Shape:
+    return Shape(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        positions=config["max_position_embeddings"],
+        segments=config.get("type_vocab_size", 2) if segments is None else segments,
+        first_position=first_position,
+        act=config.get("hidden_act", "gelu"),
+        eps=config.get("layer_norm_eps", 1e-12),
+        names=names,
+        bias_buckets=bias_buckets,
+    )

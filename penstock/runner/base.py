@@ -1,0 +1,20 @@
+"""What the engine core asks of a runner. Free of torch, so that a null runner needs none."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from penstock.core import StepPlan, StepResult
+
+
+class Runner(Protocol):
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        """Start a step. The future completes, on some other thread, when its results can be read.
+
+        Steps complete in the order of their launch. A result's arrays are valid until
+        `pipeline_depth` further steps have been launched. A step that fails raises from the future.
+        """
+        ...
+
+    def close(self) -> None: ...

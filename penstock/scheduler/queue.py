@@ -1,0 +1,127 @@
+"""The waiting line: requests in the order in which they are to run.
+
+The order never has to be recomputed. A priority level is worth a fixed head start in seconds, so a
+request's place is `arrival + priority × head start`: first come, first served within a priority, and
+no request can be overtaken by ones that arrive later than its head start, so none starves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core import Ints, Request
+
+HEAD_START_S = 1.0  # what one level of priority is worth
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request with rows still to run. `order` lists its rows by length; `cursor` is the next one."""
+
+    request: Request
+    order: Ints  # [rows], row numbers, longest first
+    ends: Ints  # [rows], tokens of rows order[0..i]
+    place: tuple[float, int]
+    cursor: int = 0
+
+    @property
+    def rows_left(self) -> int:
+        return len(self.order) - self.cursor
+
+    @property
+    def tokens_left(self) -> int:
+        return int(self.ends[-1]) - self.tokens_taken
+
+    @property
+    def tokens_taken(self) -> int:
+        return int(self.ends[self.cursor - 1]) if self.cursor else 0
+
+    def take(self, max_tokens: int, max_rows: int) -> Ints:
+        """Up to so many further rows, as row numbers of the request."""
+        fits = int(np.searchsorted(self.ends, self.tokens_taken + max_tokens, side="right"))
+        stop = min(fits, self.cursor + max_rows)
+        taken = self.order[self.cursor : max(stop, self.cursor)]
+        self.cursor += len(taken)
+        return taken
+
+
+_ONE_ROW = np.zeros(1, dtype=np.int32)
+
+
+class WaitingLine:
+    """Requests by place, with look-up by id and by deadline."""
+
+    def __init__(self) -> None:
+        self._line: list[tuple[tuple[float, int], Waiting]] = []
+        self._by_id: dict[str, Waiting] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._count = itertools.count()
+        self.tokens = 0
+        self.rows = 0
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return (waiting for _, waiting in self._line)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def join(self, request: Request) -> None:
+        place = (request.arrival_s + request.priority * HEAD_START_S, next(self._count))
+        if request.num_rows == 1:
+            order, ends = _ONE_ROW, request.lengths
+        else:
+            order = np.argsort(-request.lengths, kind="stable").astype(np.int32)
+            ends = np.cumsum(request.lengths[order], dtype=np.int32)
+        waiting = Waiting(request, order, ends, place)
+        if not self._line or place > self._line[-1][0]:
+            self._line.append((place, waiting))
+        else:
+            bisect.insort(self._line, (place, waiting), key=lambda entry: entry[0])
+        self._by_id[request.id] = waiting
+        self.tokens += request.num_tokens
+        self.rows += request.num_rows
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+
+    def took(self, tokens: int, rows: int) -> None:
+        """Account for rows that left the line to run."""
+        self.tokens -= tokens
+        self.rows -= rows
+
+    def sweep(self) -> None:
+        """Let go of the requests that have no rows left."""
+        gone = [waiting for waiting in self if not waiting.rows_left]
+        for waiting in gone:
+            del self._by_id[waiting.request.id]
+        if gone:
+            self._line = [entry for entry in self._line if entry[1].rows_left]
+
+    def remove(self, request_id: str) -> Request | None:
+        waiting = self._by_id.pop(request_id, None)
+        if waiting is None:
+            return None
+        self.took(waiting.tokens_left, waiting.rows_left)
+        index = bisect.bisect_left(self._line, waiting.place, key=lambda entry: entry[0])
+        del self._line[index]
+        return waiting.request
+
+    def expired(self, now_s: float) -> list[Request]:
+        """Remove and return the requests whose deadline has passed."""
+        gone = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._deadlines)
+            if (request := self.remove(request_id)) is not None:
+                gone.append(request)
+        return gone
+
+    def next_deadline_s(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
