@@ -1,0 +1,97 @@
+"""The ASGI application: every route of every dialect in one table. Never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from penstock.api import native, openai, operation
+from penstock.api.endpoint import Call, Endpoint, Reply, openai_error
+from penstock.api.metrics import ApiMetrics
+from penstock.api.schema import openapi
+from penstock.api.state import ServerState
+from penstock.errors import NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpec:
+    path: str
+    body: type[msgspec.Struct] | None  # None: GET
+    handler: Callable[..., Awaitable[Reply]]
+    group: str
+    open_to_all: bool = False
+
+
+ROUTES = (
+    RouteSpec("/v1/embeddings", openai.EmbeddingsRequest, openai.embeddings, "OpenAI"),
+    RouteSpec("/v1/models", None, openai.models, "OpenAI"),
+    RouteSpec("/tokenize", native.TokenizeRequest, native.tokenize, "native"),
+    RouteSpec("/detokenize", native.DetokenizeRequest, native.detokenize, "native"),
+    RouteSpec("/health", None, operation.health, "operation", open_to_all=True),
+    RouteSpec("/ready", None, operation.ready, "operation", open_to_all=True),
+    RouteSpec("/metrics", None, operation.metrics, "operation", open_to_all=True),
+    RouteSpec("/version", None, operation.version, "operation", open_to_all=True),
+    RouteSpec("/docs", None, operation.docs, "operation", open_to_all=True),
+    RouteSpec("/", None, operation.playground, "operation", open_to_all=True),
+)
+
+
+def build_app(state: ServerState) -> Starlette:
+    metrics = ApiMetrics()
+    schema = msgspec.json.encode(openapi(ROUTES))
+
+    async def serve_schema(call: Call) -> Reply:
+        return Reply(schema)
+
+    def route(spec: RouteSpec) -> Route:
+        endpoint = Endpoint(
+            state,
+            metrics,
+            spec.path,
+            spec.body,
+            spec.handler,
+            open_to_all=spec.open_to_all,
+            limited=spec.body is not None,
+        )
+        return Route(spec.path, endpoint=endpoint)
+
+    described = RouteSpec("/openapi.json", None, serve_schema, "operation", open_to_all=True)
+    app = Starlette(routes=[route(spec) for spec in (*ROUTES, described)], lifespan=partial(_lifespan, state))
+    app.router.default = _not_found(state, metrics)
+    app.router.redirect_slashes = False
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
+    for model in state.models.values():
+        model.client.start()
+    yield
+    for model in state.models.values():
+        model.client.close()
+        model.tokenizer.close()
+    await asyncio.sleep(0)
+
+
+def _not_found(state: ServerState, metrics: ApiMetrics) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    async def refuse(call: Call) -> Reply:
+        raise NotFound("there is no such route; /docs lists them all")
+
+    endpoint = Endpoint(state, metrics, "other", None, refuse, open_to_all=True, limited=False)
+    endpoint.methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
+    endpoint.error_shape = openai_error
+
+    async def default(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await endpoint(scope, receive, send)
+
+    return default

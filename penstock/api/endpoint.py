@@ -1,0 +1,227 @@
+"""How every route treats a request: admit, read, decode, run, answer; errors become statuses here.
+
+A dialect is a set of routes plus the shape of its error body; the rest is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from penstock.api.metrics import ApiMetrics
+from penstock.api.state import ServerState
+from penstock.errors import (
+    BadValue,
+    BodyTooLarge,
+    Cancelled,
+    MethodNotAllowed,
+    PenstockError,
+    Unauthorized,
+)
+
+log = logging.getLogger("penstock.api")
+Body = TypeVar("Body")
+JSON = b"application/json"
+
+
+@dataclass(slots=True)
+class Reply:
+    body: bytes
+    content_type: bytes = JSON
+    status: int = 200
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on its way through a handler, and where its time went."""
+
+    state: ServerState
+    metrics: ApiMetrics
+    began_s: float
+    request_id: str | None = None
+    tokenize_s: float = 0.0
+    queue_s: float = 0.0
+    device_s: float = 0.0
+    encode_s: float = 0.0
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        total_s = time.monotonic() - self.began_s
+        times = {
+            "tokenize": self.tokenize_s,
+            "queue": self.queue_s,
+            "device": self.device_s,
+            "total": total_s,
+        }
+        out = [(f"x-{name}-ms".encode(), b"%.3f" % (value * 1000)) for name, value in times.items()]
+        if self.request_id is not None:
+            out.append((b"x-request-id", self.request_id.encode("latin-1", "replace")))
+        return out
+
+
+ErrorShape = Callable[[PenstockError], dict[str, Any]]
+
+
+def openai_error(error: PenstockError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+class Endpoint:
+    """An ASGI application for one route that takes a JSON body."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        metrics: ApiMetrics,
+        path: str,
+        body: type[Any] | None,
+        handler: Callable[..., Awaitable[Reply]],
+        *,
+        error_shape: ErrorShape = openai_error,
+        open_to_all: bool = False,
+        limited: bool = True,
+    ) -> None:
+        self.state = state
+        self.metrics = metrics
+        self.path = path
+        self.decoder = None if body is None else msgspec.json.Decoder(body)
+        self.handler = handler
+        self.error_shape = error_shape
+        self.open_to_all = open_to_all
+        self.limited = limited
+        self.methods = ("GET", "HEAD") if body is None else ("POST",)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(self.state, self.metrics, time.monotonic())
+        try:
+            self._check(scope)
+            reply = await (self._limited(call, scope, receive) if self.limited else self.handler(call))
+            reply.headers += call.headers()
+        except PenstockError as error:
+            reply = self._error(error, call)
+        except Exception:
+            log.exception("%s failed", self.path)
+            reply = self._error(PenstockError("internal error; the server's log has the details"), call)
+        self.metrics.request(self.path, reply.status, time.monotonic() - call.began_s)
+        if reply.status != Cancelled.status:
+            await _send(send, reply, head_only=scope["method"] == "HEAD")
+
+    def _check(self, scope: Scope) -> None:
+        if scope["method"] not in self.methods:
+            raise MethodNotAllowed(f"{self.path} takes {' or '.join(self.methods)}, not {scope['method']}")
+        if not self.open_to_all:
+            check_key(scope, self.state.config.api_key)
+
+    async def _limited(self, call: Call, scope: Scope, receive: Receive) -> Reply:
+        self.state.admit()
+        try:
+            arguments = [] if self.decoder is None else [self._decode(await self._read(scope, receive))]
+            return await unless_gone(self.handler(call, *arguments), receive)
+        finally:
+            self.state.leave()
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self.state.config.max_body_bytes
+        said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if said.isdigit() and int(said) > limit:
+            raise BodyTooLarge(f"the body has {int(said)} bytes; at most {limit} are taken")
+        chunks, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the client went away")
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > limit:
+                raise BodyTooLarge(f"the body has more than {limit} bytes, which is the limit")
+            if not message.get("more_body", False):
+                return b"".join(chunks) if len(chunks) > 1 else chunks[0]
+
+    def _decode(self, raw: bytes) -> Any:
+        assert self.decoder is not None
+        try:
+            return self.decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            message, param = explain(str(error))
+            raise BadValue(message, param=param) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadValue(f"the body is not valid JSON: {error}") from None
+
+    def _error(self, error: PenstockError, call: Call) -> Reply:
+        headers = call.headers()
+        if (retry_s := getattr(error, "retry_after_s", None)) is not None:
+            headers.append((b"retry-after", str(retry_s).encode()))
+        self.metrics.refused(error)
+        return Reply(msgspec.json.encode(self.error_shape(error)), JSON, error.status, headers)
+
+
+_PLACE = re.compile(r" - at `\$\.?(.*?)`$")
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_MISSING = re.compile(r"missing required field `(.*?)`")
+
+
+def explain(text: str) -> tuple[str, str | None]:
+    """The decoder's complaint as (message, field)."""
+    place = _PLACE.search(text)
+    field_name = place.group(1) if place else ""
+    for pattern in (_UNKNOWN, _MISSING):
+        if found := pattern.search(text):
+            field_name = f"{field_name}.{found.group(1)}".strip(".")
+    said = _PLACE.sub("", text)
+    if not field_name:
+        return said, None
+    name = re.split(r"[\[.]", field_name)[0]
+    return (said if f"`{name}`" in said else f"{field_name}: {said}"), name
+
+
+def check_key(scope: Scope, key: str | None) -> None:
+    if key is None:
+        return
+    for name, value in scope["headers"]:
+        if name == b"authorization" and hmac.compare_digest(value, b"Bearer " + key.encode()):
+            return
+        if name == b"x-api-key" and hmac.compare_digest(value, key.encode()):
+            return
+    raise Unauthorized("a valid API key is needed: send `Authorization: Bearer …`")
+
+
+async def unless_gone(work: Awaitable[Reply], receive: Receive) -> Reply:
+    """The handler's reply; if the client disconnects first, the handler is cancelled."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+            raise Cancelled("the client went away")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _send(send: Send, reply: Reply, head_only: bool) -> None:
+    headers = [
+        (b"content-type", reply.content_type),
+        (b"content-length", str(len(reply.body)).encode()),
+        *reply.headers,
+    ]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if head_only else reply.body})

@@ -1,0 +1,69 @@
+"""The API processes' share of the Prometheus metrics, and the page that shows all processes'."""
+
+from __future__ import annotations
+
+import os
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from penstock.errors import Cancelled, PenstockError, QueueFull
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+REQUESTS = Counter("penstock_requests", "Requests by route and status", ["route", "status"])
+REQUEST_SECONDS = Histogram(
+    "penstock_request_seconds", "Whole time of a request", ["route"], buckets=_SECONDS
+)
+ROWS = Counter("penstock_rows", "Rows taken in", ["model"])
+TOKENS = Counter("penstock_tokens", "Tokens taken in", ["model"])
+PHASES = Histogram(
+    "penstock_phase_seconds",
+    "Time of a request spent tokenising, queued, on the device and encoding",
+    ["phase"],
+    buckets=_SECONDS,
+)
+QUEUE_SECONDS = Histogram("penstock_queue_seconds", "Time from arrival to the first step", buckets=_SECONDS)
+IN_FLIGHT = Gauge("penstock_requests_in_flight", "Requests under way", multiprocess_mode="livesum")
+REJECTED = Counter("penstock_rejected", "Requests refused because the server was full")
+CANCELLED = Counter("penstock_cancelled", "Requests whose client went away")
+ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemin")
+
+
+class ApiMetrics:
+    def __init__(self) -> None:
+        self._phases = {name: PHASES.labels(name) for name in ("tokenize", "queue", "device", "encode")}
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        REQUESTS.labels(route, str(status)).inc()
+        REQUEST_SECONDS.labels(route).observe(seconds)
+
+    def refused(self, error: PenstockError) -> None:
+        if isinstance(error, QueueFull):
+            REJECTED.inc()
+        elif isinstance(error, Cancelled):
+            CANCELLED.inc()
+
+    def work(self, model: str, rows: int, tokens: int) -> None:
+        ROWS.labels(model).inc(rows)
+        TOKENS.labels(model).inc(tokens)
+
+    def phases(self, *, tokenize_s: float, queue_s: float, device_s: float, encode_s: float) -> None:
+        for name, seconds in (
+            ("tokenize", tokenize_s),
+            ("queue", queue_s),
+            ("device", device_s),
+            ("encode", encode_s),
+        ):
+            self._phases[name].observe(seconds)
+        QUEUE_SECONDS.observe(queue_s)
+
+
+def render(in_flight: int, engine_up: bool) -> bytes:
+    """The metrics of every process of this server, as Prometheus reads them."""
+    IN_FLIGHT.set(in_flight)
+    ENGINE_UP.set(1 if engine_up else 0)
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return generate_latest()
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    return generate_latest(registry)

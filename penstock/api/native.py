@@ -1,0 +1,70 @@
+"""Penstock's own routes: `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+import msgspec
+import orjson
+
+from penstock.api.endpoint import Call, Reply
+from penstock.api.work import check_rows
+from penstock.errors import BadValue
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /tokenize`: one text as `prompt`, or several as `input`."""
+
+    prompt: str | None = None
+    input: str | list[str] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /detokenize`: ids of one text, or of several."""
+
+    tokens: list[int | list[int]]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
+    """The token ids that the model would see."""
+    model = call.state.model(body.model)
+    if (body.prompt is None) == (body.input is None):
+        raise BadValue("give either prompt or input", param="prompt")
+    given = body.prompt if body.prompt is not None else body.input
+    texts = [given] if isinstance(given, str) else list(given or [])
+    check_rows(call, texts)
+    if not texts:
+        raise BadValue("input is empty; give at least one text", param="input")
+    rows = await model.tokenizer.encode(texts, body.add_special_tokens)
+    tokenizer = model.tokenizer.tokenizer
+    answers = []
+    for row in rows:
+        answer = {"count": len(row), "max_model_len": model.spec.limit, "tokens": row}
+        if body.return_token_strs:
+            answer["token_strs"] = tokenizer.token_strings(row.tolist())
+        answers.append(answer)
+    one = isinstance(given, str)
+    content = answers[0] if one else {"data": answers, "count": sum(len(row) for row in rows)}
+    return Reply(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
+    """The text that token ids stand for."""
+    model = call.state.model(body.model)
+    rows = body.tokens if body.tokens and isinstance(body.tokens[0], list) else [body.tokens]
+    checked: list[list[int]] = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, list) or not all(isinstance(i, int) for i in row):
+            raise BadValue(f"tokens {index} is not a list of token ids", param="tokens")
+        ids = [int(i) for i in row if isinstance(i, int)]
+        if any(not 0 <= i < model.tokenizer.tokenizer.vocab_size for i in ids):
+            raise BadValue(f"tokens {index} holds an id that the tokenizer does not know", param="tokens")
+        checked.append(ids)
+    texts = [model.tokenizer.tokenizer.decode(ids, body.skip_special_tokens) for ids in checked]
+    content = (
+        {"prompt": texts[0]} if rows[0] is body.tokens else {"data": [{"prompt": text} for text in texts]}
+    )
+    return Reply(orjson.dumps(content))

@@ -1,0 +1,52 @@
+"""Routes for operators and browsers: health, readiness, metrics, version, schema, pages."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import orjson
+
+from penstock import __version__
+from penstock.api.endpoint import Call, Reply
+from penstock.api.metrics import render
+from penstock.errors import EngineUnavailable
+
+HTML = b"text/html; charset=utf-8"
+
+
+async def health(call: Call) -> Reply:
+    """This process answers."""
+    return Reply(b'{"status":"alive"}')
+
+
+async def ready(call: Call) -> Reply:
+    """The engine can serve now; 503 with the reason otherwise."""
+    for model in call.state.models.values():
+        if model.client.ready is None:
+            raise EngineUnavailable(model.client.reason())
+    return Reply(b'{"status":"ready"}')
+
+
+async def metrics(call: Call) -> Reply:
+    """Prometheus metrics of all processes of this server."""
+    text = render(call.state.in_flight, call.state.ready)
+    return Reply(text, b"text/plain; version=0.0.4; charset=utf-8")
+
+
+async def version(call: Call) -> Reply:
+    """The version of this server."""
+    return Reply(orjson.dumps({"version": __version__}))
+
+
+def page(name: str) -> bytes:
+    return (resources.files("penstock.api") / "pages" / name).read_bytes()
+
+
+async def playground(call: Call) -> Reply:
+    """A page to try the server from."""
+    return Reply(page("playground.html"), HTML)
+
+
+async def docs(call: Call) -> Reply:
+    """The API's description, readable."""
+    return Reply(page("docs.html"), HTML)

@@ -1,0 +1,62 @@
+"""An API process: HTTP on one side, the engine's wire on the other. Never imports torch."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from penstock.api.app import build_app
+from penstock.api.state import ServedModel, ServerState, engine_reason
+from penstock.engine.client import EngineClient
+from penstock.engine.process import prepare_child
+from penstock.engine.supervisor import ApiLaunch
+from penstock.inputs.batcher import BatchTokenizer
+from penstock.inputs.processor import InputProcessor
+from penstock.inputs.tokenizer import Tokenizer
+
+
+def build_state(launch: ApiLaunch) -> ServerState:
+    limit = min(launch.engine.max_model_len or launch.spec.limit, launch.spec.limit)
+    spec = msgspec.structs.replace(launch.spec, limit=limit)
+    tokenizer = Tokenizer(spec.path)
+    model = ServedModel(
+        spec=spec,
+        processor=InputProcessor(spec, tokenizer),
+        tokenizer=BatchTokenizer(tokenizer),
+        client=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file))),
+        created_s=int(time.time()),
+    )
+    return ServerState(launch.server, {spec.name: model}, launch.index)
+
+
+def main() -> None:
+    prepare_child()
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
+    logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
+    config = uvicorn.Config(
+        build_app(build_state(launch)),
+        http="httptools",
+        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=launch.server.access_log,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(launch.server.drain_s)),
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    listener = socket.socket(fileno=launch.listen_fd)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

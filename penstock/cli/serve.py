@@ -1,0 +1,115 @@
+"""`penstock serve`: a server for one model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from penstock.errors import ConfigError
+
+
+def json_option(text: str | None, name: str) -> dict[str, Any]:
+    """A flag whose value is a JSON object."""
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{name} is not a JSON object: {error}", param=name) from None
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub id; without it the embedded default model.")
+    ] = None,
+    model_flag: Annotated[str | None, typer.Option("--model", help="The same, as a flag.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="Key that clients must send.")
+    ] = None,
+    api_server_count: Annotated[int, typer.Option(min=1, help="API processes.")] = 1,
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients use.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:N, or null (computes nothing).")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str | None, typer.Option("--quantization", "-q", help="int8 (CPU).")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of one row.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Rows of one step.")] = None,
+    max_queued_tokens: Annotated[int | None, typer.Option(help="Tokens that may wait; beyond: 429.")] = None,
+    max_concurrent_requests: Annotated[
+        int, typer.Option(min=1, help="Requests under way in one API process; beyond: 429.")
+    ] = 4096,
+    max_rows: Annotated[int, typer.Option(min=1, help="Texts in one request.")] = 2048,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body in MiB; beyond: 413.")] = 32.0,
+    timeout: Annotated[float | None, typer.Option(help="Default deadline of a request, seconds.")] = None,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds to finish requests after SIGTERM.")] = 30.0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.")] = None,
+    load_format: Annotated[str, typer.Option(help="auto, safetensors, or dummy (seeded weights).")] = "auto",
+    hf_overrides: Annotated[str | None, typer.Option(help="JSON: keys of config.json to replace.")] = None,
+    pooler_config: Annotated[
+        str | None, typer.Option(help='JSON: {"pooling_type": "cls", "normalize": true}.')
+    ] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = 0,
+    runner: Annotated[str, typer.Option(help="Accepted for familiarity; found out by itself.")] = "auto",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+    disable_log_stats: Annotated[
+        bool, typer.Option("--disable-log-stats", help="Accepted for familiarity; no statistics are logged.")
+    ] = False,
+) -> None:
+    """Serve MODEL over HTTP until SIGTERM or ctrl-C."""
+    from penstock.checkpoint.spec import describe
+    from penstock.config import EngineConfig, ServerConfig, from_mapping
+    from penstock.engine.supervisor import Supervisor
+
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"log level {log_level!r} is unknown; use debug, info, warning or error")
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
+    if model is not None and model_flag is not None and model != model_flag:
+        raise ConfigError(f"two models are named: {model!r} and --model {model_flag!r}", param="model")
+    engine = from_mapping(
+        EngineConfig,
+        {
+            "model": model or model_flag,
+            "revision": revision,
+            "served_model_name": served_model_name,
+            "device": device,
+            "dtype": dtype,
+            "quantization": quantization,
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+            "max_queued_tokens": max_queued_tokens,
+            "threads": threads,
+            "load_format": load_format,
+            "hf_overrides": json_option(hf_overrides, "--hf-overrides"),
+            "pooler_config": json_option(pooler_config, "--pooler-config"),
+            "enforce_eager": enforce_eager,
+            "seed": seed,
+        },
+    )
+    server = from_mapping(
+        ServerConfig,
+        {
+            "host": host,
+            "port": port,
+            "api_key": api_key,
+            "api_server_count": api_server_count,
+            "max_body_bytes": int(max_body_mb * 1024 * 1024),
+            "max_rows": max_rows,
+            "max_concurrent_requests": max_concurrent_requests,
+            "default_timeout_s": timeout,
+            "drain_s": drain,
+            "log_level": log_level,
+            "access_log": access_log,
+        },
+    )
+    raise typer.Exit(Supervisor(engine, server, describe(engine)).run())

@@ -1,0 +1,155 @@
+"""The API process's side of the wire: submit a request, await its answer. Free of torch.
+
+Requests of one turn of the event loop leave in one message. When the engine's process goes away, all
+that wait for it fail at once; the connection comes back by itself when a new engine listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from penstock.core import Answer, Request
+from penstock.engine.messages import (
+    Cancel,
+    Hello,
+    Outcomes,
+    Ready,
+    decode_from_engine,
+    encode,
+    pack_requests,
+    unpack_outcomes,
+)
+from penstock.errors import EngineUnavailable
+
+log = logging.getLogger("penstock.client")
+
+
+class EngineClient:
+    """`reason` tells, when asked, why the engine is not there; it stands in the 503."""
+
+    def __init__(self, address: str, reason: Callable[[], str] = lambda: "the engine is starting") -> None:
+        self._address = address
+        self.reason = reason
+        self._waiters: dict[str, asyncio.Future[Answer]] = {}
+        self._outgoing: list[Request] = []
+        self._cancelled: list[str] = []
+        self.ready: Ready | None = None
+
+    def start(self) -> None:
+        """Connect; call from the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is gone
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._socket.connect(self._address)
+        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._on_readable)
+        self._loop.add_reader(self._monitor.getsockopt(zmq.FD), self._on_monitor)
+        self._loop.call_soon(self._on_monitor)
+
+    def close(self) -> None:
+        for socket in (self._socket, self._monitor):
+            with contextlib.suppress(Exception):
+                self._loop.remove_reader(socket.getsockopt(zmq.FD))
+        self._fail_all("the server is closing")
+        self._context.destroy(linger=0)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiters)
+
+    async def run(self, request: Request) -> Answer:
+        """The answer to one request. Cancelling the caller cancels the request's rows."""
+        if self.ready is None:
+            raise EngineUnavailable(self.reason())
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._waiters[request.id] = future
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(request.id)
+            raise
+        finally:
+            self._waiters.pop(request.id, None)
+
+    def _cancel(self, request_id: str) -> None:
+        if not self._cancelled:
+            self._loop.call_soon(self._flush_cancelled)
+        self._cancelled.append(request_id)
+
+    def _flush(self) -> None:
+        requests, self._outgoing = self._outgoing, []
+        self._send(pack_requests(requests))
+
+    def _flush_cancelled(self) -> None:
+        ids, self._cancelled = self._cancelled, []
+        self._send([encode(Cancel(ids))])
+
+    def _send(self, frames: list[object]) -> None:
+        if self.ready is None:
+            return  # whoever waits has been told
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # it is going away this very moment; the monitor will say so
+            return
+        self._on_readable()  # a send may swallow the edge that announces a message
+
+    def _on_readable(self) -> None:
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            header, *bulk = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            message = decode_from_engine(header.buffer)
+            if isinstance(message, Ready):
+                self.ready = message
+                log.info("engine ready (process %d)", message.pid)
+            elif isinstance(message, Outcomes):
+                self._settle(message, [frame.buffer for frame in bulk])
+
+    def _settle(self, message: Outcomes, frames: list[memoryview]) -> None:
+        for outcome in unpack_outcomes(message.items, frames):
+            future = self._waiters.get(outcome.id)
+            if future is None or future.done():
+                continue  # its client went away
+            if isinstance(outcome, Answer):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome.error)
+
+    def _on_monitor(self) -> None:
+        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._greet()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.ready = None
+                self._fail_all("the engine process stopped while this request was in flight")
+
+    def _greet(self) -> None:
+        """Ask the new engine whether it is ready; it answers as soon as it is."""
+        try:
+            self._socket.send_multipart([encode(Hello())], zmq.NOBLOCK)
+        except zmq.Again:  # the handshake is done a moment before the socket can be written to
+            self._loop.call_later(0.005, self._greet)
+        self._on_readable()
+
+    def _fail_all(self, reason: str) -> None:
+        """Tell everyone who waits. The rows are lost; the client may send them again."""
+        lost = [future for future in self._waiters.values() if not future.done()]
+        if lost:
+            log.warning("%s; %d requests fail", reason, len(lost))
+        for future in lost:
+            future.set_exception(EngineUnavailable(f"{reason}; it is being restarted, try again"))

@@ -1,0 +1,173 @@
+"""What crosses the wire between an API process and an engine process.
+
+A message is a typed header (msgpack) and, where it has bulk, one raw frame: token ids as int32 on
+the way in, vectors as they are on the way out. One header carries all requests that became ready
+together, and all answers of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.core import Answer, Array, Ints, PoolingParams, Request, Timings
+from penstock.engine.core import Failure, Outcome
+from penstock.errors import revive
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """An API process wants to know whether the engine is ready."""
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The engine can serve. `settings` are the resolved values, for information."""
+
+    pid: int
+    settings: dict[str, Any]
+
+
+class Entry(msgspec.Struct, array_like=True):
+    """One request; its integers lie in the frame: lengths, token ids, then the optional two."""
+
+    id: str
+    rows: int
+    tokens: int
+    params: PoolingParams
+    priority: int
+    arrival_s: float
+    deadline_s: float | None
+    type_ids: bool
+    skip: bool
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True):
+    entries: list[Entry]
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+    ids: list[str]
+
+
+class Done(msgspec.Struct, tag="done", array_like=True):
+    """A result; its bytes lie in the frame, one after another."""
+
+    id: str
+    shape: tuple[int, ...]
+    dtype: str
+    queue_s: float
+    device_s: float
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    id: str
+    error: str
+    message: str
+    param: str | None
+
+
+class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
+    items: list[Done | Failed]
+
+
+ToEngine = Hello | Submit | Cancel
+FromEngine = Ready | Outcomes
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def pack_requests(requests: Sequence[Request]) -> list[Any]:
+    """Frames of one `Submit`."""
+    entries, parts = [], []
+    for request in requests:
+        entries.append(
+            Entry(
+                request.id,
+                request.num_rows,
+                request.num_tokens,
+                request.params,
+                request.priority,
+                request.arrival_s,
+                request.deadline_s,
+                request.type_ids is not None,
+                request.skip is not None,
+            )
+        )
+        parts += [request.lengths, request.token_ids]
+        parts += [part for part in (request.type_ids, request.skip) if part is not None]
+    return [encode(Submit(entries)), np.concatenate(parts)]
+
+
+def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
+    flat: Ints = np.frombuffer(frame, dtype=np.int32)
+    at = 0
+
+    def take(count: int) -> Ints:
+        nonlocal at
+        at += count
+        return flat[at - count : at]
+
+    requests = []
+    for entry in entries:
+        lengths, token_ids = take(entry.rows), take(entry.tokens)
+        requests.append(
+            Request(
+                entry.id,
+                token_ids,
+                lengths,
+                entry.params,
+                type_ids=take(entry.tokens) if entry.type_ids else None,
+                skip=take(entry.rows) if entry.skip else None,
+                priority=entry.priority,
+                arrival_s=entry.arrival_s,
+                deadline_s=entry.deadline_s,
+            )
+        )
+    return requests
+
+
+def pack_outcomes(outcomes: Sequence[Outcome]) -> list[Any]:
+    """Frames of one `Outcomes`: the header, then one frame for each answer's values."""
+    items: list[Done | Failed] = []
+    frames: list[Any] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Failure):
+            error = outcome.error
+            items.append(Failed(outcome.id, type(error).__name__, error.message, error.param))
+        else:
+            values, timings = outcome.values, outcome.timings
+            items.append(Done(outcome.id, values.shape, values.dtype.str, timings.queue_s, timings.device_s))
+            frames.append(np.ascontiguousarray(values))
+    return [encode(Outcomes(items)), *_joined(frames)]
+
+
+_JOIN_BELOW = 1 << 16  # small answers travel in one frame, large ones by reference
+
+
+def _joined(frames: list[Array]) -> list[Any]:
+    small = [frame for frame in frames if frame.nbytes < _JOIN_BELOW]
+    large = [frame for frame in frames if frame.nbytes >= _JOIN_BELOW]
+    return [b"".join(frame.data.cast("B") if frame.size else b"" for frame in small), *large]
+
+
+def unpack_outcomes(items: Iterable[Done | Failed], frames: Sequence[Any]) -> list[Outcome]:
+    small, large, at = memoryview(frames[0]), iter(frames[1:]), 0
+    outcomes: list[Outcome] = []
+    for item in items:
+        if isinstance(item, Failed):
+            outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
+            continue
+        dtype = np.dtype(item.dtype)
+        count = int(np.prod(item.shape)) * dtype.itemsize
+        if count < _JOIN_BELOW:
+            raw: Any = small[at : at + count]
+            at += count
+        else:
+            raw = next(large)
+        values = np.frombuffer(raw, dtype=dtype).reshape(item.shape)
+        outcomes.append(Answer(item.id, values, Timings(item.queue_s, item.device_s)))
+    return outcomes

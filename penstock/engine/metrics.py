@@ -1,0 +1,48 @@
+"""The engine process's share of the Prometheus metrics. Values are kept in files that every process
+of the server writes and any API process reads, so one scrape sees them all."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from penstock.engine.core import EngineCore, StepStats
+
+_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+STEP_SECONDS = Histogram(
+    "penstock_step_seconds", "From launch to collect of a step", ["model"], buckets=_SECONDS
+)
+DEVICE_SECONDS = Counter("penstock_device_seconds", "Time that steps spent on the device", ["model"])
+STEP_TOKENS = Histogram("penstock_step_tokens", "Tokens in a step", ["model"], buckets=_TOKENS)
+STEP_ROWS = Counter("penstock_step_rows", "Rows that went through steps", ["model"])
+BATCH_FILL = Histogram("penstock_batch_fill", "Share of the token budget in use", ["model"], buckets=_FILL)
+QUEUED_ROWS = Gauge("penstock_queue_rows", "Rows waiting", ["model"], multiprocess_mode="livesum")
+QUEUED_TOKENS = Gauge("penstock_queue_tokens", "Tokens waiting", ["model"], multiprocess_mode="livesum")
+RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
+
+
+class EngineMetrics:
+    def __init__(self, model: str) -> None:
+        self.step_seconds = STEP_SECONDS.labels(model)
+        self.device_seconds = DEVICE_SECONDS.labels(model)
+        self.step_tokens = STEP_TOKENS.labels(model)
+        self.step_rows = STEP_ROWS.labels(model)
+        self.batch_fill = BATCH_FILL.labels(model)
+        self.queued_rows = QUEUED_ROWS.labels(model)
+        self.queued_tokens = QUEUED_TOKENS.labels(model)
+        self.running_rows = RUNNING_ROWS.labels(model)
+
+    def step(self, stats: StepStats) -> None:
+        self.step_seconds.observe(stats.step_s)
+        self.device_seconds.inc(stats.device_s)
+        self.step_tokens.observe(stats.tokens)
+        self.step_rows.inc(stats.rows)
+        self.batch_fill.observe(stats.fill)
+
+    def turn(self, core: EngineCore) -> None:
+        """The state of the line, after every turn of the loop."""
+        line = core.scheduler.line
+        self.queued_rows.set(line.rows)
+        self.queued_tokens.set(line.tokens)
+        self.running_rows.set(core.running)

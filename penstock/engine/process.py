@@ -1,0 +1,169 @@
+"""The engine's own process: an `EngineCore` behind a ZeroMQ socket.
+
+Reads its launch order from standard input, so that nothing secret stands on the command line, loads
+the model, and serves until it is told to stop or its parent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.config import EngineConfig
+from penstock.engine.build import build_core
+from penstock.engine.core import EngineCore, Failure, Outcome
+from penstock.engine.messages import (
+    Cancel,
+    Hello,
+    Ready,
+    Submit,
+    decode_to_engine,
+    encode,
+    pack_outcomes,
+    unpack_requests,
+)
+from penstock.errors import PenstockError
+from penstock.runner.load import settle, with_limit
+
+log = logging.getLogger("penstock.engine")
+EXIT_BAD_MODEL = 3  # restarting would fail in the same way
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What the supervisor tells an engine process."""
+
+    engine: EngineConfig
+    spec: ModelSpec
+    address: str
+    log_level: str = "info"
+
+
+class EngineServer:
+    """Owns the core and the socket; one thread, which sleeps until a message or a finished step."""
+
+    IDLE_MS = 1000
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._address = address
+        self._bell_in, self._bell_out = socket.socketpair()
+        self._bell_in.setblocking(False)
+        self._bell_out.setblocking(False)
+        self._owner: dict[str, bytes] = {}  # request → API process
+        self._stopping = False
+
+    def wake(self) -> None:
+        """Ring the bell; callable from any thread and from a signal handler."""
+        with contextlib.suppress(BlockingIOError):
+            self._bell_in.send(b"!")
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.wake()
+
+    def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], None]) -> None:
+        self._core, self._ready = core, ready
+        self._socket.bind(self._address)  # only now: a connection means that the engine can serve
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._bell_out.fileno(), zmq.POLLIN)
+        while not self._stopping or core.busy:
+            poller.poll(self._patience_ms())
+            self._answer(self._receive())
+            self._answer(core.step())
+            observe(core)
+        core.close()
+        self._context.destroy(linger=2000)
+
+    def _patience_ms(self) -> int:
+        deadline = self._core.scheduler.line.next_deadline_s()
+        if deadline is None:
+            return self.IDLE_MS
+        return max(1, min(self.IDLE_MS, int((deadline - self._core.clock()) * 1000) + 1))
+
+    def _receive(self) -> list[Outcome]:
+        """Take every message that has arrived; what cannot be taken on fails at once."""
+        with contextlib.suppress(BlockingIOError):
+            while self._bell_out.recv(4096):
+                pass
+        refused: list[Outcome] = []
+        while True:
+            try:
+                sender, header, *bulk = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                return refused
+            message = decode_to_engine(header)
+            if isinstance(message, Submit):
+                refused += self._submit(sender, message, bulk[0])
+            elif isinstance(message, Cancel):
+                for request_id in message.ids:
+                    self._core.cancel(request_id)
+                    self._owner.pop(request_id, None)
+            elif isinstance(message, Hello):
+                self._socket.send_multipart([sender, encode(self._ready)])
+
+    def _submit(self, sender: bytes, message: Submit, frame: bytes) -> list[Outcome]:
+        refused: list[Outcome] = []
+        for request in unpack_requests(message.entries, frame):
+            self._owner[request.id] = sender
+            try:
+                self._core.add(request)
+            except PenstockError as error:
+                refused.append(Failure(request.id, error))
+        return refused
+
+    def _answer(self, outcomes: list[Outcome]) -> None:
+        """All outcomes of one turn, one message for each API process."""
+        by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
+        for outcome in outcomes:
+            if (owner := self._owner.pop(outcome.id, None)) is not None:
+                by_owner[owner].append(outcome)
+        for owner, theirs in by_owner.items():
+            self._socket.send_multipart([owner, *pack_outcomes(theirs)], copy=False)
+
+
+def prepare_child() -> None:
+    """What every child of the supervisor does first: die with it, take signals, leave ctrl-C to it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def main() -> None:
+    prepare_child()
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
+    logging.basicConfig(level=launch.log_level.upper(), format="%(levelname)s engine: %(message)s")
+    server = EngineServer(launch.address)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    try:
+        settings = settle(launch.engine, launch.spec)
+        from penstock.engine.metrics import EngineMetrics
+
+        metrics = EngineMetrics(launch.spec.name)
+        core = build_core(
+            with_limit(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
+        )
+    except PenstockError as error:
+        print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+        sys.exit(EXIT_BAD_MODEL)
+    server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.turn)
+
+
+if __name__ == "__main__":
+    main()

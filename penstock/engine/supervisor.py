@@ -1,0 +1,228 @@
+"""`penstock serve`'s own process: starts engine and API processes, watches them, restarts, drains.
+
+It holds no model and answers no request. What it knows about the engine's state stands in a small
+file that API processes read when they have to explain a 503.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.process import EXIT_BAD_MODEL, Launch
+from penstock.errors import ConfigError, ModelLoadError
+
+log = logging.getLogger("penstock")
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """Why the engine can or cannot serve, in words for the operator."""
+
+    state: str  # starting | running | restarting
+    detail: str
+    restarts: int = 0
+
+
+class ApiLaunch(msgspec.Struct, frozen=True):
+    """What the supervisor tells an API process."""
+
+    server: ServerConfig
+    engine: EngineConfig
+    spec: ModelSpec
+    address: str
+    listen_fd: int
+    state_file: str
+    index: int
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that is to be running, and how often it had to be started again."""
+
+    module: str
+    order: bytes
+    pass_fds: tuple[int, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+    started_s: float = 0.0
+    restart_at_s: float | None = None
+    restarts: int = 0
+    quick_deaths: int = field(default=0)
+
+    FIRST_DELAY_S = 0.2
+    LONGEST_DELAY_S = 30.0
+    HEALTHY_AFTER_S = 60.0
+
+    def start(self) -> None:
+        self.restart_at_s = None
+        self.started_s = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", self.module], stdin=subprocess.PIPE, pass_fds=self.pass_fds
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(self.order)
+        self.process.stdin.close()
+
+    def died(self) -> int | None:
+        """The exit code if it has just ended, which also sets the time of the next start."""
+        if self.process is None or (code := self.process.poll()) is None:
+            return None
+        self.process = None
+        lived = time.monotonic() - self.started_s
+        self.quick_deaths = 0 if lived > self.HEALTHY_AFTER_S else self.quick_deaths + 1
+        delay = min(self.LONGEST_DELAY_S, self.FIRST_DELAY_S * 2 ** max(0, self.quick_deaths - 1))
+        self.restart_at_s = time.monotonic() + delay
+        self.restarts += 1
+        return code
+
+    def end(self, patience_s: float) -> None:
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Supervisor:
+    def __init__(self, engine: EngineConfig, server: ServerConfig, spec: ModelSpec) -> None:
+        self.config = server
+        self.spec = spec
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self._state_file = self._folder / "engine.json"
+        self._listener = listen(server.host, server.port)
+        self.port: int = self._listener.getsockname()[1]
+        (self._folder / "metrics").mkdir()
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self._folder / "metrics")
+        address = f"ipc://{self._folder}/engine"
+        launch = Launch(engine, spec, address, server.log_level)
+        self._engine = Child("penstock.engine.process", msgspec.json.encode(launch))
+        self._apis = [
+            Child("penstock.api.process", msgspec.json.encode(order), (order.listen_fd,))
+            for order in (
+                ApiLaunch(
+                    server, engine, spec, address, self._listener.fileno(), str(self._state_file), index
+                )
+                for index in range(server.api_server_count)
+            )
+        ]
+        self._began_s = time.monotonic()
+        self._announced = False
+
+    def run(self) -> int:
+        """Serve until a signal ends it; 0 after a drain. Raises if the model cannot be loaded."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._write_state("starting", "the engine is loading the model")
+        try:
+            for child in (self._engine, *self._apis):
+                child.start()
+            while True:
+                info = signal.sigtimedwait(_SIGNALS, 0.05 if not self._announced else 0.5)
+                if info is not None and info.si_signo != signal.SIGCHLD:
+                    return self._drain(signal.Signals(info.si_signo).name)
+                self._tend()
+        finally:
+            for child in (*self._apis, self._engine):
+                child.end(1.0)
+            self._listener.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    def _tend(self) -> None:
+        """Notice deaths, start again what is due, say once that the server is ready."""
+        for child in (self._engine, *self._apis):
+            pid = child.process.pid if child.process else 0
+            if (code := child.died()) is not None:
+                self._mourn(child, code, pid)
+            elif child.restart_at_s is not None and time.monotonic() >= child.restart_at_s:
+                child.start()
+        if not self._announced and self._is_ready():
+            self._announced = True
+            self._write_state("running", "the engine is running")
+            log.info(
+                "%s is ready at http://%s:%d after %.1f s",
+                self.spec.name,
+                self.config.host,
+                self.port,
+                time.monotonic() - self._began_s,
+            )
+
+    def _mourn(self, child: Child, code: int, pid: int) -> None:
+        from prometheus_client.multiprocess import mark_process_dead
+
+        mark_process_dead(pid)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if child is not self._engine:
+            log.error("an API process %s; starting it again", how)
+            return
+        if code == EXIT_BAD_MODEL and not self._announced:
+            raise ModelLoadError("the model could not be loaded; the reason stands above")
+        self._announced = False
+        detail = f"the engine process {how}; restart {child.restarts} is under way"
+        log.error("%s", detail)
+        self._write_state("restarting", detail)
+
+    def _drain(self, why: str) -> int:
+        """Take no new connection, finish what was begun, leave."""
+        log.info("%s: draining for up to %g s", why, self.config.drain_s)
+        self._listener.close()
+        for api in self._apis:
+            if api.process is not None:
+                api.process.terminate()
+        deadline = time.monotonic() + self.config.drain_s + 2.0
+        for api in self._apis:
+            if api.process is not None:
+                try:
+                    api.process.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    log.warning("an API process did not drain in time")
+        self._engine.end(5.0)
+        log.info("drained")
+        return 0
+
+    def _is_ready(self) -> bool:
+        host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "") else self.config.host
+        connection = http.client.HTTPConnection(host, self.port, timeout=1.0)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def _write_state(self, state: str, detail: str) -> None:
+        draft = self._state_file.with_suffix(".part")
+        draft.write_bytes(msgspec.json.encode(EngineState(state, detail, self._engine.restarts)))
+        draft.replace(self._state_file)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket that API processes inherit, bound before anything slow happens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="port") from None
+    listener.listen(4096)
+    listener.set_inheritable(True)
+    return listener

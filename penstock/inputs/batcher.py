@@ -1,0 +1,75 @@
+"""Tokenising for many concurrent callers: texts that wait together are encoded together, off the
+event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from penstock.core import Ints
+from penstock.inputs.tokenizer import Tokenizer
+
+_Job = tuple[list[str], bool, "asyncio.Future[list[Ints]]"]
+
+
+class BatchTokenizer:
+    """One encoding runs at a time; what arrives meanwhile forms the next batch."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._waiting: list[_Job] = []
+        self._running = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-tokenize")
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Ints]] = loop.create_future()
+        self._waiting.append((list(texts), add_special_tokens, future))
+        if not self._running:
+            self._start(loop)
+        return await future
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        jobs = [job for job in self._waiting if not job[2].cancelled()]
+        self._waiting = []
+        self._running = bool(jobs)
+        if jobs:
+            done = loop.run_in_executor(self._thread, self._encode_all, jobs)
+            done.add_done_callback(lambda result: self._finish(loop, jobs, result))
+
+    def _encode_all(self, jobs: list[_Job]) -> list[list[Ints] | Exception]:
+        """Each job's rows, or its own error: one bad text fails its own call only."""
+        out: list[list[Ints] | Exception] = []
+        for special in (True, False):
+            same = [texts for texts, add, _ in jobs if add is special]
+            if len(same) == len(jobs):
+                try:
+                    rows = iter(self.tokenizer.encode([t for texts in same for t in texts], special))
+                    return [[next(rows) for _ in texts] for texts in same]
+                except Exception:
+                    break
+        for texts, special, _ in jobs:
+            try:
+                out.append(self.tokenizer.encode(texts, special))
+            except Exception as error:
+                out.append(error)
+        return out
+
+    def _finish(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        jobs: list[_Job],
+        result: asyncio.Future[list[list[Ints] | Exception]],
+    ) -> None:
+        for (_, _, future), rows in zip(jobs, result.result(), strict=True):
+            if future.done():
+                continue
+            if isinstance(rows, Exception):
+                future.set_exception(rows)
+            else:
+                future.set_result(rows)
+        self._start(loop)
