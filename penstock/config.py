@@ -91,16 +91,22 @@ def available_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def resolve(config: EngineConfig, *, model_limit: int, machine: Machine) -> Resolved:
-    """Settle every "auto"; raise `ConfigError` for what cannot work together."""
+def resolve(
+    config: EngineConfig, *, model_limit: int, machine: Machine, positions: int | None = None
+) -> Resolved:
+    """Settle every "auto"; raise `ConfigError` for what cannot work together.
+
+    `model_limit` is what the model is meant for, `positions` what it could take at most.
+    """
+    positions = positions or model_limit
     device = _device(config.device, machine)
     on_cpu = not device.startswith("cuda")
     dtype = _dtype(config, on_cpu, machine)
     limit = config.max_model_len or model_limit
     _positive("max_model_len", limit)
-    if limit > model_limit:
+    if limit > positions:
         raise ConfigError(
-            f"max_model_len is {limit}, but the model has positions for {model_limit} tokens",
+            f"max_model_len is {limit}, but the model has positions for {positions} tokens",
             param="max_model_len",
         )
     budget = config.max_num_batched_tokens or (CPU_STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)

@@ -105,7 +105,7 @@ class Endpoint:
         self.error_shape = error_shape
         self.open_to_all = open_to_all
         self.limited = limited
-        self.methods = ("GET", "HEAD") if body is None else ("POST",)
+        self.methods: tuple[str, ...] = ("GET", "HEAD") if body is None else ("POST",)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(self.state, self.metrics, time.monotonic())

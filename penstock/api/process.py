@@ -14,6 +14,7 @@ import uvicorn
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState, engine_reason
+from penstock.checkpoint.spec import with_limit
 from penstock.engine.client import EngineClient
 from penstock.engine.process import prepare_child
 from penstock.engine.supervisor import ApiLaunch
@@ -23,8 +24,7 @@ from penstock.inputs.tokenizer import Tokenizer
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
-    limit = min(launch.engine.max_model_len or launch.spec.limit, launch.spec.limit)
-    spec = msgspec.structs.replace(launch.spec, limit=limit)
+    spec = with_limit(launch.spec, launch.engine.max_model_len or launch.spec.limit)
     tokenizer = Tokenizer(spec.path)
     model = ServedModel(
         spec=spec,

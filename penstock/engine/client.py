@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -55,14 +56,14 @@ class EngineClient:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         self._socket.connect(self._address)
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._on_readable)
-        self._loop.add_reader(self._monitor.getsockopt(zmq.FD), self._on_monitor)
+        self._loop.add_reader(int(self._socket.getsockopt(zmq.FD)), self._on_readable)
+        self._loop.add_reader(int(self._monitor.getsockopt(zmq.FD)), self._on_monitor)
         self._loop.call_soon(self._on_monitor)
 
     def close(self) -> None:
         for socket in (self._socket, self._monitor):
-            with contextlib.suppress(Exception):
-                self._loop.remove_reader(socket.getsockopt(zmq.FD))
+            with contextlib.suppress(zmq.ZMQError):
+                self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
         self._fail_all("the server is closing")
         self._context.destroy(linger=0)
 
@@ -100,7 +101,7 @@ class EngineClient:
         ids, self._cancelled = self._cancelled, []
         self._send([encode(Cancel(ids))])
 
-    def _send(self, frames: list[object]) -> None:
+    def _send(self, frames: list[Any]) -> None:
         if self.ready is None:
             return  # whoever waits has been told
         try:
@@ -110,7 +111,7 @@ class EngineClient:
         self._on_readable()  # a send may swallow the edge that announces a message
 
     def _on_readable(self) -> None:
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             header, *bulk = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             message = decode_from_engine(header.buffer)
             if isinstance(message, Ready):
@@ -130,7 +131,7 @@ class EngineClient:
                 future.set_exception(outcome.error)
 
     def _on_monitor(self) -> None:
-        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._greet()

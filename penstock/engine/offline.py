@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.checkpoint.spec import ModelSpec, describe
+from penstock.checkpoint.spec import ModelSpec, describe, with_limit
 from penstock.config import EngineConfig, from_mapping
 from penstock.core import Answer, OutputDtype, PoolingParams, Task
 from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
 from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, InputProcessor, Inputs, split_inputs
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.runner.load import settle, with_limit
+from penstock.runner.load import settle
 
 WINDOW = 2048  # texts that are tokenised and ordered by length together
 _PROGRESS_FROM = 2 * WINDOW

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from penstock.checkpoint.spec import ModelSpec
+from penstock.checkpoint.spec import ModelSpec, with_limit
 from penstock.config import EngineConfig
 from penstock.engine.build import build_core
 from penstock.engine.core import EngineCore, Failure, Outcome
@@ -34,7 +34,7 @@ from penstock.engine.messages import (
     unpack_requests,
 )
 from penstock.errors import PenstockError
-from penstock.runner.load import settle, with_limit
+from penstock.runner.load import settle
 
 log = logging.getLogger("penstock.engine")
 EXIT_BAD_MODEL = 3  # restarting would fail in the same way

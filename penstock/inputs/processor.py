@@ -123,7 +123,8 @@ class InputProcessor:
             return None
         key = (prompt, options.add_special_tokens)
         if key not in self._prompt_lengths:
-            tokens = len(self.tokenizer.encode([prompt], options.add_special_tokens)[0])
+            seen = prompt.lower() if self.spec.lower_case else prompt
+            tokens = len(self.tokenizer.encode([seen], options.add_special_tokens)[0])
             self._prompt_lengths[key] = tokens - (self.tokenizer.suffix if options.add_special_tokens else 0)
         return np.minimum(lengths - 1, self._prompt_lengths[key]).astype(np.int32)
 
@@ -145,7 +146,9 @@ def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[st
     """
     if isinstance(inputs, str):
         inputs = [inputs]
-    if not isinstance(inputs, list | tuple | np.ndarray):
+    if isinstance(inputs, np.ndarray):
+        inputs = inputs[()] if inputs.ndim == 0 else list(inputs)
+    if not isinstance(inputs, list | tuple):
         raise BadValue(
             "input must be a text, a list of texts, token ids, or a list of token ids", param="input"
         )
@@ -171,6 +174,10 @@ def _ids(row: Any, index: int) -> Ints:
     if not isinstance(row, list | tuple | np.ndarray) or not all(_is_int(value) for value in row):
         raise BadValue(f"input {index} is neither a text nor a list of token ids", param="input")
     try:
-        return np.array(row, dtype=np.int32)
+        wide = np.array(row, dtype=np.int64)
+        ids = wide.astype(np.int32)
+        if (wide == ids).all():
+            return ids
     except OverflowError:
-        raise BadValue(f"input {index} holds a token id beyond 32 bits", param="input") from None
+        pass
+    raise BadValue(f"input {index} holds a token id beyond 32 bits", param="input")

@@ -17,7 +17,12 @@ class LayerBuilder:
         self.quantization = quantization
 
     def linear(
-        self, names: str | Sequence[str], inputs: int, outputs: int, act: str = "identity"
+        self,
+        names: str | Sequence[str],
+        inputs: int,
+        outputs: int,
+        act: str = "identity",
+        input_act: str = "",
     ) -> LinearLayer:
         """One layer, or several of the same shape fused along their outputs."""
         names = [names] if isinstance(names, str) else list(names)
@@ -25,7 +30,7 @@ class LayerBuilder:
         bias: Tensor | None = None
         if self.weights.has(f"{names[0]}.bias"):
             bias = self.weights.fuse([f"{name}.bias" for name in names], outputs)
-        return make_linear(weight, bias, act, self.quantization)
+        return make_linear(weight, bias, act, self.quantization, input_act)
 
     def norm(self, name: str, size: int, eps: float) -> LayerNorm:
         return LayerNorm(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.runner.base import Runner
 
 
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
-    return resolve(config, model_limit=spec.limit, machine=this_machine(config.device))
+    machine = this_machine(config.device)
+    return resolve(config, model_limit=spec.limit, positions=spec.positions, machine=machine)
 
 
 def this_machine(device: str) -> Machine:
@@ -53,8 +52,3 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Runner:
     runner = ModelRunner(model, pooler, device, settings.pipeline_depth)
     warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens))
     return runner
-
-
-def with_limit(spec: ModelSpec, limit: int) -> ModelSpec:
-    """The model as this engine serves it, with the limit that was settled on."""
-    return msgspec.structs.replace(spec, limit=limit)

@@ -1,0 +1,80 @@
+"""A server started for a measurement, and a light client that keeps it busy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+
+
+@contextmanager
+def serving(flags: list[str]) -> Iterator[int]:
+    """`penstock serve` on a free loopback port, ready; ended by SIGTERM."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning"] + flags
+    )
+    try:
+        for _ in range(600):
+            if _ready(port):
+                break
+            if process.poll() is not None:
+                raise SystemExit("the server did not start")
+            time.sleep(0.1)
+        yield port
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)
+        process.wait()
+
+
+def _ready(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=1)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def run_load(port: int, texts: list[str], clients: int) -> float:
+    """Seconds until every text has been answered, one text a request, `clients` at a time."""
+    bodies = [json.dumps({"input": text, "truncate_prompt_tokens": -1}).encode() for text in texts]
+    return asyncio.run(_load(port, bodies, clients))
+
+
+async def _load(port: int, bodies: list[bytes], clients: int) -> float:
+    waiting = iter(bodies)
+
+    async def client() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for body in waiting:
+            head = f"POST /v1/embeddings HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            status = answer.split(b" ", 2)[1]
+            length = next(
+                int(line.split(b":")[1])
+                for line in answer.split(b"\r\n")
+                if line.startswith(b"content-length")
+            )
+            await reader.readexactly(length)
+            if status != b"200":
+                raise SystemExit(f"the server answered {status.decode()}")
+        writer.close()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return time.perf_counter() - began

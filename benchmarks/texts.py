@@ -1,0 +1,23 @@
+"""Natural English paragraphs of mixed length that every Python installation carries."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from pydoc_data import topics
+
+
+def natural_texts(count: int, seed: int = 0) -> list[str]:
+    """`count` paragraphs of the Python language reference, shuffled."""
+    paragraphs = []
+    for topic in sorted(topics.topics):
+        for block in re.split(r"\n\s*\n", topics.topics[topic]):
+            text = " ".join(block.split())
+            if 20 <= len(text) <= 4000 and sum(c.isalpha() for c in text) > 0.6 * len(text):
+                paragraphs.append(text)
+    paragraphs = sorted(set(paragraphs))
+    random.Random(seed).shuffle(paragraphs)
+    while len(paragraphs) < count:
+        paragraphs += [f"{a} {b}" for a, b in zip(paragraphs, paragraphs[1:], strict=False)]
+    return paragraphs[:count]
