@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 
+from penstock.cli import flags
+from penstock.cli.flags import engine_options
 from penstock.errors import ConfigError
-
-
-def json_option(text: str | None, name: str) -> dict[str, Any]:
-    """A flag whose value is a JSON object."""
-    if text is None:
-        return {}
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{name} is not a JSON object: {error}", param=name) from None
 
 
 def serve(
@@ -33,14 +24,12 @@ def serve(
     ] = None,
     api_server_count: Annotated[int, typer.Option(min=1, help="API processes.")] = 1,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients use.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:N, or null (computes nothing).")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str | None, typer.Option("--quantization", "-q", help="int8 (CPU).")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of one row.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.")] = None,
+    revision: flags.Revision = None,
+    device: flags.Device = "auto",
+    dtype: flags.Dtype = "auto",
+    quantization: flags.Quantize = None,
+    max_model_len: flags.MaxModelLen = None,
+    max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Rows of one step.")] = None,
     max_queued_tokens: Annotated[int | None, typer.Option(help="Tokens that may wait; beyond: 429.")] = None,
     max_concurrent_requests: Annotated[
@@ -50,14 +39,12 @@ def serve(
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body in MiB; beyond: 413.")] = 32.0,
     timeout: Annotated[float | None, typer.Option(help="Default deadline of a request, seconds.")] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds to finish requests after SIGTERM.")] = 30.0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.")] = None,
-    load_format: Annotated[str, typer.Option(help="auto, safetensors, or dummy (seeded weights).")] = "auto",
-    hf_overrides: Annotated[str | None, typer.Option(help="JSON: keys of config.json to replace.")] = None,
-    pooler_config: Annotated[
-        str | None, typer.Option(help='JSON: {"pooling_type": "cls", "normalize": true}.')
-    ] = None,
+    threads: flags.Threads = None,
+    load_format: flags.LoadAs = flags.LoadFormat.AUTO,
+    hf_overrides: flags.HfOverridesJson = None,
+    pooler_config: flags.PoolerConfigJson = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = 0,
+    seed: flags.Seed = 0,
     runner: Annotated[str, typer.Option(help="Accepted for familiarity; found out by itself.")] = "auto",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
@@ -75,27 +62,25 @@ def serve(
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
     if model is not None and model_flag is not None and model != model_flag:
         raise ConfigError(f"two models are named: {model!r} and --model {model_flag!r}", param="model")
-    engine = from_mapping(
-        EngineConfig,
-        {
-            "model": model or model_flag,
-            "revision": revision,
-            "served_model_name": served_model_name,
-            "device": device,
-            "dtype": dtype,
-            "quantization": quantization,
-            "max_model_len": max_model_len,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_num_seqs": max_num_seqs,
-            "max_queued_tokens": max_queued_tokens,
-            "threads": threads,
-            "load_format": load_format,
-            "hf_overrides": json_option(hf_overrides, "--hf-overrides"),
-            "pooler_config": json_option(pooler_config, "--pooler-config"),
-            "enforce_eager": enforce_eager,
-            "seed": seed,
-        },
+    options = engine_options(
+        model=model or model_flag,
+        revision=revision,
+        served_model_name=served_model_name,
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_queued_tokens=max_queued_tokens,
+        threads=threads,
+        load_format=load_format,
+        hf_overrides=hf_overrides,
+        pooler_config=pooler_config,
+        enforce_eager=enforce_eager,
+        seed=seed,
     )
+    engine = from_mapping(EngineConfig, options)
     server = from_mapping(
         ServerConfig,
         {

@@ -60,7 +60,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self._line: list[tuple[tuple[float, int], Waiting]] = []
         self._by_id: dict[str, Waiting] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines: list[tuple[float, int, str]] = []  # may name requests that have left
         self._count = itertools.count()
         self.tokens = 0
         self.rows = 0
@@ -90,7 +90,8 @@ class WaitingLine:
         self.tokens += request.num_tokens
         self.rows += request.num_rows
         if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+            self._forget_stale_deadlines()
+            heapq.heappush(self._deadlines, (request.deadline_s, place[1], request.id))
 
     def took(self, tokens: int, rows: int) -> None:
         """Account for rows that left the line to run."""
@@ -118,10 +119,23 @@ class WaitingLine:
         """Remove and return the requests whose deadline has passed."""
         gone = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, request_id = heapq.heappop(self._deadlines)
-            if (request := self.remove(request_id)) is not None:
+            entry = heapq.heappop(self._deadlines)
+            if self._waits(entry) and (request := self.remove(entry[2])) is not None:
                 gone.append(request)
         return gone
 
     def next_deadline_s(self) -> float | None:
+        while self._deadlines and not self._waits(self._deadlines[0]):
+            heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
+
+    def _waits(self, entry: tuple[float, int, str]) -> bool:
+        """Whether a deadline is still that of a waiting request, and not of an earlier one of its id."""
+        waiting = self._by_id.get(entry[2])
+        return waiting is not None and waiting.place[1] == entry[1]
+
+    def _forget_stale_deadlines(self) -> None:
+        """Keep the heap in proportion to the line; most requests leave long before their deadline."""
+        if len(self._deadlines) > 64 + 2 * len(self._by_id):
+            self._deadlines = [entry for entry in self._deadlines if self._waits(entry)]
+            heapq.heapify(self._deadlines)

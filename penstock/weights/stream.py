@@ -143,9 +143,9 @@ def _files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            return [folder / name for name in names]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelLoadError(f"{index} is not a weight index: {error}") from None
-        return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if (folder / "pytorch_model.bin").is_file():

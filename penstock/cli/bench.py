@@ -1,0 +1,110 @@
+"""`penstock bench`: load on a server, offline speed, kernels, quality. Each part is imported when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.bench.flags import SpreadCommand, with_flags
+from penstock.bench.options import (
+    BodyOptions,
+    ClientOptions,
+    CompareOptions,
+    DataOptions,
+    EmbedderName,
+    EngineOptions,
+    ReportOptions,
+    ServerOptions,
+    TextOptions,
+    TrafficOptions,
+)
+from penstock.errors import BadValue
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measure servers, the engine, its kernels, and the quality of results."
+)
+
+
+@app.command(cls=SpreadCommand)
+@with_flags(ServerOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions)
+def serve(
+    server: ServerOptions,
+    data: DataOptions,
+    traffic: TrafficOptions,
+    body: BodyOptions,
+    report: ReportOptions,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="concurrency|rate[=N,…]", help="Measure rising loads; find the knee."),
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Measure the load client itself, against a null server.")
+    ] = False,
+) -> None:
+    """Send a load to a running server and report throughput and latency."""
+    from penstock.bench.selftest import self_test as test_client
+    from penstock.bench.serve import bench_serve, bench_sweep
+
+    if self_test and sweep is not None:
+        raise BadValue("--self-test and --sweep do not go together")
+    if self_test:
+        raise typer.Exit(test_client(server, data, traffic, body, report))
+    if sweep is not None:
+        raise typer.Exit(bench_sweep(server, data, traffic, body, report, sweep))
+    raise typer.Exit(bench_serve(server, data, traffic, body, report))
+
+
+@app.command(cls=SpreadCommand)
+@with_flags(ClientOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions, CompareOptions)
+def compare(
+    client: ClientOptions,
+    data: DataOptions,
+    traffic: TrafficOptions,
+    body: BodyOptions,
+    report: ReportOptions,
+    servers: CompareOptions,
+) -> None:
+    """Send the same load to several servers in turn and print ratios with their spread."""
+    from penstock.bench.compare import bench_compare
+
+    raise typer.Exit(bench_compare(client, data, traffic, body, report, servers))
+
+
+Backends = Annotated[
+    list[EmbedderName],
+    typer.Option("--backend", help="The engine; several, or a repeated flag, are measured in turn."),
+]
+OutputJson = Annotated[str | None, typer.Option(help="Write the figures of every round here.")]
+
+
+@app.command(cls=SpreadCommand)
+@with_flags(EngineOptions, TextOptions)
+def throughput(
+    engine: EngineOptions,
+    texts: TextOptions,
+    backend: Backends = [EmbedderName.PENSTOCK],  # noqa: B006
+    rounds: Annotated[int, typer.Option(min=1, help="How often each engine takes its turn.")] = 3,
+    num_warmups: Annotated[int, typer.Option(min=1, help="Texts before the clock starts.")] = 64,
+    output_json: OutputJson = None,
+) -> None:
+    """Embed a set of texts offline, in one call, and print texts and tokens a second."""
+    from penstock.bench.offline.speed import bench_throughput
+
+    raise typer.Exit(bench_throughput(backend, engine, texts, rounds, num_warmups, output_json))
+
+
+@app.command(cls=SpreadCommand)
+@with_flags(EngineOptions)
+def latency(
+    engine: EngineOptions,
+    backend: Backends = [EmbedderName.PENSTOCK],  # noqa: B006
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens a text.")] = 32,
+    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Iterations before the clock starts.")] = 10,
+    num_iters: Annotated[int, typer.Option(min=1, help="Iterations.")] = 30,
+    output_json: OutputJson = None,
+) -> None:
+    """Embed one batch offline, over and over, and print how long it takes."""
+    from penstock.bench.offline.speed import bench_latency
+
+    raise typer.Exit(bench_latency(backend, engine, input_len, num_iters_warmup, num_iters, output_json))

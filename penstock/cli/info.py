@@ -1,0 +1,263 @@
+"""`penstock info`: what a model is and what would be loaded, read from its files alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.flags import (
+    Device,
+    Dtype,
+    HfOverridesJson,
+    LoadAs,
+    LoadFormat,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    PoolerConfigJson,
+    Quantize,
+    Revision,
+    Threads,
+    engine_options,
+)
+from penstock.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.spec import ModelSpec
+    from penstock.config import EngineConfig
+
+_SIZES = {  # our name: the names that config.json files use
+    "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
+    "hidden": ("hidden_size", "dim", "d_model", "n_embd"),
+    "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
+    "intermediate": ("intermediate_size", "hidden_dim", "d_ff", "n_inner"),
+}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def info(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub id; default: the embedded model.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantization: Quantize = None,
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    threads: Threads = None,
+    load_format: LoadAs = LoadFormat.AUTO,
+    pooler_config: PoolerConfigJson = None,
+    hf_overrides: HfOverridesJson = None,
+) -> None:
+    """Show a model's tasks, sizes, pooling and limits, and what would be loaded here."""
+    from penstock.config import EngineConfig, from_mapping
+
+    options = engine_options(
+        model=model,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        threads=threads,
+        load_format=load_format,
+        pooler_config=pooler_config,
+        hf_overrides=hf_overrides,
+    )
+    facts = gather(from_mapping(EngineConfig, options))
+    print(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts))
+
+
+def gather(config: EngineConfig) -> dict[str, Any]:
+    from penstock.checkpoint.spec import describe
+
+    spec = describe(config)
+    weights = weight_facts(weight_files(spec))
+    return {
+        "name": spec.name,
+        "folder": spec.folder,
+        "architecture": spec.architecture,
+        "supported": _supported(spec.architecture, config.device),
+        "tasks": [task.value for task in spec.tasks],
+        **{name: _first(spec.config, keys) for name, keys in _SIZES.items()},
+        "vocabulary": spec.vocab_size,
+        **weights,
+        "max_tokens": spec.limit,
+        "positions": spec.positions,
+        "embedding_dimension": spec.embed_dim,
+        "pooling": _pooling(spec),
+        "similarity": spec.similarity,
+        "prompts": spec.prompts,
+        "default_prompt": spec.default_prompt_name,
+        "load": _load(config, spec, weights["parameters"]),
+    }
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def _pooling(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "methods": list(spec.pooling.methods),
+        "include_prompt": spec.pooling.include_prompt,
+        "normalize": spec.pooling.normalize,
+        "dense": [
+            {"in": dense.in_features, "out": dense.out_features, "activation": dense.activation}
+            for dense in spec.pooling.dense
+        ],
+    }
+
+
+def _supported(architecture: str, device: str) -> bool | None:
+    """Whether this version can build the model; unknown without torch, and moot on the null device."""
+    if device == "null":
+        return None
+    try:
+        from penstock.models.registry import ARCHITECTURES
+    except ImportError:
+        return None
+    return architecture in ARCHITECTURES
+
+
+def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict[str, Any] | None:
+    """The settled engine; None where torch is missing and "auto" cannot be settled."""
+    from penstock.runner.load import settle
+
+    try:
+        settings = settle(config, spec)
+    except ImportError:
+        return None
+    plain_size = _BYTES[settings.dtype] * parameters if parameters and not settings.quantization else None
+    return {
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "quantization": settings.quantization,
+        "max_model_len": settings.max_model_len,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "threads": settings.threads,
+        "weight_bytes": plain_size,
+    }
+
+
+def weight_files(spec: ModelSpec) -> list[Path]:
+    """The files that loading the model would read: its shards, and those of its dense layers."""
+    index = spec.path / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelLoadError(f"{index} is not a weight index: {error}") from None
+    files = [spec.path / name for name in names]
+    files += [spec.path / dense.folder / "model.safetensors" for dense in spec.pooling.dense]
+    return [file for file in files if file.is_file()]
+
+
+def weight_facts(files: list[Path]) -> dict[str, Any]:
+    """Parameters and bytes, counted from the files' headers."""
+    tensors = [tensor for file in files for tensor in _tensors(file)]
+    return {
+        "parameters": sum(count for _, count in tensors) if files else None,
+        "stored_as": sorted({kind for kind, _ in tensors}),
+        "file_bytes": sum(file.stat().st_size for file in files),
+    }
+
+
+def _tensors(file: Path) -> list[tuple[str, int]]:
+    """(type, number of values) of each tensor but buffers that only count positions."""
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 2 <= size <= file.stat().st_size:
+                raise ValueError(f"its header would take {size} bytes")
+            header = json.loads(stream.read(size))
+        return [
+            (str(entry["dtype"]), math.prod(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__" and not name.endswith("position_ids")
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{file} is not a safetensors file: {error}") from None
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    lines = [(label, value) for label, value in _lines(facts) if value is not None]
+    width = max(len(label) for label, _ in lines) + 2
+    return "\n".join(f"{label:<{width}}{value}" for label, value in lines)
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
+    no = {False: " (not supported by this version)"}
+    return [
+        ("model", facts["name"]),
+        ("folder", facts["folder"]),
+        ("architecture", facts["architecture"] + no.get(facts["supported"], "")),
+        ("tasks", ", ".join(facts["tasks"])),
+        ("layers", _number(facts["layers"])),
+        ("hidden", _number(facts["hidden"])),
+        ("heads", _number(facts["heads"])),
+        ("vocabulary", _number(facts["vocabulary"])),
+        ("parameters", _number(facts["parameters"]) or "no weight files"),
+        ("weight files", _files_line(facts)),
+        ("max tokens", _limit_line(facts)),
+        ("dimension", _number(facts["embedding_dimension"])),
+        ("pooling", _pooling_line(facts["pooling"])),
+        ("similarity", facts["similarity"]),
+        ("prompts", _prompts_line(facts)),
+        ("would load", _load_line(facts["load"])),
+    ]
+
+
+def _number(value: int | None) -> str | None:
+    return None if value is None else f"{value:,}"
+
+
+def _limit_line(facts: dict[str, Any]) -> str:
+    more = (
+        f" ({facts['positions']:,} with --max-model-len)" if facts["positions"] > facts["max_tokens"] else ""
+    )
+    return f"{facts['max_tokens']:,}{more}"
+
+
+def _files_line(facts: dict[str, Any]) -> str | None:
+    if not facts["file_bytes"]:
+        return None
+    return f"{megabytes(facts['file_bytes'])} ({', '.join(facts['stored_as'])})"
+
+
+def _pooling_line(pooling: dict[str, Any]) -> str:
+    steps = [" + ".join(pooling["methods"])]
+    steps += [f"dense {dense['in']} → {dense['out']} ({dense['activation']})" for dense in pooling["dense"]]
+    steps += ["normalize"] if pooling["normalize"] else []
+    steps += [] if pooling["include_prompt"] else ["prompt left out"]
+    return ", ".join(steps)
+
+
+def _prompts_line(facts: dict[str, Any]) -> str:
+    if not facts["prompts"]:
+        return "none"
+    default = facts["default_prompt"]
+    return ", ".join(f"{name}{' (default)' if name == default else ''}" for name in facts["prompts"])
+
+
+def _load_line(load: dict[str, Any] | None) -> str:
+    if load is None:
+        return "nothing: torch is not installed"
+    kind = f"{load['dtype']}, {load['quantization']}" if load["quantization"] else load["dtype"]
+    size = f", {megabytes(load['weight_bytes'])} of weights" if load["weight_bytes"] else ""
+    return (
+        f"on {load['device']} as {kind}{size}; up to {load['max_model_len']:,} tokens a row, "
+        f"{load['max_num_batched_tokens']:,} tokens and {load['max_num_seqs']:,} rows a step"
+    )
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

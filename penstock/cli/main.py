@@ -1,0 +1,81 @@
+"""The `penstock` command: registers the subcommands and turns errors into one line and an exit code.
+
+Importing this module stays cheap: a subcommand imports what it computes with only when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from penstock import __version__
+from penstock.cli.doctor import doctor
+from penstock.cli.embed import embed
+from penstock.cli.info import info
+from penstock.cli.serve import serve
+from penstock.errors import ClientError, PenstockError
+
+USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+class Commands(TyperGroup):
+    """Errors that a command foresees end as `error: …` on stderr; anything else is a bug and shows itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PenstockError as error:
+            raise _failed(error.message, USAGE_ERROR if isinstance(error, ClientError) else FAILURE) from None
+        except BrokenPipeError:
+            raise  # the reader of our output left; typer ends quietly
+        except OSError as error:
+            raise _failed(f"{type(error).__name__}: {error}", FAILURE) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _failed(message: str, code: int) -> typer.Exit:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Inference engine and server for pooling models: embeddings, reranking, classification.",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    return None
+
+
+app.command()(serve)
+app.command()(embed)
+app.command()(info)
+app.command()(doctor)
+if importlib.util.find_spec("penstock.cli.bench") is not None:
+    app.add_typer(importlib.import_module("penstock.cli.bench").app, name="bench")
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,75 @@
+"""The command line as tests drive it: in this process where that is enough, as a real process where not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from penstock.cli.main import app
+
+PROGRAM = [sys.executable, "-c", "from penstock.cli.main import main; main()"]
+NULL = ("--device", "null")
+
+
+def invoke(*args: object) -> Result:
+    """A command in this process; anything but a clean exit is raised, not swallowed."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def error_of(*args: object) -> str:
+    """The one line that a command ends with when its input is at fault."""
+    result = invoke(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr.removeprefix("error: ").strip()
+
+
+def spawn(*args: object, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([*PROGRAM, *map(str, args)], **options)
+
+
+def run(*args: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [*PROGRAM, *map(str, args)], input=stdin, capture_output=True, timeout=120, check=False
+    )
+
+
+def peak_memory(*args: object) -> int:
+    """The most bytes that a successful command held."""
+    process = spawn(*args, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def kill_when(process: subprocess.Popen[bytes], folder: Path, parts: int) -> int:
+    """SIGKILL once `folder` holds this many finished parts; how many there were in the end."""
+    deadline_s = time.monotonic() + 60
+    while len(list(folder.glob("0*"))) < parts:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    return len(list(folder.glob("0*")))
+
+
+def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def read_jsonl(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,0 +1,94 @@
+"""The command itself: a light start, one-line errors, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from penstock import __version__
+from penstock.cli import main
+from penstock.errors import BadValue, EngineUnavailable, ModelLoadError
+from tests.cli.runs import invoke, run, spawn
+
+
+def test_importing_the_command_line_brings_no_heavy_library() -> None:
+    program = "import sys, penstock.cli.main; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    heavy = {"torch", "pyarrow", "numpy", "starlette", "tokenizers", "huggingface_hub", "transformers"}
+    assert not heavy & set(ran.stdout.split())
+
+
+def test_help_lists_every_command_and_starts_fast() -> None:
+    run("--help")  # compiled files are there from now on
+    times = []
+    for _ in range(3):
+        began_s = time.perf_counter()
+        ran = run("--help")
+        times.append(time.perf_counter() - began_s)
+    assert ran.returncode == 0
+    for command in (b"serve", b"embed", b"info", b"doctor"):
+        assert command in ran.stdout
+    assert min(times) < 1.0  # about 0.2 s on an idle machine
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"penstock {__version__}\n")
+
+
+def test_unknown_commands_and_flags_are_usage_errors() -> None:
+    assert invoke("embedd").exit_code == 2
+    assert invoke("embed", "in.txt", "-o", "out.jsonl", "--no-such-flag").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadValue("a bad\nvalue"), 2),
+        (ModelLoadError("a bad value"), 2),
+        (EngineUnavailable("a bad value"), 1),
+        (OSError(28, "No space left on device"), 1),
+    ],
+)
+def test_foreseen_errors_are_one_line_and_a_code(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer(cls=main.Commands)
+
+    @app.command()
+    def fails() -> None:
+        raise error
+
+    app.callback()(lambda: None)
+    with pytest.raises(SystemExit) as stopped:
+        app(["fails"])
+    assert stopped.value.code == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+def test_ctrl_c_exits_with_130_and_no_traceback(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    process = spawn(
+        "embed", "-", "--format", "text", "-o", output, "--device", "null", "--batch-rows", 1,
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(b"some text\n" * 200)  # and then it waits for more
+    process.stdin.flush()
+    folder = tmp_path / "out.jsonl.parts"
+    deadline_s = time.monotonic() + 60
+    while not list(folder.glob("0*")):
+        assert time.monotonic() < deadline_s and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(2)
+    assert process.wait(timeout=20) == 130
+    assert b"Traceback" not in process.stderr.read()
+    process.stdin.close()
+    process.stderr.close()
+    assert not folder.exists()  # what came through a pipe cannot be resumed

@@ -1,0 +1,87 @@
+"""The CUDA path: the same answers as the CPU's, and no wait for the device between launch and collect.
+
+pytest -m gpu tests/gpu
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import Engine
+from penstock.core import OutputDtype, PoolingParams, Request
+from penstock.runner.model_runner import ModelRunner
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Share
+from tests.checkpoints import write_bert
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CONFIG = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("models") / "bert", config=CONFIG)
+
+
+def texts(count: int) -> list[str]:
+    words = "the of and to in a is was it for on are as with his they at be this have".split()
+    random = np.random.default_rng(0)
+    return [" ".join(random.choice(words, random.integers(1, 60))) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.998), ("float16", 0.9998), ("float32", 0.99999)])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"])
+def test_cuda_equals_the_cpu(folder: Path, dtype: str, least: float, pooling: str) -> None:
+    inputs = texts(200)
+    options = {"pooler_config": {"pooling_type": pooling}}
+    with Engine(str(folder), device="cpu", **options) as cpu:
+        expected = cpu.embed(inputs)
+    with Engine(str(folder), device="cuda", dtype=dtype, max_num_batched_tokens=512, **options) as cuda:
+        got = cuda.embed(inputs)
+        alone = np.concatenate([cuda.embed([text]) for text in inputs[:8]])
+    assert (got * expected).sum(1).min() >= least
+    assert np.abs(alone - got[:8]).max() <= 2e-2
+
+
+@pytest.mark.parametrize("dtype", list(OutputDtype))
+def test_every_output_dtype_leaves_the_device(folder: Path, dtype: OutputDtype) -> None:
+    inputs = texts(40)
+    with (
+        Engine(str(folder), device="cpu") as cpu,
+        Engine(str(folder), device="cuda", dtype="float32") as cuda,
+    ):
+        expected, got = (engine.embed(inputs, dtype=dtype.value, dimensions=64) for engine in (cpu, cuda))
+    assert expected.shape == got.shape and expected.dtype == got.dtype
+    if dtype.packed:
+        assert (expected == got).mean() > 0.99
+    else:
+        assert np.abs(expected.astype(np.float64) - got.astype(np.float64)).max() <= 2
+
+
+def test_a_step_never_waits_between_launch_and_collect(folder: Path) -> None:
+    with Engine(str(folder), device="cuda") as engine:
+        runner = engine._engine._core.runner
+        assert isinstance(runner, ModelRunner)
+        rng = np.random.default_rng(1)
+        shares = []
+        for number, params in enumerate((PoolingParams(), PoolingParams(dimensions=32))):
+            lengths = rng.integers(1, 60, 8).astype(np.int32)
+            tokens = rng.integers(5, 100, lengths.sum()).astype(np.int32)
+            request = Request(str(number), tokens, lengths, params)
+            shares.append(Share(request, np.arange(8, dtype=np.int32)))
+        plan = build_plan(shares)
+        runner.launch(plan).result()  # lazy set-up is allowed to wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            future = runner.launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        first, second = future.result().outputs
+        assert first.shape == (8, 128) and second.shape == (8, 32)
