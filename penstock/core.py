@@ -27,6 +27,11 @@ class Task(enum.StrEnum):
     REWARD = "reward"
     GENERATE = "generate"
 
+    @property
+    def per_token(self) -> bool:
+        """Whether the task gives a row for every token instead of one for the text."""
+        return self in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
+
 
 class OutputDtype(enum.StrEnum):
     """How a vector leaves the engine. `binary` and `ubinary` pack eight signs into a byte."""
@@ -65,7 +70,7 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     task: Task = Task.EMBED
     dimensions: int | None = None  # cut to this many, then renormalise; None keeps all
-    normalize: bool | None = None  # None: as the model says
+    normalize: bool | None = None  # None: as the model says; of classifiers: whether to activate
     dtype: OutputDtype = OutputDtype.FLOAT32
 
 
@@ -132,10 +137,19 @@ class LengthGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """Rows of a step that want the same finish; `rows` is None when that is all of them."""
+    """Rows of a step that want the same finish; `rows` is None when that is all of them.
+
+    A task that gives a row for every token reads `tokens` instead, with the same meaning of None.
+    """
 
     params: PoolingParams
     rows: Ints | None
+    tokens: Ints | None = None
+
+    @property
+    def index(self) -> Ints | None:
+        """What to select from the run's values; None for everything."""
+        return self.rows if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +183,7 @@ class StepPlan:
 class StepResult:
     """What a step gives back: for each variant of its plan, one array of rows."""
 
-    outputs: tuple[Array, ...]  # [rows of the variant, dim], in the order of plan.variants
+    outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
     device_s: float
 
 
@@ -178,5 +192,5 @@ class Answer:
     """The result of one whole request."""
 
     id: str
-    values: Array  # [rows, dim]
+    values: Array  # [rows, dim]; of per-token tasks [tokens, dim], the rows one after another
     timings: Timings

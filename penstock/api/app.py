@@ -34,6 +34,8 @@ class RouteSpec:
 ROUTES = (
     RouteSpec("/v1/embeddings", openai.EmbeddingsRequest, openai.embeddings, "OpenAI"),
     RouteSpec("/v1/models", None, openai.models, "OpenAI"),
+    RouteSpec("/pooling", native.PoolingRequest, native.pooling, "native"),
+    RouteSpec("/classify", native.ClassifyRequest, native.classify, "native"),
     RouteSpec("/tokenize", native.TokenizeRequest, native.tokenize, "native"),
     RouteSpec("/detokenize", native.DetokenizeRequest, native.detokenize, "native"),
     RouteSpec("/health", None, operation.health, "operation", open_to_all=True),

@@ -1,13 +1,59 @@
-"""Penstock's own routes: `/tokenize` and `/detokenize`."""
+"""Penstock's own routes: any task, classification, and the tokenizer."""
 
 from __future__ import annotations
+
+import time
+from typing import Any
 
 import msgspec
 import orjson
 
 from penstock.api.endpoint import Call, Reply
-from penstock.api.work import check_rows
+from penstock.api.fields import InputFields, VectorFields, agreed
+from penstock.api.work import answer_with, check_rows, head_of, json_reply, note_phases, run_task
+from penstock.core import PoolingParams, Task
 from penstock.errors import BadValue
+
+
+class PoolingRequest(VectorFields, kw_only=True):
+    """Body of `POST /pooling`: any task that the model has; its first if none is named."""
+
+    task: Task | None = None
+
+
+class ClassifyRequest(InputFields, kw_only=True):
+    """Body of `POST /classify`."""
+
+    use_activation: bool | None = None
+    normalize: bool | None = None
+
+
+async def pooling(call: Call, body: PoolingRequest) -> Reply:
+    """The values of any task: a row for each text, or a matrix with a row for each token."""
+    task = body.task or call.state.model(body.model).spec.tasks[0]
+    result = await run_task(call, body, body.params(task))
+    return answer_with(call, body, result, prefix="pool", item=_pooling_items)
+
+
+def _pooling_items(rows: list[Any]) -> list[dict[str, Any]]:
+    return [{"index": i, "object": "pooling", "data": row} for i, row in enumerate(rows)]
+
+
+async def classify(call: Call, body: ClassifyRequest) -> Reply:
+    """The likeliest label of each text, and the probabilities of all."""
+    params = PoolingParams(Task.CLASSIFY, normalize=agreed(body.normalize, body.use_activation))
+    result = await run_task(call, body, params)
+    began = time.monotonic()
+    labels, values = result.model.spec.labels, result.answer.values
+    best = values.argmax(axis=1).tolist()
+    data = [
+        {"index": i, "label": labels[best[i]], "probs": row, "num_classes": len(labels)}
+        for i, row in enumerate(values)
+    ]
+    head = head_of(body, result, "classify")
+    reply = json_reply({"object": "list", **head, "data": data, "usage": result.usage})
+    note_phases(call, began)
+    return reply
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

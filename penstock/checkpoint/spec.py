@@ -6,6 +6,7 @@ API process learns everything it needs about a model without loading it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     limit: int  # most tokens of a row, special tokens included
     positions: int  # the same as far as the weights go; `--max-model-len` may raise `limit` to it
     embed_dim: int
+    token_dim: int
     vocab_size: int
     pooling: PoolingSpec
     prompts: dict[str, str]
@@ -73,10 +75,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     similarity: str
     lower_case: bool
     tasks: tuple[Task, ...]
+    labels: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
         return Path(self.folder)
+
+    def width(self, task: Task) -> int:
+        """How many numbers a row of this task has."""
+        if task is Task.EMBED:
+            return self.embed_dim
+        return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
 def describe(config: EngineConfig) -> ModelSpec:
@@ -111,14 +120,35 @@ def read_spec(
         limit=_limit(positions, folder, transformer),
         positions=positions,
         embed_dim=embed_dim,
+        token_dim=hidden,
         vocab_size=_integer(config, "vocab_size"),
         pooling=pooling,
         prompts=prompts,
         default_prompt_name=table.get("default_prompt_name"),
         similarity=table.get("similarity_fn_name") or "cosine",
         lower_case=bool(transformer.get("do_lower_case", False)),
-        tasks=(Task.EMBED,),
+        tasks=_tasks(architecture),
+        labels=_labels(config),
     )
+
+
+def _tasks(architecture: str) -> tuple[Task, ...]:
+    """What the weights allow; the task that the checkpoint was trained for stands first."""
+    if architecture.endswith("ForSequenceClassification"):
+        return (Task.CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
+    if architecture.endswith("ForTokenClassification"):
+        return (Task.TOKEN_CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
+    return (Task.EMBED, Task.TOKEN_EMBED)
+
+
+def label_count(config: Mapping[str, Any]) -> int:
+    """How many outputs a classifier has: as many as there are labels, two if nothing is said."""
+    return int(config.get("num_labels") or len(config.get("id2label") or ()) or 2)
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = config.get("id2label") or {}
+    return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(label_count(config)))
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -116,14 +116,17 @@ def _pooling(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _supported(architecture: str, device: str) -> bool | None:
-    """Whether this version can build the model; unknown without torch, and moot on the null device."""
+    """Whether this version can build the model; moot on the null device."""
+    from penstock.errors import ModelLoadError
+    from penstock.models.registry import find_family
+
     if device == "null":
         return None
     try:
-        from penstock.models.registry import ARCHITECTURES
-    except ImportError:
-        return None
-    return architecture in ARCHITECTURES
+        find_family(architecture)
+    except ModelLoadError:
+        return False
+    return True
 
 
 def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict[str, Any] | None:

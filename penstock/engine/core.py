@@ -17,7 +17,7 @@ import numpy as np
 from penstock.core import Answer, Array, Request, RowSlice, StepPlan, StepResult, Timings
 from penstock.errors import BadValue, DeadlineExceeded, PenstockError, RowFailed
 from penstock.runner.base import Runner
-from penstock.scheduler.plan import build_plan
+from penstock.scheduler.plan import build_plan, tokens_of
 from penstock.scheduler.scheduler import Scheduler, Share
 
 
@@ -181,10 +181,13 @@ class EngineCore:
 
     @staticmethod
     def _store(progress: _Progress, piece: RowSlice, values: Array) -> None:
+        request = piece.request
+        per_token = request.params.task.per_token
         if progress.values is None:
-            shape = (piece.request.num_rows, *values.shape[1:])
-            progress.values = np.empty(shape, dtype=values.dtype)
-        progress.values[piece.rows] = values
+            rows = request.num_tokens if per_token else request.num_rows
+            progress.values = np.empty((rows, *values.shape[1:]), dtype=values.dtype)
+        places = tokens_of(piece.rows, request.lengths, request.starts) if per_token else piece.rows
+        progress.values[places] = values
         progress.rows_done += len(piece.rows)
 
     def _answer(self, progress: _Progress) -> Answer:
@@ -223,15 +226,22 @@ class EngineCore:
 
 
 def rows_of(plan: StepPlan, result: StepResult) -> list[tuple[RowSlice, Array]]:
-    """Each slice of the plan with its rows of the result."""
-    if plan.variants[0].rows is None:
+    """Each slice of the plan with its rows of the result (of per-token tasks, its tokens)."""
+    first = plan.variants[0]
+    if first.rows is None:
         values = result.outputs[0]
-        return [(piece, values[piece.slots]) for piece in plan.slices]
+        if not first.params.task.per_token:
+            return [(piece, values[piece.slots]) for piece in plan.slices]
+        return [
+            (piece, values[tokens_of(piece.slots, plan.lengths, plan.cu_lengths)]) for piece in plan.slices
+        ]
     at = dict.fromkeys((variant.params for variant in plan.variants), 0)
     arrays = {variant.params: array for variant, array in zip(plan.variants, result.outputs, strict=True)}
     out = []
     for piece in plan.slices:  # a variant lists the slots of its slices in this same order
-        params, count = piece.request.params, len(piece.slots)
+        params = piece.request.params
+        per_token = params.task.per_token
+        count = int(plan.lengths[piece.slots].sum()) if per_token else len(piece.slots)
         out.append((piece, arrays[params][at[params] : at[params] + count]))
         at[params] += count
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.spec import ModelSpec, describe, with_limit
 from penstock.config import EngineConfig, from_mapping
-from penstock.core import Answer, OutputDtype, PoolingParams, Task
+from penstock.core import Answer, OutputDtype, PoolingParams, Request, Task
 from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
 from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, InputProcessor, Inputs, split_inputs
@@ -64,10 +64,41 @@ class Engine:
         bar; by default only for long calls on a terminal.
         """
         params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
-        parts = [
-            answer.values for answer in self._answers(texts, params, _options(options), progress, priority)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return _joined(self._answers(texts, params, _options(options), progress, priority))
+
+    def token_embed(
+        self,
+        texts: Inputs,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        dtype: str = "float32",
+        progress: bool | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> list[NDArray[Any]]:
+        """One vector a token: for each text an array [tokens, dimensions], special tokens included."""
+        params = PoolingParams(Task.TOKEN_EMBED, dimensions, normalize, _output_dtype(dtype))
+        return self._token_rows(texts, params, _options(options), progress, priority)
+
+    def classify(
+        self, texts: Inputs, *, use_activation: bool = True, priority: int = 0, **options: Any
+    ) -> NDArray[Any]:
+        """The probability of each of `engine.labels`, [n, labels]; scores without `use_activation`."""
+        params = PoolingParams(Task.CLASSIFY, normalize=use_activation)
+        return _joined(self._answers(texts, params, _options(options), None, priority))
+
+    def token_classify(
+        self, texts: Inputs, *, use_activation: bool = True, priority: int = 0, **options: Any
+    ) -> list[NDArray[Any]]:
+        """The probability of each label for each token: for each text an array [tokens, labels]."""
+        params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
+        return self._token_rows(texts, params, _options(options), None, priority)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of a classifier's outputs."""
+        return self.spec.labels
 
     def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [row.tolist() for row in self._processor.tokenizer.encode(texts, add_special_tokens)]
@@ -82,6 +113,19 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _token_rows(
+        self,
+        inputs: Inputs,
+        params: PoolingParams,
+        options: InputOptions,
+        progress: bool | None,
+        priority: int,
+    ) -> list[NDArray[Any]]:
+        rows: list[NDArray[Any]] = []
+        for request, answer in self._answers(inputs, params, options, progress, priority):
+            rows += np.split(answer.values, request.starts[1:])
+        return rows
+
     def _answers(
         self,
         inputs: Inputs,
@@ -89,26 +133,38 @@ class Engine:
         options: InputOptions,
         progress: bool | None,
         priority: int,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[tuple[Request, Answer]]:
         """Answers by window, in order: one window is tokenised while the one before it runs."""
         self._processor.check(params)
         texts, ids = split_inputs(inputs)
         rows: Sequence[Any] = ids if texts is None else texts
         windows = [rows[i : i + WINDOW] for i in range(0, len(rows), WINDOW)]
         with _bar(len(rows), progress) as advance:
-            running: list[Future[Answer]] = []
+            running: list[tuple[Request, Future[Answer]]] = []
             for window in windows:
                 if len(running) == 2:
-                    yield (answer := running.pop(0).result())
-                    advance(len(answer.values))
+                    yield _finished(running, advance)
                 request_id = f"local-{next(self._numbers)}"
                 prepared = self._tokenize.submit(self._processor.prepare, request_id, window, params, options)
                 request = prepared.result()
                 request.priority = priority
-                running.append(self._engine.submit(request))
-            for future in running:
-                yield (answer := future.result())
-                advance(len(answer.values))
+                running.append((request, self._engine.submit(request)))
+            while running:
+                yield _finished(running, advance)
+
+
+def _finished(
+    running: list[tuple[Request, Future[Answer]]], advance: Callable[[int], None]
+) -> tuple[Request, Answer]:
+    request, future = running.pop(0)
+    answer = future.result()
+    advance(request.num_rows)
+    return request, answer
+
+
+def _joined(answers: Iterator[tuple[Request, Answer]]) -> NDArray[Any]:
+    parts = [answer.values for _, answer in answers]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class AsyncEngine:
@@ -140,17 +196,53 @@ class AsyncEngine:
         **options: Any,
     ) -> NDArray[Any]:
         """As `Engine.embed`. Cancelling the task cancels its rows."""
-        engine = self._open()
         params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
-        loop = asyncio.get_running_loop()
+        _, answer = await self._run(texts, params, _options(options), priority)
+        return answer.values
+
+    async def token_embed(
+        self,
+        texts: Inputs,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        dtype: str = "float32",
+        priority: int = 0,
+        **options: Any,
+    ) -> list[NDArray[Any]]:
+        """As `Engine.token_embed`."""
+        params = PoolingParams(Task.TOKEN_EMBED, dimensions, normalize, _output_dtype(dtype))
+        request, answer = await self._run(texts, params, _options(options), priority)
+        return list(np.split(answer.values, request.starts[1:]))
+
+    async def classify(
+        self, texts: Inputs, *, use_activation: bool = True, priority: int = 0, **options: Any
+    ) -> NDArray[Any]:
+        """As `Engine.classify`."""
+        params = PoolingParams(Task.CLASSIFY, normalize=use_activation)
+        _, answer = await self._run(texts, params, _options(options), priority)
+        return answer.values
+
+    async def token_classify(
+        self, texts: Inputs, *, use_activation: bool = True, priority: int = 0, **options: Any
+    ) -> list[NDArray[Any]]:
+        """As `Engine.token_classify`."""
+        params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
+        request, answer = await self._run(texts, params, _options(options), priority)
+        return list(np.split(answer.values, request.starts[1:]))
+
+    async def _run(
+        self, texts: Inputs, params: PoolingParams, options: InputOptions, priority: int
+    ) -> tuple[Request, Answer]:
+        engine = self._open()
         request_id = f"local-{next(engine._numbers)}"
-        request = await loop.run_in_executor(
-            engine._tokenize, engine._processor.prepare, request_id, texts, params, _options(options)
+        request = await asyncio.get_running_loop().run_in_executor(
+            engine._tokenize, engine._processor.prepare, request_id, texts, params, options
         )
         request.priority = priority
         future = engine._engine.submit(request)
         try:
-            return (await asyncio.wrap_future(future)).values
+            return request, await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             engine._engine.cancel(request_id)
             raise

@@ -66,16 +66,16 @@ class InputProcessor:
                 + ", ".join(task.value for task in self.spec.tasks),
                 param="task",
             )
-        if params.task is Task.EMBED and params.dimensions is not None:
-            if params.dimensions < 1:
-                raise BadValue(
-                    f"dimensions is {params.dimensions}; it must be at least 1", param="dimensions"
-                )
-            if params.dimensions > self.spec.embed_dim:
-                raise BadValue(
-                    f"dimensions is {params.dimensions}, but the model gives {self.spec.embed_dim}",
-                    param="dimensions",
-                )
+        if params.dimensions is None:
+            return
+        if params.task not in (Task.EMBED, Task.TOKEN_EMBED):
+            raise BadValue(f"dimensions mean nothing to task {params.task.value!r}", param="dimensions")
+        if params.dimensions < 1:
+            raise BadValue(f"dimensions is {params.dimensions}; it must be at least 1", param="dimensions")
+        if params.dimensions > (width := self.spec.width(params.task)):
+            raise BadValue(
+                f"dimensions is {params.dimensions}, but the model gives {width}", param="dimensions"
+            )
 
     def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
         prompt = self._prompt(options)

@@ -2,12 +2,14 @@
 
 Rows arrive ordered by length, so rows of equal length form a dense block without any padding. On a
 CPU each block is one library call; on CUDA one variable-length call serves the whole run, unless a
-position bias is added to the scores.
+bias is added to the scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -18,35 +20,104 @@ from penstock.layers.batch import Batch
 ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added to the scores
 
 
-def attend(qkv: Tensor, heads: int, batch: Batch, bias: ScoreBias | None = None) -> Tensor:
-    """Bidirectional attention within each row. qkv [tokens, 3 · hidden] → [tokens, hidden]."""
-    tokens, width = qkv.shape
-    dim = width // (3 * heads)
-    if qkv.is_cuda and bias is None and qkv.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(qkv.view(tokens, 3, heads, dim), batch)
-    return _by_length(qkv, heads, dim, batch, bias)
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """Which tokens see which. `window` counts how far a token sees to each side, itself excluded;
+    a causal model sees nothing to the right."""
+
+    causal: bool = False
+    window: int | None = None
+    scale: float | None = None  # None: 1 / sqrt(head size)
 
 
-def _by_length(qkv: Tensor, heads: int, dim: int, batch: Batch, bias: ScoreBias | None) -> Tensor:
-    out = torch.empty((qkv.shape[0], heads * dim), dtype=qkv.dtype, device=qkv.device)
+BIDIRECTIONAL = AttentionKind()
+CAUSAL = AttentionKind(causal=True)
+
+
+def attend(
+    query: Tensor,  # [tokens, heads, dim]
+    key: Tensor,  # [tokens, kv heads, dim]; kv heads divides heads
+    value: Tensor,  # [tokens, kv heads, dim]
+    batch: Batch,
+    kind: AttentionKind = BIDIRECTIONAL,
+    bias: ScoreBias | None = None,
+) -> Tensor:
+    """Attention within each row → [tokens, heads · dim]."""
+    if query.is_cuda and bias is None and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, batch, kind)
+    return _by_length(query, key, value, batch, kind, bias)
+
+
+def attend_fused(
+    qkv: Tensor, heads: int, batch: Batch, kind: AttentionKind = BIDIRECTIONAL, bias: ScoreBias | None = None
+) -> Tensor:
+    """The same for queries, keys and values side by side: qkv [tokens, 3 · heads · dim]."""
+    query, key, value = qkv.view(qkv.shape[0], 3, heads, -1).unbind(1)
+    return attend(query, key, value, batch, kind, bias)
+
+
+def _by_length(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, bias: ScoreBias | None
+) -> Tensor:
+    tokens, heads, dim = query.shape
+    out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+    grouped = key.shape[1] != heads
     for group in batch.groups:
-        stop = group.first_token + group.num_rows * group.length
-        block = qkv[group.first_token : stop].view(group.num_rows, group.length, 3, heads, dim)
-        query, key, value = block.permute(2, 0, 3, 1, 4)  # each [rows, heads, length, dim]
-        mask = None if bias is None else bias(group.length)
-        context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        out[group.first_token : stop].view(group.num_rows, group.length, heads, dim).copy_(
-            context.transpose(1, 2)
+        rows, length, first = group.num_rows, group.length, group.first_token
+        stop = first + rows * length
+        q, k, v = (x[first:stop].view(rows, length, -1, dim).transpose(1, 2) for x in (query, key, value))
+        mask, causal = _mask(length, kind, bias, query)
+        context = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=kind.scale, enable_gqa=grouped
         )
+        out[first:stop].view(rows, length, heads, dim).copy_(context.transpose(1, 2))
     return out
 
 
-def _varlen(qkv: Tensor, batch: Batch) -> Tensor:
+def _mask(
+    length: int, kind: AttentionKind, bias: ScoreBias | None, like: Tensor
+) -> tuple[Tensor | None, bool]:
+    """What to hand to the library: a mask to add, or the causal flag alone where that says it all."""
+    narrow = kind.window is not None and kind.window < length - 1
+    if bias is None and not narrow:
+        return None, kind.causal and length > 1
+    seen = None
+    if narrow or kind.causal:
+        seen = _visible(length, kind.causal, kind.window if narrow else None, like.device)
+    if bias is None:
+        return seen, False
+    added = bias(length)
+    return (added if seen is None else added.masked_fill(~seen, float("-inf"))), False
+
+
+@lru_cache(maxsize=64)
+def _visible(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """True where the token of a row (first axis) sees the token of a column, [length, length]."""
+    place = torch.arange(length, device=device)
+    ahead = place[None, :] - place[:, None]
+    seen = torch.ones((length, length), dtype=torch.bool, device=device)
+    if causal:
+        seen &= ahead <= 0
+    if window is not None:
+        seen &= ahead.abs() <= window
+    return seen
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = qkv.unbind(1)  # each [tokens, heads, dim]
+    left = -1 if kind.window is None else kind.window
     out = varlen_attn(
-        query, key, value, batch.cu_lengths, batch.cu_lengths, batch.max_length, batch.max_length
+        query,
+        key,
+        value,
+        batch.cu_lengths,
+        batch.cu_lengths,
+        batch.max_length,
+        batch.max_length,
+        scale=kind.scale,
+        window_size=(left, 0 if kind.causal else left),
+        enable_gqa=key.shape[1] != query.shape[1],
     )
     assert isinstance(out, Tensor)
     return out.flatten(1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.layers.linear import LinearLayer, make_linear
-from penstock.layers.norm import LayerNorm
+from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.weights.stream import WeightSource
 
 
@@ -20,22 +20,33 @@ class LayerBuilder:
         self,
         names: str | Sequence[str],
         inputs: int,
-        outputs: int,
+        outputs: int | Sequence[int],
         act: str = "identity",
+        *,
         input_act: str = "",
+        bias: bool = True,
     ) -> LinearLayer:
-        """One layer, or several of the same shape fused along their outputs."""
+        """One layer, or several fused along their outputs; `outputs` is the size of all or of each.
+
+        `input_act` names the activation that the input comes out of, where there is one.
+        """
         names = [names] if isinstance(names, str) else list(names)
         weight = self.weights.fuse([f"{name}.weight" for name in names], outputs, inputs)
-        bias: Tensor | None = None
-        if self.weights.has(f"{names[0]}.bias"):
-            bias = self.weights.fuse([f"{name}.bias" for name in names], outputs)
-        return make_linear(weight, bias, act, self.quantization, input_act)
+        added: Tensor | None = None
+        if bias:
+            added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
+        return make_linear(weight, added, act, self.quantization, input_act)
 
-    def norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        return LayerNorm(
-            self.weights.take(f"{name}.weight", size), self.weights.take(f"{name}.bias", size), eps
-        )
+    def norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
+        added = self.weights.take(f"{name}.bias", size) if bias else None
+        return LayerNorm(self.weights.take(f"{name}.weight", size), added, eps)
+
+    def rms_norm(self, name: str, size: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
+        """`plus_one`: the checkpoint stores the weight less one, added back before it is rounded."""
+        if not plus_one:
+            return RMSNorm(self.weights.take(f"{name}.weight", size), eps)
+        weight = self.weights.read(f"{name}.weight", (size,)).float() + 1
+        return RMSNorm(weight.to(dtype=self.weights.dtype, device=self.weights.device), eps)
 
     def table(self, name: str, rows: int, size: int) -> Tensor:
         return self.weights.take(f"{name}.weight", rows, size)

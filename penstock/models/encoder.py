@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.layers.attention import ScoreBias, attend
+from penstock.checkpoint.spec import label_count
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
+from penstock.layers.head import Stack, TaskHead
+from penstock.layers.linear import LinearLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,8 @@ MPNET_NAMES = Names(
     attention_norm="attention.LayerNorm",
 )
 
-# Heads and buffers that an embedder has no use for.
-UNNEEDED = ("pooler.", "cls.", "lm_head.", "vocab_", "classifier.", "qa_outputs.", "position_ids")
+# Heads and buffers that nothing here reads.
+UNNEEDED = ("pooler.", "cls.", "lm_head.", "vocab_", "qa_outputs.", "position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ class EncoderLayer:
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
 
     def __call__(self, hidden: Tensor, batch: Batch, bias: ScoreBias | None) -> Tensor:
-        context = attend(self.qkv(hidden), self.heads, batch, bias)
+        context = attend_fused(self.qkv(hidden), self.heads, batch, BIDIRECTIONAL, bias)
         hidden = self.attention_norm(self.out(context, residual=hidden))
         return self.output_norm(self.down(self.up(hidden), residual=hidden))
 
@@ -115,7 +120,9 @@ class Encoder:
         ]
         self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
         self.hidden_size = shape.hidden
-        build.weights.finish(UNNEEDED)
+        self.prefix = prefix
+        self.heads: dict[Task, TaskHead] = {}
+        self.unneeded = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding_norm(self.embedding(batch))
@@ -162,15 +169,24 @@ def distance_bucket(distance: Tensor, buckets: int, max_distance: int = 128) -> 
     return side + torch.where(away < exact, away, far)
 
 
-def bert(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
-    return Encoder(build, _bert_shape(config, first_position=0))
+def bert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
+    model = Encoder(build, _bert_shape(config, first_position=0))
+    if head is Task.CLASSIFY:
+        hidden = model.hidden_size
+        dense = build.linear(model.prefix + "pooler.dense", hidden, hidden, "tanh")
+        _add_head(model, build, config, head, "classifier", dense)
+    elif head is Task.TOKEN_CLASSIFY:
+        _add_head(model, build, config, head, "classifier")
+    return model
 
 
-def roberta(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
-    return Encoder(build, _bert_shape(config, first_position=int(config.get("pad_token_id", 1)) + 1))
+def roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
+    model = Encoder(build, _bert_shape(config, first_position=int(config.get("pad_token_id", 1)) + 1))
+    _add_two_step_head(model, build, config, head)
+    return model
 
 
-def distilbert(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
+def distilbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     shape = Shape(
         hidden=config["dim"],
         layers=config["n_layers"],
@@ -184,10 +200,16 @@ def distilbert(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
         eps=1e-12,
         names=DISTILBERT_NAMES,
     )
-    return Encoder(build, shape)
+    model = Encoder(build, shape)
+    if head is Task.CLASSIFY:
+        dense = build.linear("pre_classifier", shape.hidden, shape.hidden, "relu")
+        _add_head(model, build, config, head, "classifier", dense)
+    elif head is Task.TOKEN_CLASSIFY:
+        _add_head(model, build, config, head, "classifier")
+    return model
 
 
-def mpnet(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
+def mpnet(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     shape = _bert_shape(
         config,
         first_position=int(config.get("pad_token_id", 1)) + 1,
@@ -195,7 +217,33 @@ def mpnet(build: LayerBuilder, config: Mapping[str, Any]) -> Encoder:
         bias_buckets=config.get("relative_attention_num_buckets", 32),
         segments=0,
     )
-    return Encoder(build, shape)
+    model = Encoder(build, shape)
+    _add_two_step_head(model, build, config, head)
+    return model
+
+
+def _add_two_step_head(
+    model: Encoder, build: LayerBuilder, config: Mapping[str, Any], head: Task | None
+) -> None:
+    """RoBERTa's classifier for sequences is a dense layer and a projection; for tokens, one layer."""
+    if head is Task.CLASSIFY:
+        dense = build.linear("classifier.dense", model.hidden_size, model.hidden_size, "tanh")
+        _add_head(model, build, config, head, "classifier.out_proj", dense)
+    elif head is Task.TOKEN_CLASSIFY:
+        _add_head(model, build, config, head, "classifier")
+
+
+def _add_head(
+    model: Encoder,
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    head: Task,
+    name: str,
+    *before: LinearLayer,
+) -> None:
+    labels = label_count(config)
+    project = Stack(*before, build.linear(name, model.hidden_size, labels))
+    model.heads[head] = TaskHead("cls" if head is Task.CLASSIFY else "all", project, labels)
 
 
 def _bert_shape(
@@ -206,6 +254,9 @@ def _bert_shape(
     bias_buckets: int = 0,
     segments: int | None = None,
 ) -> Shape:
+    kind = config.get("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise ModelLoadError(f"position_embedding_type {kind!r} is not supported; only 'absolute' is")
     return Shape(
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],

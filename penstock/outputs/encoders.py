@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,21 +15,30 @@ EncodingFormat = Literal["float", "base64", "bytes"]
 Endianness = Literal["native", "little", "big"]
 
 
-def as_numbers(values: Array, dtype: OutputDtype) -> list[Any]:
-    """Rows that the JSON encoder writes directly. Half precision is widened; integers stay integers."""
-    if dtype is OutputDtype.BFLOAT16:
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    elif dtype is OutputDtype.FLOAT16:
-        values = values.astype(np.float32)
-    return list(np.ascontiguousarray(values))
-
-
-def as_base64(values: Array, endianness: Endianness = "native") -> list[str]:
-    return [binascii.b2a_base64(row, newline=False).decode("ascii") for row in _ordered(values, endianness)]
+def encode_rows(
+    rows: Sequence[Array], encoding: EncodingFormat, dtype: OutputDtype, endianness: Endianness = "native"
+) -> list[Any]:
+    """Rows that the JSON encoder writes directly: arrays of numbers, or base64 of their bytes."""
+    if encoding == "base64":
+        return [_base64(row, endianness) for row in rows]
+    return [_numbers(row, dtype) for row in rows]
 
 
 def as_bytes(values: Array, endianness: Endianness = "native") -> bytes:
     return _ordered(values, endianness).tobytes()
+
+
+def _numbers(values: Array, dtype: OutputDtype) -> Array:
+    """Half precision is widened; integers stay integers."""
+    if dtype is OutputDtype.BFLOAT16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    elif dtype is OutputDtype.FLOAT16:
+        values = values.astype(np.float32)
+    return np.ascontiguousarray(values)
+
+
+def _base64(values: Array, endianness: Endianness) -> str:
+    return binascii.b2a_base64(_ordered(values, endianness).data, newline=False).decode("ascii")
 
 
 def _ordered(values: Array, endianness: Endianness) -> Array:

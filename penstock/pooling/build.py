@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import DenseSpec, ModelSpec
-from penstock.core import PoolingParams, Variant
+from penstock.checkpoint.spec import DenseSpec, ModelSpec, label_count
+from penstock.core import PoolingParams, Task, Variant
 from penstock.layers.batch import Batch
+from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, cast, unit
 from penstock.pooling.methods import METHODS
@@ -15,22 +19,39 @@ from penstock.weights.stream import open_weights
 
 
 class Pooler:
-    """Pools a step once, then finishes each variant of its rows."""
+    """Finishes each variant of a step's rows; what several variants need is computed once."""
 
-    def __init__(self, spec: ModelSpec, dense: list[Dense]) -> None:
+    def __init__(self, spec: ModelSpec, heads: Mapping[Task, TaskHead], dense: list[Dense]) -> None:
         self.methods = [METHODS[name] for name in spec.pooling.methods]
         self.dense = dense
+        self.heads = heads
         self.normalize = spec.pooling.normalize
+        self.activate = softmax_or_sigmoid(spec.config)
 
     def __call__(
         self, hidden: Tensor, batch: Batch, variants: tuple[Variant, ...], index: list[Tensor | None]
     ) -> list[Tensor]:
-        """One tensor a variant. `index` holds the variants' rows as device integers, None for all."""
-        pooled = self._pool(hidden, batch)
-        return [
-            self._finish(pooled if rows is None else pooled.index_select(0, rows), variant.params)
-            for variant, rows in zip(variants, index, strict=True)
-        ]
+        """One tensor a variant. `index` holds the variants' rows (or tokens) as device integers, None for
+        all."""
+        done: dict[Task, Tensor] = {}
+        out = []
+        for variant, chosen in zip(variants, index, strict=True):
+            task = variant.params.task
+            if task not in done:
+                done[task] = self._of_task(task, hidden, batch)
+            values = done[task] if chosen is None else done[task].index_select(0, chosen)
+            out.append(self._finish(values, variant.params))
+        return out
+
+    def _of_task(self, task: Task, hidden: Tensor, batch: Batch) -> Tensor:
+        """fp32 values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""
+        if task is Task.EMBED:
+            return self._pool(hidden, batch)
+        if task is Task.TOKEN_EMBED:
+            return hidden.float()
+        head = self.heads[task]
+        read = hidden if head.method == "all" else METHODS[head.method](hidden, batch).to(hidden.dtype)
+        return head.project(read).float()
 
     def _pool(self, hidden: Tensor, batch: Batch) -> Tensor:
         parts = [method(hidden, batch) for method in self.methods]
@@ -39,19 +60,33 @@ class Pooler:
             pooled = dense(pooled)
         return pooled
 
-    def _finish(self, pooled: Tensor, params: PoolingParams) -> Tensor:
-        """Cut, normalise, cast. A cut vector is renormalised unless the caller declines."""
-        normalize = self.normalize or params.dimensions is not None
-        if params.dimensions is not None:
-            pooled = pooled[:, : params.dimensions]
-        if normalize if params.normalize is None else params.normalize:
-            pooled = unit(pooled)
-        return cast(pooled, params.dtype)
+    def _finish(self, values: Tensor, params: PoolingParams) -> Tensor:
+        """Cut, normalise or activate, cast. A cut vector is renormalised unless the caller declines."""
+        if params.task in (Task.EMBED, Task.TOKEN_EMBED):
+            normalize = self.normalize or params.dimensions is not None
+            if params.dimensions is not None:
+                values = values[:, : params.dimensions]
+            if normalize if params.normalize is None else params.normalize:
+                values = unit(values)
+        elif params.normalize is not False:
+            values = self.activate(values)
+        return cast(values, params.dtype)
 
 
-def build_pooler(spec: ModelSpec, load_format: str, seed: int, device: torch.device) -> Pooler:
-    """Heads are small and stand last, so they stay in fp32 whatever the model runs in."""
-    return Pooler(spec, [_dense(spec, dense, load_format, seed, device) for dense in spec.pooling.dense])
+def softmax_or_sigmoid(config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """A classifier's activation: sigmoid for one label or several at once, softmax otherwise."""
+    several = config.get("problem_type") == "multi_label_classification"
+    if several or label_count(config) == 1:
+        return torch.sigmoid
+    return lambda values: torch.softmax(values, dim=-1)
+
+
+def build_pooler(
+    spec: ModelSpec, heads: Mapping[Task, TaskHead], load_format: str, seed: int, device: torch.device
+) -> Pooler:
+    """Dense modules are small and stand last, so they stay in fp32 whatever the model runs in."""
+    dense = [_dense(spec, dense, load_format, seed, device) for dense in spec.pooling.dense]
+    return Pooler(spec, heads, dense)
 
 
 def _dense(spec: ModelSpec, dense: DenseSpec, load_format: str, seed: int, device: torch.device) -> Dense:

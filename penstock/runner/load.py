@@ -26,7 +26,7 @@ def load_runner(spec: ModelSpec, settings: Resolved) -> Runner:
     if settings.device == "null":
         from penstock.runner.null import NullRunner
 
-        return NullRunner(spec.embed_dim)
+        return NullRunner({task: spec.width(task) for task in spec.tasks})
     return _model_runner(spec, settings)
 
 
@@ -48,7 +48,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Runner:
     )
     with torch.inference_mode():
         model = build_model(spec.architecture, spec.config, LayerBuilder(weights, settings.quantization))
-        pooler = build_pooler(spec, settings.load_format, settings.seed, device)
+        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device)
     runner = ModelRunner(model, pooler, device, settings.pipeline_depth)
     warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens))
     return runner

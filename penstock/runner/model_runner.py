@@ -52,7 +52,10 @@ class ModelRunner:
                 "cu_lengths": plan.cu_lengths,
                 "lengths": plan.lengths,
                 "skip": plan.skip,
-                **{f"variant{i}": variant.rows for i, variant in enumerate(plan.variants)},
+                **{
+                    f"variant{i}": v.rows if v.tokens is None else v.tokens
+                    for i, v in enumerate(plan.variants)
+                },
             }
         )
         batch = Batch(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import numpy as np
 
-from penstock.core import Array, OutputDtype, StepPlan, StepResult, Variant
+from penstock.core import Array, OutputDtype, StepPlan, StepResult, Task, Variant
 
 
 class NullRunner:
-    def __init__(self, embed_dim: int) -> None:
-        self.embed_dim = embed_dim
+    def __init__(self, widths: Mapping[Task, int]) -> None:
+        self.widths = widths
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -23,7 +24,9 @@ class NullRunner:
 
     def _fill(self, plan: StepPlan, variant: Variant) -> Array:
         rows = plan.num_rows if variant.rows is None else len(variant.rows)
-        width = variant.params.dimensions or self.embed_dim
+        if variant.params.task.per_token:
+            rows = plan.num_tokens if variant.tokens is None else len(variant.tokens)
+        width = variant.params.dimensions or self.widths[variant.params.task]
         dtype = variant.params.dtype
         if dtype.packed:
             return np.zeros((rows, -(-width // 8)), dtype=dtype.numpy)

@@ -36,7 +36,7 @@ def build_plan(shares: Sequence[Share]) -> StepPlan:
         skip=_joined([piece.skip for piece in pieces], [len(p.lengths) for p in pieces], order),
         groups=_groups(lengths, cu_lengths),
         slices=tuple(slices),
-        variants=_variants(slices),
+        variants=_variants(slices, lengths, cu_lengths),
     )
 
 
@@ -88,10 +88,22 @@ def _groups(lengths: Ints, cu_lengths: Ints) -> tuple[LengthGroup, ...]:
     )
 
 
-def _variants(slices: Sequence[RowSlice]) -> tuple[Variant, ...]:
+def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tuple[Variant, ...]:
     by_params: dict[PoolingParams, list[Ints]] = {}
     for piece in slices:
         by_params.setdefault(piece.request.params, []).append(piece.slots)
     if len(by_params) == 1:
         return (Variant(next(iter(by_params)), None),)
-    return tuple(Variant(params, np.concatenate(slots)) for params, slots in by_params.items())
+    variants = []
+    for params, slots in by_params.items():
+        rows = np.concatenate(slots)
+        variants.append(
+            Variant(params, rows, tokens_of(rows, lengths, cu_lengths) if params.task.per_token else None)
+        )
+    return tuple(variants)
+
+
+def tokens_of(rows: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
+    """The places in the flat run of all tokens of these rows, row after row."""
+    chosen = lengths[rows]
+    return ragged_arange(cu_lengths[rows], chosen, cumulative(chosen))

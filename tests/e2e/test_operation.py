@@ -21,7 +21,7 @@ def test_health_version_models_schema_and_pages_answer(http: httpx.Client) -> No
     assert http.get("/ready").json() == {"status": "ready"}
     assert http.get("/version").json()["version"]
     card = http.get("/v1/models").json()["data"][0]
-    assert card["max_model_len"] == 256 and card["dimensions"] == 384 and card["tasks"] == ["embed"]
+    assert card["max_model_len"] == 256 and card["dimensions"] == 384 and card["tasks"][0] == "embed"
     schema = http.get("/openapi.json").json()
     assert schema["paths"]["/v1/embeddings"]["post"]["requestBody"]
     fields = schema["components"]["schemas"]["EmbeddingsRequest"]["properties"]

@@ -1,0 +1,63 @@
+"""The fields that bodies of several routes share, and what they mean to the engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.core import OutputDtype, PoolingParams, Task
+from penstock.errors import BadValue
+from penstock.inputs.processor import InputOptions
+from penstock.outputs.encoders import EncodingFormat, Endianness
+
+
+class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What is asked about, how rows are made from it, and when they run."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "right"
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
+    input_type: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    request_id: str | None = None
+    user: str | None = None
+
+    def options(self) -> InputOptions:
+        return InputOptions(
+            add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            prompt_name=self.prompt_name,
+            prompt=self.prompt,
+            instruction=self.instruction,
+            input_type=self.input_type,
+        )
+
+
+class VectorFields(InputFields, kw_only=True):
+    """How values leave."""
+
+    encoding_format: EncodingFormat = "float"
+    dimensions: int | None = None
+    embed_dtype: OutputDtype = OutputDtype.FLOAT32
+    endianness: Endianness = "native"
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+    def params(self, task: Task) -> PoolingParams:
+        normalize = agreed(self.normalize, self.use_activation)
+        return PoolingParams(task, self.dimensions, normalize, self.embed_dtype)
+
+
+def agreed(normalize: bool | None, use_activation: bool | None) -> bool | None:
+    """Two spellings of one wish; they must not contradict each other."""
+    if normalize is not None and use_activation is not None and normalize != use_activation:
+        raise BadValue("normalize and use_activation contradict each other", param="use_activation")
+    return normalize if normalize is not None else use_activation
