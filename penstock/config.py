@@ -42,6 +42,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
     pooler_config: PoolerConfig = msgspec.field(default_factory=PoolerConfig)
+    enable_chunked_prefill: bool | None = None  # None: where a row may exceed a step and can be cut
+    long_prefill_token_threshold: int = 0  # most tokens of one row in a step; 0: no such limit
+    enable_prefix_caching: bool = False
+    kv_cache_gb: float | None = None  # memory for keys and values of rows that go on over steps
     enforce_eager: bool = False
     seed: int = 0
 
@@ -74,6 +78,10 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     load_format: str
     seed: int
+    chunked: bool = False
+    chunk_tokens: int = 0  # most tokens of one row in a step, where rows may be cut
+    prefix_caching: bool = False
+    kv_cache_bytes: int = 0
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -92,24 +100,30 @@ def available_cpus() -> int:
 
 
 def resolve(
-    config: EngineConfig, *, model_limit: int, machine: Machine, positions: int | None = None
+    config: EngineConfig,
+    *,
+    model_limit: int,
+    machine: Machine,
+    positions: int | None = None,
+    why_not_cut: str | None = None,
 ) -> Resolved:
     """Settle every "auto"; raise `ConfigError` for what cannot work together.
 
-    `model_limit` is what the model is meant for, `positions` what it could take at most.
+    `model_limit` is what the model is meant for, `positions` what it could take at most;
+    `why_not_cut` says, where it is so, why its rows cannot be spread over steps.
     """
     positions = positions or model_limit
     device = _device(config.device, machine)
     on_cpu = not device.startswith("cuda")
     dtype = _dtype(config, on_cpu, machine)
-    limit = config.max_model_len or model_limit
+    limit = _given(config.max_model_len, model_limit)
     _positive("max_model_len", limit)
     if limit > positions:
         raise ConfigError(
             f"max_model_len is {limit}, but the model has positions for {positions} tokens",
             param="max_model_len",
         )
-    budget = config.max_num_batched_tokens or (CPU_STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
+    budget = _given(config.max_num_batched_tokens, CPU_STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
     _positive("max_num_batched_tokens", budget)
     resolved = Resolved(
         device=device,
@@ -117,12 +131,16 @@ def resolve(
         quantization=config.quantization,
         max_model_len=limit,
         max_num_batched_tokens=budget,
-        max_num_seqs=config.max_num_seqs or (256 if on_cpu else 1024),
-        max_queued_tokens=config.max_queued_tokens or (1_000_000 if on_cpu else 50_000_000),
-        pipeline_depth=config.pipeline_depth or (1 if on_cpu else 2),
-        threads=config.threads or machine.cpus,
+        max_num_seqs=_given(config.max_num_seqs, 256 if on_cpu else 1024),
+        max_queued_tokens=_given(config.max_queued_tokens, 1_000_000 if on_cpu else 50_000_000),
+        pipeline_depth=_given(config.pipeline_depth, 1 if on_cpu else 2),
+        threads=_given(config.threads, machine.cpus),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         seed=config.seed,
+        chunked=_chunked(config, limit, budget, why_not_cut),
+        chunk_tokens=config.long_prefill_token_threshold or budget,
+        prefix_caching=config.enable_prefix_caching,
+        kv_cache_bytes=int((config.kv_cache_gb or (1 if on_cpu else 8)) * 2**30),
     )
     for name in ("max_num_seqs", "max_queued_tokens", "pipeline_depth", "threads"):
         _positive(name, getattr(resolved, name))
@@ -156,6 +174,27 @@ def _dtype(config: EngineConfig, on_cpu: bool, machine: Machine) -> str:
     if on_cpu and dtype == "float16":
         raise ConfigError("float16 is slow and imprecise on a CPU; use float32 or bfloat16", param="dtype")
     return dtype
+
+
+def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None) -> bool:
+    """Whether rows may be spread over steps; asking for it where it would be wrong is an error."""
+    if config.long_prefill_token_threshold < 0:
+        raise ConfigError(
+            "long_prefill_token_threshold must not be negative", param="long_prefill_token_threshold"
+        )
+    for name in ("enable_chunked_prefill", "enable_prefix_caching"):
+        if getattr(config, name) and why_not is not None:
+            raise ConfigError(f"{name} cannot be used: {why_not}", param=name)
+    if config.enable_chunked_prefill is False:
+        if config.enable_prefix_caching:
+            raise ConfigError("prefix caching needs chunked prefill", param="enable_prefix_caching")
+        return False
+    wanted = config.enable_chunked_prefill or config.enable_prefix_caching or limit > budget
+    return bool(wanted) and why_not is None
+
+
+def _given(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value
 
 
 def _positive(name: str, value: int) -> None:

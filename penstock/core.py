@@ -94,6 +94,8 @@ class Request:
     priority: int = 0  # lower runs sooner
     arrival_s: float = 0.0  # monotonic clock, the same in every process of a machine
     deadline_s: float | None = None  # the same clock
+    reuse_prefix: bool = False  # its rows may stand on prefixes that others have computed
+    cache_salt: str = ""  # prefixes are shared only between equal salts
     starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
 
     def __post_init__(self) -> None:
@@ -123,16 +125,27 @@ class RowSlice:
     request: Request
     rows: Ints  # [n], row numbers within the request
     slots: Ints  # [n], row numbers within the step
+    begins: Ints | None = None  # [n], first token of each row in this step; None: the rows run whole
+    ends: Ints | None = None  # [n], one past the last
+
+    @property
+    def finished(self) -> Ints:
+        """The places of this slice whose rows end in this step."""
+        if self.ends is None:
+            return np.arange(len(self.rows), dtype=np.int32)
+        return np.flatnonzero(self.ends == self.request.lengths[self.rows]).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthGroup:
-    """Neighbouring rows of equal length: a dense block inside the ragged run."""
+    """Neighbouring rows of equal length and context: a dense block inside the ragged run."""
 
     first_row: int
     num_rows: int
     length: int
     first_token: int
+    context: int = 0  # tokens of each row that earlier steps have run
+    first_key: int = 0  # where the group begins in the run of keys, which has the context too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,6 +166,26 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KVPlan:
+    """Which keys and values a step reads from memory and which it leaves there.
+
+    The keys of a step are laid out row by row, context first: `new_at` and `old_at` say where the
+    step's own tokens and the remembered ones go in that run.
+    """
+
+    cu_keys: Ints  # [rows + 1]
+    max_keys: int
+    new_at: Ints  # [tokens]
+    old_at: Ints  # [remembered]
+    read_slots: Ints  # [remembered]
+    write_tokens: Ints  # [kept], tokens of the step
+    write_slots: Ints  # [kept]
+    carry_rows: Ints  # [cut], rows whose sums go on over steps
+    carry_slots: Ints  # [cut], where those sums are kept
+    carry_old: Ints  # [cut], 1 where there are earlier sums
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step, described completely. Rows are ordered by length."""
 
@@ -165,6 +198,7 @@ class StepPlan:
     groups: tuple[LengthGroup, ...]
     slices: tuple[RowSlice, ...]
     variants: tuple[Variant, ...]
+    kv: KVPlan | None = None  # None: every row runs whole and nothing is kept
 
     @property
     def num_tokens(self) -> int:
@@ -185,6 +219,7 @@ class StepResult:
 
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
     device_s: float
+    finite: tuple[Array, ...] = ()  # [rows or tokens], 0 where values were not; empty: see the outputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     user: str | None = None
+    cache_salt: str = ""
 
     def options(self) -> InputOptions:
         return InputOptions(
@@ -38,6 +39,7 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             prompt=self.prompt,
             instruction=self.instruction,
             input_type=self.input_type,
+            cache_salt=self.cache_salt,
         )
 
 

@@ -89,7 +89,8 @@ async def _run(call: Call, model: ServedModel, request: Request, body: InputFiel
             answer = await model.client.run(request)
     except TimeoutError:
         raise DeadlineExceeded(f"not finished within the timeout of {timeout_s} s") from None
-    call.queue_s, call.device_s = answer.timings.queue_s, answer.timings.device_s
+    call.queue_s = max(0.0, answer.timings.queue_s - call.tokenize_s)  # counted from the arrival
+    call.device_s = answer.timings.device_s
     return answer
 
 

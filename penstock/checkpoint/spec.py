@@ -26,10 +26,16 @@ _OLD_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
 }
+# Class names or model types of decoders begin so, and of those among them whose tokens see all others.
+_DECODERS = ("gemma3", "gritlm", "llama", "ministral", "mistral", "qwen2", "qwen3")
+_LOOK_AHEAD = ("gritlm", "llamabidirectional", "llama_bidirec")
+_GRITLM_MARK = "<|embed|>\n"
+_GRITLM_TEMPLATE = "<|user|>\n{instruction}\n" + _GRITLM_MARK
 _METHOD_NAMES = {
     "cls": "cls",
     "max": "max",
     "mean": "mean",
+    "avg": "mean",
     "mean_sqrt_len_tokens": "mean_sqrt_len",
     "mean_sqrt_len": "mean_sqrt_len",
     "weightedmean": "weighted_mean",
@@ -57,6 +63,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     include_prompt: bool = True
     dense: tuple[DenseSpec, ...] = ()
     normalize: bool = False
+    after: str | None = None  # the mean begins behind this mark in the text
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +83,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     lower_case: bool
     tasks: tuple[Task, ...]
     labels: tuple[str, ...] = ()
+    causal: bool = False  # no token sees one that comes after it
+    instruction_template: str | None = None  # with {instruction}, what goes before a text
+
+    @property
+    def why_not_cut(self) -> str | None:
+        """Why a row cannot be spread over steps, if so."""
+        if not self.causal:
+            return f"{self.architecture} looks ahead: a token's state needs the tokens after it"
+        if self.pooling.methods in (("last",), ("mean",), ("mean_sqrt_len",)):
+            return None
+        return f"{' + '.join(self.pooling.methods)} pooling needs the whole row at once"
 
     @property
     def path(self) -> Path:
@@ -106,10 +124,10 @@ def read_spec(
     architecture = _architecture(folder, config)
     modules = _modules(folder)
     transformer = _transformer_options(folder, modules)
-    pooling = _forced(_pooling(folder, modules), pooler)
-    hidden = _integer(config, "hidden_size", "dim", "d_model")
+    pooling = _forced(_pooling(folder, modules, architecture, config), pooler)
+    hidden = _integer(config, "hidden_size", "n_embd", "dim", "d_model")
     embed_dim = pooling.dense[-1].out_features if pooling.dense else hidden * len(pooling.methods)
-    positions = _positions(config)
+    positions = positions_of(config)
     table = _optional_json(folder / "config_sentence_transformers.json")
     prompts = {str(key): str(text) for key, text in (table.get("prompts") or {}).items() if text is not None}
     return ModelSpec(
@@ -129,6 +147,8 @@ def read_spec(
         lower_case=bool(transformer.get("do_lower_case", False)),
         tasks=_tasks(architecture),
         labels=_labels(config),
+        instruction_template=_GRITLM_TEMPLATE if architecture == "GritLM" else None,
+        causal=architecture.lower().startswith(_DECODERS) and is_causal(architecture, config),
     )
 
 
@@ -176,7 +196,7 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
     raise ModelLoadError(f"{folder / 'config.json'} names neither architectures nor model_type")
 
 
-def _integer(config: dict[str, Any], *names: str) -> int:
+def _integer(config: Mapping[str, Any], *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
@@ -212,9 +232,36 @@ def _transformer_options(folder: Path, modules: list[tuple[str, str]]) -> dict[s
     return {}
 
 
-def _pooling(folder: Path, modules: list[tuple[str, str]]) -> PoolingSpec:
-    if not modules:
+def is_causal(architecture: str, config: Mapping[str, Any]) -> bool:
+    """Whether a decoder's tokens see only those before them: config.json's word, else its family's way."""
+    if (causal := _flag(config, "is_causal")) is not None:
+        return causal
+    if (ahead := _flag(config, "use_bidirectional_attention")) is not None:
+        return not ahead
+    return not architecture.lower().startswith(_LOOK_AHEAD)
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelLoadError(f"{name} in config.json is {value!r}; it has to be true or false")
+    return value
+
+
+def _plain_pooling(architecture: str, config: Mapping[str, Any]) -> PoolingSpec:
+    """What a checkpoint without modules is pooled with: decoders as their embedding models are trained."""
+    if not architecture.lower().startswith(_DECODERS):
         return PoolingSpec(methods=("mean",), normalize=False)
+    method = "last" if is_causal(architecture, config) else pooling_method(str(config.get("pooling", "mean")))
+    after = _GRITLM_MARK if architecture == "GritLM" and method == "mean" else None
+    return PoolingSpec(methods=(method,), normalize=True, after=after)
+
+
+def _pooling(
+    folder: Path, modules: list[tuple[str, str]], architecture: str, config: Mapping[str, Any]
+) -> PoolingSpec:
+    if not modules:
+        return _plain_pooling(architecture, config)
     methods: tuple[str, ...] = ("mean",)
     include_prompt, normalize, dense = True, False, []
     for kind, path in modules:
@@ -279,11 +326,21 @@ def with_limit(spec: ModelSpec, limit: int) -> ModelSpec:
     return msgspec.structs.replace(spec, limit=limit)
 
 
-def _positions(config: dict[str, Any]) -> int:
+def positions_of(config: Mapping[str, Any]) -> int:
+    if config.get("model_type") == "nomic_bert":
+        return _nomic_positions(config)
     positions = _integer(config, "max_position_embeddings", "n_positions")
     if config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
         positions -= int(config.get("pad_token_id", 1)) + 1  # these count positions from pad + 1
     return positions
+
+
+def _nomic_positions(config: Mapping[str, Any]) -> int:
+    """With a scaling factor, angles beyond the trained length would depend on the length of each text."""
+    positions = _integer(config, "n_positions", "max_position_embeddings")
+    if config.get("rotary_scaling_factor") is None:
+        return positions
+    return min(positions, int(config.get("max_trained_positions") or positions))
 
 
 def _limit(positions: int, folder: Path, transformer: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ from penstock.bench.options import (
     DataOptions,
     EmbedderName,
     EngineOptions,
+    QualityOptions,
     ReportOptions,
     ServerOptions,
     TextOptions,
@@ -108,3 +109,33 @@ def latency(
     from penstock.bench.offline.speed import bench_latency
 
     raise typer.Exit(bench_latency(backend, engine, input_len, num_iters_warmup, num_iters, output_json))
+
+
+@app.command(cls=SpreadCommand)
+@with_flags(EngineOptions, QualityOptions)
+def quality(
+    engine: EngineOptions,
+    options: QualityOptions,
+    backend: Annotated[
+        EmbedderName, typer.Option(help="The engine to judge, unless --base-url names a server.")
+    ] = EmbedderName.PENSTOCK,
+) -> None:
+    """Judge vectors and rankings: cosine to a reference, Spearman on pairs, nDCG@10, MRR and recall."""
+    from penstock.bench.quality.run import bench_quality
+
+    raise typer.Exit(bench_quality(backend, engine, options))
+
+
+@app.command(cls=SpreadCommand)
+def kernels(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    only: Annotated[list[str], typer.Option("--only", help="Only these kernels.")] = [],  # noqa: B006
+    min_time: Annotated[float, typer.Option(min=0.0, help="Seconds to measure each for.")] = 0.2,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    output_json: OutputJson = None,
+) -> None:
+    """Measure each kernel against its reference and against the floor of this device."""
+    from penstock.bench.kernels.run import bench_kernels
+
+    raise typer.Exit(bench_kernels(device, dtype, only, min_time, threads, output_json))

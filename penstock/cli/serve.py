@@ -43,6 +43,26 @@ def serve(
     load_format: flags.LoadAs = flags.LoadFormat.AUTO,
     hf_overrides: flags.HfOverridesJson = None,
     pooler_config: flags.PoolerConfigJson = None,
+    enable_chunked_prefill: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+            help="Spread long rows of causal models over steps; by default where a row may exceed one.",
+        ),
+    ] = None,
+    long_prefill_token_threshold: Annotated[
+        int, typer.Option(min=0, help="Most tokens of one row in one step; 0: no such limit.")
+    ] = 0,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Keep keys and values of shared prefixes (causal models, last-token pooling).",
+        ),
+    ] = False,
+    kv_cache_gb: Annotated[
+        float | None, typer.Option(min=0.0, help="Memory for keys and values of rows that go on over steps.")
+    ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     seed: flags.Seed = 0,
     runner: Annotated[str, typer.Option(help="Accepted for familiarity; found out by itself.")] = "auto",
@@ -77,6 +97,10 @@ def serve(
         load_format=load_format,
         hf_overrides=hf_overrides,
         pooler_config=pooler_config,
+        enable_chunked_prefill=enable_chunked_prefill,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        enable_prefix_caching=enable_prefix_caching,
+        kv_cache_gb=kv_cache_gb,
         enforce_eager=enforce_eager,
         seed=seed,
     )

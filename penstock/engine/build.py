@@ -7,8 +7,9 @@ from collections.abc import Callable
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.engine.core import EngineCore, StepStats
-from penstock.runner.load import load_runner
-from penstock.scheduler.scheduler import Budget, Scheduler
+from penstock.kvcache.blocks import BlockPool
+from penstock.runner.load import BLOCK_SIZE, load_runner
+from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 
 
 def build_core(
@@ -18,9 +19,14 @@ def build_core(
     observe: Callable[[StepStats], None] = lambda stats: None,
 ) -> EngineCore:
     budget = Budget(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_queued_tokens)
+    loaded = load_runner(spec, settings)
+    chunking = None
+    if settings.chunked:
+        pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
+        chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
     return EngineCore(
-        load_runner(spec, settings),
-        Scheduler(budget),
+        loaded.runner,
+        Scheduler(budget, chunking),
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,

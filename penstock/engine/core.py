@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core import Answer, Array, Request, RowSlice, StepPlan, StepResult, Timings
+from penstock.core import (
+    Answer,
+    Array,
+    Ints,
+    Request,
+    RowSlice,
+    StepPlan,
+    StepResult,
+    Timings,
+    cumulative,
+)
 from penstock.errors import BadValue, DeadlineExceeded, PenstockError, RowFailed
 from penstock.runner.base import Runner
-from penstock.scheduler.plan import build_plan, tokens_of
+from penstock.scheduler.plan import build_plan, ragged_arange, tokens_of
 from penstock.scheduler.scheduler import Scheduler, Share
 
 
@@ -84,6 +94,7 @@ class EngineCore:
         self._progress: dict[str, _Progress] = {}
         self._flights: deque[_Flight] = deque()
         self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart
+        self._block_size = scheduler.chunking.pool.block_size if scheduler.chunking else 0
 
     @property
     def busy(self) -> bool:
@@ -130,7 +141,7 @@ class EngineCore:
 
     def _launch(self) -> None:
         while len(self._flights) < self.depth and (shares := self._next_shares()):
-            plan, now = build_plan(shares), self.clock()
+            plan, now = build_plan(shares, self._block_size), self.clock()
             for share in shares:
                 progress = self._progress[share.request.id]
                 if progress.first_launch_s is None:
@@ -166,11 +177,12 @@ class EngineCore:
     def _hand_out(self, plan: StepPlan, result: StepResult) -> list[Outcome]:
         """Give each request its rows; those that are complete become answers."""
         outcomes: list[Outcome] = []
-        for piece, values in rows_of(plan, result):
+        finite = rows_of(plan, result.finite or result.outputs)
+        for (piece, values), (_, checked) in zip(rows_of(plan, result.outputs), finite, strict=True):
             progress = self._progress.get(piece.request.id)
-            if progress is None:
+            if progress is None or progress.request is not piece.request:
                 continue  # cancelled meanwhile
-            if values.dtype.kind == "f" and not np.isfinite(values).all():
+            if not (checked if result.finite else np.isfinite(checked)).all():
                 outcomes += self._fail(piece.request, RowFailed("the model gave values that are not finite"))
                 continue
             self._store(progress, piece, values)
@@ -181,14 +193,15 @@ class EngineCore:
 
     @staticmethod
     def _store(progress: _Progress, piece: RowSlice, values: Array) -> None:
-        request = piece.request
+        request, finished = piece.request, piece.finished
         per_token = request.params.task.per_token
+        progress.rows_done += len(finished)
+        if not len(values):
+            return  # rows that go on in later steps
         if progress.values is None:
             rows = request.num_tokens if per_token else request.num_rows
             progress.values = np.empty((rows, *values.shape[1:]), dtype=values.dtype)
-        places = tokens_of(piece.rows, request.lengths, request.starts) if per_token else piece.rows
-        progress.values[places] = values
-        progress.rows_done += len(piece.rows)
+        progress.values[token_places(piece) if per_token else piece.rows[finished]] = values
 
     def _answer(self, progress: _Progress) -> Answer:
         request = progress.request
@@ -201,6 +214,8 @@ class EngineCore:
         """A step failed: run its requests again in halves until the one at fault stands alone."""
         shares = [Share(piece.request, piece.rows) for piece in plan.slices]
         shares = [share for share in shares if share.request.id in self._progress]
+        for share in shares if plan.kv is not None else ():
+            self.scheduler.forget_open(share.request.id, share.rows)
         if len(shares) == 1:
             return self._fail(
                 shares[0].request, RowFailed(f"the step failed: {type(error).__name__}: {error}")
@@ -225,23 +240,36 @@ class EngineCore:
         )
 
 
-def rows_of(plan: StepPlan, result: StepResult) -> list[tuple[RowSlice, Array]]:
-    """Each slice of the plan with its rows of the result (of per-token tasks, its tokens)."""
-    first = plan.variants[0]
-    if first.rows is None:
-        values = result.outputs[0]
+def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, Array]]:
+    """Each slice of the plan with its rows (of per-token tasks, its tokens) of one array a variant."""
+    if plan.variants and (first := plan.variants[0]).rows is None:
+        values = arrays[0]
         if not first.params.task.per_token:
             return [(piece, values[piece.slots]) for piece in plan.slices]
         return [
             (piece, values[tokens_of(piece.slots, plan.lengths, plan.cu_lengths)]) for piece in plan.slices
         ]
     at = dict.fromkeys((variant.params for variant in plan.variants), 0)
-    arrays = {variant.params: array for variant, array in zip(plan.variants, result.outputs, strict=True)}
+    of_params = {variant.params: array for variant, array in zip(plan.variants, arrays, strict=True)}
     out = []
     for piece in plan.slices:  # a variant lists the slots of its slices in this same order
         params = piece.request.params
         per_token = params.task.per_token
-        count = int(plan.lengths[piece.slots].sum()) if per_token else len(piece.slots)
-        out.append((piece, arrays[params][at[params] : at[params] + count]))
-        at[params] += count
+        count = int(plan.lengths[piece.slots].sum()) if per_token else len(piece.finished)
+        first_row = at.get(params, 0)
+        values = of_params[params][first_row : first_row + count] if count else _NOTHING
+        out.append((piece, values))
+        at[params] = first_row + count
     return out
+
+
+_NOTHING: Array = np.empty((0, 0), dtype=np.float32)
+
+
+def token_places(piece: RowSlice) -> Ints:
+    """Where the tokens of a slice stand among all tokens of its request."""
+    request = piece.request
+    if piece.begins is None or piece.ends is None:
+        return tokens_of(piece.rows, request.lengths, request.starts)
+    lengths = piece.ends - piece.begins
+    return ragged_arange(request.starts[piece.rows] + piece.begins, lengths, cumulative(lengths))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.core import Answer, Request
 from penstock.engine.build import build_core
 from penstock.engine.core import Outcome
-from penstock.errors import Cancelled, EngineUnavailable, PenstockError
+from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
 
 
 class LocalEngine:
@@ -22,16 +22,20 @@ class LocalEngine:
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()  # str: cancel, None: wake
         self._waiters: dict[str, Future[Answer]] = {}
         self._closing = False
+        self._gate = threading.Lock()  # nothing is submitted once closing has begun
         self._core = build_core(spec, settings, wake=lambda: self._inbox.put(None))
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request) -> Future[Answer]:
-        if self._closing:
-            raise EngineUnavailable("the engine is closed")
         future: Future[Answer] = Future()
-        self._waiters[request.id] = future
-        self._inbox.put(request)
+        with self._gate:
+            if self._closing:
+                raise EngineUnavailable("the engine is closed")
+            if request.id in self._waiters:
+                raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
+            self._waiters[request.id] = future
+            self._inbox.put(request)
         return future
 
     def cancel(self, request_id: str) -> None:
@@ -39,15 +43,17 @@ class LocalEngine:
 
     def close(self) -> None:
         """Finish what was submitted, then stop."""
-        if not self._closing:
+        with self._gate:
+            if self._closing:
+                return
             self._closing = True
             self._inbox.put(None)
-            self._thread.join()
-            self._core.close()
+        self._thread.join()
+        self._core.close()
 
     def _run(self) -> None:
         try:
-            while not self._closing or self._core.busy:
+            while not self._closing or self._core.busy or not self._inbox.empty():
                 self._take(self._inbox.get())
                 with contextlib.suppress(queue.Empty):
                     while True:
@@ -55,9 +61,8 @@ class LocalEngine:
                 self._settle(self._core.step())
         except BaseException as error:
             self._closing = True
-            for future in self._waiters.values():
-                if not future.done():
-                    future.set_exception(EngineUnavailable(f"the engine stopped: {error!r}"))
+            for future in list(self._waiters.values()):
+                _settle(future, EngineUnavailable(f"the engine stopped: {error!r}"))
             raise
 
     def _take(self, message: Request | str | None) -> None:
@@ -65,18 +70,23 @@ class LocalEngine:
             try:
                 self._core.add(message)
             except PenstockError as error:
-                self._waiters.pop(message.id).set_exception(error)
+                _settle(self._waiters.pop(message.id), error)
         elif message is not None:
             self._core.cancel(message)
-            if (future := self._waiters.pop(message, None)) is not None and not future.done():
-                future.set_exception(Cancelled("the request was cancelled"))
+            _settle(self._waiters.pop(message, None), Cancelled("the request was cancelled"))
 
     def _settle(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
-            future = self._waiters.pop(outcome.id, None)
-            if future is None or future.done():
-                continue
-            if isinstance(outcome, Answer):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome.error)
+            result = outcome if isinstance(outcome, Answer) else outcome.error
+            _settle(self._waiters.pop(outcome.id, None), result)
+
+
+def _settle(future: Future[Answer] | None, result: Answer | PenstockError) -> None:
+    """Hand a result over, unless its caller has given up, which may happen at any moment."""
+    if future is None:
+        return
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, Answer):
+            future.set_result(result)
+        else:
+            future.set_exception(result)

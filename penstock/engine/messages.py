@@ -41,6 +41,8 @@ class Entry(msgspec.Struct, array_like=True):
     deadline_s: float | None
     type_ids: bool
     skip: bool
+    reuse_prefix: bool
+    cache_salt: str
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -95,6 +97,8 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.deadline_s,
                 request.type_ids is not None,
                 request.skip is not None,
+                request.reuse_prefix,
+                request.cache_salt,
             )
         )
         parts += [request.lengths, request.token_ids]
@@ -125,6 +129,8 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
                 priority=entry.priority,
                 arrival_s=entry.arrival_s,
                 deadline_s=entry.deadline_s,
+                reuse_prefix=entry.reuse_prefix,
+                cache_salt=entry.cache_salt,
             )
         )
     return requests

@@ -19,6 +19,15 @@ STEP_ROWS = Counter("penstock_step_rows", "Rows that went through steps", ["mode
 BATCH_FILL = Histogram("penstock_batch_fill", "Share of the token budget in use", ["model"], buckets=_FILL)
 QUEUED_ROWS = Gauge("penstock_queue_rows", "Rows waiting", ["model"], multiprocess_mode="livesum")
 QUEUED_TOKENS = Gauge("penstock_queue_tokens", "Tokens waiting", ["model"], multiprocess_mode="livesum")
+PREFIX_HIT_TOKENS = Gauge(
+    "penstock_prefix_hit_tokens", "Tokens taken from cached prefixes", ["model"], multiprocess_mode="livesum"
+)
+PREFIX_ASKED_TOKENS = Gauge(
+    "penstock_prefix_asked_tokens",
+    "Tokens looked up in cached prefixes",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
 
 
@@ -32,6 +41,8 @@ class EngineMetrics:
         self.queued_rows = QUEUED_ROWS.labels(model)
         self.queued_tokens = QUEUED_TOKENS.labels(model)
         self.running_rows = RUNNING_ROWS.labels(model)
+        self.prefix_hit_tokens = PREFIX_HIT_TOKENS.labels(model)
+        self.prefix_asked_tokens = PREFIX_ASKED_TOKENS.labels(model)
 
     def step(self, stats: StepStats) -> None:
         self.step_seconds.observe(stats.step_s)
@@ -46,3 +57,6 @@ class EngineMetrics:
         self.queued_rows.set(line.rows)
         self.queued_tokens.set(line.tokens)
         self.running_rows.set(core.running)
+        if core.scheduler.chunking is not None:
+            self.prefix_hit_tokens.set(core.scheduler.chunking.pool.hit_tokens)
+            self.prefix_asked_tokens.set(core.scheduler.chunking.pool.asked_tokens)

@@ -15,6 +15,7 @@ import numpy as np
 from penstock.checkpoint.spec import ModelSpec
 from penstock.core import Ints, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
+from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.prompts import choose_prompt
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, fit, settle_limit
@@ -37,6 +38,7 @@ class InputOptions:
     prompt: str | None = None
     instruction: str | None = None
     input_type: str | None = None
+    cache_salt: str = ""
 
 
 DEFAULT_OPTIONS = InputOptions()
@@ -46,6 +48,8 @@ class InputProcessor:
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         self.spec = spec
         self.tokenizer = tokenizer
+        after = spec.pooling.after
+        self._instruction_end = InstructionEnd(tokenizer, after) if after is not None else None
         self._prompt_lengths: dict[tuple[str, bool], int] = {}
 
     def prepare(
@@ -103,7 +107,21 @@ class InputProcessor:
         token_ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if not from_text:
             self._check_range(token_ids)
-        return Request(request_id, token_ids, lengths, params, skip=self._skip(lengths, options, from_text))
+        return Request(
+            request_id,
+            token_ids,
+            lengths,
+            params,
+            skip=self._skip(token_ids, lengths, options, from_text),
+            reuse_prefix=self._reads_last_token_only(params.task),
+            cache_salt=options.cache_salt,
+        )
+
+    def _reads_last_token_only(self, task: Task) -> bool:
+        """Then earlier tokens may come from a cached prefix, whose hidden states are gone."""
+        if task is Task.EMBED:
+            return self.spec.pooling.methods == ("last",)
+        return self.spec.causal and not task.per_token
 
     def _prompt(self, options: InputOptions) -> str:
         return choose_prompt(
@@ -114,8 +132,10 @@ class InputProcessor:
             input_type=options.input_type,
         )
 
-    def _skip(self, lengths: Ints, options: InputOptions, from_text: bool) -> Ints | None:
+    def _skip(self, token_ids: Ints, lengths: Ints, options: InputOptions, from_text: bool) -> Ints | None:
         """For models that leave the prompt out of the pooling: how many tokens it takes."""
+        if self._instruction_end is not None:
+            return self._instruction_end(token_ids, lengths)
         if self.spec.pooling.include_prompt or not from_text:
             return None
         prompt = self._prompt(options)

@@ -56,6 +56,8 @@ def _by_name(spec: ModelSpec, name: str) -> str:
 
 
 def _by_instruction(spec: ModelSpec, instruction: str) -> str:
+    if spec.instruction_template is not None:
+        return spec.instruction_template.replace("{instruction}", instruction)
     for template in spec.prompts.values():
         if _INSTRUCTION.search(template):
             return _INSTRUCTION.sub(lambda _: instruction, template, count=1)

@@ -41,8 +41,11 @@ def attend(
     batch: Batch,
     kind: AttentionKind = BIDIRECTIONAL,
     bias: ScoreBias | None = None,
+    layer: int = 0,
 ) -> Tensor:
-    """Attention within each row → [tokens, heads · dim]."""
+    """Attention within each row → [tokens, heads · dim]. `layer` finds the row's earlier tokens."""
+    if batch.memory is not None:
+        key, value = batch.memory.recall(layer, key, value)
     if query.is_cuda and bias is None and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, batch, kind)
     return _by_length(query, key, value, batch, kind, bias)
@@ -64,9 +67,11 @@ def _by_length(
     grouped = key.shape[1] != heads
     for group in batch.groups:
         rows, length, first = group.num_rows, group.length, group.first_token
-        stop = first + rows * length
-        q, k, v = (x[first:stop].view(rows, length, -1, dim).transpose(1, 2) for x in (query, key, value))
-        mask, causal = _mask(length, kind, bias, query)
+        stop, seen = first + rows * length, length + group.context
+        keys = slice(group.first_key, group.first_key + rows * seen)
+        q = query[first:stop].view(rows, length, -1, dim).transpose(1, 2)
+        k, v = (x[keys].view(rows, seen, -1, dim).transpose(1, 2) for x in (key, value))
+        mask, causal = _mask(length, group.context, kind, bias, query)
         context = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=kind.scale, enable_gqa=grouped
         )
@@ -75,15 +80,15 @@ def _by_length(
 
 
 def _mask(
-    length: int, kind: AttentionKind, bias: ScoreBias | None, like: Tensor
+    length: int, context: int, kind: AttentionKind, bias: ScoreBias | None, like: Tensor
 ) -> tuple[Tensor | None, bool]:
     """What to hand to the library: a mask to add, or the causal flag alone where that says it all."""
-    narrow = kind.window is not None and kind.window < length - 1
-    if bias is None and not narrow:
+    narrow = kind.window is not None and kind.window < length + context - 1
+    if bias is None and not narrow and not context:
         return None, kind.causal and length > 1
     seen = None
     if narrow or kind.causal:
-        seen = _visible(length, kind.causal, kind.window if narrow else None, like.device)
+        seen = _visible(length, context, kind.causal, kind.window if narrow else None, like.device)
     if bias is None:
         return seen, False
     added = bias(length)
@@ -91,11 +96,11 @@ def _mask(
 
 
 @lru_cache(maxsize=64)
-def _visible(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """True where the token of a row (first axis) sees the token of a column, [length, length]."""
-    place = torch.arange(length, device=device)
-    ahead = place[None, :] - place[:, None]
-    seen = torch.ones((length, length), dtype=torch.bool, device=device)
+def _visible(length: int, context: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """True where a token of the step (first axis) sees a key, [length, context + length]."""
+    keys = torch.arange(context + length, device=device)
+    ahead = keys[None, :] - keys[context:, None]
+    seen = torch.ones_like(ahead, dtype=torch.bool)
     if causal:
         seen &= ahead <= 0
     if window is not None:
@@ -107,14 +112,17 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: Atten
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if kind.window is None else kind.window
+    cu_keys, max_keys = batch.cu_lengths, batch.max_length
+    if batch.memory is not None:
+        cu_keys, max_keys = batch.memory.cu_keys, batch.memory.max_keys
     out = varlen_attn(
         query,
         key,
         value,
         batch.cu_lengths,
-        batch.cu_lengths,
+        cu_keys,
         batch.max_length,
-        batch.max_length,
+        max_keys,
         scale=kind.scale,
         window_size=(left, 0 if kind.causal else left),
         enable_gqa=key.shape[1] != query.shape[1],

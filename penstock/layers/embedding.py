@@ -9,22 +9,27 @@ from penstock.layers.batch import Batch
 
 
 class EncoderEmbedding:
-    """word + position + segment. Without segments in a batch, segment 0 is one vector for all."""
+    """word + position + segment, the last two where a family has them.
+
+    Without segments in a batch, segment 0 is one vector for all.
+    """
 
     def __init__(
-        self, words: Tensor, positions: Tensor, segments: Tensor | None, first_position: int = 0
+        self, words: Tensor, positions: Tensor | None, segments: Tensor | None, first_position: int = 0
     ) -> None:
         self.words = words  # [vocabulary, hidden]
-        self.positions = positions[first_position:]  # [limit, hidden], so that position 0 is row 0
         self.segments = segments  # [segments, hidden]
-        if segments is not None:
-            self.plain_positions = self.positions + segments[0]
-        else:
-            self.plain_positions = self.positions
+        self.positions: Tensor | None = None  # [limit, hidden], so that position 0 is row 0
+        self.plain_positions: Tensor | None = None  # the same, with segment 0 added
+        if positions is not None:
+            self.positions = positions[first_position:]
+            self.plain_positions = self.positions if segments is None else self.positions + segments[0]
 
     def __call__(self, batch: Batch) -> Tensor:
-        words = F.embedding(batch.token_ids, self.words)
-        if batch.type_ids is None or self.segments is None:
-            return words.add_(F.embedding(batch.positions, self.plain_positions))
-        words.add_(F.embedding(batch.positions, self.positions))
-        return words.add_(F.embedding(batch.type_ids, self.segments))
+        out = F.embedding(batch.token_ids, self.words)
+        if self.segments is not None and batch.type_ids is not None:
+            out.add_(F.embedding(batch.type_ids, self.segments))
+            return out if self.positions is None else out.add_(F.embedding(batch.positions, self.positions))
+        if self.plain_positions is not None:
+            return out.add_(F.embedding(batch.positions, self.plain_positions))
+        return out if self.segments is None else out.add_(self.segments[0])

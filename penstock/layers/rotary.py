@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
 from penstock.layers.batch import Batch
+
+
+class Rope(NamedTuple):
+    """How positions turn into angles: the base of their wavelengths, and how those are stretched."""
+
+    base: float
+    scaling: Mapping[str, Any]  # config.json's `rope_scaling` or `rope_parameters`
 
 
 class Rotary:
@@ -45,6 +52,12 @@ class Rotary:
             self.sin.index_select(0, batch.positions)[:, None],
         )
 
+    def fused(self, qkv: Tensor, heads: int, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key turned, value as it is, each [tokens, heads, dim]; qkv [tokens, 3 · heads · dim]."""
+        parts = qkv.view(qkv.shape[0], 3 * heads, -1)
+        query, key = self(parts[:, : 2 * heads], angles).split(heads, dim=1)
+        return query, key, parts[:, 2 * heads :]
+
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """x [tokens, heads, dim], turned."""
         cos, sin = angles
@@ -61,40 +74,79 @@ class Rotary:
 def _frequencies(size: int, base: float, scaling: Mapping[str, Any], limit: int) -> tuple[Tensor, float]:
     """Angle per position for each pair, and the factor on cos and sin."""
     plain = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("default", None):
-        return plain, 1.0
-    if kind == "linear":
-        return plain / float(scaling["factor"]), 1.0
-    if kind == "llama3":
-        return _llama3(plain, scaling), 1.0
-    if kind == "yarn":
-        return _yarn(plain, size, base, scaling)
-    if kind == "dynamic":
-        return plain, 1.0  # differs from plain only beyond the trained length, which is the limit here
-    raise ModelLoadError(
-        f"rope type {kind!r} is not supported; known: default, linear, llama3, yarn, dynamic"
-    )
+    match _kind(scaling):
+        case "default" | "dynamic":  # dynamic differs only beyond the trained length, which is the limit here
+            return plain, 1.0
+        case "linear":
+            return plain / _number(scaling, "factor"), 1.0
+        case "llama3":
+            return _llama3(plain, scaling, limit), 1.0
+        case "ntk":
+            return _ntk(plain, scaling), 1.0
+        case "yarn":
+            return _yarn(plain, size, base, scaling, limit)
+        case kind:
+            raise ModelLoadError(
+                f"rope type {kind!r} is not supported; known: default, dynamic, linear, llama3, ntk, yarn"
+            )
 
 
-def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+def _llama3(plain: Tensor, scaling: Mapping[str, Any], limit: int) -> Tensor:
     """Low frequencies are divided by the factor, high ones stay, those between are blended."""
-    factor, trained = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    factor, trained = _number(scaling, "factor"), _trained(scaling, limit)
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     turns = trained * plain / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * plain / factor + blend * plain
 
 
-def _yarn(plain: Tensor, size: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    factor = float(scaling["factor"])
-    trained = float(scaling["original_max_position_embeddings"])
+def _ntk(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """The lowest frequency is divided by the factor, higher ones by ever less."""
+    share = torch.arange(1, len(plain) + 1, dtype=torch.float32) / len(plain)
+    return plain / _number(scaling, "factor") ** share ** float(scaling.get("mixed_b") or 1)
+
+
+def _yarn(
+    plain: Tensor, size: int, base: float, scaling: Mapping[str, Any], limit: int
+) -> tuple[Tensor, float]:
+    """Pairs that turn often within the trained length stay, those that hardly turn are divided."""
+    trained = _trained(scaling, limit)
+    factor = float(scaling.get("factor") or limit / trained)
 
     def pair_of(turns: float) -> float:
         return size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(pair_of(float(scaling.get("beta_fast", 32)))), 0)
-    high = min(math.ceil(pair_of(float(scaling.get("beta_slow", 1)))), size - 1)
-    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    magnitude = scaling.get("attention_factor") or 0.1 * math.log(factor) + 1.0
-    return plain / factor * ramp + plain * (1 - ramp), float(magnitude)
+    low, high = pair_of(scaling.get("beta_fast") or 32), pair_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / factor * ramp + plain * (1 - ramp), _yarn_magnitude(factor, scaling)
+
+
+def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
+    return grown(1.0)
+
+
+def _kind(scaling: Mapping[str, Any]) -> str:
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def _trained(scaling: Mapping[str, Any], limit: int) -> float:
+    """The length that the model was trained with before its positions were stretched."""
+    return float(scaling.get("original_max_position_embeddings") or limit)
+
+
+def _number(scaling: Mapping[str, Any], name: str) -> float:
+    if not isinstance(scaling.get(name), int | float):
+        raise ModelLoadError(f"rope type {_kind(scaling)!r} needs a number {name!r} in config.json")
+    return float(scaling[name])

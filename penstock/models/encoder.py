@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import label_count
 from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
-from penstock.layers.head import Stack, TaskHead
-from penstock.layers.linear import LinearLayer
+from penstock.layers.head import TaskHead
+from penstock.models.heads import add_head, add_pooler_head, add_two_step_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +119,7 @@ class Encoder:
         ]
         self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
         self.hidden_size = shape.hidden
+        self.causal = False
         self.prefix = prefix
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED
@@ -171,18 +171,13 @@ def distance_bucket(distance: Tensor, buckets: int, max_distance: int = 128) -> 
 
 def bert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     model = Encoder(build, _bert_shape(config, first_position=0))
-    if head is Task.CLASSIFY:
-        hidden = model.hidden_size
-        dense = build.linear(model.prefix + "pooler.dense", hidden, hidden, "tanh")
-        _add_head(model, build, config, head, "classifier", dense)
-    elif head is Task.TOKEN_CLASSIFY:
-        _add_head(model, build, config, head, "classifier")
+    add_pooler_head(model, build, config, head)
     return model
 
 
 def roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     model = Encoder(build, _bert_shape(config, first_position=int(config.get("pad_token_id", 1)) + 1))
-    _add_two_step_head(model, build, config, head)
+    add_two_step_head(model, build, config, head)
     return model
 
 
@@ -203,9 +198,9 @@ def distilbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None
     model = Encoder(build, shape)
     if head is Task.CLASSIFY:
         dense = build.linear("pre_classifier", shape.hidden, shape.hidden, "relu")
-        _add_head(model, build, config, head, "classifier", dense)
+        add_head(model, build, config, head, "classifier", dense)
     elif head is Task.TOKEN_CLASSIFY:
-        _add_head(model, build, config, head, "classifier")
+        add_head(model, build, config, head, "classifier")
     return model
 
 
@@ -218,32 +213,8 @@ def mpnet(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
         segments=0,
     )
     model = Encoder(build, shape)
-    _add_two_step_head(model, build, config, head)
+    add_two_step_head(model, build, config, head)
     return model
-
-
-def _add_two_step_head(
-    model: Encoder, build: LayerBuilder, config: Mapping[str, Any], head: Task | None
-) -> None:
-    """RoBERTa's classifier for sequences is a dense layer and a projection; for tokens, one layer."""
-    if head is Task.CLASSIFY:
-        dense = build.linear("classifier.dense", model.hidden_size, model.hidden_size, "tanh")
-        _add_head(model, build, config, head, "classifier.out_proj", dense)
-    elif head is Task.TOKEN_CLASSIFY:
-        _add_head(model, build, config, head, "classifier")
-
-
-def _add_head(
-    model: Encoder,
-    build: LayerBuilder,
-    config: Mapping[str, Any],
-    head: Task,
-    name: str,
-    *before: LinearLayer,
-) -> None:
-    labels = label_count(config)
-    project = Stack(*before, build.linear(name, model.hidden_size, labels))
-    model.heads[head] = TaskHead("cls" if head is Task.CLASSIFY else "all", project, labels)
 
 
 def _bert_shape(

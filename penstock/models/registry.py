@@ -16,14 +16,30 @@ if TYPE_CHECKING:
     from penstock.layers.build import LayerBuilder
     from penstock.layers.head import TaskHead
 
-# Family: (prefix of the class names in config.json, file:function that builds it).
+# Family, a model_type where it has one: (prefix of the class names in config.json, file:function that
+# builds it).
 FAMILIES: dict[str, tuple[str, str]] = {
     "bert": ("Bert", "encoder:bert"),
     "camembert": ("Camembert", "encoder:roberta"),
+    "deberta-v2": ("DebertaV2", "deberta:deberta"),
     "distilbert": ("DistilBert", "encoder:distilbert"),
+    "gemma3": ("Gemma3", "decoder:gemma3"),
+    "gemma3_text": ("Gemma3Text", "decoder:gemma3"),
+    "GritLM": ("GritLM", "decoder:gritlm"),
+    "gte": ("Gte", "gte:gte"),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3", "jina:jina"),
+    "llama": ("Llama", "decoder:llama"),
+    "llama_bidirec": ("LlamaBidirectional", "decoder:llama_bidirectional"),
+    "ministral": ("Ministral", "decoder:mistral"),
+    "mistral": ("Mistral", "decoder:mistral"),
+    "modernbert": ("ModernBert", "modernbert:modernbert"),
     "mpnet": ("MPNet", "encoder:mpnet"),
+    "new": ("New", "gte:gte"),
+    "nomic_bert": ("NomicBert", "nomic:nomic"),
+    "qwen2": ("Qwen2", "decoder:qwen2"),
+    "qwen3": ("Qwen3", "decoder:qwen3"),
     "roberta": ("Roberta", "encoder:roberta"),
-    "xlm-roberta": ("XLMRoberta", "encoder:roberta"),
+    "xlm-roberta": ("XLMRoberta", "jina:xlm_roberta"),
 }
 # What follows the prefix: the head that the weights carry.
 HEADS: dict[str, Task | None] = {
@@ -41,12 +57,19 @@ class Model(Protocol):
     """A backbone with the heads of its checkpoint. `unneeded` marks tensors that may stay unread."""
 
     hidden_size: int
+    causal: bool  # no token sees one that comes after it
     heads: dict[Task, TaskHead]
     unneeded: tuple[str, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
         """The last hidden states, [tokens, hidden]."""
         ...
+
+
+class CausalModel(Model, Protocol):
+    """A model whose rows can go on over steps."""
+
+    kv_shape: tuple[int, int, int]  # layers, key/value heads, head size
 
 
 def build_model(architecture: str, config: Mapping[str, Any], build: LayerBuilder) -> Model:

@@ -13,8 +13,8 @@ from penstock.core import PoolingParams, Task, Variant
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
-from penstock.pooling.heads import Dense, cast, unit
-from penstock.pooling.methods import METHODS
+from penstock.pooling.heads import Dense, unit
+from penstock.pooling.methods import CARRIED, METHODS
 from penstock.weights.stream import open_weights
 
 
@@ -23,6 +23,7 @@ class Pooler:
 
     def __init__(self, spec: ModelSpec, heads: Mapping[Task, TaskHead], dense: list[Dense]) -> None:
         self.methods = [METHODS[name] for name in spec.pooling.methods]
+        self.carries = any(name in CARRIED for name in spec.pooling.methods)
         self.dense = dense
         self.heads = heads
         self.normalize = spec.pooling.normalize
@@ -34,6 +35,8 @@ class Pooler:
         """One tensor a variant. `index` holds the variants' rows (or tokens) as device integers, None for
         all."""
         done: dict[Task, Tensor] = {}
+        if batch.memory is not None and self.carries:
+            done[Task.EMBED] = self._pool(hidden, batch)  # sums go on even where no row ends
         out = []
         for variant, chosen in zip(variants, index, strict=True):
             task = variant.params.task
@@ -61,7 +64,7 @@ class Pooler:
         return pooled
 
     def _finish(self, values: Tensor, params: PoolingParams) -> Tensor:
-        """Cut, normalise or activate, cast. A cut vector is renormalised unless the caller declines."""
+        """Cut, normalise or activate, in fp32. A cut vector is renormalised unless the caller declines."""
         if params.task in (Task.EMBED, Task.TOKEN_EMBED):
             normalize = self.normalize or params.dimensions is not None
             if params.dimensions is not None:
@@ -70,7 +73,7 @@ class Pooler:
                 values = unit(values)
         elif params.normalize is not False:
             values = self.activate(values)
-        return cast(values, params.dtype)
+        return values
 
 
 def softmax_or_sigmoid(config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:

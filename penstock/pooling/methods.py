@@ -50,6 +50,8 @@ def maximum(hidden: Tensor, batch: Batch) -> Tensor:
     return _segments(values, batch, "max")
 
 
+CARRIED = ("mean", "mean_sqrt_len")  # methods that sum up over the chunks of a row
+
 METHODS: dict[str, Method] = {
     "cls": cls,
     "last": last,
@@ -64,11 +66,12 @@ def _sum(hidden: Tensor, batch: Batch) -> Tensor:
     values = hidden.float()
     if (keep := _kept(batch)) is not None:
         values = values * keep[:, None]
-    return _segments(values, batch, "sum")
+    sums = _segments(values, batch, "sum")
+    return sums if batch.memory is None else batch.memory.carry(sums)
 
 
 def _counted(batch: Batch) -> Tensor:
-    lengths = batch.lengths if batch.skip is None else batch.lengths - batch.skip
+    lengths = batch.totals if batch.skip is None else batch.totals - batch.skip
     return lengths.clamp_min(1).float()[:, None]
 
 

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.runner.base import Runner
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from penstock.kvcache.store import KVStore
+    from penstock.models.registry import CausalModel
+
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A runner, and how many blocks of memory it has for rows that go on over steps."""
+
+    runner: Runner
+    num_blocks: int = 0
+
 
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
-    machine = this_machine(config.device)
-    return resolve(config, model_limit=spec.limit, positions=spec.positions, machine=machine)
+    return resolve(
+        config,
+        model_limit=spec.limit,
+        positions=spec.positions,
+        machine=this_machine(config.device),
+        why_not_cut=spec.why_not_cut,
+    )
 
 
 def this_machine(device: str) -> Machine:
@@ -22,15 +48,16 @@ def this_machine(device: str) -> Machine:
     return Machine(cpus=cpus, cuda=cuda, bf16=cuda and torch.cuda.is_bf16_supported())
 
 
-def load_runner(spec: ModelSpec, settings: Resolved) -> Runner:
+def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     if settings.device == "null":
         from penstock.runner.null import NullRunner
 
-        return NullRunner({task: spec.width(task) for task in spec.tasks})
+        blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if settings.chunked else 0
+        return Loaded(NullRunner({task: spec.width(task) for task in spec.tasks}), blocks)
     return _model_runner(spec, settings)
 
 
-def _model_runner(spec: ModelSpec, settings: Resolved) -> Runner:
+def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     import torch
 
     from penstock.layers.build import LayerBuilder
@@ -49,6 +76,27 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Runner:
     with torch.inference_mode():
         model = build_model(spec.architecture, spec.config, LayerBuilder(weights, settings.quantization))
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device)
-    runner = ModelRunner(model, pooler, device, settings.pipeline_depth)
+    cache, blocks = None, 0
+    if settings.chunked:
+        cache, blocks = make_cache(cast("CausalModel", model), settings, weights.dtype, device)
+    runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache)
     warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens))
-    return runner
+    return Loaded(runner, blocks)
+
+
+def make_cache(
+    model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[KVStore, Tensor], int]:
+    """Memory for keys, values and running sums: as many blocks as were granted, at least one row's."""
+    import torch
+
+    from penstock.kvcache.store import KVStore
+
+    layers, kv_heads, dim = model.kv_shape
+    block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, dtype)
+    needed = -(-settings.max_model_len // BLOCK_SIZE)
+    enough = needed * settings.max_num_seqs
+    blocks = max(needed, min(enough, settings.kv_cache_bytes // block_bytes))
+    store = KVStore(layers, blocks * BLOCK_SIZE, kv_heads, dim, dtype, device)
+    sums = torch.zeros((blocks, model.hidden_size), dtype=torch.float32, device=device)
+    return (store, sums), blocks

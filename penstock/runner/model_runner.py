@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from penstock.core import StepPlan, StepResult
-from penstock.layers.batch import Batch
+from penstock.core import Array, Ints, KVPlan, OutputDtype, StepPlan, StepResult
+from penstock.kvcache.store import KVStore
+from penstock.layers.batch import Batch, Memory
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
+from penstock.pooling.heads import cast
 from penstock.runner.staging import Staging
 
 
 class ModelRunner:
-    def __init__(self, model: Model, pooler: Pooler, device: torch.device, depth: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pooler: Pooler,
+        device: torch.device,
+        depth: int,
+        cache: tuple[KVStore, Tensor] | None = None,
+    ) -> None:
+        """`cache` is memory for keys and values and for running sums, where rows are cut."""
         self.model = model
         self.pooler = pooler
         self.device = device
+        self.cache = cache
         self.staging = Staging(device, depth)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-step")
 
@@ -42,6 +54,17 @@ class ModelRunner:
         hidden = self.model(batch)
         return self.pooler(hidden, batch, plan.variants, index)
 
+    @torch.inference_mode()
+    def _step(self, plan: StepPlan) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Host arrays of the outputs, and of what tells whether they are finite; valid once the device
+        has passed this point."""
+        values = self.forward(plan)
+        outputs = [cast(v, variant.params.dtype) for v, variant in zip(values, plan.variants, strict=True)]
+        fp32 = all(variant.params.dtype is OutputDtype.FLOAT32 for variant in plan.variants)
+        flags = [] if fp32 else [v.isfinite().all(dim=-1).to(torch.uint8) for v in values]
+        fetched = self.staging.fetch(outputs + flags)
+        return tuple(fetched[: len(outputs)]), tuple(fetched[len(outputs) :])
+
     def _prepare(self, plan: StepPlan) -> tuple[Batch, list[Tensor | None]]:
         """All integers of the plan, sent at once."""
         sent = self.staging.send(
@@ -52,6 +75,7 @@ class ModelRunner:
                 "cu_lengths": plan.cu_lengths,
                 "lengths": plan.lengths,
                 "skip": plan.skip,
+                **_kv_arrays(plan.kv),
                 **{
                     f"variant{i}": v.rows if v.tokens is None else v.tokens
                     for i, v in enumerate(plan.variants)
@@ -69,23 +93,38 @@ class ModelRunner:
             max_length=plan.max_length,
             num_tokens=plan.num_tokens,
             num_rows=plan.num_rows,
+            memory=self._memory(plan.kv, sent),
         )
         return batch, [sent.get(f"variant{i}") for i in range(len(plan.variants))]
 
+    def _memory(self, kv: KVPlan | None, sent: dict[str, Tensor]) -> Memory | None:
+        if kv is None:
+            return None
+        assert self.cache is not None, "a plan with memory needs a runner with a cache"
+        store, sums = self.cache
+        index = {name: sent[name].long() for name in _kv_arrays(kv) if name != "cu_keys"}
+        return Memory(store, sums, sent["cu_keys"], kv.max_keys, **index)
+
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        outputs = self.staging.fetch(self.forward(plan))
-        return StepResult(tuple(outputs), time.perf_counter() - began)
+        outputs, finite = self._step(plan)
+        return StepResult(outputs, time.perf_counter() - began, finite)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Future[StepResult]:
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
-        outputs = self.staging.fetch(self.forward(plan))
+        outputs, finite = self._step(plan)
         end.record()
 
         def collect() -> StepResult:
             end.synchronize()
-            return StepResult(tuple(outputs), begin.elapsed_time(end) / 1000)
+            return StepResult(outputs, begin.elapsed_time(end) / 1000, finite)
 
         return self._thread.submit(collect)
+
+
+def _kv_arrays(kv: KVPlan | None) -> dict[str, Ints]:
+    if kv is None:
+        return {}
+    return {field.name: getattr(kv, field.name) for field in fields(KVPlan) if field.name != "max_keys"}

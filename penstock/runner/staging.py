@@ -40,6 +40,8 @@ class Staging:
         """Host arrays that hold the tensors once the device has passed this point."""
         if self.device.type == "cpu":
             return [tensor.contiguous().numpy() for tensor in tensors]
+        if not tensors:
+            return []
         raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         flat = raw[0] if len(raw) == 1 else torch.cat(raw)
         pinned = self._grown(self._outbound, len(flat), torch.uint8)[: len(flat)]

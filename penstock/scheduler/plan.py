@@ -7,15 +7,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import Ints, LengthGroup, PoolingParams, RowSlice, StepPlan, Variant, cumulative
+from penstock.core import (
+    Ints,
+    KVPlan,
+    LengthGroup,
+    PoolingParams,
+    RowSlice,
+    StepPlan,
+    Variant,
+    cumulative,
+)
 from penstock.scheduler.scheduler import Share
 
 
-def build_plan(shares: Sequence[Share]) -> StepPlan:
-    """Lay the rows of all shares out as one ragged run, ordered by length."""
+def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
+    """Lay the rows of all shares out as one ragged run, ordered by length and then by context."""
     pieces = [_piece(share) for share in shares]
     lengths = np.concatenate([piece.lengths for piece in pieces])
-    order = np.argsort(lengths, kind="stable").astype(np.int32)
+    context = _joined([piece.context for piece in pieces], [len(p.lengths) for p in pieces])
+    if context is None:
+        order = np.argsort(lengths, kind="stable").astype(np.int32)
+    else:
+        order = np.lexsort((context, lengths)).astype(np.int32)
+        context = context[order]
     slot_of = np.empty_like(order)
     slot_of[order] = np.arange(len(order), dtype=np.int32)
 
@@ -23,20 +37,22 @@ def build_plan(shares: Sequence[Share]) -> StepPlan:
     lengths = lengths[order]
     cu_lengths = cumulative(lengths)
     where = ragged_arange(source, lengths, cu_lengths)
-    slices, end = [], 0
-    for share in shares:
-        slices.append(RowSlice(share.request, share.rows, slot_of[end : end + len(share.rows)]))
-        end += len(share.rows)
+    first = cu_lengths[:-1] if context is None else cu_lengths[:-1] - context
+    slices = _slices(shares, slot_of)
+    tokens = [len(piece.token_ids) for piece in pieces]
+    type_ids = _joined([piece.type_ids for piece in pieces], tokens)
+    skip = _joined([piece.skip for piece in pieces], [len(piece.lengths) for piece in pieces])
     return StepPlan(
         token_ids=np.concatenate([piece.token_ids for piece in pieces])[where],
-        positions=np.arange(len(where), dtype=np.int32) - np.repeat(cu_lengths[:-1], lengths),
+        positions=np.arange(len(where), dtype=np.int32) - np.repeat(first, lengths),
         cu_lengths=cu_lengths,
         lengths=lengths,
-        type_ids=_joined([piece.type_ids for piece in pieces], [len(p.token_ids) for p in pieces], where),
-        skip=_joined([piece.skip for piece in pieces], [len(p.lengths) for p in pieces], order),
-        groups=_groups(lengths, cu_lengths),
-        slices=tuple(slices),
+        type_ids=None if type_ids is None else type_ids[where],
+        skip=None if skip is None else skip[order],
+        groups=_groups(lengths, cu_lengths, context),
+        slices=slices,
         variants=_variants(slices, lengths, cu_lengths),
+        kv=None if context is None else _kv_plan(shares, order, lengths, context, block_size),
     )
 
 
@@ -46,64 +62,135 @@ def ragged_arange(starts: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
     return shift + np.arange(len(shift), dtype=np.int32)
 
 
+def tokens_of(rows: Ints, lengths: Ints, starts: Ints) -> Ints:
+    """The places in a flat run of all tokens of these rows, row after row."""
+    chosen = lengths[rows]
+    return ragged_arange(starts[rows], chosen, cumulative(chosen))
+
+
 class _Piece(NamedTuple):
-    """The rows of one share, compact: only what this step runs, however large the request."""
+    """The tokens of one share, compact: only what this step runs, however large the request."""
 
     token_ids: Ints
     lengths: Ints
+    context: Ints | None
     type_ids: Ints | None
     skip: Ints | None
 
 
 def _piece(share: Share) -> _Piece:
     request, rows = share.request, share.rows
-    if request.num_rows == 1:
-        return _Piece(request.token_ids, request.lengths, request.type_ids, request.skip)
-    lengths = request.lengths[rows]
-    where = ragged_arange(request.starts[rows], lengths, cumulative(lengths))
+    if share.begins is None and request.num_rows == 1:
+        return _Piece(request.token_ids, request.lengths, None, request.type_ids, request.skip)
+    lengths, starts = request.lengths[rows], request.starts[rows]
+    if share.begins is not None and share.ends is not None:
+        lengths, starts = share.ends - share.begins, starts + share.begins
+    where = ragged_arange(starts, lengths, cumulative(lengths))
     return _Piece(
         request.token_ids[where],
         lengths,
+        share.begins,
         None if request.type_ids is None else request.type_ids[where],
         None if request.skip is None else request.skip[rows],
     )
 
 
-def _joined(parts: list[Ints | None], sizes: list[int], order: Ints) -> Ints | None:
-    """Optional per-token or per-row integers of all pieces; absent parts are zeros."""
+def _joined(parts: list[Ints | None], sizes: list[int]) -> Ints | None:
+    """Optional integers of all pieces; absent parts are zeros, and all absent is None."""
     if all(part is None for part in parts):
         return None
-    filled = [
-        np.zeros(n, dtype=np.int32) if part is None else part for part, n in zip(parts, sizes, strict=True)
-    ]
-    return np.concatenate(filled)[order]
+    return np.concatenate(
+        [np.zeros(n, dtype=np.int32) if part is None else part for part, n in zip(parts, sizes, strict=True)]
+    )
 
 
-def _groups(lengths: Ints, cu_lengths: Ints) -> tuple[LengthGroup, ...]:
-    firsts = np.flatnonzero(np.diff(lengths, prepend=-1))
+def _slices(shares: Sequence[Share], slot_of: Ints) -> tuple[RowSlice, ...]:
+    slices, at = [], 0
+    for share in shares:
+        slots = slot_of[at : at + len(share.rows)]
+        slices.append(RowSlice(share.request, share.rows, slots, share.begins, share.ends))
+        at += len(share.rows)
+    return tuple(slices)
+
+
+def _groups(lengths: Ints, cu_lengths: Ints, context: Ints | None) -> tuple[LengthGroup, ...]:
+    changes = np.diff(lengths, prepend=-1) != 0
+    if context is not None:
+        changes |= np.diff(context, prepend=-1) != 0
+    firsts = np.flatnonzero(changes)
     counts = np.diff(firsts, append=len(lengths))
+    if context is None:
+        context, keys = np.zeros_like(lengths), cu_lengths
+    else:
+        keys = cumulative(lengths + context)
     return tuple(
-        LengthGroup(int(first), int(count), int(lengths[first]), int(cu_lengths[first]))
+        LengthGroup(
+            int(first),
+            int(count),
+            int(lengths[first]),
+            int(cu_lengths[first]),
+            int(context[first]),
+            int(keys[first]),
+        )
         for first, count in zip(firsts, counts, strict=True)
     )
 
 
 def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tuple[Variant, ...]:
+    """Rows by the finish they want. Rows that do not end in this step give their tokens, if those are
+    what is asked, and nothing else."""
     by_params: dict[PoolingParams, list[Ints]] = {}
+    whole = True
     for piece in slices:
-        by_params.setdefault(piece.request.params, []).append(piece.slots)
-    if len(by_params) == 1:
+        slots = piece.slots
+        if piece.ends is not None and not piece.request.params.task.per_token:
+            slots = slots[piece.finished]
+            whole = whole and len(slots) == len(piece.slots)
+        by_params.setdefault(piece.request.params, []).append(slots)
+    if len(by_params) == 1 and whole:
         return (Variant(next(iter(by_params)), None),)
     variants = []
-    for params, slots in by_params.items():
-        rows = np.concatenate(slots)
-        variants.append(
-            Variant(params, rows, tokens_of(rows, lengths, cu_lengths) if params.task.per_token else None)
-        )
+    for params, parts in by_params.items():
+        rows = np.concatenate(parts)
+        tokens = tokens_of(rows, lengths, cu_lengths) if params.task.per_token else None
+        if len(rows):
+            variants.append(Variant(params, rows, tokens))
     return tuple(variants)
 
 
-def tokens_of(rows: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
-    """The places in the flat run of all tokens of these rows, row after row."""
-    chosen = lengths[rows]
-    return ragged_arange(cu_lengths[rows], chosen, cumulative(chosen))
+def _kv_plan(shares: Sequence[Share], order: Ints, lengths: Ints, context: Ints, block_size: int) -> KVPlan:
+    """Where keys and values are read from and kept, for the rows in the order of the step."""
+    unordered = [table for share in shares for table in (share.tables or (None,) * len(share.rows))]
+    totals = np.concatenate([share.request.lengths[share.rows] for share in shares])[order]
+    tables = [unordered[row] for row in order]
+    kept = np.array([table is not None for table in tables], dtype=bool)
+    blocks = np.zeros((len(tables), max((len(t) for t in tables if t), default=1)), dtype=np.int32)
+    for row in np.flatnonzero(kept):
+        table = tables[row]
+        assert table is not None
+        blocks[row, : len(table)] = table
+    keys = lengths + context
+    cu_keys, cu_lengths = cumulative(keys), cumulative(lengths)
+    write = np.where(kept, lengths, 0).astype(np.int32)
+    cut = np.flatnonzero(kept & ((keys < totals) | (context > 0))).astype(np.int32)
+    size = max(block_size, 1)
+
+    def slots(rows: Ints, places: Ints) -> Ints:
+        return blocks[rows, places // size] * size + places % size
+
+    rows = np.arange(len(lengths), dtype=np.int32)
+    zeros = np.zeros_like(context)
+    old = ragged_arange(zeros, context, cumulative(context))
+    written = ragged_arange(context, write, cumulative(write))
+    return KVPlan(
+        cu_keys=cu_keys,
+        max_keys=int(keys.max()),
+        new_at=ragged_arange(cu_keys[:-1] + context, lengths, cu_lengths),
+        old_at=ragged_arange(cu_keys[:-1], context, cumulative(context)),
+        read_slots=slots(np.repeat(rows, context), old),
+        write_tokens=ragged_arange(cu_lengths[:-1], write, cumulative(write)),
+        write_slots=slots(np.repeat(rows, write), written),
+        carry_rows=cut,
+        carry_slots=blocks[cut, 0],
+        carry_old=(context[cut] > 0).astype(np.int32),
+    )

@@ -11,13 +11,24 @@ import bisect
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.core import Ints, Request
 
 HEAD_START_S = 1.0  # what one level of priority is worth
+
+
+@dataclass(slots=True, eq=False)
+class OpenRow:
+    """A row that runs over several steps; its keys and values so far lie in `blocks`."""
+
+    row: int
+    length: int
+    done: int  # tokens that have run, or that a cached prefix stands for
+    blocks: list[int]
+    keys: list[bytes]  # of its full blocks, where prefixes are kept
 
 
 @dataclass(slots=True, eq=False)
@@ -29,14 +40,24 @@ class Waiting:
     ends: Ints  # [rows], tokens of rows order[0..i]
     place: tuple[float, int]
     cursor: int = 0
+    open: list[OpenRow] = field(default_factory=list)
 
     @property
     def rows_left(self) -> int:
+        return self.unopened + len(self.open)
+
+    @property
+    def unopened(self) -> int:
         return len(self.order) - self.cursor
 
     @property
     def tokens_left(self) -> int:
-        return int(self.ends[-1]) - self.tokens_taken
+        return int(self.ends[-1]) - self.tokens_taken + sum(row.length - row.done for row in self.open)
+
+    @property
+    def next_length(self) -> int:
+        """Tokens of the next row that has not begun."""
+        return int(self.request.lengths[self.order[self.cursor]])
 
     @property
     def tokens_taken(self) -> int:
@@ -106,22 +127,25 @@ class WaitingLine:
         if gone:
             self._line = [entry for entry in self._line if entry[1].rows_left]
 
-    def remove(self, request_id: str) -> Request | None:
+    def find(self, request_id: str) -> Waiting | None:
+        return self._by_id.get(request_id)
+
+    def remove(self, request_id: str) -> Waiting | None:
         waiting = self._by_id.pop(request_id, None)
         if waiting is None:
             return None
         self.took(waiting.tokens_left, waiting.rows_left)
         index = bisect.bisect_left(self._line, waiting.place, key=lambda entry: entry[0])
         del self._line[index]
-        return waiting.request
+        return waiting
 
-    def expired(self, now_s: float) -> list[Request]:
+    def expired(self, now_s: float) -> list[Waiting]:
         """Remove and return the requests whose deadline has passed."""
         gone = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             entry = heapq.heappop(self._deadlines)
-            if self._waits(entry) and (request := self.remove(entry[2])) is not None:
-                gone.append(request)
+            if self._waits(entry) and (waiting := self.remove(entry[2])) is not None:
+                gone.append(waiting)
         return gone
 
     def next_deadline_s(self) -> float | None:

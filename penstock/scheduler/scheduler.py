@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from penstock.core import Ints, Request
 from penstock.errors import QueueFull
-from penstock.scheduler.queue import WaitingLine
+from penstock.kvcache.blocks import BlockPool, prefix_keys
+from penstock.scheduler.queue import OpenRow, Waiting, WaitingLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +20,43 @@ class Budget:
     queued_tokens: int  # of the waiting line; beyond it requests are refused
 
 
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """How rows of causal models are spread over steps."""
+
+    pool: BlockPool
+    threshold: int  # most tokens of one row in one step
+    prefixes: bool = False  # keep the keys and values of prefixes for later rows
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """The rows that one request runs in the coming step."""
+    """The rows that one request runs in the coming step: whole, or the tokens begins…ends of each."""
 
     request: Request
     rows: Ints
+    begins: Ints | None = None  # [rows]
+    ends: Ints | None = None  # [rows]
+    tables: tuple[list[int] | None, ...] = ()  # the blocks of each row; None: nothing is kept of it
+
+
+class _Chunk(NamedTuple):
+    row: int
+    begin: int
+    end: int
+    blocks: list[int] | None
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left of a step's budget."""
+
+    tokens: int
+    rows: int
+
+    @property
+    def full(self) -> bool:
+        return self.tokens <= 0 or self.rows <= 0
 
 
 class Scheduler:
@@ -29,9 +64,11 @@ class Scheduler:
 
     LOOK_AHEAD = 64  # requests behind one that does not fit which may still fill the step
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, chunking: Chunking | None = None) -> None:
         self.budget = budget
+        self.chunking = chunking
         self.line = WaitingLine()
+        self._finished: list[OpenRow] = []  # rows that end in the step being planned
 
     def add(self, request: Request) -> None:
         """Join the waiting line; `QueueFull` if it is too long. An empty line takes any request."""
@@ -43,29 +80,134 @@ class Scheduler:
         self.line.join(request)
 
     def cancel(self, request_id: str) -> bool:
-        return self.line.remove(request_id) is not None
+        waiting = self.line.remove(request_id)
+        if waiting is None:
+            return False
+        self._release(waiting.open)
+        return True
 
     def expire(self, now_s: float) -> list[Request]:
-        return self.line.expired(now_s)
+        late = self.line.expired(now_s)
+        for waiting in late:
+            self._release(waiting.open)
+        return [waiting.request for waiting in late]
+
+    def forget_open(self, request_id: str, rows: Ints) -> None:
+        """Rows whose step failed will be run whole by the caller: drop what was kept of them."""
+        waiting = self.line.find(request_id)
+        if waiting is None:
+            return
+        dropped = [row for row in waiting.open if row.row in rows]
+        waiting.open = [row for row in waiting.open if row.row not in rows]
+        self._release(dropped)
+        self.line.took(sum(row.length - row.done for row in dropped), len(dropped))
+        self.line.sweep()
 
     def schedule(self) -> list[Share]:
-        """Fill one step. A row larger than the whole budget runs alone."""
-        tokens, rows, passed_over = self.budget.tokens, self.budget.rows, 0
+        """Fill one step. A row larger than the whole budget runs alone, unless it can be cut."""
+        room, passed_over = _Room(self.budget.tokens, self.budget.rows), 0
         shares: list[Share] = []
         for waiting in self.line:
-            before = waiting.tokens_taken
-            taken = waiting.take(tokens, rows)
-            if not len(taken) and not shares:
-                taken = waiting.take(waiting.tokens_left, 1)
-            if len(taken):
-                used = waiting.tokens_taken - before
-                shares.append(Share(waiting.request, taken))
-                self.line.took(used, len(taken))
-                tokens, rows = tokens - used, rows - len(taken)
+            if self.chunking is None:
+                share = self._whole_rows(waiting, room, alone=not shares)
+            else:
+                share = self._chunks(waiting, room, self.chunking)
+            if share is not None:
+                shares.append(share)
             if waiting.rows_left:
                 passed_over += 1
-            if tokens <= 0 or rows <= 0 or passed_over > self.LOOK_AHEAD:
+            if room.full or passed_over > self.LOOK_AHEAD:
                 break
         if shares:
             self.line.sweep()
+            self._release(self._finished)
+            self._finished = []
         return shares
+
+    def _whole_rows(self, waiting: Waiting, room: _Room, *, alone: bool) -> Share | None:
+        """Rows that run from end to end in this step."""
+        before = waiting.tokens_taken
+        taken = waiting.take(room.tokens, room.rows)
+        if not len(taken) and alone:
+            taken = waiting.take(waiting.tokens_left, 1)
+        if not len(taken):
+            return None
+        self._use(room, waiting.tokens_taken - before, len(taken), finished=len(taken))
+        return Share(waiting.request, taken)
+
+    def _chunks(self, waiting: Waiting, room: _Room, chunking: Chunking) -> Share | None:
+        """Open rows go on; further rows run whole where they fit, and are opened where they do not."""
+        most = chunking.threshold
+        pieces: list[_Chunk] = []
+        for open_row in list(waiting.open):
+            if not room.full:
+                pieces.append(self._advance(waiting, open_row, most, chunking, room))
+        while not room.full and waiting.unopened:
+            length = waiting.next_length
+            if length <= min(most, room.tokens) and not self._keeps(waiting, length, chunking):
+                (row,) = waiting.take(length, 1)
+                pieces.append(_Chunk(int(row), 0, length, None))
+                self._use(room, length, 1, finished=1)
+            elif (begun := self._open(waiting, length, chunking)) is not None:
+                pieces.append(self._advance(waiting, begun, most, chunking, room))
+            else:
+                break  # no memory: it goes on when others have finished
+        if not pieces:
+            return None
+        rows, begins, ends = (
+            np.array(column, dtype=np.int32) for column in list(zip(*pieces, strict=True))[:3]
+        )
+        return Share(waiting.request, rows, begins, ends, tuple(piece.blocks for piece in pieces))
+
+    @staticmethod
+    def _keeps(waiting: Waiting, length: int, chunking: Chunking) -> bool:
+        """Whether a row's keys are worth keeping although it fits into the step."""
+        return chunking.prefixes and waiting.request.reuse_prefix and length > chunking.pool.block_size
+
+    def _open(self, waiting: Waiting, length: int, chunking: Chunking) -> OpenRow | None:
+        """Begin a row that is kept: all its blocks at once, so that it can finish whatever comes."""
+        pool, request = chunking.pool, waiting.request
+        row = int(waiting.order[waiting.cursor])
+        keys: list[bytes] = []
+        blocks: list[int] = []
+        if self._keeps(waiting, length, chunking):
+            start = int(request.starts[row])
+            tokens = request.token_ids[start : start + length - 1]  # the last token is always computed
+            keys = prefix_keys(tokens, pool.block_size, request.cache_salt)
+            blocks = pool.match(keys)
+        rest = pool.allocate(pool.blocks_for(length) - len(blocks))
+        if rest is None:
+            pool.release(blocks)
+            return None
+        waiting.take(length, 1)
+        done = len(blocks) * pool.block_size
+        self.line.took(done, 0)
+        begun = OpenRow(row, length, done, blocks + rest, keys)
+        waiting.open.append(begun)
+        return begun
+
+    def _advance(self, waiting: Waiting, row: OpenRow, most: int, chunking: Chunking, room: _Room) -> _Chunk:
+        """Run some more tokens of an open row. Steps run in order, and within one each layer writes before
+        it reads: so what a step writes may be published at once, and what it reads is free for the next."""
+        count = min(row.length - row.done, most, room.tokens)
+        chunk = _Chunk(row.row, row.done, row.done + count, row.blocks)
+        size = chunking.pool.block_size
+        for block in range(row.done // size, min(chunk.end // size, len(row.keys))):
+            chunking.pool.publish(row.blocks[block], row.keys[block])
+        row.done = chunk.end
+        finished = row.done == row.length
+        if finished:
+            waiting.open.remove(row)
+            self._finished.append(row)
+        self._use(room, count, 1, finished=int(finished))
+        return chunk
+
+    def _use(self, room: _Room, tokens: int, rows: int, *, finished: int) -> None:
+        room.tokens -= tokens
+        room.rows -= rows
+        self.line.took(tokens, finished)
+
+    def _release(self, rows: list[OpenRow]) -> None:
+        if self.chunking is not None:
+            for row in rows:
+                self.chunking.pool.release(row.blocks)

@@ -33,8 +33,8 @@ class WeightSource(ABC):
         """The tensor of this name, which must have this shape."""
 
     @abstractmethod
-    def prefix_of(self, name: str) -> str:
-        """What stands before `name` in this checkpoint, such as "bert."."""
+    def prefix_of(self, *names: str) -> str:
+        """What stands before the first of `names` that is in this checkpoint, such as "bert."."""
 
     @abstractmethod
     def finish(self, unneeded: Iterable[str]) -> None:
@@ -43,11 +43,12 @@ class WeightSource(ABC):
     def take(self, name: str, *shape: int) -> Tensor:
         return self.read(name, shape).to(dtype=self.dtype, device=self.device)
 
-    def fuse(self, names: Sequence[str], *shape: int) -> Tensor:
-        """Several tensors of one shape, joined along the first axis."""
-        out = torch.empty((shape[0] * len(names), *shape[1:]), dtype=self.dtype, device=self.device)
-        for part, name in zip(out.chunk(len(names)), names, strict=True):
-            part.copy_(self.read(name, shape))
+    def fuse(self, names: Sequence[str], rows: int | Sequence[int], *rest: int) -> Tensor:
+        """Several tensors joined along the first axis; `rows` is the size there of all or of each."""
+        sizes = [rows] * len(names) if isinstance(rows, int) else list(rows)
+        out = torch.empty((sum(sizes), *rest), dtype=self.dtype, device=self.device)
+        for part, name, size in zip(out.split(sizes), names, sizes, strict=True):
+            part.copy_(self.read(name, (size, *rest)))
         return out
 
 
@@ -88,11 +89,11 @@ class SafetensorsSource(WeightSource):
         self._left.discard(name)
         return tensor
 
-    def prefix_of(self, name: str) -> str:
-        found = sorted((key[: -len(name)] for key in self._where if key.endswith(name)), key=len)
-        if not found:
-            raise ModelLoadError(f"{self._folder} has no tensor that ends in {name!r}")
-        return found[0]
+    def prefix_of(self, *names: str) -> str:
+        for name in names:
+            if found := [key[: -len(name)] for key in self._where if key.endswith(name)]:
+                return min(found, key=len)
+        raise ModelLoadError(f"{self._folder} has no tensor that ends in {names[0]!r}")
 
     def finish(self, unneeded: Iterable[str]) -> None:
         marks = tuple(unneeded)
@@ -123,7 +124,7 @@ class DummySource(WeightSource):
         out = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
         return out.normal_(0.0, 0.02, generator=self._generator)
 
-    def prefix_of(self, name: str) -> str:
+    def prefix_of(self, *names: str) -> str:
         return ""
 
     def finish(self, unneeded: Iterable[str]) -> None:

@@ -73,7 +73,7 @@ class Server:
 
     def terminate(self) -> int:
         os.kill(self.process.pid, signal.SIGTERM)
-        return self.process.wait(40)
+        return self.process.wait(150)
 
 
 @contextmanager

@@ -181,13 +181,14 @@ def test_a_killed_api_process_is_started_again() -> None:
 
 
 def test_sigterm_finishes_what_was_begun_and_exits_0() -> None:
-    with serving("--device", "cpu") as server:
+    with serving("--device", "cpu", "--drain", "120") as server:
         answers: list[httpx.Response] = []
+        some = {"input": BIG["input"][:150]}
         waiting = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{server.url}/v1/embeddings", json=BIG, timeout=60))
+            target=lambda: answers.append(httpx.post(f"{server.url}/v1/embeddings", json=some, timeout=120))
         )
         waiting.start()
-        time.sleep(0.7)
+        server.wait_for(lambda: server.metric("penstock_rows_total") == 150)
         assert server.terminate() == 0
         waiting.join(5)
         assert answers and answers[0].status_code == 200

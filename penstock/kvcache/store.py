@@ -1,0 +1,26 @@
+"""Key and value memory on the device, addressed by slot: block × block size + offset."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVStore:
+    def __init__(
+        self, layers: int, slots: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.keys = torch.zeros((layers, slots, kv_heads, dim), dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+
+    @staticmethod
+    def bytes_per_slot(layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
+        return 2 * layers * kv_heads * dim * dtype.itemsize
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """key, value [n, kv heads, dim] into the slots [n]."""
+        self.keys[layer].index_copy_(0, slots, key)
+        self.values[layer].index_copy_(0, slots, value)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)

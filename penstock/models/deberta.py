@@ -1,0 +1,185 @@
+"""DeBERTa v2 and v3: post-norm encoders whose attention looks at distances apart from content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from penstock.layers.attention import AttentionKind, attend_fused
+from penstock.layers.batch import Batch
+from penstock.layers.build import LayerBuilder
+from penstock.layers.conv import RowConv
+from penstock.layers.disentangled import Distances, DistanceTerms, attend_disentangled, disentangled_scale
+from penstock.layers.embedding import EncoderEmbedding
+from penstock.layers.head import TaskHead
+from penstock.layers.linear import LinearLayer
+from penstock.layers.mlp import MLP
+from penstock.models.heads import add_head
+from penstock.models.options import require
+
+UNNEEDED = ("pooler.", "cls.", "lm_predictions.", "mask_predictions.", "position_embeddings", "position_ids")
+
+
+class DebertaLayer:
+    def __init__(
+        self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], relative: RelativeTable | None
+    ) -> None:
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        eps, act = config.get("layer_norm_eps", 1e-7), config.get("hidden_act", "gelu")
+        own = prefix + "attention.self."
+        self.heads: int = config["num_attention_heads"]
+        self.qkv = build.linear([own + n for n in ("query_proj", "key_proj", "value_proj")], hidden, hidden)
+        self.scale = disentangled_scale(hidden // self.heads, 1 + len(_terms(config)))
+        self.terms = None if relative is None else self._project(build, own, config, relative)
+        self.out = build.linear(prefix + "attention.output.dense", hidden, hidden)
+        self.attention_norm = build.norm(prefix + "attention.output.LayerNorm", hidden, eps)
+        self.mlp = MLP(
+            build.linear(prefix + "intermediate.dense", hidden, inner, act),
+            build.linear(prefix + "output.dense", inner, hidden, input_act=act),
+        )
+        self.output_norm = build.norm(prefix + "output.LayerNorm", hidden, eps)
+
+    def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
+        qkv = self.qkv(hidden)
+        if self.terms is None:
+            context = attend_fused(qkv, self.heads, batch, AttentionKind(scale=self.scale))
+        else:
+            query, key, value = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
+            context = attend_disentangled(query, key, value, batch, self.terms, self.scale)
+        hidden = self.attention_norm(self.out(context, residual=hidden))
+        return self.output_norm(self.mlp(hidden, residual=hidden))
+
+    def _project(
+        self, build: LayerBuilder, own: str, config: Mapping[str, Any], relative: RelativeTable
+    ) -> DistanceTerms:
+        """The table does not depend on the input, so it is projected once."""
+        table, wanted, hidden = relative.table, _terms(config), config["hidden_size"]
+        key: Tensor | None = None
+        query: Tensor | None = None
+        if config.get("share_att_key"):
+            query, key, _ = self.qkv(table).chunk(3, dim=-1)
+        else:
+            if "c2p" in wanted:
+                key = build.linear(own + "pos_key_proj", hidden, hidden)(table)
+            if "p2c" in wanted:
+                query = build.linear(own + "pos_query_proj", hidden, hidden)(table)
+        return DistanceTerms(
+            relative.distances,
+            self._by_head(key) if "c2p" in wanted else None,
+            self._by_head(query) if "p2c" in wanted else None,
+        )
+
+    def _by_head(self, rows: Tensor | None) -> Tensor | None:
+        """[rows, hidden] → [heads, rows, dim]."""
+        return None if rows is None else rows.view(len(rows), self.heads, -1).transpose(0, 1).contiguous()
+
+
+class RelativeTable:
+    """Embeddings of distances, shared by all layers."""
+
+    def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any]) -> None:
+        hidden, limit = config["hidden_size"], config["max_position_embeddings"]
+        furthest = config.get("max_relative_positions", -1)
+        furthest = limit if furthest < 1 else furthest
+        buckets = config.get("position_buckets", -1)
+        span = buckets if buckets > 0 else furthest
+        table = build.table(prefix + "encoder.rel_embeddings", 2 * span, hidden)
+        norms = {part.strip() for part in str(config.get("norm_rel_ebd", "none")).lower().split("|")}
+        if not norms <= {"none", "layer_norm"}:
+            raise ModelLoadError(f"norm_rel_ebd = {config['norm_rel_ebd']!r} is not supported; layer_norm is")
+        if "layer_norm" in norms:
+            table = build.norm(prefix + "encoder.LayerNorm", hidden, config.get("layer_norm_eps", 1e-7))(
+                table
+            )
+        self.table = table  # [2 · span, hidden]
+        self.distances = Distances(span, limit, table.device, buckets=buckets, furthest=furthest)
+
+
+class Deberta:
+    """token ids → hidden states [tokens, hidden]."""
+
+    def __init__(self, build: LayerBuilder, config: Mapping[str, Any]) -> None:
+        hidden: int = config["hidden_size"]
+        eps = config.get("layer_norm_eps", 1e-7)
+        self.prefix = build.weights.prefix_of("embeddings.word_embeddings.weight")
+        self.embedding, self.widen = _embedding(build, self.prefix + "embeddings.", config)
+        self.embedding_norm = build.norm(self.prefix + "embeddings.LayerNorm", hidden, eps)
+        relative = RelativeTable(build, self.prefix, config) if config.get("relative_attention") else None
+        self.layers = [
+            DebertaLayer(build, f"{self.prefix}encoder.layer.{i}.", config, relative)
+            for i in range(config["num_hidden_layers"])
+        ]
+        self.conv = _conv(build, self.prefix + "encoder.conv.", config)
+        if self.conv is not None:
+            self.conv_norm = build.norm(self.prefix + "encoder.conv.LayerNorm", hidden, eps)
+        self.hidden_size = hidden
+        self.causal = False
+        self.heads: dict[Task, TaskHead] = {}
+        self.unneeded = UNNEEDED
+
+    def __call__(self, batch: Batch) -> Tensor:
+        embedded = self.embedding(batch)
+        if self.widen is not None:
+            embedded = self.widen(embedded)
+        embedded = self.embedding_norm(embedded)
+        hidden = self.layers[0](embedded, batch)
+        if self.conv is not None:  # beside the first layer
+            hidden = self.conv_norm(hidden + self.conv(embedded, batch))
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, batch)
+        return hidden
+
+
+def deberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Deberta:
+    hidden = config["hidden_size"]
+    require(config, attention_head_size=hidden // config["num_attention_heads"], pooler_hidden_size=hidden)
+    if unknown := set(_terms(config)) - {"c2p", "p2c"}:
+        raise ModelLoadError(f"pos_att_type {', '.join(sorted(unknown))} is not supported; c2p and p2c are")
+    model = Deberta(build, config)
+    if head is Task.CLASSIFY:
+        dense = build.linear("pooler.dense", hidden, hidden, config.get("pooler_hidden_act", "gelu"))
+        add_head(model, build, config, head, "classifier", dense)
+    elif head is Task.TOKEN_CLASSIFY:
+        add_head(model, build, config, head, "classifier")
+    return model
+
+
+def _terms(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("pos_att_type") or []
+    return [part.strip() for part in named.lower().split("|")] if isinstance(named, str) else list(named)
+
+
+def _embedding(
+    build: LayerBuilder, tables: str, config: Mapping[str, Any]
+) -> tuple[EncoderEmbedding, LinearLayer | None]:
+    """The tables may be narrower than the model; then a projection follows."""
+    size = config.get("embedding_size") or config["hidden_size"]
+    segments = config.get("type_vocab_size", 0)
+    positions = config["max_position_embeddings"] if config.get("position_biased_input", True) else 0
+    embedding = EncoderEmbedding(
+        build.table(tables + "word_embeddings", config["vocab_size"], size),
+        build.table(tables + "position_embeddings", positions, size) if positions else None,
+        build.table(tables + "token_type_embeddings", segments, size) if segments else None,
+    )
+    if size == config["hidden_size"]:
+        return embedding, None
+    return embedding, build.linear(tables + "embed_proj", size, config["hidden_size"], bias=False)
+
+
+def _conv(build: LayerBuilder, prefix: str, config: Mapping[str, Any]) -> RowConv | None:
+    kernel, groups = config.get("conv_kernel_size") or 0, config.get("conv_groups") or 1
+    if kernel <= 0:
+        return None
+    if kernel % 2 == 0:
+        raise ModelLoadError(f"conv_kernel_size = {kernel} is not supported; it must be odd")
+    hidden = config["hidden_size"]
+    return RowConv(
+        build.weights.take(prefix + "conv.weight", hidden, hidden // groups, kernel),
+        build.weights.take(prefix + "conv.bias", hidden),
+        config.get("conv_act", "tanh"),
+        groups,
+    )

@@ -1,0 +1,335 @@
+"""Decoders: norms before each part, rotary positions, grouped heads, gated MLPs.
+
+Llama, Mistral, Qwen2, Qwen3 and Gemma3 are one wiring with flags. So are the variants that were trained
+to look both ways (embeddinggemma, nemotron-embed, GritLM): only the kind of attention differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.checkpoint.spec import is_causal, label_count, pooling_method
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from penstock.layers.attention import AttentionKind, attend
+from penstock.layers.batch import Batch
+from penstock.layers.build import LayerBuilder
+from penstock.layers.head import Stack, TaskHead
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.norm import RMSNorm
+from penstock.layers.rotary import Rope, Rotary
+from penstock.models.options import require, rope_options
+
+# Heads and buffers that nothing here reads.
+UNNEEDED = ("lm_head.", "rotary_emb.inv_freq")
+_REQUIRED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+# Options that change the arithmetic, or the files, in ways that are not built.
+_REFUSED = ("attn_logit_softcapping", "quantization_config", "text_config")
+_LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # whether they slide
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    positions: int
+    act: str
+    eps: float
+    causal: bool
+    rope: Rope
+    sliding: tuple[bool, ...]  # which layers see only as far as `reach` and have `local_rope`
+    reach: int | None
+    local_rope: Rope
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # queries and keys are normalised, each head by itself
+    sandwich: bool = False  # norms after attention and MLP as well as before
+    norm_plus_one: bool = False  # the checkpoint stores the norms' weights less one
+    embedding_scale: float = 1.0
+
+
+class DecoderAttention:
+    def __init__(
+        self, build: LayerBuilder, prefix: str, shape: DecoderShape, layer: int, rotary: Rotary
+    ) -> None:
+        dim = shape.head_dim
+        self.sizes = [shape.heads, shape.kv_heads, shape.kv_heads]
+        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
+        widths = [heads * dim for heads in self.sizes]
+        self.qkv = build.linear(names, shape.hidden, widths, bias=shape.qkv_bias)
+        self.out = build.linear(prefix + "o_proj", shape.heads * dim, shape.hidden, bias=shape.out_bias)
+        self.query_norm = self.key_norm = None
+        if shape.qk_norm:
+            self.query_norm = _norm(build, prefix + "q_norm", dim, shape)
+            self.key_norm = _norm(build, prefix + "k_norm", dim, shape)
+        self.dim = dim
+        reach = shape.reach if shape.sliding[layer] else None
+        self.kind = AttentionKind(shape.causal, reach, shape.scale)
+        self.layer = layer
+        self.rotary = rotary
+
+    def __call__(
+        self, hidden: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], residual: Tensor | None = None
+    ) -> Tensor:
+        heads = self.qkv(hidden).view(batch.num_tokens, -1, self.dim)
+        query, key, value = heads.split(self.sizes, dim=1)  # [tokens, heads, dim] each
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = self.rotary(query, angles), self.rotary(key, angles)
+        return self.out(attend(query, key, value, batch, self.kind, layer=self.layer), residual)
+
+
+class DecoderLayer:
+    def __init__(
+        self, build: LayerBuilder, prefix: str, shape: DecoderShape, layer: int, rotary: Rotary
+    ) -> None:
+        def norm(name: str) -> RMSNorm:
+            return _norm(build, prefix + name, shape.hidden, shape)
+
+        self.sliding = shape.sliding[layer]
+        self.attention_norm = norm("input_layernorm")
+        self.attention = DecoderAttention(build, prefix + "self_attn.", shape, layer, rotary)
+        gate_up = [prefix + name for name in ("mlp.gate_proj", "mlp.up_proj")]
+        self.mlp = GatedMLP(
+            build.linear(gate_up, shape.hidden, shape.intermediate, bias=shape.mlp_bias),
+            build.linear(prefix + "mlp.down_proj", shape.intermediate, shape.hidden, bias=shape.mlp_bias),
+            shape.act,
+        )
+        self.after_attention = self.after_mlp = None
+        if shape.sandwich:
+            self.after_attention = norm("post_attention_layernorm")
+            self.mlp_norm = norm("pre_feedforward_layernorm")
+            self.after_mlp = norm("post_feedforward_layernorm")
+        else:
+            self.mlp_norm = norm("post_attention_layernorm")
+
+    def __call__(self, hidden: Tensor, batch: Batch, angles: tuple[Tensor, Tensor]) -> Tensor:
+        if self.after_attention is None or self.after_mlp is None:
+            hidden = self.attention(self.attention_norm(hidden), batch, angles, residual=hidden)
+            return self.mlp(self.mlp_norm(hidden), residual=hidden)
+        hidden = hidden + self.after_attention(self.attention(self.attention_norm(hidden), batch, angles))
+        return hidden + self.after_mlp(self.mlp(self.mlp_norm(hidden)))
+
+
+class Decoder:
+    """token ids → hidden states behind the last norm, [tokens, hidden]."""
+
+    def __init__(self, build: LayerBuilder, shape: DecoderShape) -> None:
+        prefix = build.weights.prefix_of("embed_tokens.weight")
+        self.embedding = build.table(prefix + "embed_tokens", shape.vocabulary, shape.hidden)
+        # Gemma's scale is rounded to the model's precision before it is applied.
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=build.weights.dtype))
+        self.rotary = _rotary(build, shape, shape.rope)
+        same = shape.local_rope == shape.rope
+        self.local_rotary = self.rotary if same else _rotary(build, shape, shape.local_rope)
+        self.layers = [
+            DecoderLayer(
+                build, f"{prefix}layers.{i}.", shape, i, self.local_rotary if sliding else self.rotary
+            )
+            for i, sliding in enumerate(shape.sliding)
+        ]
+        self.norm = _norm(build, prefix + "norm", shape.hidden, shape)
+        self.shape = shape
+        self.hidden_size = shape.hidden
+        self.causal = shape.causal
+        self.kv_shape = (shape.layers, shape.kv_heads, shape.head_dim)
+        self.heads: dict[Task, TaskHead] = {}
+        self.unneeded = UNNEEDED
+
+    def __call__(self, batch: Batch) -> Tensor:
+        hidden = F.embedding(batch.token_ids, self.embedding)
+        if self.embedding_scale != 1.0:
+            hidden.mul_(self.embedding_scale)
+        angles = self.rotary.angles(batch)
+        local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
+        for layer in self.layers:
+            hidden = layer(hidden, batch, local if layer.sliding else angles)
+        return self.norm(hidden)
+
+
+def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    return _with_head(Decoder(build, _llama_shape("Llama", config)), build, config, head)
+
+
+def llama_bidirectional(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """nemotron-embed, and its reranker, which pools before it projects."""
+    model = Decoder(build, _llama_shape("LlamaBidirectional", config))
+    if head is not Task.CLASSIFY:
+        return _with_head(model, build, config, head)
+    temperature = float(config.get("temperature", 1.0))
+    score = build.linear("score", model.hidden_size, label_count(config), bias=False)
+    method = pooling_method(str(config.get("pooling", "mean")))
+    model.heads[head] = TaskHead(method, Stack(score, lambda x: x / temperature), label_count(config))
+    return model
+
+
+def mistral(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    return _with_head(Decoder(build, _mistral_shape("Mistral", config)), build, config, head)
+
+
+def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Mistral, trained to embed with every token in sight of every other, whatever the window."""
+    shape = _mistral_shape("GritLM", config)
+    if not shape.causal:
+        shape = replace(shape, sliding=(False,) * shape.layers)
+    return Decoder(build, shape)
+
+
+def qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    shape = replace(_qwen_shape("Qwen2", config), qkv_bias=True)
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    bias = bool(config.get("attention_bias"))
+    shape = replace(_qwen_shape("Qwen3", config, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    causal = is_causal("Gemma3", config)
+    shape = replace(
+        _shape(config, causal, window, lambda layer: (layer + 1) % every != 0, head_dim=256),
+        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
+        rope=rope_options(config, "rope_theta", default=1_000_000.0),
+        local_rope=rope_options(
+            config, "rope_local_base_freq", default=10_000.0, layer_type="sliding_attention", scaled=False
+        ),
+        scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        sandwich=True,
+        norm_plus_one=True,
+        embedding_scale=math.sqrt(config["hidden_size"]),
+    )
+    if window and config.get("use_bidirectional_attention") and not causal:
+        shape = replace(shape, reach=window // 2)  # here the window counts both sides
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def _llama_shape(architecture: str, config: Mapping[str, Any]) -> DecoderShape:
+    bias = bool(config.get("attention_bias"))
+    shape = _shape(config, is_causal(architecture, config), config.get("sliding_window"), lambda layer: False)
+    return replace(shape, qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
+
+
+def _mistral_shape(architecture: str, config: Mapping[str, Any]) -> DecoderShape:
+    window = config.get("sliding_window", 4096)
+    return _shape(config, is_causal(architecture, config), window, lambda layer: window is not None)
+
+
+def _qwen_shape(architecture: str, config: Mapping[str, Any], head_dim: int | None = None) -> DecoderShape:
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first = config.get("max_window_layers", 28)
+    causal = is_causal(architecture, config)
+    return _shape(config, causal, window, lambda layer: window is not None and layer >= first, head_dim)
+
+
+def _shape(
+    config: Mapping[str, Any],
+    causal: bool,
+    window: int | None,
+    sliding: Callable[[int], bool],  # whether a layer is, where config.json does not list them
+    head_dim: int | None = None,
+) -> DecoderShape:
+    """What all families read alike. A window of n is the token itself and n - 1 before it, or n each way."""
+    _check(config)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ModelLoadError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    slides = _sliding_layers(config, sliding)
+    if any(slides) and not window:
+        raise ModelLoadError("config.json has layers with sliding attention but no sliding window for them")
+    return DecoderShape(
+        hidden=hidden,
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.get("head_dim") or head_dim or hidden // heads,
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        positions=config["max_position_embeddings"],
+        act=config.get("hidden_act") or "silu",
+        eps=config.get("rms_norm_eps", 1e-6),
+        causal=causal,
+        rope=rope_options(config, "rope_theta", default=10_000.0),
+        sliding=slides,
+        reach=(window - 1 if causal else window) if window else None,
+        local_rope=rope_options(config, "rope_theta", default=10_000.0, layer_type="sliding_attention"),
+    )
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Refuse what is missing, and what would be computed wrongly."""
+    if missing := [name for name in _REQUIRED if not isinstance(config.get(name), int)]:
+        raise ModelLoadError(f"config.json has no integer {', '.join(missing)}")
+    for name in _REFUSED:
+        if config.get(name) is not None:
+            raise ModelLoadError(f"{name} in config.json ({config[name]!r}) is not supported")
+    require(config, partial_rotary_factor=1.0)
+
+
+def _sliding_layers(config: Mapping[str, Any], default: Callable[[int], bool]) -> tuple[bool, ...]:
+    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is None:
+        return tuple(default(layer) for layer in range(layers))
+    if len(types) < layers:
+        raise ModelLoadError(f"layer_types in config.json has {len(types)} entries for {layers} layers")
+    if unknown := sorted(set(types) - set(_LAYER_TYPES)):
+        raise ModelLoadError(
+            f"layer_types in config.json has {unknown[0]!r}; supported: {', '.join(_LAYER_TYPES)}"
+        )
+    return tuple(_LAYER_TYPES[kind] for kind in types[:layers])
+
+
+def _norm(build: LayerBuilder, name: str, size: int, shape: DecoderShape) -> RMSNorm:
+    return build.rms_norm(name, size, shape.eps, plus_one=shape.norm_plus_one)
+
+
+def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
+    weights = build.weights
+    require(rope.scaling, partial_rotary_factor=1.0)
+    return Rotary(
+        shape.head_dim,
+        shape.positions,
+        rope.base,
+        scaling=rope.scaling,
+        device=weights.device,
+        dtype=weights.dtype,
+    )
+
+
+def _with_head(model: Decoder, build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Sequences are judged by their last token, tokens each by itself."""
+    if head is not None:
+        per_token = head is Task.TOKEN_CLASSIFY
+        bias = per_token and bool(config.get("token_classification_bias", True))
+        labels = label_count(config)
+        score = build.linear("score", model.hidden_size, labels, bias=bias)
+        model.heads[head] = TaskHead("all" if per_token else "last", score, labels)
+    return model

@@ -1,0 +1,61 @@
+"""GTE's second encoder ("new"): gte-multilingual, gte-en-v1.5, arctic-embed-m-v2.0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.core import Task
+from penstock.layers.build import LayerBuilder
+from penstock.models.heads import add_pooler_head
+from penstock.models.options import require, rope_options
+from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+
+PACKED = Names(
+    layer="encoder.layer.{}.",
+    qkv=("attention.qkv_proj",),
+    out="attention.o_proj",
+    attention_norm="attn_ln",
+    up=("mlp.up_gate_proj",),
+    down="mlp.down_proj",
+    output_norm="mlp_ln",
+)
+UNPACKED = replace(PACKED, qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"))
+PORTED = ported(up=("mlp.up_proj", "mlp.gate_proj"), down="mlp.down_proj")
+UNNEEDED = ("pooler.", "lm_head.")
+
+
+def gte(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
+    require(
+        config,
+        position_embedding_type="rope",
+        layer_norm_type="layer_norm",
+        logn_attention_scale=False,
+    )
+    # gte-multilingual-base is an embedder with a token classifier beside it
+    unneeded = UNNEEDED if head else (*UNNEEDED, "classifier.")
+    packed = PACKED if config.get("pack_qkv", True) else UNPACKED
+    model = RotaryEncoder(build, _shape(config), (packed, PORTED), unneeded)
+    add_pooler_head(model, build, config, head)
+    return model
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
+    port = config.get("model_type") == "gte"  # its defaults differ
+    rope = rope_options(config, "rope_theta", default=160_000 if port else 10_000)
+    return Shape(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        positions=config["max_position_embeddings"],
+        segments=config.get("type_vocab_size", 1 if port else 2),
+        act=config.get("hidden_act", "gelu"),
+        eps=config.get("layer_norm_eps", 1e-12),
+        rope=rope,
+        gated=True,
+        gate_first=False,
+        up_bias=False,
+    )

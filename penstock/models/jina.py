@@ -1,0 +1,81 @@
+"""Jina's XLM-R: jina-embeddings-v3, and others with the layout of its flash implementation.
+
+jina-embeddings-v3 carries task adapters. Without `lora_task` the model runs as it was before them;
+with it (through `--hf-overrides`) that adapter is merged into the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from penstock.layers.build import LayerBuilder
+from penstock.models.encoder import Encoder, roberta
+from penstock.models.heads import add_two_step_head
+from penstock.models.options import option, require, rope_options
+from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+from penstock.weights.adapters import Adapter, MergedSource
+
+FLASH = Names(
+    layer="encoder.layers.{}.",
+    qkv=("mixer.Wqkv",),
+    out="mixer.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    output_norm="norm2",
+    embedding_norm="emb_ln",
+)
+PORTED = ported(up=("mlp.fc1",), down="mlp.fc2")
+UNNEEDED = ("pooler.", "lm_head.", ".lora_A", ".lora_B")
+
+
+def xlm_roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder | RotaryEncoder:
+    """XLM-R's class names stand for two layouts; the options of the flash implementation tell which."""
+    named = " ".join(str(place) for place in (config.get("auto_map") or {}).values())
+    rotary = config.get("position_embedding_type") == "rotary"
+    if rotary or "use_flash_attn" in config or "xlm-roberta-flash" in named:
+        return jina(build, config, head)
+    return roberta(build, config, head)
+
+
+def jina(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
+    require(config, use_reg_tokens=False)
+    build = LayerBuilder(MergedSource(build.weights, _adapter(config)), build.quantization)
+    model = RotaryEncoder(build, _shape(config), (FLASH, PORTED), UNNEEDED)
+    add_two_step_head(model, build, config, head)
+    return model
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
+    port = config.get("model_type") == "jina_embeddings_v3"
+    kind = config.get("position_embedding_type") or ("rotary" if port else "absolute")
+    if kind not in ("rotary", "absolute"):
+        raise ModelLoadError(f"position_embedding_type {kind!r} is not supported; 'rotary', 'absolute' are")
+    rope = rope_options(config, "rotary_emb_base", default=20_000 if port else 10_000)
+    return Shape(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        positions=config["max_position_embeddings"],
+        segments=config.get("type_vocab_size", 1),
+        act=config.get("hidden_act", "gelu"),
+        eps=config.get("layer_norm_eps", 1e-5),
+        rope=rope if kind == "rotary" else None,
+        first_position=int(option(config, "pad_token_id", default=1)) + 1,
+    )
+
+
+def _adapter(config: Mapping[str, Any]) -> Adapter | None:
+    task, known = config.get("lora_task"), config.get("lora_adaptations") or []
+    if task is None:
+        return None
+    if task not in known:
+        have = ", ".join(known) or "none"
+        raise ModelLoadError(f"lora_task {task!r} is not among the model's adapters: {have}")
+    rank = int(option(config, "lora_rank", default=4))
+    return Adapter(known.index(task), len(known), rank, float(option(config, "lora_alpha", default=1)) / rank)

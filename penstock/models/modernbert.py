@@ -1,0 +1,125 @@
+"""ModernBERT: pre-norm, gated feed-forward, rotary positions, most layers with a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from penstock.layers.attention import BIDIRECTIONAL, AttentionKind, attend
+from penstock.layers.batch import Batch
+from penstock.layers.build import LayerBuilder
+from penstock.layers.head import TaskHead
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.rotary import Rotary
+from penstock.models.heads import add_head
+from penstock.models.options import rope_options
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+UNNEEDED = ("head.", "decoder.", "classifier.")
+
+
+class ModernBertLayer:
+    def __init__(
+        self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], first: bool, kind: str
+    ) -> None:
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        eps, norm_bias = config.get("norm_eps", 1e-5), bool(config.get("norm_bias"))
+        bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+        self.kind = kind
+        self.heads: int = config["num_attention_heads"]
+        window = AttentionKind(window=config.get("local_attention", 128) // 2)
+        self.attention = window if kind == SLIDING else BIDIRECTIONAL
+        self.attention_norm = (
+            None if first else build.norm(prefix + "attn_norm", hidden, eps, bias=norm_bias)
+        )  # the embedding's norm stands before the first layer
+        self.qkv = build.linear(prefix + "attn.Wqkv", hidden, 3 * hidden, bias=bias)
+        self.out = build.linear(prefix + "attn.Wo", hidden, hidden, bias=bias)
+        self.mlp_norm = build.norm(prefix + "mlp_norm", hidden, eps, bias=norm_bias)
+        self.mlp = GatedMLP(
+            build.linear(prefix + "mlp.Wi", hidden, 2 * inner, bias=mlp_bias),
+            build.linear(prefix + "mlp.Wo", inner, hidden, bias=mlp_bias),
+            config.get("hidden_activation", "gelu"),
+        )
+
+    def __call__(self, hidden: Tensor, batch: Batch, rotary: Rotary, angles: tuple[Tensor, Tensor]) -> Tensor:
+        normed = hidden if self.attention_norm is None else self.attention_norm(hidden)
+        query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
+        hidden = self.out(attend(query, key, value, batch, self.attention), residual=hidden)
+        return self.mlp(self.mlp_norm(hidden), residual=hidden)
+
+
+class ModernBert:
+    """token ids → hidden states [tokens, hidden]."""
+
+    def __init__(self, build: LayerBuilder, config: Mapping[str, Any]) -> None:
+        hidden: int = config["hidden_size"]
+        eps, norm_bias = config.get("norm_eps", 1e-5), bool(config.get("norm_bias"))
+        self.prefix = build.weights.prefix_of("embeddings.tok_embeddings.weight")
+        self.words = build.table(self.prefix + "embeddings.tok_embeddings", config["vocab_size"], hidden)
+        self.embedding_norm = build.norm(self.prefix + "embeddings.norm", hidden, eps, bias=norm_bias)
+        kinds = _layer_kinds(config)
+        self.rotary = {kind: _rotary(build, config, kind) for kind in set(kinds)}
+        self.layers = [
+            ModernBertLayer(build, f"{self.prefix}layers.{i}.", config, i == 0, kind)
+            for i, kind in enumerate(kinds)
+        ]
+        self.final_norm = build.norm(self.prefix + "final_norm", hidden, eps, bias=norm_bias)
+        self.hidden_size = hidden
+        self.causal = False
+        self.heads: dict[Task, TaskHead] = {}
+        self.unneeded = UNNEEDED
+
+    def __call__(self, batch: Batch) -> Tensor:
+        hidden = self.embedding_norm(F.embedding(batch.token_ids, self.words))
+        angles = {kind: rotary.angles(batch) for kind, rotary in self.rotary.items()}
+        for layer in self.layers:
+            hidden = layer(hidden, batch, self.rotary[layer.kind], angles[layer.kind])
+        return self.final_norm(hidden)
+
+
+def modernbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> ModernBert:
+    model = ModernBert(build, config)
+    if head is not None:
+        hidden = model.hidden_size
+        act, bias = config.get("classifier_activation", "gelu"), bool(config.get("classifier_bias"))
+        dense = build.linear("head.dense", hidden, hidden, act, bias=bias)
+        norm = build.norm(
+            "head.norm", hidden, config.get("norm_eps", 1e-5), bias=bool(config.get("norm_bias"))
+        )
+        add_head(model, build, config, head, "classifier", dense, norm, method=_pooling(config))
+    return model
+
+
+def _pooling(config: Mapping[str, Any]) -> str:
+    method = str(config.get("classifier_pooling", "cls"))
+    if method not in ("cls", "mean"):
+        raise ModelLoadError(f"classifier_pooling {method!r} is not supported; 'cls' and 'mean' are")
+    return method
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    every = config.get("global_attn_every_n_layers", 3)
+    count = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [SLIDING if i % every else FULL for i in range(count)]
+    if len(kinds) != count or not set(kinds) <= {FULL, SLIDING}:
+        raise ModelLoadError(f"layer_types {kinds!r} is not supported: {count} of {FULL}, {SLIDING} are")
+    return list(kinds)
+
+
+def _rotary(build: LayerBuilder, config: Mapping[str, Any], kind: str) -> Rotary:
+    local = kind == SLIDING and config.get("local_rope_theta", 0) is not None  # null: as the global layers
+    name, default = ("local_rope_theta", 10_000) if local else ("global_rope_theta", 160_000)
+    rope = rope_options(config, name, default=default, layer_type=kind)
+    return Rotary(
+        config["hidden_size"] // config["num_attention_heads"],
+        config["max_position_embeddings"],
+        rope.base,
+        device=build.weights.device,
+        dtype=build.weights.dtype,
+        scaling=rope.scaling,
+    )

@@ -1,0 +1,82 @@
+"""NomicBERT: nomic-embed-text v1 and v1.5, and what was trained from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.checkpoint.spec import positions_of
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from penstock.layers.build import LayerBuilder
+from penstock.models.heads import add_pooler_head
+from penstock.models.options import option, require, rope_options
+from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+
+GATED = Names(
+    layer="encoder.layers.{}.",
+    qkv=("attn.Wqkv",),
+    out="attn.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc12", "mlp.fc11"),  # the gate is the second of the two
+    down="mlp.fc2",
+    output_norm="norm2",
+    embedding_norm="emb_ln",
+)
+PLAIN = replace(GATED, up=("mlp.fc1",))
+PORTED = ported(up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj")
+GATES = {"glu": "sigmoid", "geglu": "gelu", "swiglu": "silu"}
+UNNEEDED = ("pooler.", "cls.")
+
+
+def nomic(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
+    require(
+        config,
+        prenorm=False,
+        causal=False,
+        parallel_block=False,
+        parallel_block_tied_norm=False,
+        use_rms_norm=False,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        num_experts=0,
+        moe_every_n_layers=0,
+    )
+    if config.get("rotary_emb_scale_base") is not None:
+        raise ModelLoadError("rotary_emb_scale_base is not supported")
+    shape = _shape(config)
+    layouts = (GATED, PORTED) if shape.gated else (PLAIN,)
+    model = RotaryEncoder(build, shape, layouts, UNNEEDED)
+    add_pooler_head(model, build, config, head)
+    return model
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
+    hidden, heads = option(config, "hidden_size", "n_embd"), option(config, "num_attention_heads", "n_head")
+    require(config, head_dim=hidden // heads)
+    act = config.get("activation_function")  # set by the original code; the port is swiglu without biases
+    original = act is not None
+    fraction = float(option(config, "rotary_emb_fraction", default=0.0 if original else 1.0))
+    if not 0 < fraction <= 1:
+        raise ModelLoadError(f"rotary_emb_fraction = {fraction} is not supported; it must lie in (0, 1]")
+    multiple = config.get("pad_vocab_size_multiple") or 1
+    return Shape(
+        hidden=hidden,
+        layers=option(config, "num_hidden_layers", "n_layer"),
+        heads=heads,
+        intermediate=option(config, "intermediate_size", "n_inner", default=4 * hidden),
+        vocabulary=-(-config["vocab_size"] // multiple) * multiple,
+        positions=positions_of(config),
+        segments=config.get("type_vocab_size", 2),
+        act=config.get("hidden_act", "silu") if act is None else GATES.get(act, act),
+        eps=option(config, "layer_norm_eps", "layer_norm_epsilon", default=1e-12),
+        rope=rope_options(config, "rotary_emb_base", default=10_000 if original else 1000),
+        rope_fraction=fraction,
+        rope_interleaved=bool(config.get("rotary_emb_interleaved")),
+        gated=not original or act in GATES,
+        qkv_bias=bool(config.get("qkv_proj_bias", original)),
+        out_bias=bool(config.get("qkv_proj_bias", original)),
+        up_bias=bool(config.get("mlp_fc1_bias", original)),
+        down_bias=bool(config.get("mlp_fc2_bias", original)),
+    )

@@ -1,0 +1,176 @@
+"""Post-norm encoders with rotary positions: NomicBERT, GTE, Jina's XLM-R.
+
+They differ in names, in biases and in the feed-forward block; the wiring is the same. A checkpoint
+keeps the names of the code that trained it or those of a transformers port; which is seen in the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from penstock.layers.attention import attend, attend_fused
+from penstock.layers.batch import Batch
+from penstock.layers.build import LayerBuilder
+from penstock.layers.embedding import EncoderEmbedding
+from penstock.layers.head import TaskHead
+from penstock.layers.linear import LinearLayer
+from penstock.layers.mlp import MLP, GatedMLP
+from penstock.layers.rotary import Rope, Rotary
+
+Angles = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Where a checkpoint keeps its tensors, below its own prefix."""
+
+    layer: str
+    qkv: tuple[str, ...]  # one fused, or three
+    out: str
+    attention_norm: str
+    up: tuple[str, ...]  # of a gated block both halves, fused or not
+    down: str
+    output_norm: str
+    embedding_norm: str = "embeddings.LayerNorm"
+
+
+def ported(*, up: tuple[str, ...], down: str) -> Names:
+    """The names of the transformers ports, which differ only in the feed-forward block."""
+    return Names(
+        layer="layers.{}.",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.o_proj",
+        attention_norm="post_attention_layernorm",
+        up=up,
+        down=down,
+        output_norm="post_mlp_layernorm",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocabulary: int
+    positions: int
+    segments: int  # 0: none
+    act: str
+    eps: float
+    rope: Rope | None  # None: learned positions
+    rope_fraction: float = 1.0  # of each head
+    rope_interleaved: bool = False
+    first_position: int = 0  # of learned positions
+    gated: bool = False
+    gate_first: bool = True
+    qkv_bias: bool = True
+    out_bias: bool = True
+    up_bias: bool = True
+    down_bias: bool = True
+
+
+class RotaryEncoderLayer:
+    def __init__(
+        self, build: LayerBuilder, prefix: str, names: Names, shape: Shape, rotary: Rotary | None
+    ) -> None:
+        hidden, inner = shape.hidden, shape.intermediate
+        self.heads = shape.heads
+        self.rotary = rotary
+        self.qkv = _joined(build, prefix, names.qkv, hidden, 3 * hidden, bias=shape.qkv_bias)
+        self.out = build.linear(prefix + names.out, hidden, hidden, bias=shape.out_bias)
+        self.attention_norm = build.norm(prefix + names.attention_norm, hidden, shape.eps)
+        down = build.linear(prefix + names.down, inner, hidden, bias=shape.down_bias)
+        self.mlp: MLP | GatedMLP
+        if shape.gated:
+            up = _joined(build, prefix, names.up, hidden, 2 * inner, bias=shape.up_bias)
+            self.mlp = GatedMLP(up, down, shape.act, shape.gate_first)
+        else:
+            up = _joined(build, prefix, names.up, hidden, inner, shape.act, bias=shape.up_bias)
+            self.mlp = MLP(up, down)
+        self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
+
+    def __call__(self, hidden: Tensor, batch: Batch, angles: Angles | None) -> Tensor:
+        qkv = self.qkv(hidden)
+        if self.rotary is None or angles is None:
+            context = attend_fused(qkv, self.heads, batch)
+        else:
+            context = attend(*self.rotary.fused(qkv, self.heads, angles), batch)
+        hidden = self.attention_norm(self.out(context, residual=hidden))
+        return self.output_norm(self.mlp(hidden, residual=hidden))
+
+
+class RotaryEncoder:
+    """token ids → hidden states [tokens, hidden]."""
+
+    def __init__(
+        self, build: LayerBuilder, shape: Shape, layouts: tuple[Names, ...], unneeded: tuple[str, ...]
+    ) -> None:
+        weights = build.weights
+        self.prefix = weights.prefix_of("embeddings.word_embeddings.weight")
+        names = self._names(build, layouts)
+        tables = self.prefix + "embeddings."
+        self.embedding = EncoderEmbedding(
+            build.table(tables + "word_embeddings", shape.vocabulary, shape.hidden),
+            build.table(tables + "position_embeddings", shape.positions, shape.hidden)
+            if shape.rope is None
+            else None,
+            build.table(tables + "token_type_embeddings", shape.segments, shape.hidden)
+            if shape.segments
+            else None,
+            shape.first_position,
+        )
+        self.embedding_norm = build.norm(self.prefix + names.embedding_norm, shape.hidden, shape.eps)
+        self.rotary = None if shape.rope is None else _rotary(build, shape, shape.rope)
+        self.layers = [
+            RotaryEncoderLayer(build, self.prefix + names.layer.format(i), names, shape, self.rotary)
+            for i in range(shape.layers)
+        ]
+        self.hidden_size = shape.hidden
+        self.causal = False
+        self.heads: dict[Task, TaskHead] = {}
+        self.unneeded = unneeded
+
+    def __call__(self, batch: Batch) -> Tensor:
+        hidden = self.embedding_norm(self.embedding(batch))
+        angles = None if self.rotary is None else self.rotary.angles(batch)
+        for layer in self.layers:
+            hidden = layer(hidden, batch, angles)
+        return hidden
+
+    def _names(self, build: LayerBuilder, layouts: tuple[Names, ...]) -> Names:
+        looked_for = [f"{self.prefix}{names.layer.format(0)}{names.down}.weight" for names in layouts]
+        for names, tensor in zip(layouts, looked_for, strict=True):
+            if build.weights.has(tensor):
+                return names
+        raise ModelLoadError(f"the checkpoint has none of {', '.join(looked_for)}, which this model needs")
+
+
+def _rotary(build: LayerBuilder, shape: Shape, rope: Rope) -> Rotary:
+    return Rotary(
+        int(shape.hidden // shape.heads * shape.rope_fraction),
+        shape.positions,
+        rope.base,
+        device=build.weights.device,
+        dtype=build.weights.dtype,
+        scaling=rope.scaling,
+        interleaved=shape.rope_interleaved,
+    )
+
+
+def _joined(
+    build: LayerBuilder,
+    prefix: str,
+    names: tuple[str, ...],
+    inputs: int,
+    outputs: int,
+    act: str = "identity",
+    *,
+    bias: bool,
+) -> LinearLayer:
+    """One layer of `outputs` in all, from as many tensors as there are names."""
+    return build.linear([prefix + name for name in names], inputs, outputs // len(names), act, bias=bias)

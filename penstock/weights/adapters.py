@@ -1,0 +1,67 @@
+"""Low-rank adapters that lie beside the weights they change, as torch's parametrisation stores them.
+
+A weight `x.weight` is kept as `x.parametrizations.weight.original` with `….0.lora_A` and `….0.lora_B`
+for all adapters at once. Here one adapter, or none, is merged while a tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.weights.stream import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One of `count` adapters: weight + scale · B A, and scale · A B for embedding tables."""
+
+    number: int
+    count: int
+    rank: int
+    scale: float
+
+
+class MergedSource(WeightSource):
+    """Shows a parametrised checkpoint under plain names."""
+
+    def __init__(self, inner: WeightSource, adapter: Adapter | None) -> None:
+        super().__init__(inner.dtype, inner.device)
+        self._inner = inner
+        self._adapter = adapter
+
+    def has(self, name: str) -> bool:
+        return self._inner.has(name) or self._inner.has(_kept(name, "original"))
+
+    def read(self, name: str, shape: Sequence[int]) -> Tensor:
+        if self._inner.has(name):
+            return self._inner.read(name, shape)
+        weight = self._inner.read(_kept(name, "original"), shape)
+        if self._adapter is None:
+            return weight
+        return weight.float() + self._adapter.scale * self._change(name, shape, self._adapter)
+
+    def prefix_of(self, *names: str) -> str:
+        return self._inner.prefix_of(*names, *(_kept(name, "original") for name in names))
+
+    def finish(self, unneeded: Iterable[str]) -> None:
+        self._inner.finish(unneeded)
+
+    def _change(self, name: str, shape: Sequence[int], adapter: Adapter) -> Tensor:
+        rows, columns = shape
+        count, rank = adapter.count, adapter.rank
+        if "embeddings." in name:
+            left = self._inner.read(_kept(name, "0.lora_A"), (count, rows, rank))
+            right = self._inner.read(_kept(name, "0.lora_B"), (count, rank, columns))
+        else:
+            left = self._inner.read(_kept(name, "0.lora_B"), (count, rows, rank))
+            right = self._inner.read(_kept(name, "0.lora_A"), (count, rank, columns))
+        return left[adapter.number].float() @ right[adapter.number].float()
+
+
+def _kept(name: str, part: str) -> str:
+    """Where a parametrised tensor keeps one of its parts."""
+    owner, _, parameter = name.rpartition(".")
+    return f"{owner}.parametrizations.{parameter}.{part}"

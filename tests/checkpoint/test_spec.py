@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.checkpoint.spec import DenseSpec, PoolingSpec, describe, read_spec
+from penstock.config import EngineConfig, PoolerConfig
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from tests.checkpoints import BERT_CONFIG, write_json, write_modules
+
+TRANSFORMER, POOLING = ("Transformer", ""), ("Pooling", "1_Pooling")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_json(tmp_path / "config.json", BERT_CONFIG)
+    return tmp_path
+
+
+def with_pooling(folder: Path, values: dict[str, Any], *more: tuple[str, str]) -> Path:
+    write_modules(folder, [TRANSFORMER, POOLING, *more])
+    write_json(folder / "1_Pooling/config.json", values)
+    return folder
+
+
+def with_dense(folder: Path, **values: Any) -> Path:
+    with_pooling(folder, {"pooling_mode": "mean"}, ("Dense", "2_Dense"))
+    write_json(folder / "2_Dense/config.json", {"in_features": 32, "out_features": 12, "bias": True} | values)
+    return folder
+
+
+def pooling_of(folder: Path, pooler: PoolerConfig | None = None) -> PoolingSpec:
+    return read_spec(folder, "m", pooler=pooler).pooling
+
+
+def test_a_plain_checkpoint_is_mean_pooled_and_not_normalised(folder: Path) -> None:
+    spec = read_spec(folder, "plain")
+    assert spec.pooling == PoolingSpec(methods=("mean",), normalize=False)
+    assert (spec.name, spec.architecture, spec.path) == ("plain", "BertModel", folder)
+    assert (spec.embed_dim, spec.vocab_size, spec.limit) == (32, BERT_CONFIG["vocab_size"], 64)
+    assert (spec.similarity, spec.prompts, spec.default_prompt_name) == ("cosine", {}, None)
+    assert spec.tasks[0] is Task.EMBED
+    assert not spec.lower_case
+
+
+@pytest.mark.parametrize(
+    ("flag", "method"),
+    [
+        ("pooling_mode_cls_token", "cls"),
+        ("pooling_mode_max_tokens", "max"),
+        ("pooling_mode_mean_tokens", "mean"),
+        ("pooling_mode_mean_sqrt_len_tokens", "mean_sqrt_len"),
+        ("pooling_mode_weightedmean_tokens", "weighted_mean"),
+        ("pooling_mode_lasttoken", "last"),
+    ],
+)
+def test_an_old_flag_turns_on_its_method(folder: Path, flag: str, method: str) -> None:
+    flags = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": False, flag: True}
+    assert pooling_of(with_pooling(folder, flags)).methods == (method,)
+
+
+def test_several_old_flags_are_joined_in_the_order_of_sentence_transformers(folder: Path) -> None:
+    flags = {
+        "pooling_mode_lasttoken": True,
+        "pooling_mode_mean_tokens": True,
+        "pooling_mode_cls_token": True,
+        "pooling_mode_max_tokens": True,
+    }
+    spec = read_spec(with_pooling(folder, flags), "m")
+    assert spec.pooling.methods == ("cls", "max", "mean", "last")
+    assert spec.embed_dim == 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("mode", "methods"),
+    [
+        ("cls", ("cls",)),
+        ("mean", ("mean",)),
+        ("mean_sqrt_len_tokens", ("mean_sqrt_len",)),
+        ("weightedmean", ("weighted_mean",)),
+        ("lasttoken", ("last",)),
+        (["mean", "cls"], ("mean", "cls")),
+        (["max"], ("max",)),
+    ],
+)
+def test_the_newer_pooling_mode_is_a_name_or_a_list_in_its_own_order(
+    folder: Path, mode: str | list[str], methods: tuple[str, ...]
+) -> None:
+    assert pooling_of(with_pooling(folder, {"pooling_mode": mode})).methods == methods
+
+
+def test_the_newer_pooling_mode_wins_over_old_flags(folder: Path) -> None:
+    values = {"pooling_mode": "cls", "pooling_mode_mean_tokens": True}
+    assert pooling_of(with_pooling(folder, values)).methods == ("cls",)
+
+
+def test_an_unknown_pooling_mode_is_refused_with_the_known_ones(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"'attention' is unknown; known: cls, max, mean"):
+        read_spec(with_pooling(folder, {"pooling_mode": "attention"}), "m")
+
+
+def test_a_pooling_module_that_turns_nothing_on_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no pooling method"):
+        read_spec(with_pooling(folder, {"pooling_mode_mean_tokens": False}), "m")
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_whether_the_prompt_is_pooled_is_read(folder: Path, include: bool) -> None:
+    values = {"pooling_mode": "mean", "include_prompt": include}
+    assert pooling_of(with_pooling(folder, values)).include_prompt is include
+
+
+def test_a_normalize_module_turns_normalising_on(folder: Path) -> None:
+    assert pooling_of(with_pooling(folder, {"pooling_mode": "mean"}, ("Normalize", "2_Normalize"))).normalize
+    assert not pooling_of(with_pooling(folder, {"pooling_mode": "mean"})).normalize
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("torch.nn.modules.activation.Tanh", "tanh"),
+        ("torch.nn.modules.linear.Identity", "identity"),
+        ("torch.nn.modules.activation.ReLU", "relu"),
+        ("torch.nn.modules.activation.GELU", "gelu"),
+        ("torch.nn.modules.activation.Sigmoid", "sigmoid"),
+        ("torch.nn.modules.activation.SiLU", "silu"),
+    ],
+)
+def test_a_dense_module_is_read_with_its_activation(folder: Path, written: str, read: str) -> None:
+    spec = read_spec(with_dense(folder, activation_function=written), "m")
+    assert spec.pooling.dense == (DenseSpec("2_Dense", 32, 12, True, read),)
+    assert spec.embed_dim == 12
+
+
+def test_a_dense_module_may_have_a_residual_and_no_bias(folder: Path) -> None:
+    values = {"activation_function": "torch.nn.modules.activation.Tanh", "bias": False, "use_residual": True}
+    (dense,) = pooling_of(with_dense(folder, **values)).dense
+    assert dense.residual and not dense.bias
+
+
+def test_a_dense_module_that_names_no_activation_has_the_reference_default(folder: Path) -> None:
+    """sentence-transformers applies tanh when the file does not say otherwise."""
+    assert pooling_of(with_dense(folder)).dense[0].activation == "tanh"
+
+
+def test_an_activation_that_is_not_known_is_refused_with_the_known_ones(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"'softplus' is not supported; known: identity, tanh"):
+        read_spec(with_dense(folder, activation_function="torch.nn.modules.activation.Softplus"), "m")
+
+
+def test_a_dense_module_on_token_vectors_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="token_embeddings"):
+        read_spec(with_dense(folder, module_input_name="token_embeddings"), "m")
+
+
+def test_normalising_before_a_dense_module_is_refused_and_not_reordered(folder: Path) -> None:
+    with_dense(folder)
+    write_modules(folder, [TRANSFORMER, POOLING, ("Normalize", "3_Normalize"), ("Dense", "2_Dense")])
+    with pytest.raises(ModelLoadError, match="Normalize"):
+        read_spec(folder, "m")
+
+
+def test_several_dense_modules_stand_in_order(folder: Path) -> None:
+    with_dense(folder)
+    write_json(folder / "3_Dense/config.json", {"in_features": 12, "out_features": 5})
+    write_modules(folder, [TRANSFORMER, POOLING, ("Dense", "2_Dense"), ("Dense", "3_Dense")])
+    spec = read_spec(folder, "m")
+    assert [dense.folder for dense in spec.pooling.dense] == ["2_Dense", "3_Dense"]
+    assert spec.embed_dim == 5
+
+
+def test_dropout_changes_nothing_at_inference(folder: Path) -> None:
+    assert pooling_of(with_pooling(folder, {"pooling_mode": "cls"}, ("Dropout", "2_Dropout"))).methods == (
+        "cls",
+    )
+
+
+def test_a_module_that_is_not_known_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="'WordWeights', which is not supported"):
+        read_spec(with_pooling(folder, {"pooling_mode": "mean"}, ("WordWeights", "2_W")), "m")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "{"),
+        ("config.json", "[1]"),
+        ("modules.json", "{}"),
+        ("modules.json", "nonsense"),
+        ("1_Pooling/config.json", "{"),
+        ("config_sentence_transformers.json", "[]"),
+        ("sentence_bert_config.json", "{"),
+        ("tokenizer_config.json", "{"),
+    ],
+)
+def test_a_file_that_is_not_the_json_it_should_be_is_named(folder: Path, file: str, text: str) -> None:
+    with_pooling(folder, {"pooling_mode": "mean"})
+    (folder / file).write_text(text)
+    with pytest.raises(ModelLoadError, match=file.replace(".", r"\.")):
+        read_spec(folder, "m")
+
+
+def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"not a model folder: it has no config\.json"):
+        read_spec(tmp_path, "m")
+
+
+def test_a_pooling_module_without_its_config_is_an_error(folder: Path) -> None:
+    write_modules(folder, [TRANSFORMER, POOLING])
+    with pytest.raises(ModelLoadError, match="1_Pooling"):
+        read_spec(folder, "m")
+
+
+def test_a_config_without_sizes_says_which_is_missing(folder: Path) -> None:
+    write_json(folder / "config.json", {key: BERT_CONFIG[key] for key in BERT_CONFIG if key != "vocab_size"})
+    with pytest.raises(ModelLoadError, match="vocab_size"):
+        read_spec(folder, "m")
+
+
+def test_the_architecture_falls_back_to_the_model_type(folder: Path) -> None:
+    config = {key: BERT_CONFIG[key] for key in BERT_CONFIG if key != "architectures"}
+    write_json(folder / "config.json", config)
+    assert read_spec(folder, "m").architecture == "bert"
+    write_json(folder / "config.json", {key: config[key] for key in config if key != "model_type"})
+    with pytest.raises(ModelLoadError, match="neither architectures nor model_type"):
+        read_spec(folder, "m")
+
+
+def test_max_seq_length_lowers_the_limit_but_never_above_the_positions(folder: Path) -> None:
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 20})
+    assert read_spec(folder, "m").limit == 20
+    assert read_spec(folder, "m").positions == 64, "what the weights could take is kept beside it"
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 2000})
+    assert read_spec(folder, "m").limit == 64
+
+
+def test_the_tokenizers_limit_counts_where_no_max_seq_length_is_given(folder: Path) -> None:
+    write_json(folder / "tokenizer_config.json", {"model_max_length": 40})
+    assert read_spec(folder, "m").limit == 40
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": None})
+    assert read_spec(folder, "m").limit == 40
+    write_json(folder / "tokenizer_config.json", {"model_max_length": 1000000000000000019884624838656})
+    assert read_spec(folder, "m").limit == 64
+
+
+def test_max_seq_length_wins_over_the_tokenizers_limit(folder: Path) -> None:
+    write_json(folder / "tokenizer_config.json", {"model_max_length": 30})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 50})
+    assert read_spec(folder, "m").limit == 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad", "limit"),
+    [("roberta", 1, 62), ("xlm-roberta", 1, 62), ("camembert", 1, 62), ("mpnet", 1, 62), ("bert", 0, 64)],
+)
+def test_families_that_count_positions_after_the_padding_have_that_many_fewer(
+    folder: Path, kind: str, pad: int, limit: int
+) -> None:
+    write_json(folder / "config.json", BERT_CONFIG | {"model_type": kind, "pad_token_id": pad})
+    assert read_spec(folder, "m").limit == limit
+
+
+def test_options_are_read_from_the_transformer_modules_own_folder(folder: Path) -> None:
+    write_modules(folder, [("Transformer", "0_Transformer"), POOLING])
+    write_json(folder / "1_Pooling/config.json", {"pooling_mode": "mean"})
+    write_json(
+        folder / "0_Transformer/sentence_roberta_config.json", {"max_seq_length": 9, "do_lower_case": True}
+    )
+    spec = read_spec(folder, "m")
+    assert (spec.limit, spec.lower_case) == (9, True)
+
+
+def test_lower_casing_is_read(folder: Path) -> None:
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 20, "do_lower_case": True})
+    assert read_spec(folder, "m").lower_case
+
+
+def test_prompts_default_prompt_and_similarity_are_read(folder: Path) -> None:
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "prompts": {"query": "query: ", "document": "", "old": None},
+            "default_prompt_name": "query",
+            "similarity_fn_name": "dot",
+        },
+    )
+    spec = read_spec(folder, "m")
+    assert spec.prompts == {"query": "query: ", "document": ""}
+    assert (spec.default_prompt_name, spec.similarity) == ("query", "dot")
+
+
+def test_a_similarity_of_null_is_cosine(folder: Path) -> None:
+    write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": None})
+    assert read_spec(folder, "m").similarity == "cosine"
+
+
+def test_overrides_replace_what_the_config_says(folder: Path) -> None:
+    spec = read_spec(folder, "m", {"max_position_embeddings": 16, "architectures": ["RobertaModel"]})
+    assert (spec.limit, spec.architecture) == (16, "RobertaModel")
+    assert spec.config["max_position_embeddings"] == 16
+    assert spec.config["hidden_size"] == 32
+
+
+def test_the_pooler_config_overrides_method_and_normalising(folder: Path) -> None:
+    with_pooling(folder, {"pooling_mode": ["cls", "mean"]}, ("Normalize", "2_Normalize"))
+    spec = read_spec(folder, "m", pooler=PoolerConfig(pooling_type="LAST", normalize=False))
+    assert spec.pooling == PoolingSpec(methods=("last",), normalize=False)
+    assert spec.embed_dim == 32
+    assert pooling_of(folder, PoolerConfig(normalize=False)).methods == ("cls", "mean")
+
+
+def test_an_unknown_pooling_type_is_refused_with_the_known_ones(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"'FIRST' is unknown; known: cls"):
+        pooling_of(folder, PoolerConfig(pooling_type="FIRST"))
+
+
+def test_a_model_is_described_by_its_folder_name_or_the_name_it_is_served_under(folder: Path) -> None:
+    assert describe(EngineConfig(model=str(folder))).name == folder.name
+    assert describe(EngineConfig(model=str(folder), served_model_name="mine")).name == "mine"
+
+
+def test_describing_a_model_does_not_need_its_weights_or_torch(folder: Path) -> None:
+    import subprocess
+
+    code = (
+        "import sys\n"
+        "from penstock.checkpoint.spec import describe\n"
+        "from penstock.config import EngineConfig\n"
+        f"print(describe(EngineConfig(model={str(folder)!r})).embed_dim)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.stdout.strip(), ran.stderr) == ("32", "")

@@ -1,0 +1,127 @@
+"""Small model folders in the Hugging Face layout, written without transformers."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+_WORDS = """
+the of and to in a is was it for on are as with his they at be this have from or one had by word but
+not what all were we when your can said there use an each which she do how their if will up other
+about out many then them these so some her would make like him into time has look two more write go
+see number no way could people my than first water been call who oil its now find long query passage
+search document represent sentence
+"""
+WORDS = tuple(_WORDS.split())
+
+
+def wordpiece_vocabulary() -> list[str]:
+    letters = string.ascii_lowercase + string.digits + string.punctuation + "éàßждиαβγ的是不"
+    pieces = [*letters, *(f"##{letter}" for letter in letters), *WORDS, "##ing", "##ed", "##s"]
+    return [*SPECIALS, *dict.fromkeys(pieces)]
+
+
+def wordpiece_tokenizer(lowercase: bool = True) -> Tokenizer:
+    """BERT's pipeline on a small vocabulary: [CLS] text [SEP]."""
+    vocabulary = {token: number for number, token in enumerate(wordpiece_vocabulary())}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+def write_json(file: Path, value: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(value))
+
+
+BERT_CONFIG = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": len(wordpiece_vocabulary()),
+    "max_position_embeddings": 64,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+
+
+def bert_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Every tensor of a BERT encoder under its usual name, seeded."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config["vocab_size"], hidden),
+        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], hidden),
+        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], hidden),
+        "embeddings.LayerNorm.weight": (hidden,),
+        "embeddings.LayerNorm.bias": (hidden,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        linears = {
+            "attention.self.query": (hidden, hidden),
+            "attention.self.key": (hidden, hidden),
+            "attention.self.value": (hidden, hidden),
+            "attention.output.dense": (hidden, hidden),
+            "intermediate.dense": (inner, hidden),
+            "output.dense": (hidden, inner),
+        }
+        for name, shape in linears.items():
+            shapes[f"encoder.layer.{layer}.{name}.weight"] = shape
+            shapes[f"encoder.layer.{layer}.{name}.bias"] = shape[:1]
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes[f"encoder.layer.{layer}.{name}.weight"] = (hidden,)
+            shapes[f"encoder.layer.{layer}.{name}.bias"] = (hidden,)
+    tensors = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=generator) * 0.2
+        tensors[name] = 1 + values / 2 if name.endswith("LayerNorm.weight") else values
+    return tensors
+
+
+def write_bert(
+    folder: Path,
+    *,
+    tensors: dict[str, Tensor] | None = None,
+    config: dict[str, Any] | None = None,
+    modules: bool = True,
+) -> Path:
+    """A whole sentence-transformers folder: mean pooling, normalised, at most 64 tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = BERT_CONFIG | (config or {})
+    write_json(folder / "config.json", config)
+    save_file(bert_tensors(config) if tensors is None else tensors, folder / "model.safetensors")
+    wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
+    if modules:
+        kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        write_modules(folder, kinds)
+        write_json(folder / "1_Pooling/config.json", {"pooling_mode_mean_tokens": True})
+    return folder
+
+
+def write_modules(folder: Path, kinds: list[tuple[str, str]]) -> None:
+    rows = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds)
+    ]
+    write_json(folder / "modules.json", rows)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.config import (
+    EngineConfig,
+    Machine,
+    PoolerConfig,
+    Resolved,
+    ServerConfig,
+    available_cpus,
+    from_mapping,
+    resolve,
+)
+from penstock.errors import ConfigError
+
+CPU = Machine(cpus=4, cuda=False)
+GPU = Machine(cpus=16, cuda=True, bf16=True)
+OLD_GPU = Machine(cpus=16, cuda=True, bf16=False)
+
+
+def settle(machine: Machine = CPU, **values: Any) -> Resolved:
+    return resolve(EngineConfig(**values), model_limit=512, machine=machine)
+
+
+def test_nothing_is_left_to_decide_after_resolving() -> None:
+    for machine in (CPU, GPU):
+        resolved = settle(machine)
+        values = {name: getattr(resolved, name) for name in resolved.__struct_fields__}
+        undecided = {name for name, value in values.items() if value in ("auto", None)}
+        assert undecided <= {"quantization"}
+
+
+@pytest.mark.parametrize(("machine", "device"), [(CPU, "cpu"), (GPU, "cuda")])
+def test_auto_takes_the_gpu_where_there_is_one(machine: Machine, device: str) -> None:
+    assert settle(machine).device == device
+
+
+@pytest.mark.parametrize("device", ["cpu", "null"])
+def test_a_device_that_is_asked_for_is_used(device: str) -> None:
+    assert settle(GPU, device=device).device == device
+    assert settle(GPU, device="cuda:1").device == "cuda:1"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_gpu_that_is_not_there_is_an_error(device: str) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device is here") as caught:
+        settle(CPU, device=device)
+    assert caught.value.param == "device"
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'tpu' is unknown; use auto, cpu, cuda"):
+        settle(device="tpu")
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "dtype"),
+    [
+        (CPU, "auto", "float32"),
+        (GPU, "auto", "bfloat16"),
+        (OLD_GPU, "auto", "float16"),
+        (CPU, "bfloat16", "bfloat16"),
+        (CPU, "float", "float32"),
+        (GPU, "half", "float16"),
+    ],
+)
+def test_the_dtype_suits_the_machine_unless_it_is_asked_for(machine: Machine, asked: str, dtype: str) -> None:
+    assert settle(machine, dtype=asked).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"dtype": "float8"}, "'float8' is unknown; use auto, float32"),
+        ({"dtype": "float16"}, "float16 is slow and imprecise on a CPU"),
+        ({"dtype": "bfloat16", "quantization": "int8"}, "int8"),
+    ],
+)
+def test_a_dtype_that_can_not_work_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        settle(**values)
+    assert caught.value.param == "dtype"
+
+
+def test_the_models_limit_holds_unless_a_shorter_one_is_asked_for() -> None:
+    assert settle().max_model_len == 512
+    assert settle(max_model_len=100).max_model_len == 100
+
+
+def test_a_longer_limit_may_be_asked_for_up_to_the_models_positions() -> None:
+    config = EngineConfig(max_model_len=400)
+    assert resolve(config, model_limit=256, positions=512, machine=CPU).max_model_len == 400
+    assert resolve(EngineConfig(), model_limit=256, positions=512, machine=CPU).max_model_len == 256
+    for positions in (399, None):
+        with pytest.raises(ConfigError, match="positions for") as caught:
+            resolve(config, model_limit=256, positions=positions, machine=CPU)
+        assert caught.value.param == "max_model_len"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_queued_tokens",
+        "pipeline_depth",
+        "threads",
+    ],
+)
+def test_numbers_must_be_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is -1; it must be at least 1") as caught:
+        settle(**{name: -1})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "max_num_batched_tokens", "max_num_seqs", "threads"])
+def test_zero_is_refused_and_not_taken_for_the_default(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
+        settle(**{name: 0})
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    values = {
+        "max_num_batched_tokens": 77,
+        "max_num_seqs": 5,
+        "max_queued_tokens": 1234,
+        "pipeline_depth": 3,
+        "threads": 2,
+        "seed": 9,
+        "load_format": "dummy",
+    }
+    resolved = settle(**values)
+    assert {name: getattr(resolved, name) for name in values} == values
+
+
+def test_threads_follow_the_cores_that_may_be_used() -> None:
+    assert settle().threads == 4
+    assert available_cpus() >= 1
+
+
+def test_an_unknown_key_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="max_modle_len"):
+        from_mapping(EngineConfig, {"max_modle_len": 3})
+    with pytest.raises(ConfigError, match="prot"):
+        from_mapping(ServerConfig, {"prot": 80})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"seed": "three"}, {"max_model_len": 1.5}, {"quantization": "int3"}, {"load_format": "pickle"}],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_key(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        from_mapping(EngineConfig, values)
+
+
+def test_nested_settings_are_read_and_checked() -> None:
+    config = from_mapping(EngineConfig, {"pooler_config": {"pooling_type": "CLS"}})
+    assert config.pooler_config == PoolerConfig(pooling_type="CLS")
+    with pytest.raises(ConfigError, match="poolingtype"):
+        from_mapping(EngineConfig, {"pooler_config": {"poolingtype": "CLS"}})
+
+
+def test_a_configuration_can_not_be_changed_from_behind() -> None:
+    with pytest.raises(AttributeError):
+        EngineConfig().model = "other"  # type: ignore[misc]

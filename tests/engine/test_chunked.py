@@ -1,0 +1,148 @@
+"""Rows spread over steps: the same answers as whole ones, and no memory left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock import Engine
+from penstock.errors import ConfigError
+from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "vocab_size": len(wordpiece_vocabulary()),
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    write_json(folder / "config.json", CONFIG)
+    wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def rows(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(5, CONFIG["vocab_size"], n).tolist() for n in lengths]
+
+
+def engine(folder: Path, **options: Any) -> Engine:
+    return Engine(str(folder), device="cpu", load_format="dummy", **options)
+
+
+def chunked(folder: Path, **options: Any) -> Engine:
+    limits = {"max_num_batched_tokens": 48, "long_prefill_token_threshold": 13}
+    return engine(folder, enable_chunked_prefill=True, **(limits | options))
+
+
+def check_no_memory_is_held(used: Engine) -> None:
+    core = used._engine._core
+    assert core.scheduler.chunking is not None
+    pool = core.scheduler.chunking.pool
+    pool.check()
+    assert pool.available == pool.num_blocks
+    assert core.scheduler.line.tokens == core.scheduler.line.rows == 0
+
+
+LENGTHS = [1, 2, 12, 13, 14, 26, 27, 48, 49, 100, 200, 3, 13]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "mean_sqrt_len"])
+def test_a_cut_row_has_the_vector_of_a_whole_one(folder: Path, pooling: str) -> None:
+    config = {"pooler_config": {"pooling_type": pooling}}
+    with engine(folder, **config) as whole, chunked(folder, **config) as cut:
+        inputs = rows(LENGTHS)
+        np.testing.assert_allclose(cut.embed(inputs), whole.embed(inputs), atol=1e-5)
+        check_no_memory_is_held(cut)
+
+
+def test_token_vectors_are_gathered_across_steps(folder: Path) -> None:
+    with engine(folder) as whole, chunked(folder) as cut:
+        inputs = rows(LENGTHS)
+        for got, expected in zip(cut.token_embed(inputs), whole.token_embed(inputs), strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+        check_no_memory_is_held(cut)
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[tuple[Engine, Engine]]:
+    with engine(folder) as whole, chunked(folder, enable_prefix_caching=True, kv_cache_gb=1e-6) as cut:
+        yield whole, cut
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    calls=st.lists(
+        st.tuples(st.lists(st.integers(1, 90), min_size=1, max_size=8), st.booleans(), st.integers(0, 3)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_mix_of_requests_gives_each_its_own_answer(
+    pair: tuple[Engine, Engine], calls: list[tuple[list[int], bool, int]]
+) -> None:
+    """Little memory, cached prefixes, tasks side by side: answers equal those of rows run alone."""
+    whole, cut = pair
+    submitted = []
+    for number, (lengths, per_token, seed) in enumerate(calls):
+        inputs = [[7] * (n // 2) + row[n // 2 :] for n, row in zip(lengths, rows(lengths, seed), strict=True)]
+        submitted.append((number, inputs, per_token))
+    for _, inputs, per_token in submitted:
+        if per_token:
+            for got, row in zip(cut.token_embed(inputs), inputs, strict=True):
+                np.testing.assert_allclose(got, whole.token_embed([row])[0], atol=1e-5)
+        else:
+            got = cut.embed(inputs)
+            for vector, row in zip(got, inputs, strict=True):
+                np.testing.assert_allclose(vector, whole.embed([row])[0], atol=1e-5)
+    check_no_memory_is_held(cut)
+
+
+def test_a_cached_prefix_gives_the_vector_of_a_cold_one_and_is_counted(folder: Path) -> None:
+    prefix = rows([64], seed=5)[0]
+    inputs = [prefix + row for row in rows([9, 20, 33], seed=6)]
+    with engine(folder) as cold, chunked(folder, enable_prefix_caching=True) as warm:
+        warm.embed([inputs[0]])
+        pool = warm._engine._core.scheduler.chunking.pool  # type: ignore[union-attr]
+        before = pool.hit_tokens
+        np.testing.assert_allclose(warm.embed(inputs), cold.embed(inputs), atol=1e-5)
+        assert pool.hit_tokens - before >= 3 * 64
+        salted = pool.hit_tokens
+        np.testing.assert_allclose(warm.embed(inputs, cache_salt="other"), cold.embed(inputs), atol=1e-5)
+        assert pool.hit_tokens - salted < 3 * 64
+        check_no_memory_is_held(warm)
+
+
+def test_rows_run_over_steps_by_themselves_where_the_limit_exceeds_a_step(folder: Path) -> None:
+    with engine(folder, max_num_batched_tokens=64) as small, engine(folder) as large:
+        assert small.settings.chunked and not large.settings.chunked
+        inputs = rows([250, 100, 5])
+        np.testing.assert_allclose(small.embed(inputs), large.embed(inputs), atol=1e-5)
+
+
+@pytest.mark.parametrize("flag", ["enable_chunked_prefill", "enable_prefix_caching"])
+def test_cutting_is_refused_where_tokens_look_ahead(tmp_path: Path, folder: Path, flag: str) -> None:
+    with pytest.raises(ConfigError, match="looks ahead"):
+        Engine(str(write_bert(tmp_path / "bert")), device="cpu", **{flag: True})
+    with pytest.raises(ConfigError, match="max pooling needs the whole row"):
+        engine(folder, pooler_config={"pooling_type": "max"}, **{flag: True})

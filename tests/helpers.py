@@ -1,0 +1,68 @@
+"""Small makers of the engine's nouns, so that a test says only what matters to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.checkpoint.spec import ModelSpec, PoolingSpec
+from penstock.core import Ints, PoolingParams, Request, Task
+
+
+def ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int32)
+
+
+def make_request(
+    request_id: str,
+    lengths: Sequence[int],
+    *,
+    first_token: int = 1,
+    params: PoolingParams | None = None,
+    priority: int = 0,
+    arrival_s: float = 0.0,
+    deadline_s: float | None = None,
+    type_ids: Sequence[int] | None = None,
+    skip: Sequence[int] | None = None,
+) -> Request:
+    """A request whose tokens count up from `first_token`, so that every token can be told apart."""
+    total = sum(lengths)
+    return Request(
+        request_id,
+        np.arange(first_token, first_token + total, dtype=np.int32),
+        ints(lengths),
+        params or PoolingParams(),
+        type_ids=None if type_ids is None else ints(type_ids),
+        skip=None if skip is None else ints(skip),
+        priority=priority,
+        arrival_s=arrival_s,
+        deadline_s=deadline_s,
+    )
+
+
+def row_tokens(request: Request, row: int) -> list[int]:
+    start = int(request.lengths[:row].sum())
+    return request.token_ids[start : start + int(request.lengths[row])].tolist()
+
+
+def make_spec(**changes: Any) -> ModelSpec:
+    values: dict[str, Any] = {
+        "folder": "/nowhere",
+        "name": "test-model",
+        "architecture": "BertModel",
+        "config": {},
+        "limit": 16,
+        "positions": 16,
+        "embed_dim": 8,
+        "token_dim": 8,
+        "vocab_size": 100,
+        "pooling": PoolingSpec(methods=("mean",)),
+        "prompts": {},
+        "default_prompt_name": None,
+        "similarity": "cosine",
+        "lower_case": False,
+        "tasks": (Task.EMBED,),
+    }
+    return ModelSpec(**(values | changes))

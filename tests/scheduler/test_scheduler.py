@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.core import Request
+from penstock.errors import QueueFull
+from penstock.scheduler.queue import HEAD_START_S
+from penstock.scheduler.scheduler import Budget, Scheduler, Share
+from tests.helpers import make_request
+
+
+def scheduler_of(tokens: int = 100, rows: int = 100, queued_tokens: int = 10**9) -> Scheduler:
+    return Scheduler(Budget(tokens, rows, queued_tokens))
+
+
+def ids(shares: list[Share]) -> list[str]:
+    return [share.request.id for share in shares]
+
+
+def lengths(share: Share) -> list[int]:
+    return share.request.lengths[share.rows].tolist()
+
+
+def drain(scheduler: Scheduler) -> list[list[Share]]:
+    steps = []
+    while shares := scheduler.schedule():
+        steps.append(shares)
+    return steps
+
+
+def test_an_empty_line_gives_no_work() -> None:
+    assert scheduler_of().schedule() == []
+
+
+def test_small_requests_share_one_step() -> None:
+    scheduler = scheduler_of(tokens=30)
+    for name in "abc":
+        scheduler.add(make_request(name, [10]))
+    assert ids(scheduler.schedule()) == ["a", "b", "c"]
+    assert scheduler.schedule() == []
+
+
+def test_a_step_never_exceeds_its_token_budget() -> None:
+    scheduler = scheduler_of(tokens=25)
+    scheduler.add(make_request("a", [10] * 7))
+    assert [sum(map(sum, map(lengths, step))) for step in drain(scheduler)] == [20, 20, 20, 10]
+
+
+def test_a_step_fills_its_token_budget_to_the_last_token() -> None:
+    scheduler = scheduler_of(tokens=20)
+    scheduler.add(make_request("a", [10, 10, 10]))
+    assert lengths(scheduler.schedule()[0]) == [10, 10]
+
+
+def test_a_step_never_exceeds_its_row_budget() -> None:
+    scheduler = scheduler_of(tokens=10**6, rows=3)
+    scheduler.add(make_request("a", [1] * 4))
+    scheduler.add(make_request("b", [1] * 3))
+    assert [[len(share.rows) for share in step] for step in drain(scheduler)] == [[3], [1, 2], [1]]
+
+
+def test_a_request_too_large_for_one_step_runs_over_several_longest_rows_first() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("a", [2, 9, 4, 6]))
+    steps = drain(scheduler)
+    assert [lengths(step[0]) for step in steps] == [[9], [6, 4], [2]]
+    assert sorted(int(row) for step in steps for row in step[0].rows) == [0, 1, 2, 3]
+
+
+def test_a_row_larger_than_the_whole_budget_runs_alone() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("huge", [50]))
+    scheduler.add(make_request("small", [1]))
+    assert [ids(step) for step in drain(scheduler)] == [["huge"], ["small"]]
+
+
+def test_each_oversized_row_of_a_request_runs_in_its_own_step() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("huge", [50, 60, 3]))
+    assert [lengths(step[0]) for step in drain(scheduler)] == [[60], [50], [3]]
+
+
+def test_requests_behind_one_that_does_not_fit_fill_the_rest_of_the_step() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("first", [6]))
+    scheduler.add(make_request("wide", [8]))
+    scheduler.add(make_request("narrow", [4]))
+    assert ids(scheduler.schedule()) == ["first", "narrow"]
+    assert ids(scheduler.schedule()) == ["wide"]
+
+
+def test_the_one_that_was_passed_over_is_first_in_the_next_step() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("first", [6]))
+    scheduler.add(make_request("wide", [10]))
+    scheduler.add(make_request("narrow", [4]))
+    scheduler.schedule()
+    scheduler.add(make_request("later", [4]))
+    assert ids(scheduler.schedule()) == ["wide"]
+
+
+def test_looking_ahead_stops_after_a_bounded_number_of_requests() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("first", [6]))
+    for number in range(Scheduler.LOOK_AHEAD + 1):
+        scheduler.add(make_request(f"wide-{number}", [9]))
+    scheduler.add(make_request("narrow", [1]))
+    assert ids(scheduler.schedule()) == ["first"]
+
+
+def test_equal_priorities_are_served_in_order_of_arrival() -> None:
+    scheduler = scheduler_of(tokens=10)
+    for number in range(5):
+        scheduler.add(make_request(f"r{number}", [10], arrival_s=float(number)))
+    assert [ids(step) for step in drain(scheduler)] == [["r0"], ["r1"], ["r2"], ["r3"], ["r4"]]
+
+
+def test_equal_arrivals_are_served_in_the_order_in_which_they_were_added() -> None:
+    scheduler = scheduler_of(tokens=10)
+    for name in ("z", "a", "m"):
+        scheduler.add(make_request(name, [10], arrival_s=5.0))
+    assert [ids(step) for step in drain(scheduler)] == [["z"], ["a"], ["m"]]
+
+
+def test_a_lower_priority_number_runs_sooner() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("plain", [10], priority=0))
+    scheduler.add(make_request("background", [10], priority=5))
+    scheduler.add(make_request("urgent", [10], priority=-5))
+    assert [ids(step) for step in drain(scheduler)] == [["urgent"], ["plain"], ["background"]]
+
+
+@pytest.mark.parametrize(("lead_s", "winner"), [(0.9, "urgent"), (1.1, "patient")])
+def test_a_priority_level_is_worth_one_head_start(lead_s: float, winner: str) -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("patient", [10], priority=1, arrival_s=100.0))
+    scheduler.add(make_request("urgent", [10], priority=0, arrival_s=100.0 + lead_s * HEAD_START_S))
+    assert ids(scheduler.schedule()) == [winner]
+
+
+def test_a_steady_stream_of_urgent_requests_does_not_starve_a_patient_one() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("patient", [10], priority=3, arrival_s=0.0))
+    step_s, now = 0.5, 0.0
+    for step in range(100):
+        scheduler.add(make_request(f"urgent-{step}", [10], priority=0, arrival_s=now))
+        if "patient" in ids(scheduler.schedule()):
+            break
+        now += step_s
+    else:
+        pytest.fail("the patient request never ran")
+    assert now <= 3 * HEAD_START_S + step_s
+
+
+def test_a_large_request_lets_those_who_come_after_it_fill_its_gaps() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("bulk", [7] * 20))
+    scheduler.add(make_request("small", [3]))
+    assert ids(scheduler.schedule()) == ["bulk", "small"]
+
+
+def test_a_cancelled_request_never_runs() -> None:
+    scheduler = scheduler_of()
+    for name in "abc":
+        scheduler.add(make_request(name, [10]))
+    assert scheduler.cancel("b")
+    assert ids(scheduler.schedule()) == ["a", "c"]
+
+
+def test_cancelling_an_unknown_request_changes_nothing() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("a", [10]))
+    assert not scheduler.cancel("stranger")
+    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
+
+
+def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
+    scheduler = scheduler_of(tokens=10)
+    scheduler.add(make_request("a", [10, 10, 10]))
+    scheduler.schedule()
+    assert scheduler.cancel("a")
+    assert scheduler.schedule() == []
+    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (0, 0, 0)
+
+
+def expired_ids(scheduler: Scheduler, now_s: float) -> list[str]:
+    return [request.id for request in scheduler.expire(now_s)]
+
+
+def test_a_request_expires_at_its_deadline_and_not_before() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("a", [10], deadline_s=5.0))
+    assert expired_ids(scheduler, 4.999) == []
+    assert expired_ids(scheduler, 5.0) == ["a"]
+    assert scheduler.schedule() == []
+
+
+def test_requests_without_a_deadline_never_expire() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("a", [10]))
+    assert expired_ids(scheduler, 1e12) == []
+    assert ids(scheduler.schedule()) == ["a"]
+
+
+def test_only_those_past_their_deadline_expire() -> None:
+    scheduler = scheduler_of()
+    for name, deadline in (("late", 1.0), ("early", 9.0), ("later", 2.0)):
+        scheduler.add(make_request(name, [10], deadline_s=deadline))
+    assert expired_ids(scheduler, 2.5) == ["late", "later"]
+    assert ids(scheduler.schedule()) == ["early"]
+
+
+def test_a_request_that_is_running_or_cancelled_does_not_expire_any_more() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("running", [10], deadline_s=1.0))
+    scheduler.schedule()
+    scheduler.add(make_request("cancelled", [10], deadline_s=1.0))
+    scheduler.cancel("cancelled")
+    assert expired_ids(scheduler, 2.0) == []
+
+
+def test_an_id_that_is_used_again_does_not_inherit_the_old_deadline() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("a", [10], deadline_s=1.0))
+    scheduler.cancel("a")
+    scheduler.add(make_request("a", [10], deadline_s=9.0))
+    assert expired_ids(scheduler, 5.0) == []
+    assert expired_ids(scheduler, 9.0) == ["a"]
+
+
+def test_the_next_deadline_is_the_earliest_of_those_who_wait() -> None:
+    scheduler = scheduler_of()
+    assert scheduler.line.next_deadline_s() is None
+    scheduler.add(make_request("a", [10], deadline_s=7.0))
+    scheduler.add(make_request("b", [10], deadline_s=3.0))
+    assert scheduler.line.next_deadline_s() == 3.0
+    scheduler.cancel("b")
+    assert scheduler.line.next_deadline_s() == 7.0
+
+
+def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
+    scheduler = scheduler_of()
+    for number in range(1000):
+        scheduler.add(make_request(str(number), [10], deadline_s=1e6 + number))
+        scheduler.schedule()
+    assert len(scheduler.line._deadlines) < 200
+
+
+def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
+    scheduler = scheduler_of(queued_tokens=100)
+    scheduler.add(make_request("a", [60]))
+    with pytest.raises(QueueFull, match="60 tokens are waiting and at most 100"):
+        scheduler.add(make_request("b", [41]))
+    scheduler.add(make_request("c", [40]))
+    assert scheduler.line.tokens == 100
+    assert "b" not in scheduler.line
+
+
+def test_an_empty_line_takes_a_request_of_any_size() -> None:
+    scheduler = scheduler_of(tokens=10, queued_tokens=20)
+    scheduler.add(make_request("bulk", [10] * 30))
+    assert len(drain(scheduler)) == 30
+
+
+def test_the_line_takes_requests_again_once_it_has_moved() -> None:
+    scheduler = scheduler_of(tokens=50, queued_tokens=100)
+    scheduler.add(make_request("a", [50, 50]))
+    with pytest.raises(QueueFull):
+        scheduler.add(make_request("b", [50]))
+    scheduler.schedule()
+    scheduler.add(make_request("b", [50]))
+    assert scheduler.line.tokens == 100
+
+
+def test_a_refused_request_leaves_no_trace() -> None:
+    scheduler = scheduler_of(queued_tokens=10)
+    scheduler.add(make_request("a", [10]))
+    refused: Request = make_request("b", [1], deadline_s=1.0)
+    with pytest.raises(QueueFull):
+        scheduler.add(refused)
+    assert expired_ids(scheduler, 2.0) == []
+    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
