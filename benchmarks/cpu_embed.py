@@ -285,7 +285,8 @@ def main() -> None:
         head = [
             "# CPU embedding, all-MiniLM-L6-v2",
             "",
-            f"{date.today()} · {cpu_name()}, {options.threads} threads · Python {platform.python_version()} · "
+            f"{date.today()} · {cpu_name()}, {options.threads} threads · "
+            f"Python {platform.python_version()} · "
             + ", ".join(f"{name} {version(name)}" for name in packages),
             "",
             f"`python benchmarks/cpu_embed.py --texts {options.texts} --rounds {options.rounds}"

@@ -69,7 +69,8 @@ def main() -> None:
     print("\n".join(lines))
     if options.save:
         name = torch.cuda.get_device_name()
-        head = f"# GPU embedding, offline\n\n{date.today()} · {name} · Python {platform.python_version()} · torch {torch.__version__}\n\n"
+        versions = f"Python {platform.python_version()} · torch {torch.__version__}"
+        head = f"# GPU embedding, offline\n\n{date.today()} · {name} · {versions}\n\n"
         command = "`python benchmarks/gpu_embed.py FOLDER… --save`\n\n"
         target = Path(__file__).parent / "results" / "gpu_embed.md"
         target.parent.mkdir(exist_ok=True)

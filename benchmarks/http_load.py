@@ -22,7 +22,7 @@ def serving(flags: list[str]) -> Iterator[int]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning"] + flags
+        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags]
     )
     try:
         for _ in range(600):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
-
 from pydoc_data import topics
 
 
@@ -19,5 +19,5 @@ def natural_texts(count: int, seed: int = 0) -> list[str]:
     paragraphs = sorted(set(paragraphs))
     random.Random(seed).shuffle(paragraphs)
     while len(paragraphs) < count:
-        paragraphs += [f"{a} {b}" for a, b in zip(paragraphs, paragraphs[1:], strict=False)]
+        paragraphs += [f"{a} {b}" for a, b in itertools.pairwise(paragraphs)]
     return paragraphs[:count]

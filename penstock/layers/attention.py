@@ -7,6 +7,7 @@ bias is added to the scores.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,6 +109,15 @@ def _visible(length: int, context: int, causal: bool, window: int | None, device
     return seen
 
 
+@lru_cache(maxsize=2)
+def _gqa_flag(grouped: bool) -> dict[str, bool]:
+    """Newer releases want to be told that keys have fewer heads; older ones see it by themselves."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": True} if grouped and known else {}
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -125,7 +135,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: Atten
         max_keys,
         scale=kind.scale,
         window_size=(left, 0 if kind.causal else left),
-        enable_gqa=key.shape[1] != query.shape[1],
+        **_gqa_flag(grouped=key.shape[1] != query.shape[1]),
     )
     assert isinstance(out, Tensor)
     return out.flatten(1)

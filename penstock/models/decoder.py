@@ -193,7 +193,7 @@ def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     shape = _mistral_shape("GritLM", config)
     if not shape.causal:
         shape = replace(shape, sliding=(False,) * shape.layers)
-    return Decoder(build, shape)
+    return _with_head(Decoder(build, shape), build, config, head)
 
 
 def qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:

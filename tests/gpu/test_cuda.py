@@ -16,7 +16,7 @@ from penstock.core import OutputDtype, PoolingParams, Request
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
-from tests.checkpoints import write_bert
+from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(count: int) -> list[str]:
-    words = "the of and to in a is was it for on are as with his they at be this have".split()
+    words = ["the", "of", "and", "to", "in", "is", "was", "it", "for", "on", "are", "as", "with", "his"]
     random = np.random.default_rng(0)
     return [" ".join(random.choice(words, random.integers(1, 60))) for _ in range(count)]
 
@@ -85,3 +85,61 @@ def test_a_step_never_waits_between_launch_and_collect(folder: Path) -> None:
             torch.cuda.set_sync_debug_mode("default")
         first, second = future.result().outputs
         assert first.shape == (8, 128) and second.shape == (8, 32)
+
+
+DECODER = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "max_position_embeddings": 512,
+    "vocab_size": len(wordpiece_vocabulary()),
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    write_json(folder / "config.json", DECODER)
+    wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_rows_spread_over_steps_equal_whole_ones(decoder: Path, dtype: str, pooling: str) -> None:
+    rng = np.random.default_rng(2)
+    inputs = [rng.integers(5, 100, n).tolist() for n in (1, 5, 64, 65, 130, 300, 500, 17)]
+    options = {"device": "cuda", "dtype": dtype, "load_format": "dummy"}
+    options["pooler_config"] = {"pooling_type": pooling}
+    cut_options = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 48}
+    with (
+        Engine(str(decoder), **options) as whole,
+        Engine(str(decoder), enable_chunked_prefill=True, **cut_options, **options) as cut,
+    ):
+        expected, got = whole.embed(inputs), cut.embed(inputs)
+        assert (expected * got).sum(1).min() > (0.9995 if dtype == "bfloat16" else 0.99999)
+        for mine, theirs in zip(cut.token_embed(inputs), whole.token_embed(inputs), strict=True):
+            cosine = torch.nn.functional.cosine_similarity(*map(torch.from_numpy, (mine, theirs)), dim=1)
+            assert cosine.min() > (0.999 if dtype == "bfloat16" else 0.99999)
+
+
+def test_prefixes_are_shared_on_the_device(decoder: Path) -> None:
+    rng = np.random.default_rng(3)
+    prefix = rng.integers(5, 100, 160).tolist()
+    inputs = [prefix + rng.integers(5, 100, n).tolist() for n in (3, 40, 90)]
+    options = {"device": "cuda", "dtype": "float32", "load_format": "dummy"}
+    with (
+        Engine(str(decoder), **options) as cold,
+        Engine(str(decoder), enable_prefix_caching=True, **options) as warm,
+    ):
+        warm.embed(inputs[:1])
+        np.testing.assert_allclose(warm.embed(inputs), cold.embed(inputs), atol=1e-4)
+        assert warm._engine._core.scheduler.chunking.pool.hit_tokens >= 3 * 160

@@ -54,6 +54,15 @@ def test_fused_tensors_stand_one_below_the_other_in_the_order_asked_for(
     assert torch.equal(fused, torch.cat([parts["v.weight"], parts["q.weight"], parts["k.weight"]]))
 
 
+def test_fused_tensors_may_have_sizes_of_their_own(tmp_path: Path) -> None:
+    parts = {"q": torch.randn(6, 3), "k": torch.randn(2, 3), "bias": torch.randn(4)}
+    weights = source(write(tmp_path, parts))
+    assert torch.equal(weights.fuse(["q", "k"], [6, 2], 3), torch.cat([parts["q"], parts["k"]]))
+    assert torch.equal(weights.fuse(["bias"], 4), parts["bias"])
+    with pytest.raises(ModelLoadError, match="'k' has shape"):
+        weights.fuse(["q", "k"], [6, 3], 3)
+
+
 def test_half_precision_weights_are_widened_exactly(tmp_path: Path, parts: dict[str, Tensor]) -> None:
     half = {name: tensor.half() for name, tensor in parts.items()}
     fused = source(write(tmp_path, half)).fuse(list(half), 4, 3)

@@ -1,0 +1,70 @@
+"""A model's chat template, applied to plain prompts before they are sent."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from penstock.errors import BadValue
+
+
+def chat_template(folder: Path) -> str | None:
+    """The template in the model's folder, if it has one."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text()
+    config = _config(folder)
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def apply(template: str, folder: Path, prompts: list[str]) -> list[str]:
+    """Each prompt as one user message, ready for the model's answer."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    names = {
+        name: _token(value) for name, value in _config(folder).items() if name.endswith("_token") and value
+    }
+    try:
+        compiled = environment.from_string(template)
+        return [
+            compiled.render(
+                messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **names
+            )
+            for prompt in prompts
+        ]
+    except TemplateError as error:
+        raise BadValue(
+            f"the chat template of {folder} cannot be applied: {error}; use --skip-chat-template",
+            param="skip_chat_template",
+        ) from None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
+    except (FileNotFoundError, msgspec.DecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _token(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _refuse(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)

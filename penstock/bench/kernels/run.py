@@ -1,0 +1,153 @@
+"""`penstock bench kernels`: each kernel against its reference, and against the floor of this device.
+
+The floor is the longer of two times: the case's bytes at the speed of a plain copy of that many bytes,
+and its operations at the speed of a large matrix product; both are measured here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from penstock.bench.kernels.cases import Case, Place
+from penstock.bench.kernels.registry import KERNELS
+from penstock.bench.report.save import save_figures
+from penstock.bench.words import say, warn_if_busy
+from penstock.errors import BadValue
+
+
+class Measured(msgspec.Struct, frozen=True):
+    kernel: str
+    shape: str
+    run_us: float
+    reference_us: float
+    floor_us: float
+    error: float  # largest difference, relative to the reference's largest value
+
+
+def bench_kernels(
+    device: str,
+    dtype: str,
+    only: Sequence[str],
+    min_time_s: float,
+    threads: int | None,
+    output_json: str | None,
+) -> int:
+    place = _place(device, dtype)
+    if threads:
+        torch.set_num_threads(threads)
+    if unknown := [name for name in only if name not in KERNELS]:
+        raise BadValue(f"--only {unknown[0]!r} is unknown; use {', '.join(KERNELS)}")
+    warn_if_busy()
+    floor = Floor(place, min_time_s)
+    say(f"{place.device} {place.dtype}: {floor.flops_per_s / 1e9:,.0f} GFLOP/s in a large product")
+    say(
+        f"{'kernel':<22} {'shape':<40} {'µs':>9} {'reference':>10} {'speed-up':>9} {'floor':>9} "
+        f"{'of floor':>9} {'error':>9}"
+    )
+    found = []
+    with torch.inference_mode():
+        for name in only or KERNELS:
+            for case in KERNELS[name](place):
+                found.append(one := measure(case, floor, min_time_s))
+                say(_row(one))
+    _save(output_json, place, floor, found)
+    return 0
+
+
+def measure(case: Case, floor: Floor, min_time_s: float) -> Measured:
+    got, wanted = case.run().float(), case.reference().float()
+    error = float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+    return Measured(
+        case.kernel,
+        case.shape,
+        clock(case.run, floor.place.device, min_time_s) * 1e6,
+        clock(case.reference, floor.place.device, min_time_s) * 1e6,
+        floor.seconds(case) * 1e6,
+        error,
+    )
+
+
+class Floor:
+    """What this device can do at best, measured once."""
+
+    def __init__(self, place: Place, min_time_s: float) -> None:
+        self.place, self._min_time_s = place, min_time_s
+        self._copies: dict[int, float] = {}
+        side = 1024 if place.device.type == "cpu" else 8192
+        left, right = place.random(side, side), place.random(side, side)
+        took = clock(lambda: left @ right, place.device, min_time_s)
+        self.flops_per_s = 2 * side**3 / took
+
+    def bytes_per_s(self, size: int) -> float:
+        """Of a copy that reads and writes `size` bytes in all: small ones stay in the cache."""
+        power = max(14, (size - 1).bit_length())
+        if power not in self._copies:
+            source = torch.zeros(2 ** (power - 1), dtype=torch.uint8, device=self.place.device)
+            target = torch.empty_like(source)
+            took = clock(lambda: target.copy_(source), self.place.device, self._min_time_s)
+            self._copies[power] = 2**power / took
+        return self._copies[power]
+
+    def seconds(self, case: Case) -> float:
+        return max(case.moved_bytes / self.bytes_per_s(case.moved_bytes), case.flops / self.flops_per_s)
+
+
+def clock(run: Callable[[], Tensor], device: torch.device, min_time_s: float) -> float:
+    """Seconds of one call, after two for warmth: the fastest tenth, since other work only ever adds time."""
+    for _ in range(2):
+        run()
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < min_time_s:
+        times.append(_on_cuda(run) if device.type == "cuda" else _on_cpu(run))
+    return sorted(times)[len(times) // 10]
+
+
+def _on_cpu(run: Callable[[], Tensor]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _on_cuda(run: Callable[[], Tensor], repeats: int = 10) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / repeats
+
+
+def _place(device: str, dtype: str) -> Place:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise BadValue(f"device {device!r} was asked for, but no CUDA device is here", param="device")
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise BadValue(f"dtype {dtype!r} is unknown; use auto, float32, bfloat16 or float16", param="dtype")
+    return Place(torch.device(device), getattr(torch, dtype))
+
+
+def _row(one: Measured) -> str:
+    return (
+        f"{one.kernel:<22} {one.shape:<40} {one.run_us:>9.1f} {one.reference_us:>10.1f} "
+        f"{one.reference_us / one.run_us:>8.2f}× {one.floor_us:>9.1f} {one.floor_us / one.run_us:>9.0%} "
+        f"{one.error:>9.1e}"
+    )
+
+
+def _save(path: str | None, place: Place, floor: Floor, found: Sequence[Measured]) -> None:
+    result = {
+        "device": str(place.device),
+        "dtype": str(place.dtype),
+        "flops_per_s": floor.flops_per_s,
+        "kernels": [msgspec.to_builtins(one) for one in found],
+    }
+    save_figures(path, result)

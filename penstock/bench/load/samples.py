@@ -1,0 +1,150 @@
+"""What is known of each finished request, in columns: cheap to append to, cheap to send, easy to join."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+# Moments are seconds on the machine's monotonic clock; 0 where there was no such moment.
+COLUMNS: dict[str, str] = {
+    "request": "i",  # which request of the data set
+    "due": "d",  # when it should have been sent; equal to `start` without a rate
+    "start": "d",  # before the connection was made or taken from the pool
+    "first_byte": "d",
+    "end": "d",  # the whole body is here
+    "first_token": "d",  # streams only
+    "last_token": "d",
+    "status": "i",  # HTTP status; 0: no answer
+    "error": "i",  # −1: none, −2: given up when the run was stopped, else an index into the messages
+    "input_tokens": "i",  # as the server counted; −1: it did not say
+    "output_tokens": "i",
+    "body_bytes": "q",
+    "gaps": "i",  # how many of the flat `gap` values are this request's
+}
+OK, GIVEN_UP = -1, -2
+
+
+class Block(msgspec.Struct, frozen=True, tag="block"):
+    """Some finished requests of one process, on their way to the parent."""
+
+    columns: dict[str, bytes]
+    gaps: bytes  # float32 seconds between tokens
+    messages: list[str]  # what `error` points into, for this block
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The last word of a load process."""
+
+    cpu_s: float
+    completed: int
+    given_up_reason: str | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    pass
+
+
+Report = Ready | Block | Done
+
+
+class Recorder:
+    """Columns that grow. Appending costs well under a microsecond; flushing is a copy."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, code in COLUMNS.items()}
+        self._append = [column.append for column in self._columns.values()]
+        self._gaps = array("f")
+        self._messages: dict[str, int] = {}
+
+    def add(self, values: tuple[float, ...], gaps: Sequence[float] = ()) -> None:
+        """`values` in the order of COLUMNS."""
+        for append, value in zip(self._append, values, strict=True):
+            append(value)
+        if gaps:
+            self._gaps.extend(gaps)
+
+    def message(self, text: str) -> int:
+        """The index of an error message; equal messages are kept once."""
+        return self._messages.setdefault(text, len(self._messages))
+
+    def __len__(self) -> int:
+        return len(self._columns["request"])
+
+    def flush(self) -> Block:
+        block = Block(
+            {name: column.tobytes() for name, column in self._columns.items()},
+            self._gaps.tobytes(),
+            list(self._messages),
+        )
+        for column in self._columns.values():
+            del column[:]
+        del self._gaps[:]
+        self._messages.clear()
+        return block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """All requests of a run, ordered by their start."""
+
+    columns: dict[str, NDArray[Any]]
+    gaps: NDArray[np.float32]  # flat, `gaps` column many a request
+    messages: list[str]
+
+    def __len__(self) -> int:
+        return len(self.columns["request"])
+
+    def __getitem__(self, name: str) -> NDArray[np.float64]:
+        return self.columns[name].astype(np.float64)
+
+    @property
+    def ok(self) -> NDArray[np.bool_]:
+        return np.asarray(self.columns["error"] == OK)
+
+    @property
+    def failed(self) -> NDArray[np.bool_]:
+        return np.asarray(self.columns["error"] >= 0)
+
+    def errors(self) -> dict[str, int]:
+        """Error messages and how often each came, most frequent first."""
+        codes, counts = np.unique(self.columns["error"][self.failed], return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        return {self.messages[int(codes[i])]: int(counts[i]) for i in order}
+
+
+def join(blocks: Iterable[Block]) -> Samples:
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
+    gaps: list[NDArray[np.float32]] = []
+    messages: dict[str, int] = {}
+    for block in blocks:
+        values = {name: np.frombuffer(block.columns[name], dtype=code) for name, code in COLUMNS.items()}
+        places = np.array([messages.setdefault(text, len(messages)) for text in block.messages], np.int32)
+        codes = values["error"].copy()
+        codes[codes >= 0] = places[codes[codes >= 0]]
+        values["error"] = codes
+        for name, value in values.items():
+            parts[name].append(value)
+        gaps.append(np.frombuffer(block.gaps, dtype=np.float32))
+    columns = {
+        name: np.concatenate(parts[name]) if parts[name] else np.empty(0, dtype=code)
+        for name, code in COLUMNS.items()
+    }
+    flat = np.concatenate(gaps) if gaps else np.empty(0, np.float32)
+    return _ordered(columns, flat, list(messages))
+
+
+def _ordered(columns: dict[str, NDArray[Any]], gaps: NDArray[np.float32], messages: list[str]) -> Samples:
+    order = np.argsort(columns["start"], kind="stable")
+    counts = columns["gaps"].astype(np.int64)
+    if len(gaps):
+        starts = np.concatenate([[0], np.cumsum(counts)[:-1]])[order]
+        lengths = counts[order]
+        ends = np.cumsum(lengths)
+        gaps = gaps[np.repeat(starts - (ends - lengths), lengths) + np.arange(len(gaps))]
+    return Samples({name: column[order] for name, column in columns.items()}, gaps, messages)

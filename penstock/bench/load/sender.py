@@ -1,0 +1,222 @@
+"""Sends the requests that fall to one process, at their time and within its share of the concurrency."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+import time
+from collections.abc import Callable
+
+from penstock.bench.load.plan import WorkerPlan
+from penstock.bench.load.refusal import refusal
+from penstock.bench.load.samples import GIVEN_UP, OK, Recorder
+from penstock.bench.load.store import Store, draw
+from penstock.bench.load.wire import CONNECTIONS, Connection, StreamConnection
+
+_GIVE_UP_AFTER = 200  # connections in a row that came to nothing: the server is gone
+
+
+class Sender:
+    """Keeps connections busy until the tickets or the time run out, then calls `finished` once."""
+
+    def __init__(
+        self, plan: WorkerPlan, store: Store, recorder: Recorder, finished: Callable[[], None]
+    ) -> None:
+        self.plan, self.store, self.recorder, self.finished = plan, store, recorder, finished
+        self.completed = 0
+        self.reason: str | None = None  # why sending ended early
+        self._loop = asyncio.get_running_loop()
+        self._make = CONNECTIONS[plan.reader]
+        self._tls = ssl.create_default_context() if plan.address.tls else None
+        self._timed = bool(store.due_s)
+        self._live: set[Connection] = set()
+        self._idle: list[Connection] = []
+        self._active = 0
+        self._refused = 0  # in a row
+        self._held: int | None = None  # a ticket that was drawn before its time
+        self._count = plan.number
+        self._exhausted = False
+        self._over = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def begin(self, at_s: float) -> None:
+        self._at_s = at_s
+        self._deadline = at_s + self.plan.duration_s if self.plan.duration_s else float("inf")
+        self._loop.call_later(1.0, self._look_for_late_ones)
+        self._pump()
+
+    def stop(self) -> None:
+        """Give up: what is in flight is noted as neither answered nor failed."""
+        self._exhausted = True
+        now = time.monotonic()
+        for connection in [c for c in self._live if c.busy]:
+            connection.busy = False
+            self._active -= 1
+            self._note(connection, now, GIVEN_UP)
+        self._pump()
+
+    # drawing and sending
+
+    def _pump(self) -> None:
+        """Send whatever is due and fits; come back by timer or when a connection is free."""
+        while not self._exhausted and (self.plan.slots is None or self._active < self.plan.slots):
+            ticket = self._draw() if self._held is None else self._held
+            if ticket is None:
+                self._exhausted = True
+                break
+            now = time.monotonic()
+            due = self._at_s + self.store.due_s[ticket] if self._timed else now
+            if due > now:
+                self._held = ticket
+                self._wake_in(due - now)
+                return
+            self._held = None
+            self._send(ticket % self.store.count, due, now)
+        if self._exhausted and not self._active and not self._over:
+            self._over = True
+            for connection in list(self._live):
+                connection.close()
+            self.finished()
+
+    def _draw(self) -> int | None:
+        if self.plan.tickets_fd is not None:
+            return draw(self.plan.tickets_fd)
+        if time.monotonic() >= self._deadline:
+            return None
+        self._count += self.plan.processes
+        return self._count - self.plan.processes
+
+    def _wake_in(self, delay_s: float) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(delay_s, self._woken)
+
+    def _woken(self) -> None:
+        self._timer = None
+        self._pump()
+
+    def _send(self, index: int, due: float, start: float) -> None:
+        self._active += 1
+        if self._idle:
+            connection = self._idle.pop()
+            connection.begin(index, due, start)
+            connection.write(self.store[index])
+        else:
+            self._open(index, due, start)
+
+    def _open(self, index: int, due: float, start: float) -> None:
+        connection = self._make(self)
+        connection.begin(index, due, start)
+        self._live.add(connection)
+        task = self._loop.create_task(self._connect(connection))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _connect(self, connection: Connection) -> None:
+        address = self.plan.address
+        try:
+            await self._loop.create_connection(
+                lambda: connection,
+                address.host,
+                address.port,
+                ssl=self._tls,
+                server_hostname=address.server_name if self._tls else None,
+            )
+        except OSError as error:
+            self._live.discard(connection)
+            self._refused += 1
+            self._fail(connection, _cannot_connect(error))
+
+    # what the connections report
+
+    def connected(self, connection: Connection) -> None:
+        if connection.busy:
+            connection.write(self.store[connection.index])
+        else:  # given up meanwhile
+            connection.close()
+
+    def answered(self, connection: Connection, now: float) -> None:
+        connection.busy = False
+        connection.served += 1
+        self._active -= 1
+        self._refused = 0
+        status = connection.status
+        if status == 200:
+            fault = connection.fault()
+        else:
+            fault = refusal(status, connection.head)
+        self._note(connection, now, OK if fault is None else self.recorder.message(fault), status)
+        if self.plan.keepalive and connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        self._pump()
+
+    def lost(self, connection: Connection, reason: str) -> None:
+        self._live.discard(connection)
+        if not connection.busy:
+            if connection in self._idle:
+                self._idle.remove(connection)
+            return
+        if connection.served and not connection.first_byte:
+            # A kept connection may be closed by the server just as it is used again: not a failure.
+            connection.busy = False
+            self._open(connection.index, connection.due, connection.start)
+            return
+        self._refused += 1
+        self._fail(connection, reason)
+
+    def _fail(self, connection: Connection, reason: str) -> None:
+        if not connection.busy:
+            return
+        connection.busy = False
+        self._active -= 1
+        self._note(connection, time.monotonic(), self.recorder.message(reason))
+        if self._refused >= _GIVE_UP_AFTER and not self._exhausted:
+            self._exhausted = True
+            self.reason = f"{self._refused} connections in a row failed, the last with: {reason}"
+        self._loop.call_soon(self._pump)
+
+    def _look_for_late_ones(self) -> None:
+        if self._over:
+            return
+        now = time.monotonic()
+        for connection in [c for c in self._live if c.busy and now - c.start > self.plan.timeout_s]:
+            self._fail(connection, f"no complete answer within {self.plan.timeout_s:g} s")
+            connection.close()
+        self._loop.call_later(1.0, self._look_for_late_ones)
+
+    def _note(self, connection: Connection, now: float, error: int, status: int = 0) -> None:
+        input_tokens, output_tokens, first, last = -1, 0, 0.0, 0.0
+        gaps: list[float] = []
+        if error == OK:
+            self.completed += 1
+            input_tokens, output_tokens = connection.tokens()
+            if isinstance(connection, StreamConnection):
+                stream = connection.stream
+                first, last, gaps = stream.first_token, stream.last_token, stream.gaps
+        self.recorder.add(
+            (
+                connection.index,
+                connection.due,
+                connection.start,
+                connection.first_byte,
+                now,
+                first,
+                last,
+                status,
+                error,
+                input_tokens,
+                output_tokens,
+                connection.body_bytes,
+                len(gaps),
+            ),
+            gaps,
+        )
+
+
+def _cannot_connect(error: OSError) -> str:
+    if error.errno == errno.EMFILE:
+        return "too many open files in the load client: raise `ulimit -n` or lower --max-concurrency"
+    return f"cannot connect: {error.strerror or error}"

@@ -1,0 +1,157 @@
+"""One HTTP/1.1 connection of the load client: writes prepared bytes, reads whole answers.
+
+Callbacks only, no task or future for each request. The body of an answer is not kept: its size, its
+beginning and its end are enough to count and to quote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any, Protocol
+
+import httptools
+
+from penstock.bench.load.sse import TokenStream
+
+_KEPT_BYTES = 4096  # of the beginning and of the end of a body
+_USAGE = re.compile(rb'"(?:prompt_tokens|input_tokens|total_tokens)"\s*:\s*(\d+)')
+_LENGTH_KNOWN = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
+_TOKEN_HEADERS = (b"x-compute-tokens", b"metadata")
+
+
+class Owner(Protocol):
+    def connected(self, connection: Connection) -> None: ...
+
+    def answered(self, connection: Connection, now: float) -> None: ...
+
+    def lost(self, connection: Connection, reason: str) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """The plain form: token counts are read from the end, or else the beginning, of the body."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.transport: asyncio.WriteTransport | None = None
+        self.parser: Any = None
+        self.served = 0  # answers on this connection so far
+        self.begin(-1, 0.0, 0.0)
+        self.busy = False
+
+    def begin(self, index: int, due: float, start: float) -> None:
+        """Take on a request; its bytes are written at once or, on a new connection, when it is up."""
+        self.busy = True
+        self.index, self.due, self.start = index, due, start
+        self.first_byte = 0.0
+        self.body_bytes = 0
+        self.opening = self.head = self.tail = b""
+
+    def write(self, request: bytes) -> None:
+        assert self.transport is not None
+        self.transport.write(request)
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    @property
+    def status(self) -> int:
+        return int(self.parser.get_status_code())
+
+    @property
+    def reusable(self) -> bool:
+        return bool(self.parser.should_keep_alive())
+
+    def tokens(self) -> tuple[int, int]:
+        """(input, output) as the server counted; −1 where it did not say."""
+        found = _USAGE.search(self.tail) or _USAGE.search(self.head)
+        return (int(found[1]) if found else -1), 0
+
+    def fault(self) -> str | None:
+        """Why an answer with status 200 does not count after all."""
+        return None if self.body_bytes else "the answer is empty"
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self.parser = httptools.HttpResponseParser(self)
+        self.owner.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.first_byte:
+            self.first_byte = time.monotonic()
+            self.opening = data
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.owner.lost(self, f"the answer is not HTTP: {error}")
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.busy and self.first_byte and error is None and not _LENGTH_KNOWN.search(self.opening):
+            self.on_message_complete()  # an answer without a length ends where the server closes
+        self.transport = self.parser = None  # the parser refers back to this object
+        self.owner.lost(self, _why(error, self.first_byte > 0))
+
+    # httptools: called while an answer is parsed
+
+    def on_body(self, chunk: bytes) -> None:
+        self.body_bytes += len(chunk)
+        if len(self.head) < _KEPT_BYTES:
+            self.head += chunk
+        self.tail = chunk if len(chunk) >= _KEPT_BYTES else self.tail[-_KEPT_BYTES:] + chunk
+
+    def on_message_complete(self) -> None:
+        if self.busy:
+            self.owner.answered(self, time.monotonic())
+
+
+class HeaderConnection(Connection):
+    """Token counts stand in a header: TEI's `x-compute-tokens`, or `metadata` of a binary answer."""
+
+    def begin(self, index: int, due: float, start: float) -> None:
+        super().begin(index, due, start)
+        self.counted = -1
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in _TOKEN_HEADERS:
+            found = re.fullmatch(rb"\s*(\d+)\s*", value) or _USAGE.search(value)
+            self.counted = int(found[1]) if found else -1
+
+    def tokens(self) -> tuple[int, int]:
+        return (self.counted, 0) if self.counted >= 0 else super().tokens()
+
+
+class StreamConnection(Connection):
+    """A stream of tokens."""
+
+    def begin(self, index: int, due: float, start: float) -> None:
+        super().begin(index, due, start)
+        self.stream = TokenStream()
+
+    def on_body(self, chunk: bytes) -> None:
+        super().on_body(chunk)
+        self.stream.feed(chunk, time.monotonic())
+
+    def tokens(self) -> tuple[int, int]:
+        return self.stream.input_tokens, self.stream.tokens
+
+    def fault(self) -> str | None:
+        if self.stream.error:
+            return f"the stream carried an error: {self.stream.error}"
+        return None if self.stream.first_token else "the stream carried no token"
+
+
+CONNECTIONS: dict[str, type[Connection]] = {
+    "body": Connection,
+    "header": HeaderConnection,
+    "stream": StreamConnection,
+}
+
+
+def _why(error: Exception | None, begun: bool) -> str:
+    what = "in the middle of an answer" if begun else "before it answered"
+    return f"the server closed the connection {what}" + (f" ({error})" if error else "")

@@ -1,0 +1,102 @@
+"""A server that computes nothing: `python -m penstock.bench.nullserver`. It answers every request with the
+same prepared bytes, so that what `--self-test` measures is the load client."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.bench.load.worker import fast_loop
+
+_LENGTH = b"content-length:"
+
+
+class NullProtocol(asyncio.Protocol):
+    """Knows only where a request ends: at its header's blank line plus its Content-Length."""
+
+    answer = b""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._missing = 0  # bytes of the current body that are still to come
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._write = transport.write  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        if self._missing > len(data):
+            self._missing -= len(data)
+            return
+        if self._missing:
+            data, self._missing = data[self._missing :], 0
+            self._write(self.answer)
+        data = self._rest + data
+        self._rest = b""
+        while data:
+            head = data.find(b"\r\n\r\n")
+            if head < 0:
+                self._rest = data
+                return
+            end = head + 4 + _body_size(data[:head])
+            if len(data) < end:
+                self._missing = end - len(data)
+                return
+            self._write(self.answer)
+            data = data[end:]
+
+
+def _body_size(head: bytes) -> int:
+    lower = head.lower()
+    at = lower.find(_LENGTH)
+    return int(lower[at + len(_LENGTH) :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+
+
+@contextmanager
+def null_server(body: bytes, processes: int = 1, content_type: str = "application/json") -> Iterator[int]:
+    """Runs in processes of its own, all on one port, which it yields."""
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+    port, started = 0, []
+    try:
+        for _ in range(processes):
+            process, port = _start(port, head.encode() + body)
+            started.append(process)
+        yield port
+    finally:
+        for process in started:
+            process.communicate(timeout=10)  # closes its input, which ends it
+
+
+def _start(port: int, answer: bytes) -> tuple[subprocess.Popen[bytes], int]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.bench.nullserver"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{port} {len(answer)}\n".encode() + answer)
+    process.stdin.flush()
+    return process, int(process.stdout.readline())
+
+
+async def _serve(port: int) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(NullProtocol, "127.0.0.1", port, backlog=4096, reuse_port=True)
+    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
+    await loop.run_in_executor(None, sys.stdin.buffer.read)  # until the parent closes it
+
+
+def main() -> None:
+    """First a line with port and size, then the answer."""
+    port, size = (int(word) for word in sys.stdin.buffer.readline().split())
+    NullProtocol.answer = sys.stdin.buffer.read(size)
+    with asyncio.Runner(loop_factory=fast_loop) as runner:
+        runner.run(_serve(port))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Single requests outside the clock: is the server there, which model does it hold, is the route right?"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import time
+from typing import Any
+
+import orjson
+
+from penstock.bench.load.refusal import refusal
+from penstock.bench.target import Target
+from penstock.errors import BadValue
+
+_POLL_S = 0.25
+
+
+class Unreachable(BadValue):
+    """Nothing answers at the address."""
+
+
+class Answer:
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    def json(self) -> Any:
+        """The decoded body; None where it is not JSON."""
+        try:
+            return orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            return None
+
+    def refusal(self) -> str:
+        return refusal(self.status, self.body)
+
+
+class Caller:
+    """A plain blocking client that keeps its connection."""
+
+    def __init__(self, target: Target, timeout_s: float = 60.0) -> None:
+        self.target, address = target, target.address
+        if address.tls:
+            self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                address.server_name, address.port, timeout=timeout_s, context=ssl.create_default_context()
+            )
+        else:
+            self._connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+
+    def call(self, method: str, route: str, body: Any = None) -> Answer:
+        """One exchange; `Unreachable` where there is no server, or it breaks off twice."""
+        headers = dict(self.target.headers)
+        data = None if body is None else orjson.dumps(body)
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        for last in (False, True):
+            try:
+                self._connection.request(method, self.target.prefix + route, data, headers)
+                reply = self._connection.getresponse()
+                return Answer(reply.status, dict(reply.headers.items()), reply.read())
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                if last or isinstance(error, (ConnectionRefusedError, TimeoutError)):
+                    raise Unreachable(
+                        f"no server answers at {self.target.base_url}: {_said(error)}"
+                    ) from None
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def healthy(target: Target) -> bool:
+    """200 from /health; for servers without that route, from /v1/models."""
+    caller = Caller(target, timeout_s=5.0)
+    try:
+        status = caller.call("GET", "/health").status
+        if status in (404, 405):
+            status = caller.call("GET", "/v1/models").status
+        return status == 200
+    except Unreachable:
+        return False
+    finally:
+        caller.close()
+
+
+def await_server(target: Target, timeout_s: float) -> None:
+    """Return as soon as the server is well; raise after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not healthy(target):
+        if time.monotonic() > deadline:
+            raise Unreachable(f"no server answers at {target.base_url} after {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def first_model(target: Target) -> str:
+    """The first model that the server lists."""
+    caller = Caller(target)
+    try:
+        answer = caller.call("GET", "/v1/models")
+        listed = answer.json()
+        if answer.status == 200 and isinstance(listed, dict) and listed.get("data"):
+            return str(listed["data"][0]["id"])
+        raise BadValue(f"the server lists no model at /v1/models ({answer.refusal()}): give --model")
+    finally:
+        caller.close()

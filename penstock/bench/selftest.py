@@ -1,0 +1,109 @@
+"""`penstock bench serve --self-test`: the same requests against a server that does nothing.
+
+What comes out is the load client's own ceiling on this machine: figures of a real server that come near
+it say more about the client than about the server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+
+from penstock.bench.backends import Backend
+from penstock.bench.datasets.item import Item
+from penstock.bench.load.fleet import default_processes
+from penstock.bench.nullserver import null_server
+from penstock.bench.options import (
+    BackendName,
+    BodyOptions,
+    DataOptions,
+    ReportOptions,
+    ServerOptions,
+    TrafficOptions,
+)
+from penstock.bench.prepare import Prepared, prepare
+from penstock.bench.report.table import row, table
+from penstock.bench.run import Run, complaints, run_once, traffic_of
+from penstock.bench.target import target_of
+from penstock.bench.words import say, warn
+from penstock.config import available_cpus
+
+_DIMENSIONS = 384
+_SECONDS = 3.0
+_CONCURRENCY = 64
+
+
+def self_test(
+    server: ServerOptions,
+    data: DataOptions,
+    traffic: TrafficOptions,
+    body: BodyOptions,
+    report: ReportOptions,
+) -> int:
+    """Measure and print; returns the exit code."""
+    load = prepare(msgspec.structs.replace(server, model=server.model or _stand_in(server)), data, body)
+    settled = traffic_of(traffic, data.seed)
+    if not settled.timed and settled.duration_s is None:
+        settled = msgspec.structs.replace(settled, duration_s=_SECONDS)
+    if not settled.timed and settled.max_concurrency is None:
+        settled = msgspec.structs.replace(settled, max_concurrency=_CONCURRENCY)
+    processes = traffic.num_processes or default_processes()
+    with null_server(null_body(load.name, load.backend, load.items[0]), processes) as port:
+        address = msgspec.structs.replace(server, base_url=f"http://127.0.0.1:{port}")
+        report = msgspec.structs.replace(report, metric_percentiles="50,99")
+        run = run_once(_aimed(load, address), settled, processes, report)
+    say(table(run.summary, run.traffic, ["e2el"], [50, 99], load.backend.generates, "Load Client Self-Test"))
+    for line in ceiling(run):
+        say(line)
+    for line in complaints(run, report):
+        warn(line)
+    return run.exit_code
+
+
+def ceiling(run: Run) -> list[str]:
+    summary, cpus = run.summary, available_cpus()
+    return [
+        row("Ceiling beside a null server (req/s)", round(summary.request_throughput)),
+        row("Ceiling for a core of the client (req/s)", round(summary.completed / summary.client.cpu_s))
+        + f" ({summary.client.processes} processes, {cpus} cores)",
+    ]
+
+
+def null_body(name: BackendName, backend: Backend, item: Item) -> bytes:
+    """What a server of this kind would answer, with made-up numbers."""
+    usage = {"prompt_tokens": item.tokens or 1, "total_tokens": item.tokens or 1}
+    vector = [round(0.05 + i / 10_000, 7) for i in range(_DIMENSIONS)]
+    scores = [{"index": i, "relevance_score": 0.5} for i in range(item.rows)]
+    if backend.generates:
+        return _stream(item.output_tokens, usage)
+    answer: Any
+    if name is BackendName.TEI:
+        answer = (
+            [{"index": i, "score": 0.5} for i in range(item.rows)] if item.query else [vector] * item.rows
+        )
+    elif item.query is not None:
+        answer = {"id": "null", "results": scores, "usage": usage}
+    else:
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i in range(item.rows)]
+        answer = {"object": "list", "data": data, "usage": usage}
+    return orjson.dumps(answer)
+
+
+def _stream(tokens: int, usage: dict[str, int]) -> bytes:
+    token = b'data: {"choices":[{"index":0,"text":" a","delta":{"content":" a"}}]}\n\n'
+    last = orjson.dumps({"choices": [], "usage": usage | {"completion_tokens": tokens}})
+    return token * tokens + b"data: " + last + b"\n\ndata: [DONE]\n\n"
+
+
+def _stand_in(server: ServerOptions) -> str:
+    """No server is asked for its model: the tokenizer's name, or the embedded default's."""
+    from penstock.checkpoint.find import DEFAULT_NAME
+
+    return server.tokenizer or DEFAULT_NAME
+
+
+def _aimed(load: Prepared, server: ServerOptions) -> Prepared:
+    load.target = target_of(server)
+    return load

@@ -1,0 +1,158 @@
+"""One load at rising strength: where throughput stops paying for latency, and the most that keeps a goal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from penstock.bench.load.plan import Traffic
+from penstock.bench.report.metrics import good_count, measured_ms
+from penstock.bench.run import Run
+from penstock.errors import BadValue
+
+Unit = Literal["concurrency", "rate"]
+POINT_S = 10.0  # seconds a point, unless --duration says otherwise
+KEPT = 0.99  # share of requests that must keep to the goal
+_GAIN = 0.05  # less growth than this, twice, and a sweep by itself ends
+_HIGHEST = 4096
+_SHARES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)  # of the highest throughput, for a sweep over rates
+_REFINE = 4  # extra points between the last good load and the first bad one
+_CLOSE = 1.1  # unless they are within this factor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    load: float
+    run: Run
+    kept: float  # share of all requests that succeeded within the goal; 1 without one
+
+    @property
+    def power(self) -> float:
+        """Throughput over latency: greatest at the knee."""
+        mean = self.run.summary.spreads["e2el"].mean
+        return self.run.summary.request_throughput / mean if mean else 0.0
+
+
+@dataclass(slots=True)
+class Sweep:
+    unit: Unit
+    goals: Mapping[str, float]
+    points: list[Point] = field(default_factory=list)
+
+    @property
+    def knee(self) -> Point | None:
+        return max(self.points, key=lambda point: point.power, default=None)
+
+    @property
+    def best(self) -> Point | None:
+        """The highest load within the goal; loads above a bad one do not count."""
+        if not self.goals:
+            return None
+        good: Point | None = None
+        for point in sorted(self.points, key=lambda point: point.load):
+            if point.kept < KEPT:
+                break
+            good = point
+        return good
+
+
+class Stopped(Exception):
+    """A point was interrupted."""
+
+
+def parse(text: str) -> tuple[Unit, list[float]]:
+    """`concurrency`, `rate`, or either with loads: `concurrency=1,8,64`."""
+    unit, equals, values = text.partition("=")
+    try:
+        loads = sorted({float(value) for value in values.split(",")}) if equals else []
+    except ValueError:
+        loads = [-1.0]
+    whole = unit != "concurrency" or all(load == int(load) for load in loads)
+    if unit not in ("concurrency", "rate") or any(load <= 0 for load in loads) or not whole:
+        raise BadValue(
+            f"--sweep {text!r}: give concurrency or rate, alone or with loads such as concurrency=1,8,64"
+        )
+    return ("concurrency" if unit == "concurrency" else "rate"), loads
+
+
+def sweep(
+    unit: Unit, loads: Sequence[float], goals: Mapping[str, float], measure: Callable[[float], Run]
+) -> Sweep:
+    """Measure the given loads, or loads that suit the server, then look closer around the goal's limit."""
+    result = Sweep(unit, goals)
+
+    def add(load: float) -> Point:
+        run = measure(load)
+        result.points.append(point := Point(load, run, _kept(run, goals)))
+        if run.outcome.interrupted:
+            raise Stopped
+        return point
+
+    try:
+        if loads:
+            for load in loads:
+                add(load)
+        elif unit == "concurrency":
+            _double(add)
+        else:
+            _by_share(add, result)
+        if goals:
+            _refine(result, add)
+    except Stopped:
+        pass
+    result.points.sort(key=lambda point: point.load)
+    return result
+
+
+def traffic_at(unit: Unit, load: float, base: Traffic) -> Traffic:
+    duration_s = base.duration_s or POINT_S
+    if load == float("inf"):  # as much as the server takes
+        return msgspec.structs.replace(
+            base, max_concurrency=base.max_concurrency or 256, duration_s=duration_s
+        )
+    if unit == "concurrency":
+        return msgspec.structs.replace(base, max_concurrency=int(load), duration_s=duration_s)
+    return msgspec.structs.replace(base, request_rate=load, duration_s=duration_s)
+
+
+def _double(add: Callable[[float], Point]) -> None:
+    load, best, flat = 1, 0.0, 0
+    while load <= _HIGHEST and flat < 2:
+        done = add(load).run.summary.request_throughput
+        flat = 0 if done > best * (1 + _GAIN) else flat + 1
+        best, load = max(best, done), load * 2
+
+
+def _by_share(add: Callable[[float], Point], result: Sweep) -> None:
+    highest = add(float("inf")).run.summary.request_throughput
+    result.points.clear()  # it only sets the scale
+    if highest <= 0:
+        raise BadValue("the server completed no request; nothing can be swept")
+    for share in _SHARES:
+        add(float(f"{highest * share:.3g}"))
+
+
+def _refine(result: Sweep, add: Callable[[float], Point]) -> None:
+    for _ in range(_REFINE):
+        low = result.best
+        above = [point.load for point in result.points if low is None or point.load > low.load]
+        if low is None or not above or min(above) <= low.load * _CLOSE:
+            return
+        middle = (low.load * min(above)) ** 0.5
+        if result.unit == "concurrency":
+            middle = round(middle)
+            if middle in (low.load, min(above)):
+                return
+        add(float(f"{middle:.3g}") if result.unit == "rate" else middle)
+
+
+def _kept(run: Run, goals: Mapping[str, float]) -> float:
+    summary = run.summary
+    total = summary.completed + summary.failed
+    if not total:
+        return 0.0
+    values = measured_ms(run.outcome.samples, run.load.backend.generates)
+    return good_count(values, goals, summary.completed) / total

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from penstock.bench.backends import BACKENDS
+from penstock.bench.datasets.item import Item
+from penstock.bench.options import BackendName, BodyOptions, DataOptions, DatasetName, ServerOptions
+from penstock.bench.prepare import prepare, try_once
+from penstock.bench.target import target_of
+from penstock.errors import BadValue
+from tests.bench.stub import Stub, stub
+
+RANKING = Item(["d", "e"], rows=2, query="q")
+TEXT = Item("t", output_tokens=5)
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "body"),
+    [
+        ("openai-embeddings", TEXT, {"model": "m", "input": "t", "truncate_prompt_tokens": -1}),
+        (
+            "openai-embeddings-chat",
+            TEXT,
+            {"model": "m", "messages": [{"role": "user", "content": "t"}], "truncate_prompt_tokens": -1},
+        ),
+        ("vllm-pooling", TEXT, {"model": "m", "input": "t", "truncate_prompt_tokens": -1}),
+        (
+            "vllm-pooling",
+            Item({"input": "t", "task": "embed"}),
+            {"model": "m", "input": "t", "task": "embed", "truncate_prompt_tokens": -1},
+        ),
+        (
+            "vllm-rerank",
+            RANKING,
+            {"model": "m", "query": "q", "documents": ["d", "e"], "truncate_prompt_tokens": -1},
+        ),
+        ("cohere-rerank", RANKING, {"model": "m", "query": "q", "documents": ["d", "e"]}),
+        ("tei", TEXT, {"inputs": "t", "truncate": True}),
+        ("tei", RANKING, {"query": "q", "texts": ["d", "e"], "truncate": True}),
+        ("infinity-embeddings", TEXT, {"model": "m", "input": "t"}),
+        ("openai", TEXT, {"model": "m", "prompt": "t", "max_tokens": 5, **STREAMED}),
+        (
+            "openai-chat",
+            TEXT,
+            {
+                "model": "m",
+                "messages": [{"role": "user", "content": "t"}],
+                "max_completion_tokens": 5,
+                **STREAMED,
+            },
+        ),
+    ],
+)
+def test_each_dialect_says_it_its_way(name: str, item: Item, body: dict[str, Any]) -> None:
+    assert BACKENDS[BackendName(name)].make(item, "m") == body
+
+
+@pytest.mark.parametrize("name", ["vllm-rerank", "cohere-rerank"])
+def test_ranking_without_documents_is_refused(name: str) -> None:
+    with pytest.raises(BadValue, match="random-rerank"):
+        BACKENDS[BackendName(name)].make(TEXT, "m")
+
+
+@pytest.mark.parametrize("name", ["openai-embeddings", "vllm-pooling", "openai", "openai-chat"])
+def test_documents_to_rank_are_refused_by_the_others(name: str) -> None:
+    with pytest.raises(BadValue, match="rerank"):
+        BACKENDS[BackendName(name)].make(RANKING, "m")
+
+
+def prepared(server: Stub, prompts: Path, body: BodyOptions | None = None, **fields: Any) -> Any:
+    data = DataOptions(
+        dataset_name=DatasetName.CUSTOM, dataset_path=str(prompts), num_prompts=3, skip_chat_template=True
+    )
+    return prepare(ServerOptions(base_url=server.url, **fields), data, body or BodyOptions())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["openai-embeddings", "openai-embeddings-chat", "tei", "infinity-embeddings", "openai", "openai-chat"],
+)
+def test_each_dialect_gets_an_answer(name: str, server: Stub, prompts: Path) -> None:
+    try_once(prepared(server, prompts, backend=BackendName(name)), 10.0)
+    assert server.bodies[0][0] == BACKENDS[BackendName(name)].endpoint
+
+
+def test_the_model_is_asked_for_when_it_is_not_named(server: Stub, prompts: Path) -> None:
+    load = prepared(server, prompts, backend=BackendName.OPENAI_EMBEDDINGS)
+    assert load.model == "stub-model"
+
+
+def test_extra_fields_and_sampling_go_into_the_body(server: Stub, prompts: Path) -> None:
+    body = BodyOptions(extra_body='{"user": "u"}', temperature=0.5, top_k=3, ignore_eos=True)
+    load = prepared(server, prompts, body, backend=BackendName.OPENAI)
+    sent = orjson.loads(load.bodies[0])
+    assert {key: sent[key] for key in ("user", "temperature", "top_k", "ignore_eos")} == {
+        "user": "u",
+        "temperature": 0.5,
+        "top_k": 3,
+        "ignore_eos": True,
+    }
+    with pytest.raises(BadValue, match="only for --backend openai"):
+        prepared(server, prompts, body, backend=BackendName.OPENAI_EMBEDDINGS)
+    with pytest.raises(BadValue, match="--extra-body"):
+        prepared(server, prompts, BodyOptions(extra_body="[]"), backend=BackendName.OPENAI)
+
+
+def test_headers_and_the_key_are_sent(server: Stub, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    try_once(
+        prepared(server, prompts, backend=BackendName.OPENAI_EMBEDDINGS, header=["x-a=1", "x-b=2=3"]), 10.0
+    )
+    sent = {name.lower(): value for name, value in server.headers[-1].items()}
+    assert (sent["x-a"], sent["x-b"], sent["authorization"]) == ("1", "2=3", "Bearer secret")
+    with pytest.raises(BadValue, match="KEY=VALUE"):
+        target_of(ServerOptions(header=["nothing"]))
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(BadValue, match="is not a URL"):
+        target_of(ServerOptions(base_url=url))
+
+
+def test_a_base_url_may_have_a_path() -> None:
+    target = target_of(ServerOptions(base_url="http://127.0.0.1:81/prefix/"))
+    assert target.message("POST", "/v1/embeddings", b"{}").startswith(
+        b"POST /prefix/v1/embeddings HTTP/1.1\r\n"
+    )
+    assert target.base_url == "http://127.0.0.1:81/prefix"
+
+
+def test_a_wrong_endpoint_is_named(server: Stub, prompts: Path) -> None:
+    load = prepared(server, prompts, backend=BackendName.OPENAI_EMBEDDINGS, endpoint="/v1/embedding")
+    with pytest.raises(BadValue, match=r"404.*no route /v1/embedding.*are --backend and --endpoint right"):
+        try_once(load, 10.0)
+    with pytest.raises(BadValue, match="must begin with /"):
+        prepared(server, prompts, endpoint="v1/embeddings")
+
+
+def test_an_endpoint_of_another_kind_is_noticed(server: Stub, prompts: Path) -> None:
+    load = prepared(server, prompts, backend=BackendName.OPENAI, endpoint="/v1/embeddings")
+    with pytest.raises(BadValue, match="--backend openai"):
+        try_once(load, 10.0)
+    load = prepared(server, prompts, backend=BackendName.TEI, endpoint="/v1/completions")
+    with pytest.raises(BadValue, match="lacks a list of 1"):
+        try_once(load, 10.0)
+
+
+def test_nobody_at_the_address_is_said(prompts: Path) -> None:
+    with stub() as server:
+        gone = server
+    with pytest.raises(BadValue, match=r"no server answers at http://127.0.0.1:\d+: Connection refused"):
+        prepared(gone, prompts, backend=BackendName.OPENAI_EMBEDDINGS)
+
+
+def test_client_counts_stand_in_where_the_server_gives_none(server: Stub, prompts: Path, model: Path) -> None:
+    plain = prepared(server, prompts, backend=BackendName.TEI, model=str(model))
+    assert all(count >= 6 for count in plain.counted())
+    unknown = prepared(server, prompts, backend=BackendName.TEI, model="nothing-of-that-name")
+    assert unknown.counted() is None
+
+
+def test_what_only_generation_has_is_refused_elsewhere(server: Stub, prompts: Path) -> None:
+    with pytest.raises(BadValue, match="ignore_eos: only for"):
+        prepared(server, prompts, BodyOptions(ignore_eos=True), backend=BackendName.OPENAI_EMBEDDINGS)
+
+
+def test_a_completion_has_one_prompt(server: Stub, model: Path) -> None:
+    data = DataOptions(random_batch_size=2, num_prompts=4, random_input_len=8)
+    with pytest.raises(BadValue, match="--random-batch-size"):
+        prepare(ServerOptions(base_url=server.url, model=str(model)), data, BodyOptions())

@@ -1,0 +1,180 @@
+"""The load client against a server that can misbehave."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from penstock.bench.load import fleet
+from penstock.bench.load.fleet import Outcome, run_load
+from penstock.bench.load.plan import Address, Reader, Traffic, WorkerPlan
+from penstock.errors import BadValue
+from tests.bench.stub import Stub, stub
+
+
+def message(route: str = "/v1/embeddings", **fields: Any) -> bytes:
+    body = json.dumps({"input": "one two three", **fields}).encode()
+    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def send(server: Stub, count: int = 20, reader: Reader = "body", processes: int = 2, **kind: Any) -> Outcome:
+    route = kind.pop("route", "/v1/embeddings")
+    fields = kind.pop("fields", {})
+    traffic = Traffic(**({"max_concurrency": 4} | kind))
+    return run_load(
+        [message(route, **fields)] * count, Address("127.0.0.1", server.port), reader, traffic, processes
+    )
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "close"])
+def test_every_request_is_answered_whatever_frames_the_body(framing: str) -> None:
+    with stub(framing=framing) as server:
+        samples = send(server).samples
+    assert len(samples) == 20
+    assert samples.ok.all()
+    assert (samples["input_tokens"] == 3).all()
+    assert (samples.columns["status"] == 200).all()
+
+
+def test_latency_runs_until_the_whole_body_is_here() -> None:
+    with stub(body_delay_s=0.15) as server:
+        samples = send(server, count=4).samples
+    waited = samples["end"] - samples["first_byte"]
+    assert (waited > 0.1).all()
+    assert (samples["end"] - samples["start"] >= waited).all()
+
+
+def test_connections_are_kept() -> None:
+    with stub() as server:
+        send(server, count=40)
+        assert server.connections == 4
+
+
+def test_without_keepalive_each_request_has_its_connection() -> None:
+    with stub() as server:
+        assert send(server, count=12, keepalive=False).samples.ok.all()
+        assert server.connections == 12
+
+
+def test_no_more_requests_are_in_flight_than_allowed_over_all_processes() -> None:
+    with stub(delay_s=0.02) as server:
+        outcome = send(server, count=30, max_concurrency=3)
+        assert server.most_active == 3
+    assert outcome.processes == 2
+
+
+def test_at_an_infinite_rate_all_requests_are_sent_at_once() -> None:
+    with stub(delay_s=0.5) as server:
+        outcome = send(server, count=60, max_concurrency=None)
+        assert server.most_active > 30
+    assert outcome.samples.ok.all()
+
+
+def test_a_rate_spreads_the_requests() -> None:
+    with stub() as server:
+        outcome = send(server, count=20, request_rate=100.0, burstiness=float("inf"), max_concurrency=None)
+    samples = outcome.samples
+    assert samples.ok.all()
+    assert samples["due"][-1] - outcome.began_s == pytest.approx(0.2, abs=1e-6)
+    assert (samples["start"] >= samples["due"]).all()
+
+
+def test_a_duration_repeats_the_requests_until_it_is_over() -> None:
+    with stub(delay_s=0.01) as server:
+        outcome = send(server, count=2, duration_s=0.4)
+    assert outcome.planned is None
+    assert len(outcome.samples) > 10
+    assert set(outcome.samples.columns["request"].tolist()) == {0, 1}
+
+
+def test_a_duration_without_any_limit_is_refused(server: Stub) -> None:
+    with pytest.raises(BadValue, match="needs --max-concurrency"):
+        send(server, duration_s=1.0, max_concurrency=None)
+
+
+def test_refusals_are_counted_and_quoted() -> None:
+    with stub(fail_every=2) as server:
+        samples = send(server).samples
+    assert int(samples.failed.sum()) == 10
+    assert samples.errors() == {"HTTP 500 Internal Server Error: made to fail": 10}
+    assert set(samples.columns["status"].tolist()) == {200, 500}
+
+
+def test_a_body_that_is_cut_off_is_a_failure() -> None:
+    with stub(framing="cut") as server:
+        errors = send(server, count=4).samples.errors()
+    assert list(errors) == ["the server closed the connection in the middle of an answer"]
+
+
+def test_what_is_not_http_is_a_failure() -> None:
+    with stub(garbage=True) as server:
+        errors = send(server, count=2).samples.errors()
+    assert all(text.startswith("the answer is not HTTP") for text in errors)
+
+
+def test_a_server_that_is_gone_ends_a_run_that_would_go_on() -> None:
+    with stub(die_after=5) as server:
+        outcome = send(server, count=5, duration_s=60.0)
+    assert outcome.problem is not None
+    assert "connections in a row failed" in outcome.problem
+    assert int(outcome.samples.ok.sum()) > 0
+
+
+def test_nobody_listens() -> None:
+    with stub() as server:
+        port = server.port
+    outcome = run_load([message()] * 5, Address("127.0.0.1", port), "body", Traffic(max_concurrency=2), 1)
+    assert list(outcome.samples.errors()) == ["cannot connect: Connection refused"]
+
+
+def test_an_answer_that_takes_too_long_is_a_failure() -> None:
+    with stub(delay_s=3.0) as server:
+        errors = send(server, count=1, timeout_s=0.2).samples.errors()
+    assert list(errors) == ["no complete answer within 0.2 s"]
+
+
+def test_token_counts_may_stand_in_a_header() -> None:
+    with stub() as server:
+        tei = send(server, count=3, reader="header", route="/embed", fields={"inputs": "a b"}).samples
+        raw = send(server, count=3, reader="header", fields={"encoding_format": "bytes"}).samples
+    assert tei["input_tokens"].tolist() == [5, 5, 5]
+    assert raw["input_tokens"].tolist() == [3, 3, 3]
+
+
+def test_streams_give_the_time_of_each_token() -> None:
+    with stub(token_s=0.02) as server:
+        samples = send(
+            server, count=4, reader="stream", route="/v1/completions", fields={"max_tokens": 5}
+        ).samples
+    assert samples.ok.all()
+    assert samples["output_tokens"].tolist() == [5, 5, 5, 5]
+    assert samples.columns["gaps"].tolist() == [4, 4, 4, 4]
+    assert (samples["first_token"] > samples["start"]).all()
+    assert (samples["last_token"] > samples["first_token"]).all()
+
+
+def test_more_connections_than_open_files_are_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.bench.load.fleet.allow_open_files", lambda: 100)
+    with pytest.raises(BadValue, match="ulimit -n"):
+        run_load([message()] * 500, Address("127.0.0.1", 9), "body", Traffic(), 2)
+
+
+def test_a_load_process_that_dies_is_noticed(server: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    begin = fleet._start
+
+    def start(plan: WorkerPlan) -> subprocess.Popen[bytes]:
+        started.append(begin(plan))
+        return started[-1]
+
+    monkeypatch.setattr(fleet, "_start", start)
+    traffic = Traffic(max_concurrency=2, duration_s=30.0)
+    outcome = run_load(
+        [message()], Address("127.0.0.1", server.port), "body", traffic, 1, lambda _: started[0].kill()
+    )
+    assert outcome.problem is not None
+    assert "died" in outcome.problem
