@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +111,7 @@ def _visible(length: int, context: int, causal: bool, window: int | None, device
 
 
 @lru_cache(maxsize=2)
-def _gqa_flag(grouped: bool) -> dict[str, bool]:
+def _gqa_flag(grouped: bool) -> dict[str, Any]:
     """Newer releases want to be told that keys have fewer heads; older ones see it by themselves."""
     from torch.nn.attention.varlen import varlen_attn
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -79,9 +80,9 @@ def test_several_api_processes_share_one_engine_without_torch(null_server: Serve
 
 def test_an_api_process_imports_no_torch_and_stays_small(server: Server) -> None:
     (pid,) = server.children("penstock.api.process")
-    maps = open(f"/proc/{pid}/maps").read()
+    maps = Path(f"/proc/{pid}/maps").read_text()
     assert "libtorch" not in maps
-    status = open(f"/proc/{pid}/status").read()
+    status = Path(f"/proc/{pid}/status").read_text()
     resident_kb = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
     assert resident_kb < 150 * 1024
 
