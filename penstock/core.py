@@ -229,3 +229,20 @@ class Answer:
     id: str
     values: Array  # [rows, dim]; of per-token tasks [tokens, dim], the rows one after another
     timings: Timings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """The parts of a request's texts. Each is a row of its own, or with `spans` a run of a text's tokens."""
+
+    counts: Ints  # [texts], chunks of each text; they lie one after another
+    weights: Ints  # [chunks], tokens that a chunk stands for
+    spans: Ints | None = None  # [chunks, 2], tokens within the text's row
+    chars: Ints | None = None  # [chunks, 2], characters within the text; None for token ids
+    starts: Ints | None = None  # [texts], with spans: where each text's row begins in the run
+
+    @property
+    def flat_spans(self) -> Ints:
+        """The spans within the whole run of tokens."""
+        assert self.spans is not None and self.starts is not None
+        return self.spans + np.repeat(self.starts, self.counts)[:, None]

@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.core import OutputDtype, PoolingParams, Task
 from penstock.errors import BadValue
+from penstock.inputs.chunks import Chunking
 from penstock.inputs.processor import InputOptions
 from penstock.outputs.encoders import EncodingFormat, Endianness
 
@@ -56,6 +57,13 @@ class VectorFields(InputFields, kw_only=True):
     def params(self, task: Task) -> PoolingParams:
         normalize = agreed(self.normalize, self.use_activation)
         return PoolingParams(task, self.dimensions, normalize, self.embed_dtype)
+
+
+class ChunkFields(VectorFields, kw_only=True):
+    """What to do with long texts: `mean` for one vector a text, `late` for one a chunk besides."""
+
+    chunking: Chunking = "none"
+    chunk_size: int | None = None
 
 
 def agreed(normalize: bool | None, use_activation: bool | None) -> bool | None:

@@ -9,13 +9,14 @@ import msgspec
 import orjson
 
 from penstock.api.endpoint import Call, Reply
-from penstock.api.fields import InputFields, VectorFields, agreed
-from penstock.api.work import answer_with, check_rows, head_of, json_reply, note_phases, run_task
+from penstock.api.fields import ChunkFields, InputFields, agreed
+from penstock.api.longtext import answer_chunked, run_chunked
+from penstock.api.work import check_rows, head_of, json_reply, note_phases, run_task
 from penstock.core import PoolingParams, Task
 from penstock.errors import BadValue
 
 
-class PoolingRequest(VectorFields, kw_only=True):
+class PoolingRequest(ChunkFields, kw_only=True):
     """Body of `POST /pooling`: any task that the model has; its first if none is named."""
 
     task: Task | None = None
@@ -31,8 +32,8 @@ class ClassifyRequest(InputFields, kw_only=True):
 async def pooling(call: Call, body: PoolingRequest) -> Reply:
     """The values of any task: a row for each text, or a matrix with a row for each token."""
     task = body.task or call.state.model(body.model).spec.tasks[0]
-    result = await run_task(call, body, body.params(task))
-    return answer_with(call, body, result, prefix="pool", item=_pooling_items)
+    result = await run_chunked(call, body, body.params(task))
+    return answer_chunked(call, body, result, prefix="pool", item=_pooling_items)
 
 
 def _pooling_items(rows: list[Any]) -> list[dict[str, Any]]:

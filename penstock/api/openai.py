@@ -5,19 +5,19 @@ from __future__ import annotations
 import orjson
 
 from penstock.api.endpoint import Call, Reply
-from penstock.api.fields import VectorFields
-from penstock.api.work import answer_with, run_task
+from penstock.api.fields import ChunkFields
+from penstock.api.longtext import answer_chunked, run_chunked
 from penstock.core import Task
 
 
-class EmbeddingsRequest(VectorFields, kw_only=True):
+class EmbeddingsRequest(ChunkFields, kw_only=True):
     """Body of `POST /v1/embeddings`."""
 
 
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
     """Vectors for texts or token ids."""
-    result = await run_task(call, body, body.params(Task.EMBED))
-    return answer_with(call, body, result, prefix="embd", item=embedding_items)
+    result = await run_chunked(call, body, body.params(Task.EMBED))
+    return answer_chunked(call, body, result, prefix="embd", item=embedding_items)
 
 
 def embedding_items(rows: list[object]) -> list[dict[str, object]]:

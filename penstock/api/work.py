@@ -47,7 +47,7 @@ async def run_task(call: Call, body: InputFields, params: PoolingParams) -> Resu
     call.request_id = body.request_id
     model = call.state.model(body.model)
     request = await _prepare(call, model, body, params)
-    answer = await _run(call, model, request, body)
+    answer = await run_request(call, model, request, body)
     return Result(model, request, answer)
 
 
@@ -71,7 +71,8 @@ def check_rows(call: Call, rows: Sequence[Any]) -> None:
         raise BadValue(f"input has {len(rows)} rows; at most {limit} go into one request", param="input")
 
 
-async def _run(call: Call, model: ServedModel, request: Request, body: InputFields) -> Answer:
+async def run_request(call: Call, model: ServedModel, request: Request, body: InputFields) -> Answer:
+    """Through the engine, no later than the caller is willing to wait."""
     if abs(body.priority) > MAX_PRIORITY:
         raise BadValue(
             f"priority is {body.priority}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"

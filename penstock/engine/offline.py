@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,15 +17,31 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.spec import ModelSpec, describe, with_limit
 from penstock.config import EngineConfig, from_mapping
-from penstock.core import Answer, OutputDtype, PoolingParams, Request, Task
+from penstock.core import Answer, Chunks, Ints, OutputDtype, PoolingParams, Request, Task
 from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
+from penstock.inputs.chunks import Chunker, Chunking
 from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, InputProcessor, Inputs, split_inputs
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.outputs.chunks import combine
 from penstock.runner.load import settle
 
 WINDOW = 2048  # texts that are tokenised and ordered by length together
 _PROGRESS_FROM = 2 * WINDOW
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextChunks:
+    """One text in late chunks."""
+
+    vector: NDArray[Any]  # [dim], of the whole text
+    vectors: NDArray[Any]  # [chunks, dim]
+    tokens: Ints  # [chunks, 2], the tokens of each chunk in the row that the model saw
+    chars: Ints | None  # [chunks, 2], its characters in the text; None for token ids
+
+
+_Prepared = tuple[Request, Chunks | None]
+_Prepare = Callable[[str, Any], _Prepared]
 
 
 class Engine:
@@ -41,6 +58,7 @@ class Engine:
         self.spec: ModelSpec = with_limit(described, settings.max_model_len)
         self.settings = settings
         self._processor = InputProcessor(self.spec, Tokenizer(self.spec.path))
+        self._chunker = Chunker(self._processor)
         self._engine = LocalEngine(self.spec, msgspec.structs.replace(settings, max_queued_tokens=2**62))
         self._tokenize = ThreadPoolExecutor(1, thread_name_prefix="penstock-tokenize")
         self._numbers = itertools.count()
@@ -52,6 +70,7 @@ class Engine:
         dimensions: int | None = None,
         normalize: bool | None = None,
         dtype: str = "float32",
+        chunking: Chunking = "none",
         progress: bool | None = None,
         priority: int = 0,
         **options: Any,
@@ -60,11 +79,36 @@ class Engine:
 
         `options` are those of `InputOptions`: prompt_name, prompt, instruction, input_type,
         truncate_prompt_tokens (-1: cut at the model's limit), truncation_side, add_special_tokens.
-        A text beyond the model's limit is an error unless truncation is asked for. `progress` shows a
-        bar; by default only for long calls on a terminal.
+        A text beyond the model's limit is an error unless truncation is asked for, or `chunking="mean"`:
+        then it is split into parts that fit, and their vectors' mean, weighted by tokens, is its own.
+        `progress` shows a bar; by default only for long calls on a terminal.
         """
         params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
-        return _joined(self._answers(texts, params, _options(options), progress, priority))
+        prepare = self._chunked(params, _options(options), _one_vector(chunking), None)
+        answers = self._windows(texts, prepare, progress, priority)
+        parts = [self._combined(*done, params)[0] for done in answers]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def embed_chunks(
+        self,
+        texts: Inputs,
+        *,
+        chunk_size: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        dtype: str = "float32",
+        progress: bool | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> list[TextChunks]:
+        """Late chunking: each text runs whole, and each `chunk_size` tokens of it are pooled apart, so
+        that a chunk's vector knows its surroundings."""
+        params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
+        prepare = self._chunked(params, _options(options), "late", chunk_size)
+        out: list[TextChunks] = []
+        for request, chunks, answer in self._windows(texts, prepare, progress, priority):
+            out += _by_text(chunks, *self._combined(request, chunks, answer, params))
+        return out
 
     def token_embed(
         self,
@@ -134,32 +178,79 @@ class Engine:
         progress: bool | None,
         priority: int,
     ) -> Iterator[tuple[Request, Answer]]:
-        """Answers by window, in order: one window is tokenised while the one before it runs."""
         self._processor.check(params)
+
+        def prepare(request_id: str, window: Any) -> _Prepared:
+            return self._processor.prepare(request_id, window, params, options), None
+
+        for request, _, answer in self._windows(inputs, prepare, progress, priority):
+            yield request, answer
+
+    def _chunked(
+        self, params: PoolingParams, options: InputOptions, chunking: str, chunk_size: int | None
+    ) -> _Prepare:
+        """Checks now, prepares later."""
+        self._chunker.check(params, options, chunking, chunk_size)
+        self._processor.check(params)
+
+        def prepare(request_id: str, window: Any) -> _Prepared:
+            return self._chunker.prepare(request_id, window, params, options, chunking, chunk_size)
+
+        return prepare
+
+    def _combined(
+        self, request: Request, chunks: Chunks | None, answer: Answer, params: PoolingParams
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The vectors of the texts and of their chunks."""
+        if chunks is None:
+            return answer.values, answer.values
+        return combine(answer.values, chunks, params, self.spec.pooling.normalize)
+
+    def _windows(
+        self, inputs: Inputs, prepare: _Prepare, progress: bool | None, priority: int
+    ) -> Iterator[tuple[Request, Chunks | None, Answer]]:
+        """Answers by window, in order: one window is tokenised while the one before it runs."""
         texts, ids = split_inputs(inputs)
         rows: Sequence[Any] = ids if texts is None else texts
         windows = [rows[i : i + WINDOW] for i in range(0, len(rows), WINDOW)]
         with _bar(len(rows), progress) as advance:
-            running: list[tuple[Request, Future[Answer]]] = []
+            running: list[_Running] = []
             for window in windows:
                 if len(running) == 2:
                     yield _finished(running, advance)
                 request_id = f"local-{next(self._numbers)}"
-                prepared = self._tokenize.submit(self._processor.prepare, request_id, window, params, options)
-                request = prepared.result()
+                request, chunks = self._tokenize.submit(prepare, request_id, window).result()
                 request.priority = priority
-                running.append((request, self._engine.submit(request)))
+                running.append((request, chunks, len(window), self._engine.submit(request)))
             while running:
                 yield _finished(running, advance)
 
 
+_Running = tuple[Request, Chunks | None, int, "Future[Answer]"]
+
+
 def _finished(
-    running: list[tuple[Request, Future[Answer]]], advance: Callable[[int], None]
-) -> tuple[Request, Answer]:
-    request, future = running.pop(0)
+    running: list[_Running], advance: Callable[[int], None]
+) -> tuple[Request, Chunks | None, Answer]:
+    request, chunks, count, future = running.pop(0)
     answer = future.result()
-    advance(request.num_rows)
-    return request, answer
+    advance(count)
+    return request, chunks, answer
+
+
+def _one_vector(chunking: str) -> str:
+    if chunking == "late":
+        raise BadValue("late chunking gives several vectors a text; use embed_chunks", param="chunking")
+    return chunking
+
+
+def _by_text(chunks: Chunks | None, texts: NDArray[Any], vectors: NDArray[Any]) -> list[TextChunks]:
+    assert chunks is not None and chunks.spans is not None
+    cuts = np.cumsum(chunks.counts)[:-1]
+    count = len(chunks.counts)
+    chars = [None] * count if chunks.chars is None else np.split(chunks.chars, cuts)
+    parts = zip(texts, np.split(vectors, cuts), np.split(chunks.spans, cuts), chars, strict=True)
+    return [TextChunks(*part) for part in parts]
 
 
 def _joined(answers: Iterator[tuple[Request, Answer]]) -> NDArray[Any]:
@@ -192,13 +283,32 @@ class AsyncEngine:
         dimensions: int | None = None,
         normalize: bool | None = None,
         dtype: str = "float32",
+        chunking: Chunking = "none",
         priority: int = 0,
         **options: Any,
     ) -> NDArray[Any]:
         """As `Engine.embed`. Cancelling the task cancels its rows."""
         params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
-        _, answer = await self._run(texts, params, _options(options), priority)
-        return answer.values
+        prepare = self._open()._chunked(params, _options(options), _one_vector(chunking), None)
+        done = await self._submit(texts, prepare, priority)
+        return self._open()._combined(*done, params)[0]
+
+    async def embed_chunks(
+        self,
+        texts: Inputs,
+        *,
+        chunk_size: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        dtype: str = "float32",
+        priority: int = 0,
+        **options: Any,
+    ) -> list[TextChunks]:
+        """As `Engine.embed_chunks`."""
+        params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
+        prepare = self._open()._chunked(params, _options(options), "late", chunk_size)
+        request, chunks, answer = await self._submit(texts, prepare, priority)
+        return _by_text(chunks, *self._open()._combined(request, chunks, answer, params))
 
     async def token_embed(
         self,
@@ -234,15 +344,24 @@ class AsyncEngine:
     async def _run(
         self, texts: Inputs, params: PoolingParams, options: InputOptions, priority: int
     ) -> tuple[Request, Answer]:
+        def prepare(request_id: str, inputs: Any) -> _Prepared:
+            return self._open()._processor.prepare(request_id, inputs, params, options), None
+
+        request, _, answer = await self._submit(texts, prepare, priority)
+        return request, answer
+
+    async def _submit(
+        self, texts: Inputs, prepare: _Prepare, priority: int
+    ) -> tuple[Request, Chunks | None, Answer]:
         engine = self._open()
         request_id = f"local-{next(engine._numbers)}"
-        request = await asyncio.get_running_loop().run_in_executor(
-            engine._tokenize, engine._processor.prepare, request_id, texts, params, options
+        request, chunks = await asyncio.get_running_loop().run_in_executor(
+            engine._tokenize, prepare, request_id, texts
         )
         request.priority = priority
         future = engine._engine.submit(request)
         try:
-            return request, await asyncio.wrap_future(future)
+            return request, chunks, await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             engine._engine.cancel(request_id)
             raise

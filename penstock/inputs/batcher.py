@@ -30,6 +30,15 @@ class BatchTokenizer:
             self._start(loop)
         return await future
 
+    async def encode_with_offsets(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> tuple[list[Ints], list[Ints]]:
+        """As `Tokenizer.encode_with_offsets`, in turn with the batches."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._thread, self.tokenizer.encode_with_offsets, texts, add_special_tokens
+        )
+
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -82,7 +82,7 @@ class InputProcessor:
             )
 
     def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
-        prompt = self._prompt(options)
+        prompt = self.prompt(options)
         prompted = [prompt + text for text in texts] if prompt else list(texts)
         return [text.lower() for text in prompted] if self.spec.lower_case else prompted
 
@@ -123,7 +123,8 @@ class InputProcessor:
             return self.spec.pooling.methods == ("last",)
         return self.spec.causal and not task.per_token
 
-    def _prompt(self, options: InputOptions) -> str:
+    def prompt(self, options: InputOptions) -> str:
+        """What goes before each text."""
         return choose_prompt(
             self.spec,
             prompt_name=options.prompt_name,
@@ -138,7 +139,7 @@ class InputProcessor:
             return self._instruction_end(token_ids, lengths)
         if self.spec.pooling.include_prompt or not from_text:
             return None
-        prompt = self._prompt(options)
+        prompt = self.prompt(options)
         if not prompt:
             return None
         key = (prompt, options.add_special_tokens)

@@ -34,6 +34,19 @@ class Tokenizer:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
+    def encode_with_offsets(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> tuple[list[Ints], list[Ints]]:
+        """Token ids, and for each token where it begins and ends in the text, [tokens, 2] in characters;
+        (0, 0) for special tokens. Slower than `encode`, so only for those who need the places."""
+        try:
+            encodings = self._rust.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
+        ids = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        offsets = [np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2) for encoding in encodings]
+        return ids, offsets
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
 

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.checkpoint.spec import DenseSpec, PoolingSpec
+from penstock.core import Chunks, PoolingParams, Request, Task
+from penstock.errors import BadValue, NotPossible
+from penstock.inputs.chunks import Chunker, divide, split_row, unlowered
+from penstock.inputs.processor import InputOptions, InputProcessor
+from penstock.inputs.tokenizer import Tokenizer
+from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary
+from tests.helpers import ints, make_spec
+
+LONG = " ".join(WORDS[:50])  # 50 tokens, and the model takes 16
+RUST = wordpiece_tokenizer()
+CLS, SEP = RUST.token_to_id("[CLS]"), RUST.token_to_id("[SEP]")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_chunker(folder: Path, **changes: Any) -> Chunker:
+    tasks = (Task.EMBED, Task.TOKEN_EMBED)
+    spec = make_spec(**({"vocab_size": len(wordpiece_vocabulary()), "tasks": tasks} | changes))
+    return Chunker(InputProcessor(spec, Tokenizer(folder)))
+
+
+def prepare(
+    chunker: Chunker, inputs: Any, chunking: str, chunk_size: int | None = None, **options: Any
+) -> tuple[Request, Chunks | None]:
+    return chunker.prepare("id", inputs, PoolingParams(), InputOptions(**options), chunking, chunk_size)
+
+
+def rows_of(request: Request) -> list[list[int]]:
+    return [row.tolist() for row in np.split(request.token_ids, request.starts[1:])]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_parts_of_a_row_fit_and_make_up_its_body(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    head, tail = random.integers(0, 3, size=2).tolist()
+    limit = head + tail + int(random.integers(1, 9))
+    row = ints(random.integers(0, 99, size=head + tail + int(random.integers(1, 60))).tolist())
+    parts, sizes = split_row(row, limit, head, tail)
+    assert all(len(part) <= limit for part in parts)
+    assert all(part[:head].tolist() == row[:head].tolist() for part in parts)
+    assert all(part[len(part) - tail :].tolist() == row[len(row) - tail :].tolist() for part in parts)
+    bodies = [part[head : len(part) - tail].tolist() for part in parts]
+    assert list(chain(*bodies)) == row[head : len(row) - tail].tolist()
+    assert sizes == [len(body) for body in bodies]
+    assert max(sizes) - min(sizes) <= 1, "even parts"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_late_chunks_make_up_all_that_is_pooled(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    pooled, before, body, after = random.integers(0, 20, size=4).tolist()
+    first, end = pooled + before, pooled + before + body
+    size, length = int(random.integers(1, 9)), max(end + after, pooled + 1)
+    spans = divide(pooled, first, end, length, size)
+    assert spans[0, 0] == pooled and spans[-1, 1] == length
+    assert (spans[1:, 0] == spans[:-1, 1]).all()
+    assert (spans[:, 0] < spans[:, 1]).all()
+    inside = np.minimum(spans[:, 1], end) - np.maximum(spans[:, 0], first)
+    assert inside.sum() == body
+    assert (inside[:-1] == size).all() and inside[-1] <= size
+
+
+def test_mean_splits_only_what_is_too_long(folder: Path) -> None:
+    request, chunks = prepare(make_chunker(folder), ["the water", LONG, "people"], "mean")
+    assert chunks is not None
+    assert chunks.counts.tolist() == [1, 4, 1]
+    assert chunks.weights.tolist() == [2, 13, 13, 12, 12, 1]
+    body = RUST.encode(LONG).ids[1:-1]
+    assert rows_of(request)[1] == [CLS, *body[:13], SEP]
+    assert list(chain(*(row[1:-1] for row in rows_of(request)[1:5]))) == body
+
+
+def test_texts_that_fit_are_left_as_they_are(folder: Path) -> None:
+    params = PoolingParams(dimensions=4)
+    request, chunks = make_chunker(folder).prepare("id", ["the water"], params, InputOptions(), "mean")
+    assert chunks is None and request.params == params
+
+
+def test_every_part_carries_the_prompt_which_weighs_nothing(folder: Path) -> None:
+    request, chunks = prepare(make_chunker(folder), LONG, "mean", prompt="search query: ")
+    head = RUST.encode("search query: ").ids[:-1]
+    assert chunks is not None and chunks.weights.sum() == 50
+    assert all(row[: len(head)] == head and row[-1] == SEP for row in rows_of(request))
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(folder: Path) -> None:
+    with pytest.raises(BadValue, match="no room"):
+        prepare(make_chunker(folder), LONG, "mean", prompt=" ".join(WORDS[:14]) + " ")
+
+
+def test_token_ids_are_split_as_they_are(folder: Path) -> None:
+    request, chunks = prepare(make_chunker(folder), [list(range(5, 45))], "mean")
+    assert chunks is not None and chunks.counts.tolist() == [3]
+    assert list(chain(*rows_of(request))) == list(range(5, 45))
+
+
+def test_late_chunks_say_where_they_lie_in_the_text(folder: Path) -> None:
+    text = "  The water, people GO to it"
+    for prompt in (None, "search: "):
+        chunker = make_chunker(folder)
+        request, chunks = prepare(chunker, ["oil", text], "late", 3, prompt=prompt)
+        assert chunks is not None and chunks.chars is not None and chunks.spans is not None
+        assert chunks.counts.tolist() == [1, 3]
+        places = chunks.chars.tolist()
+        assert [text[begin:end] for begin, end in places[1:]] == ["The water,", "people GO to", "it"]
+        before = 1 if prompt is None else 3
+        assert chunks.spans[1:].tolist() == [
+            [0, before + 3],
+            [before + 3, before + 6],
+            [before + 6, before + 8],
+        ]
+        assert request.params == PoolingParams(Task.TOKEN_EMBED, normalize=False)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_late_chunks_of_a_cut_text_keep_their_places(folder: Path, side: str) -> None:
+    _, chunks = prepare(
+        make_chunker(folder), LONG, "late", 5, truncate_prompt_tokens=-1, truncation_side=side
+    )
+    assert chunks is not None and chunks.chars is not None
+    words = " ".join(LONG[begin:end] for begin, end in chunks.chars.tolist()).split()
+    assert words == (list(WORDS[:14]) if side == "right" else list(WORDS[36:50]))
+
+
+def test_prompts_that_the_model_leaves_out_belong_to_no_chunk(folder: Path) -> None:
+    chunker = make_chunker(folder, pooling=PoolingSpec(("mean",), include_prompt=False))
+    _, chunks = prepare(chunker, "the water", "late", 1, prompt="search query: ")
+    assert chunks is not None and chunks.spans is not None
+    assert chunks.spans.tolist() == [[4, 5], [5, 7]]
+
+
+def test_token_ids_have_late_chunks_without_characters(folder: Path) -> None:
+    _, chunks = prepare(make_chunker(folder), [[5, 6, 7]], "late", 2)
+    assert chunks is not None and chunks.spans is not None and chunks.chars is None
+    assert chunks.spans.tolist() == [[0, 2], [2, 3]]
+
+
+def test_an_empty_text_is_one_late_chunk(folder: Path) -> None:
+    _, chunks = prepare(make_chunker(folder), "", "late")
+    assert chunks is not None and chunks.spans is not None and chunks.chars is not None
+    assert chunks.spans.tolist() == [[0, 2]] and chunks.chars.tolist() == [[0, 0]]
+
+
+def test_letters_that_grow_in_lower_case_do_not_shift_the_places(folder: Path) -> None:
+    text = "İİ to go"  # two letters that become four
+    _, chunks = prepare(make_chunker(folder, lower_case=True), text, "late", 1)
+    assert chunks is not None and chunks.chars is not None
+    assert text[slice(*chunks.chars[-1].tolist())] == "go"
+    assert unlowered("abc", ints([0, 3]).reshape(1, 2)).tolist() == [[0, 3]]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "unknown": ({"chunking": "early"}, "chunking", "early"),
+    "zero": ({"chunking": "late", "chunk_size": 0}, "chunk_size", "0"),
+    "size without late": ({"chunking": "mean", "chunk_size": 4}, "chunk_size", "late"),
+    "mean and truncation": (
+        {"chunking": "mean", "truncate_prompt_tokens": -1},
+        "truncate_prompt_tokens",
+        "whole text",
+    ),
+    "late beyond the limit": ({"chunking": "late"}, "input", "52 tokens, but the model takes at most 16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_values_name_their_field(folder: Path, name: str) -> None:
+    options, param, words = REFUSED[name]
+    with pytest.raises(BadValue, match=words) as caught:
+        prepare(make_chunker(folder), LONG, **options)
+    assert caught.value.param == param
+
+
+def test_other_tasks_have_no_chunks(folder: Path) -> None:
+    with pytest.raises(BadValue, match="token_embed"):
+        make_chunker(folder).check(PoolingParams(Task.TOKEN_EMBED), InputOptions(), "mean", None)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "words"),
+    [
+        (PoolingSpec(("cls",)), "pools by cls"),
+        (PoolingSpec(("last",)), "pools by last"),
+        (PoolingSpec(("mean", "max")), r"mean \+ max"),
+        (PoolingSpec(("mean",), dense=(DenseSpec("2_Dense", 8, 4, True, "tanh"),)), "Dense"),
+    ],
+)
+def test_late_chunks_need_mean_pooling_and_nothing_after_it(
+    folder: Path, pooling: PoolingSpec, words: str
+) -> None:
+    with pytest.raises(NotPossible, match=words):
+        prepare(make_chunker(folder, pooling=pooling), "the water", "late")
