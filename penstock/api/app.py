@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.api import native, openai, operation
+from penstock.api import entities, native, openai, operation
 from penstock.api.endpoint import Call, Endpoint, Reply, openai_error
 from penstock.api.metrics import ApiMetrics
 from penstock.api.schema import openapi
@@ -36,6 +36,7 @@ ROUTES = (
     RouteSpec("/v1/models", None, openai.models, "OpenAI"),
     RouteSpec("/pooling", native.PoolingRequest, native.pooling, "native"),
     RouteSpec("/classify", native.ClassifyRequest, native.classify, "native"),
+    RouteSpec("/v1/entities", entities.EntitiesRequest, entities.entities, "native"),
     RouteSpec("/tokenize", native.TokenizeRequest, native.tokenize, "native"),
     RouteSpec("/detokenize", native.DetokenizeRequest, native.detokenize, "native"),
     RouteSpec("/health", None, operation.health, "operation", open_to_all=True),

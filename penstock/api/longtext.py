@@ -73,15 +73,16 @@ async def _prepare(
     options, request_id = body.options(), call.state.next_id()
     texts, rows = split_inputs(body.input, allow_empty_text=False)
     check_rows(call, texts if texts is not None else rows)
-    special, offsets = options.add_special_tokens, None
-    prompted = model.processor.with_prompt(texts, options) if texts is not None else []
-    if body.chunking == "mean":
-        if texts is not None:
-            rows = await model.tokenizer.encode(prompted, special)
-        return chunker.mean(request_id, rows, params, options, from_text=texts is not None)
+    special = options.add_special_tokens
+    prompted = model.processor.with_prompt(texts or [], options)
+    if body.chunking == "late":
+        if texts is None:
+            return chunker.late_ids(request_id, rows, options, body.chunk_size)
+        located = await model.tokenizer.locate(prompted, special)
+        return chunker.late(request_id, texts, located, options, body.chunk_size)
     if texts is not None:
-        rows, offsets = await model.tokenizer.encode_with_offsets(prompted, special)
-    return chunker.late(request_id, rows, texts, offsets, options, body.chunk_size)
+        rows = await model.tokenizer.encode(prompted, special)
+    return chunker.mean(request_id, rows, params, options, from_text=texts is not None)
 
 
 def answer_chunked(call: Call, body: ChunkFields, result: Result, *, prefix: str, item: Any) -> Reply:

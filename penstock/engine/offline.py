@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,9 +21,11 @@ from penstock.core import Answer, Chunks, Ints, OutputDtype, PoolingParams, Requ
 from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunker, Chunking
+from penstock.inputs.places import Places, prepare_located
 from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, InputProcessor, Inputs, split_inputs
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.outputs.chunks import combine
+from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
 from penstock.runner.load import settle
 
 WINDOW = 2048  # texts that are tokenised and ordered by length together
@@ -40,8 +42,8 @@ class TextChunks:
     chars: Ints | None  # [chunks, 2], its characters in the text; None for token ids
 
 
-_Prepared = tuple[Request, Chunks | None]
-_Prepare = Callable[[str, Any], _Prepared]
+T = TypeVar("T")
+_Prepare = Callable[[str, Any], tuple[Request, T]]  # with what is needed to read the answer
 
 
 class Engine:
@@ -139,6 +141,24 @@ class Engine:
         params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
         return self._token_rows(texts, params, _options(options), None, priority)
 
+    def entities(
+        self,
+        texts: Inputs,
+        *,
+        aggregation: Aggregation = "simple",
+        progress: bool | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> list[list[Entity]]:
+        """What a token classifier finds in each text, with its place. `aggregation` is how tokens become
+        entities: `none` lists labelled tokens, `simple` joins neighbours of one tag, and `first`,
+        `average`, `max` settle one label a word before that."""
+        prepare = self._located(_options(options), aggregation)
+        found: list[list[Entity]] = []
+        for request, places, answer in self._windows(texts, prepare, progress, priority):
+            found += self._entities(request, places, answer, aggregation)
+        return found
+
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of a classifier's outputs."""
@@ -180,7 +200,7 @@ class Engine:
     ) -> Iterator[tuple[Request, Answer]]:
         self._processor.check(params)
 
-        def prepare(request_id: str, window: Any) -> _Prepared:
+        def prepare(request_id: str, window: Any) -> tuple[Request, None]:
             return self._processor.prepare(request_id, window, params, options), None
 
         for request, _, answer in self._windows(inputs, prepare, progress, priority):
@@ -188,12 +208,12 @@ class Engine:
 
     def _chunked(
         self, params: PoolingParams, options: InputOptions, chunking: str, chunk_size: int | None
-    ) -> _Prepare:
+    ) -> _Prepare[Chunks | None]:
         """Checks now, prepares later."""
         self._chunker.check(params, options, chunking, chunk_size)
         self._processor.check(params)
 
-        def prepare(request_id: str, window: Any) -> _Prepared:
+        def prepare(request_id: str, window: Any) -> tuple[Request, Chunks | None]:
             return self._chunker.prepare(request_id, window, params, options, chunking, chunk_size)
 
         return prepare
@@ -206,36 +226,52 @@ class Engine:
             return answer.values, answer.values
         return combine(answer.values, chunks, params, self.spec.pooling.normalize)
 
+    def _located(self, options: InputOptions, aggregation: str) -> _Prepare[Places]:
+        if aggregation not in AGGREGATIONS:
+            raise BadValue(
+                f"aggregation {aggregation!r} is unknown; use {', '.join(AGGREGATIONS)}", param="aggregation"
+            )
+        params = PoolingParams(Task.TOKEN_CLASSIFY)
+        self._processor.check(params)
+
+        def prepare(request_id: str, window: Any) -> tuple[Request, Places]:
+            return prepare_located(self._processor, request_id, window, params, options)
+
+        return prepare
+
+    def _entities(
+        self, request: Request, places: Places, answer: Answer, aggregation: Aggregation
+    ) -> list[list[Entity]]:
+        where = (request.lengths, places.chars, places.words)
+        return find_entities(places.texts, answer.values, *where, self.spec.labels, aggregation)
+
     def _windows(
-        self, inputs: Inputs, prepare: _Prepare, progress: bool | None, priority: int
-    ) -> Iterator[tuple[Request, Chunks | None, Answer]]:
+        self, inputs: Inputs, prepare: _Prepare[T], progress: bool | None, priority: int
+    ) -> Iterator[tuple[Request, T, Answer]]:
         """Answers by window, in order: one window is tokenised while the one before it runs."""
         texts, ids = split_inputs(inputs)
         rows: Sequence[Any] = ids if texts is None else texts
         windows = [rows[i : i + WINDOW] for i in range(0, len(rows), WINDOW)]
         with _bar(len(rows), progress) as advance:
-            running: list[_Running] = []
+            running: list[tuple[Request, T, int, Future[Answer]]] = []
             for window in windows:
                 if len(running) == 2:
                     yield _finished(running, advance)
                 request_id = f"local-{next(self._numbers)}"
-                request, chunks = self._tokenize.submit(prepare, request_id, window).result()
+                request, beside = self._tokenize.submit(prepare, request_id, window).result()
                 request.priority = priority
-                running.append((request, chunks, len(window), self._engine.submit(request)))
+                running.append((request, beside, len(window), self._engine.submit(request)))
             while running:
                 yield _finished(running, advance)
 
 
-_Running = tuple[Request, Chunks | None, int, "Future[Answer]"]
-
-
 def _finished(
-    running: list[_Running], advance: Callable[[int], None]
-) -> tuple[Request, Chunks | None, Answer]:
-    request, chunks, count, future = running.pop(0)
+    running: list[tuple[Request, T, int, Future[Answer]]], advance: Callable[[int], None]
+) -> tuple[Request, T, Answer]:
+    request, beside, count, future = running.pop(0)
     answer = future.result()
     advance(count)
-    return request, chunks, answer
+    return request, beside, answer
 
 
 def _one_vector(chunking: str) -> str:
@@ -341,27 +377,33 @@ class AsyncEngine:
         request, answer = await self._run(texts, params, _options(options), priority)
         return list(np.split(answer.values, request.starts[1:]))
 
+    async def entities(
+        self, texts: Inputs, *, aggregation: Aggregation = "simple", priority: int = 0, **options: Any
+    ) -> list[list[Entity]]:
+        """As `Engine.entities`."""
+        prepare = self._open()._located(_options(options), aggregation)
+        done = await self._submit(texts, prepare, priority)
+        return self._open()._entities(*done, aggregation)
+
     async def _run(
         self, texts: Inputs, params: PoolingParams, options: InputOptions, priority: int
     ) -> tuple[Request, Answer]:
-        def prepare(request_id: str, inputs: Any) -> _Prepared:
+        def prepare(request_id: str, inputs: Any) -> tuple[Request, None]:
             return self._open()._processor.prepare(request_id, inputs, params, options), None
 
         request, _, answer = await self._submit(texts, prepare, priority)
         return request, answer
 
-    async def _submit(
-        self, texts: Inputs, prepare: _Prepare, priority: int
-    ) -> tuple[Request, Chunks | None, Answer]:
+    async def _submit(self, texts: Inputs, prepare: _Prepare[T], priority: int) -> tuple[Request, T, Answer]:
         engine = self._open()
         request_id = f"local-{next(engine._numbers)}"
-        request, chunks = await asyncio.get_running_loop().run_in_executor(
+        request, beside = await asyncio.get_running_loop().run_in_executor(
             engine._tokenize, prepare, request_id, texts
         )
         request.priority = priority
         future = engine._engine.submit(request)
         try:
-            return request, chunks, await asyncio.wrap_future(future)
+            return request, beside, await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             engine._engine.cancel(request_id)
             raise

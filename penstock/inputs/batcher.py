@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.core import Ints
-from penstock.inputs.tokenizer import Tokenizer
+from penstock.inputs.tokenizer import Located, Tokenizer
 
 _Job = tuple[list[str], bool, "asyncio.Future[list[Ints]]"]
 
@@ -30,14 +30,10 @@ class BatchTokenizer:
             self._start(loop)
         return await future
 
-    async def encode_with_offsets(
-        self, texts: Sequence[str], add_special_tokens: bool = True
-    ) -> tuple[list[Ints], list[Ints]]:
-        """As `Tokenizer.encode_with_offsets`, in turn with the batches."""
+    async def locate(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Located]:
+        """As `Tokenizer.locate`, in turn with the batches."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._thread, self.tokenizer.encode_with_offsets, texts, add_special_tokens
-        )
+        return await loop.run_in_executor(self._thread, self.tokenizer.locate, texts, add_special_tokens)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

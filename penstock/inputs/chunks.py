@@ -10,8 +10,9 @@ import numpy as np
 
 from penstock.core import Chunks, Ints, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
+from penstock.inputs.places import in_text, text_offsets
 from penstock.inputs.processor import InputOptions, InputProcessor, Inputs, split_inputs
-from penstock.inputs.truncation import fit, settle_limit
+from penstock.inputs.tokenizer import Located
 
 Chunking = Literal["none", "mean", "late"]
 CHUNK_SIZE = 256  # tokens of a late chunk, unless told
@@ -66,16 +67,15 @@ class Chunker:
         texts, rows = split_inputs(inputs)
         if chunking == "none":
             return self.processor.prepare(request_id, inputs, params, options), None
-        offsets = None
+        special = options.add_special_tokens
+        prompted = self.processor.with_prompt(texts or [], options)
+        if chunking == "late":
+            if texts is None:
+                return self.late_ids(request_id, rows, options, chunk_size)
+            return self.late(request_id, texts, self.tokenizer.locate(prompted, special), options, chunk_size)
         if texts is not None:
-            prompted = self.processor.with_prompt(texts, options)
-            if chunking == "late":
-                rows, offsets = self.tokenizer.encode_with_offsets(prompted, options.add_special_tokens)
-            else:
-                rows = self.tokenizer.encode(prompted, options.add_special_tokens)
-        if chunking == "mean":
-            return self.mean(request_id, rows, params, options, from_text=texts is not None)
-        return self.late(request_id, rows, texts, offsets, options, chunk_size)
+            rows = self.tokenizer.encode(prompted, special)
+        return self.mean(request_id, rows, params, options, from_text=texts is not None)
 
     def mean(
         self,
@@ -108,35 +108,31 @@ class Chunker:
     def late(
         self,
         request_id: str,
-        rows: list[Ints],
-        texts: list[str] | None,
-        offsets: list[Ints] | None,
+        texts: list[str],
+        located: list[Located],
         options: InputOptions,
         chunk_size: int | None,
     ) -> tuple[Request, Chunks]:
-        """A row a text, whose token vectors are wanted, and the places of its chunks in the run."""
-        whole = PoolingParams(Task.TOKEN_EMBED, normalize=False)
-        request = self.processor.join(request_id, rows, whole, options, from_text=texts is not None)
-        skip = request.skip if request.skip is not None else np.zeros(request.num_rows, dtype=np.int32)
-        size = chunk_size if chunk_size is not None else CHUNK_SIZE
-        if texts is None or offsets is None:
-            bodies = list(zip(skip.tolist(), request.lengths.tolist(), strict=True))
-        else:
-            offsets = self._cut_as_rows(offsets, options)
-            prompt = self._seen(self.processor.prompt(options))
-            offsets = [place - len(prompt) for place in offsets]
-            bodies = [body_of(place, int(first)) for place, first in zip(offsets, skip, strict=True)]
-        edges = [
-            divide(int(first), *body, int(length), size)
-            for first, body, length in zip(skip, bodies, request.lengths, strict=True)
-        ]
-        spans = np.concatenate(edges)
-        counts = np.array([len(edge) for edge in edges], dtype=np.int32)
-        chars = None
-        if texts is not None and offsets is not None:
-            parts = zip(edges, bodies, offsets, texts, strict=True)
-            chars = np.concatenate([self._chars(*part) for part in parts])
-        return request, Chunks(counts, spans[:, 1] - spans[:, 0], spans, chars, request.starts)
+        """A row a text, whose token vectors are wanted, and the places of its chunks."""
+        request = self._whole(request_id, [row.ids for row in located], options, from_text=True)
+        offsets = text_offsets(self.processor, [row.offsets for row in located], options)
+        bodies = [body_of(*row) for row in zip(offsets, _skips(request), strict=True)]
+        spans = _divided(request, bodies, chunk_size)
+        ends = [_ends(*places) for places in zip(spans, bodies, offsets, strict=True)]
+        chars = [in_text(self.processor, *row) for row in zip(texts, ends, strict=True)]
+        return request, _late_chunks(request, spans, np.concatenate(chars))
+
+    def late_ids(
+        self, request_id: str, rows: list[Ints], options: InputOptions, chunk_size: int | None
+    ) -> tuple[Request, Chunks]:
+        """The same for token ids, which lie in no text."""
+        request = self._whole(request_id, rows, options, from_text=False)
+        bodies = list(zip(_skips(request), request.lengths.tolist(), strict=True))
+        return request, _late_chunks(request, _divided(request, bodies, chunk_size), None)
+
+    def _whole(self, request_id: str, rows: list[Ints], options: InputOptions, *, from_text: bool) -> Request:
+        params = PoolingParams(Task.TOKEN_EMBED, normalize=False)
+        return self.processor.join(request_id, rows, params, options, from_text=from_text)
 
     def _why_not_late(self) -> str | None:
         pooling = self.spec.pooling
@@ -146,32 +142,14 @@ class Chunker:
             return "it has Dense modules after the pooling"
         return None if Task.TOKEN_EMBED in self.spec.tasks else "it has no task 'token_embed'"
 
-    def _seen(self, text: str) -> str:
-        return text.lower() if self.spec.lower_case else text
-
     def _prompt_tokens(self, options: InputOptions) -> Ints | None:
         """The prompt as it begins a row, leading special tokens included."""
         prompt = self.processor.prompt(options)
         if not prompt:
             return None
-        (row,) = self.tokenizer.encode([self._seen(prompt)], options.add_special_tokens)
+        seen = prompt.lower() if self.spec.lower_case else prompt
+        (row,) = self.tokenizer.encode([seen], options.add_special_tokens)
         return row[: len(row) - self.tokenizer.suffix] if options.add_special_tokens else row
-
-    def _cut_as_rows(self, offsets: list[Ints], options: InputOptions) -> list[Ints]:
-        special = options.add_special_tokens
-        frame = (self.tokenizer.prefix, self.tokenizer.suffix) if special else (0, 0)
-        cut_at = settle_limit(options.truncate_prompt_tokens, self.spec.limit)
-        return fit(offsets, cut_at, self.spec.limit, frame, options.truncation_side)
-
-    def _chars(self, edges: Ints, body: tuple[int, int], offsets: Ints, text: str) -> Ints:
-        """Where each chunk begins and ends in the caller's text, [chunks, 2]."""
-        first, end = body
-        if first == end:
-            return np.zeros((len(edges), 2), dtype=np.int32)
-        begins = offsets[np.maximum(edges[:, 0], first), 0]
-        ends = offsets[np.minimum(edges[:, 1], end) - 1, 1]
-        chars = np.maximum(np.stack([begins, ends], axis=1), 0)
-        return unlowered(text, chars) if self.spec.lower_case else chars
 
 
 def split_row(row: Ints, limit: int, head: int, tail: int) -> tuple[list[Ints], list[int]]:
@@ -208,13 +186,29 @@ def body_of(offsets: Ints, pooled: int) -> tuple[int, int]:
     return max(int(inside[0]), pooled), int(inside[-1]) + 1
 
 
-def unlowered(text: str, chars: Ints) -> Ints:
-    """Offsets in the lower-cased text as offsets in the text; a few letters grow when lower-cased."""
-    if len(text.lower()) == len(text):
-        return chars
-    ends = np.cumsum([len(letter.lower()) for letter in text])
-    begins = np.searchsorted(ends, chars[:, 0], side="right")
-    return np.stack([begins, np.searchsorted(ends, chars[:, 1]) + 1], axis=1).astype(np.int32)
+def _skips(request: Request) -> list[int]:
+    return [0] * request.num_rows if request.skip is None else request.skip.tolist()
+
+
+def _divided(request: Request, bodies: list[tuple[int, int]], chunk_size: int | None) -> list[Ints]:
+    size = CHUNK_SIZE if chunk_size is None else chunk_size
+    rows = zip(_skips(request), bodies, request.lengths.tolist(), strict=True)
+    return [divide(pooled, *body, length, size) for pooled, body, length in rows]
+
+
+def _ends(spans: Ints, body: tuple[int, int], offsets: Ints) -> Ints:
+    """Where the text's tokens of each chunk begin and end, [chunks, 2] in characters."""
+    first, end = body
+    if first == end:
+        return np.zeros((len(spans), 2), dtype=np.int32)
+    begins = offsets[np.maximum(spans[:, 0], first), 0]
+    return np.stack([begins, offsets[np.minimum(spans[:, 1], end) - 1, 1]], axis=1)
+
+
+def _late_chunks(request: Request, spans: list[Ints], chars: Ints | None) -> Chunks:
+    counts = np.array([len(row) for row in spans], dtype=np.int32)
+    flat = np.concatenate(spans)
+    return Chunks(counts, flat[:, 1] - flat[:, 0], flat, chars, request.starts)
 
 
 def _common_prefix(row: Ints, other: Ints) -> int:

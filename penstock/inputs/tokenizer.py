@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
@@ -11,6 +12,14 @@ from tokenizers import Tokenizer as RustTokenizer
 from penstock.checkpoint.convert import tokenizer_file
 from penstock.core import Ints
 from penstock.errors import BadValue, ModelLoadError
+
+
+class Located(NamedTuple):
+    """The tokens of a text and where they lie in it."""
+
+    ids: Ints  # [tokens]
+    offsets: Ints  # [tokens, 2], characters; (0, 0) for special tokens
+    words: Ints  # [tokens], number of the word; -1 for special tokens
 
 
 class Tokenizer:
@@ -34,18 +43,20 @@ class Tokenizer:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def encode_with_offsets(
-        self, texts: Sequence[str], add_special_tokens: bool = True
-    ) -> tuple[list[Ints], list[Ints]]:
-        """Token ids, and for each token where it begins and ends in the text, [tokens, 2] in characters;
-        (0, 0) for special tokens. Slower than `encode`, so only for those who need the places."""
+    def locate(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Located]:
+        """Token ids with their places. Slower than `encode`, so only for those who need the places."""
         try:
             encodings = self._rust.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
-        ids = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        offsets = [np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2) for encoding in encodings]
-        return ids, offsets
+        return [
+            Located(
+                np.array(encoding.ids, dtype=np.int32),
+                np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2),
+                np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int32),
+            )
+            for encoding in encodings
+        ]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)

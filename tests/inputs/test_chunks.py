@@ -10,7 +10,8 @@ import pytest
 from penstock.checkpoint.spec import DenseSpec, PoolingSpec
 from penstock.core import Chunks, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.chunks import Chunker, divide, split_row, unlowered
+from penstock.inputs.chunks import Chunker, divide, split_row
+from penstock.inputs.places import unlowered
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary

@@ -1,0 +1,117 @@
+"""Named entities from the label scores of tokens, as transformers' token-classification pipeline groups
+them, for all texts of a request at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core import Array, Ints
+
+Aggregation = Literal["none", "simple", "first", "average", "max"]
+AGGREGATIONS = ("none", "simple", "first", "average", "max")
+
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    label: str
+    score: float
+    start: int  # characters within the text
+    end: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Tokens, words or entities of all texts, one after another: [n] each."""
+
+    text: Ints
+    begins: Ints
+    ends: Ints
+    scores: Floats  # [n, labels] before a label is chosen, then [n]
+
+    def grouped(self, new: Flags, scores: Floats) -> _Run:
+        """Neighbours joined; `new` is true where a group begins."""
+        starts = np.flatnonzero(new)
+        lasts = np.append(starts[1:], len(new)) - 1
+        return _Run(self.text[starts], self.begins[starts], self.ends[lasts], scores)
+
+
+def find_entities(
+    texts: Sequence[str],
+    scores: Array,  # [tokens, labels]
+    lengths: Ints,  # [texts]
+    chars: Ints,  # [tokens, 2]
+    words: Ints,  # [tokens], -1 for what is not of the text
+    labels: Sequence[str],
+    aggregation: Aggregation = "simple",
+) -> list[list[Entity]]:
+    """The entities of each text. `none` gives every token its label; `simple` joins neighbours of one
+    tag; `first`, `average` and `max` first agree on one label for each word."""
+    keep = np.flatnonzero(words >= 0)
+    text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[keep]
+    run = _Run(text, chars[keep, 0], chars[keep, 1], scores[keep].astype(np.float32))
+    if not len(keep):
+        return [[] for _ in texts]
+    if aggregation not in ("none", "simple"):
+        run = _by_word(run, words[keep], aggregation)
+    chosen = run.scores.argmax(axis=1)
+    run = _Run(run.text, run.begins, run.ends, run.scores.max(axis=1))
+    names, tag_of, begins_entity = _tags(labels)
+    if aggregation == "none":
+        return _listed(texts, run, chosen, labels)
+    tags = tag_of[chosen]
+    new = _changes(run.text) | _changes(tags) | begins_entity[chosen]
+    starts = np.flatnonzero(new)
+    means = np.add.reduceat(run.scores, starts) / np.diff(np.append(starts, len(new)))
+    return _listed(texts, run.grouped(new, means.astype(np.float32)), tags[starts], names)
+
+
+def _by_word(run: _Run, words: Ints, aggregation: str) -> _Run:
+    new = _changes(run.text) | _changes(words)
+    starts = np.flatnonzero(new)
+    if aggregation == "first":
+        return run.grouped(new, run.scores[starts])
+    if aggregation == "average":
+        counts = np.diff(np.append(starts, len(new)))
+        means = np.add.reduceat(run.scores, starts, axis=0) / counts[:, None]
+        return run.grouped(new, means.astype(np.float32))
+    peaks = run.scores.max(axis=1)
+    group = np.cumsum(new) - 1
+    highest = np.flatnonzero(peaks == np.maximum.reduceat(peaks, starts)[group])
+    _, firsts = np.unique(group[highest], return_index=True)
+    return run.grouped(new, run.scores[highest[firsts]])
+
+
+def _tags(labels: Sequence[str]) -> tuple[list[str], Ints, Flags]:
+    """The tags, each label's tag among them, and whether the label begins an entity."""
+    bare = [label[2:] if label.startswith(("B-", "I-")) else label for label in labels]
+    names = list(dict.fromkeys(bare))
+    place = {name: index for index, name in enumerate(names)}
+    tag_of = np.array([place[name] for name in bare], dtype=np.int32)
+    return names, tag_of, np.array([label.startswith("B-") for label in labels], dtype=bool)
+
+
+def _changes(values: Array) -> Flags:
+    """True where a value differs from the one before it, and at the first."""
+    out = np.ones(len(values), dtype=bool)
+    out[1:] = values[1:] != values[:-1]
+    return out
+
+
+def _listed(texts: Sequence[str], run: _Run, chosen: Array, names: Sequence[str]) -> list[list[Entity]]:
+    """What is not outside (`O`), by text."""
+    out: list[list[Entity]] = [[] for _ in texts]
+    outside = names.index("O") if "O" in names else -1
+    keep = np.flatnonzero(chosen != outside)
+    columns = (run.text, chosen, run.scores, run.begins, run.ends)
+    for text, name, score, begin, end in zip(*(column[keep].tolist() for column in columns), strict=True):
+        out[text].append(Entity(names[name], score, begin, end, texts[text][begin:end]))
+    return out

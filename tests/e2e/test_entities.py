@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from penstock import Engine
+from penstock.errors import BadValue, NotPossible
+from tests.checkpoints import BERT_CONFIG, WORDS, bert_tensors, write_bert
+from tests.e2e.server import serving
+
+TEXTS = [" ".join(WORDS[i : i + 9]) for i in range(0, 45, 9)] + ["  Watering, the PEOPLE"]
+NAMES = ["O", "B-PER", "I-PER"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    head = {
+        "classifier.weight": torch.randn(3, 32, generator=generator),
+        "classifier.bias": torch.zeros(3),
+    }
+    tensors = {f"bert.{name}": value for name, value in bert_tensors(BERT_CONFIG).items()} | head
+    config = {
+        "architectures": ["BertForTokenClassification"],
+        "id2label": {str(index): name for index, name in enumerate(NAMES)},
+    }
+    folder = tmp_path_factory.mktemp("models") / "ner"
+    return write_bert(folder, tensors=tensors, config=config, modules=False)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with Engine(str(folder), device="cpu", threads=1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ner(folder: Path) -> Iterator[httpx.Client]:
+    with serving(str(folder), "--device", "cpu") as server, server.client() as http:
+        yield http
+
+
+@pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
+def test_the_route_answers_as_offline_use(ner: httpx.Client, engine: Engine, aggregation: str) -> None:
+    response = ner.post("/v1/entities", json={"input": TEXTS, "aggregation": aggregation})
+    assert response.status_code == 200, response.text
+    wanted = engine.entities(TEXTS, aggregation=aggregation)  # type: ignore[arg-type]
+    assert sum(len(row) for row in wanted) > 3
+    for index, (item, row) in enumerate(zip(response.json()["data"], wanted, strict=True)):
+        assert item["index"] == index
+        for got, entity in zip(item["entities"], row, strict=True):
+            place = {"label": entity.label, "start": entity.start, "end": entity.end, "text": entity.text}
+            assert got == place | {"score": pytest.approx(entity.score, abs=1e-5)}
+            assert got["text"] == TEXTS[index][got["start"] : got["end"]]
+    tokens = sum(len(row) for row in engine.tokenize(TEXTS))
+    assert response.json()["usage"]["prompt_tokens"] == tokens
+
+
+def test_a_prompt_moves_no_place_and_is_in_no_entity(engine: Engine) -> None:
+    for row, text in zip(engine.entities(TEXTS, aggregation="none", prompt="search: "), TEXTS, strict=True):
+        assert all(text[e.start : e.end] == e.text != "" for e in row)
+        assert all(before.end <= after.start for before, after in pairwise(row))
+
+
+def test_a_cut_text_keeps_its_places(engine: Engine) -> None:
+    text = " ".join(WORDS)
+    (row,) = engine.entities([text], aggregation="none", truncate_prompt_tokens=-1, truncation_side="left")
+    assert row and all(text[e.start : e.end] == e.text for e in row)
+    assert row[0].start >= text.index(" ".join(WORDS[-62:]))
+
+
+def test_what_cannot_be_answered_is_refused(ner: httpx.Client, engine: Engine) -> None:
+    for body, param in (
+        ({"input": "the water", "aggregation": "most"}, "aggregation"),
+        ({"input": [5, 6]}, "input"),
+        ({"input": ""}, "input"),
+    ):
+        response = ner.post("/v1/entities", json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+    with pytest.raises(BadValue, match="aggregation"):
+        engine.entities(["a"], aggregation="most")  # type: ignore[arg-type]
+
+
+def test_a_model_without_token_labels_says_what_it_has(http: httpx.Client) -> None:
+    response = http.post("/v1/entities", json={"input": "the water"})
+    assert response.status_code == 422
+    assert "embed" in response.json()["error"]["message"]
+    with Engine(device="cpu", threads=1) as engine, pytest.raises(NotPossible):
+        engine.entities(["the water"])
