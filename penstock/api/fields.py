@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.core import OutputDtype, PoolingParams, Task
 from penstock.errors import BadValue
-from penstock.inputs.chunks import Chunking
+from penstock.inputs.chunks import Chunking, ChunkOptions
 from penstock.inputs.processor import InputOptions
 from penstock.outputs.encoders import EncodingFormat, Endianness
 
@@ -64,6 +64,10 @@ class ChunkFields(VectorFields, kw_only=True):
 
     chunking: Chunking = "none"
     chunk_size: int | None = None
+    chunk_spans: list[list[tuple[int, int]]] | None = None
+
+    def chunk_options(self) -> ChunkOptions:
+        return ChunkOptions(chunking=self.chunking, chunk_size=self.chunk_size, chunk_spans=self.chunk_spans)
 
 
 def agreed(normalize: bool | None, use_activation: bool | None) -> bool | None:

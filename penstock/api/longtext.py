@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ async def run_chunked(call: Call, body: ChunkFields, params: PoolingParams) -> R
     """As `run_task`, with the texts chunked as the body says."""
     model = call.state.model(body.model)
     chunker = Chunker(model.processor)
-    chunker.check(params, body.options(), body.chunking, body.chunk_size)
+    chunker.check(params, body.options(), body.chunk_options())
     if body.chunking == "none":
         return await run_task(call, body, params)
     if body.chunking == "late" and body.encoding_format == "bytes":
@@ -63,7 +64,8 @@ async def run_chunked(call: Call, body: ChunkFields, params: PoolingParams) -> R
     answer = await run_request(call, model, request, body)
     if chunks is None:
         return Result(model, request, answer)
-    texts, vectors = combine(answer.values, chunks, params, model.spec.pooling.normalize)
+    normalizes = model.spec.pooling.normalize
+    texts, vectors = await asyncio.to_thread(combine, answer.values, chunks, params, normalizes)
     return ChunkedResult(model, request, Answer(answer.id, texts, answer.timings), chunks, vectors)
 
 
@@ -77,9 +79,9 @@ async def _prepare(
     prompted = model.processor.with_prompt(texts or [], options)
     if body.chunking == "late":
         if texts is None:
-            return chunker.late_ids(request_id, rows, options, body.chunk_size)
+            return chunker.late_ids(request_id, rows, options, body.chunk_options())
         located = await model.tokenizer.locate(prompted, special)
-        return chunker.late(request_id, texts, located, options, body.chunk_size)
+        return chunker.late(request_id, texts, located, options, body.chunk_options())
     if texts is not None:
         rows = await model.tokenizer.encode(prompted, special)
     return chunker.mean(request_id, rows, params, options, from_text=texts is not None)

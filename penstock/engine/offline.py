@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from penstock.config import EngineConfig, from_mapping
 from penstock.core import Answer, Chunks, Ints, OutputDtype, PoolingParams, Request, Task
 from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
-from penstock.inputs.chunks import Chunker, Chunking
+from penstock.inputs.chunks import Chunker, Chunking, ChunkOptions
 from penstock.inputs.places import Places, prepare_located
 from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, InputProcessor, Inputs, split_inputs
 from penstock.inputs.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ class Engine:
         `progress` shows a bar; by default only for long calls on a terminal.
         """
         params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
-        prepare = self._chunked(params, _options(options), _one_vector(chunking), None)
+        prepare = self._chunked(params, _options(options), _one_vector(chunking))
         answers = self._windows(texts, prepare, progress, priority)
         parts = [self._combined(*done, params)[0] for done in answers]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -96,6 +96,7 @@ class Engine:
         texts: Inputs,
         *,
         chunk_size: int | None = None,
+        chunk_spans: Sequence[Sequence[tuple[int, int]]] | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
         dtype: str = "float32",
@@ -103,10 +104,18 @@ class Engine:
         priority: int = 0,
         **options: Any,
     ) -> list[TextChunks]:
-        """Late chunking: each text runs whole, and each `chunk_size` tokens of it are pooled apart, so
-        that a chunk's vector knows its surroundings."""
+        """Late chunking: each text runs whole, and each `chunk_size` tokens of it (256 unless told), or
+        each of its `chunk_spans` in characters, are pooled apart, so that a chunk's vector knows its
+        surroundings."""
         params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
-        prepare = self._chunked(params, _options(options), "late", chunk_size)
+        how = ChunkOptions(chunking="late", chunk_size=chunk_size, chunk_spans=chunk_spans)
+        prepare = self._chunked(params, _options(options), how)
+        count = 1 if isinstance(texts, str) else len(texts)
+        if chunk_spans is not None and len(chunk_spans) != count:
+            raise BadValue(
+                f"chunk_spans has {len(chunk_spans)} lists for {count} texts; give one a text",
+                param="chunk_spans",
+            )
         out: list[TextChunks] = []
         for request, chunks, answer in self._windows(texts, prepare, progress, priority):
             out += _by_text(chunks, *self._combined(request, chunks, answer, params))
@@ -207,14 +216,16 @@ class Engine:
             yield request, answer
 
     def _chunked(
-        self, params: PoolingParams, options: InputOptions, chunking: str, chunk_size: int | None
+        self, params: PoolingParams, options: InputOptions, how: ChunkOptions
     ) -> _Prepare[Chunks | None]:
-        """Checks now, prepares later."""
-        self._chunker.check(params, options, chunking, chunk_size)
+        """Checks now, prepares later: windows in their order, each with its part of the spans."""
+        self._chunker.check(params, options, how)
         self._processor.check(params)
+        spans = None if how.chunk_spans is None else iter(how.chunk_spans)
 
         def prepare(request_id: str, window: Any) -> tuple[Request, Chunks | None]:
-            return self._chunker.prepare(request_id, window, params, options, chunking, chunk_size)
+            own = how if spans is None else replace(how, chunk_spans=[*itertools.islice(spans, len(window))])
+            return self._chunker.prepare(request_id, window, params, options, own)
 
         return prepare
 
@@ -274,10 +285,10 @@ def _finished(
     return request, beside, answer
 
 
-def _one_vector(chunking: str) -> str:
+def _one_vector(chunking: str) -> ChunkOptions:
     if chunking == "late":
         raise BadValue("late chunking gives several vectors a text; use embed_chunks", param="chunking")
-    return chunking
+    return ChunkOptions(chunking=chunking)
 
 
 def _by_text(chunks: Chunks | None, texts: NDArray[Any], vectors: NDArray[Any]) -> list[TextChunks]:
@@ -325,7 +336,7 @@ class AsyncEngine:
     ) -> NDArray[Any]:
         """As `Engine.embed`. Cancelling the task cancels its rows."""
         params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
-        prepare = self._open()._chunked(params, _options(options), _one_vector(chunking), None)
+        prepare = self._open()._chunked(params, _options(options), _one_vector(chunking))
         done = await self._submit(texts, prepare, priority)
         return self._open()._combined(*done, params)[0]
 
@@ -334,6 +345,7 @@ class AsyncEngine:
         texts: Inputs,
         *,
         chunk_size: int | None = None,
+        chunk_spans: Sequence[Sequence[tuple[int, int]]] | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
         dtype: str = "float32",
@@ -342,7 +354,8 @@ class AsyncEngine:
     ) -> list[TextChunks]:
         """As `Engine.embed_chunks`."""
         params = PoolingParams(Task.EMBED, dimensions, normalize, _output_dtype(dtype))
-        prepare = self._open()._chunked(params, _options(options), "late", chunk_size)
+        how = ChunkOptions(chunking="late", chunk_size=chunk_size, chunk_spans=chunk_spans)
+        prepare = self._open()._chunked(params, _options(options), how)
         request, chunks, answer = await self._submit(texts, prepare, priority)
         return _by_text(chunks, *self._open()._combined(request, chunks, answer, params))
 

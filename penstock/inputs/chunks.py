@@ -4,6 +4,8 @@ are pooled apart (late chunking). Where chunks lie is settled here; `outputs.chu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -18,6 +20,29 @@ Chunking = Literal["none", "mean", "late"]
 CHUNK_SIZE = 256  # tokens of a late chunk, unless told
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOptions:
+    """How texts are chunked; the names are those of the server's fields."""
+
+    chunking: str = "none"
+    chunk_size: int | None = None  # tokens of a late chunk
+    chunk_spans: Sequence[Sequence[tuple[int, int]]] | None = None  # late chunks of each text, in characters
+
+    def check(self) -> None:
+        if self.chunking not in ("none", "mean", "late"):
+            raise BadValue(f"chunking {self.chunking!r} is unknown; use none, mean or late", param="chunking")
+        for name in ("chunk_size", "chunk_spans"):
+            if getattr(self, name) is not None and self.chunking != "late":
+                raise BadValue(f"{name} goes with chunking 'late'", param=name)
+        if self.chunk_size is not None and self.chunk_spans is not None:
+            raise BadValue("chunk_size and chunk_spans exclude each other; give one", param="chunk_spans")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise BadValue(f"chunk_size is {self.chunk_size}; it must be at least 1", param="chunk_size")
+
+
+NO_CHUNKS = ChunkOptions()
+
+
 class Chunker:
     """Makes requests of long texts: `mean` for one vector a text, `late` for one a chunk."""
 
@@ -26,29 +51,22 @@ class Chunker:
         self.spec = processor.spec
         self.tokenizer = processor.tokenizer
 
-    def check(
-        self, params: PoolingParams, options: InputOptions, chunking: str, chunk_size: int | None
-    ) -> None:
+    def check(self, params: PoolingParams, options: InputOptions, how: ChunkOptions) -> None:
         """Refuse what cannot be chunked, before any work is spent on it."""
-        if chunking not in ("none", "mean", "late"):
-            raise BadValue(f"chunking {chunking!r} is unknown; use none, mean or late", param="chunking")
-        if chunk_size is not None and chunking != "late":
-            raise BadValue("chunk_size goes with chunking 'late'", param="chunk_size")
-        if chunk_size is not None and chunk_size < 1:
-            raise BadValue(f"chunk_size is {chunk_size}; it must be at least 1", param="chunk_size")
-        if chunking == "none":
+        how.check()
+        if how.chunking == "none":
             return
         if params.task is not Task.EMBED:
             raise BadValue(
                 f"chunking is for task 'embed'; task {params.task.value!r} has none", param="chunking"
             )
         self.processor.check(params)
-        if chunking == "mean" and options.truncate_prompt_tokens is not None:
+        if how.chunking == "mean" and options.truncate_prompt_tokens is not None:
             raise BadValue(
                 "chunking 'mean' reads the whole text; leave truncate_prompt_tokens out",
                 param="truncate_prompt_tokens",
             )
-        if chunking == "late" and (reason := self._why_not_late()):
+        if how.chunking == "late" and (reason := self._why_not_late()):
             raise NotPossible(
                 f"chunking 'late' is not possible for {self.spec.name}: {reason}", param="chunking"
             )
@@ -59,20 +77,19 @@ class Chunker:
         inputs: Inputs,
         params: PoolingParams,
         options: InputOptions,
-        chunking: str,
-        chunk_size: int | None = None,
+        how: ChunkOptions,
     ) -> tuple[Request, Chunks | None]:
         """Everything at once, blocking; None for chunks where every text is one row as it is."""
-        self.check(params, options, chunking, chunk_size)
-        texts, rows = split_inputs(inputs)
-        if chunking == "none":
+        self.check(params, options, how)
+        if how.chunking == "none":
             return self.processor.prepare(request_id, inputs, params, options), None
+        texts, rows = split_inputs(inputs)
         special = options.add_special_tokens
         prompted = self.processor.with_prompt(texts or [], options)
-        if chunking == "late":
+        if how.chunking == "late":
             if texts is None:
-                return self.late_ids(request_id, rows, options, chunk_size)
-            return self.late(request_id, texts, self.tokenizer.locate(prompted, special), options, chunk_size)
+                return self.late_ids(request_id, rows, options, how)
+            return self.late(request_id, texts, self.tokenizer.locate(prompted, special), options, how)
         if texts is not None:
             rows = self.tokenizer.encode(prompted, special)
         return self.mean(request_id, rows, params, options, from_text=texts is not None)
@@ -111,24 +128,32 @@ class Chunker:
         texts: list[str],
         located: list[Located],
         options: InputOptions,
-        chunk_size: int | None,
+        how: ChunkOptions,
     ) -> tuple[Request, Chunks]:
         """A row a text, whose token vectors are wanted, and the places of its chunks."""
         request = self._whole(request_id, [row.ids for row in located], options, from_text=True)
         offsets = text_offsets(self.processor, [row.offsets for row in located], options)
         bodies = [body_of(*row) for row in zip(offsets, _skips(request), strict=True)]
-        spans = _divided(request, bodies, chunk_size)
+        if how.chunk_spans is not None:
+            wanted = check_spans(texts, how.chunk_spans)
+            chars = [in_text(self.processor, *row) for row in zip(texts, offsets, strict=True)]
+            rows = zip(wanted, chars, _skips(request), bodies, request.lengths.tolist(), strict=True)
+            spans = [find_tokens(index, *row) for index, row in enumerate(rows)]
+            return request, _late_chunks(request, spans, np.concatenate(wanted))
+        spans = _divided(request, bodies, how.chunk_size)
         ends = [_ends(*places) for places in zip(spans, bodies, offsets, strict=True)]
         chars = [in_text(self.processor, *row) for row in zip(texts, ends, strict=True)]
         return request, _late_chunks(request, spans, np.concatenate(chars))
 
     def late_ids(
-        self, request_id: str, rows: list[Ints], options: InputOptions, chunk_size: int | None
+        self, request_id: str, rows: list[Ints], options: InputOptions, how: ChunkOptions
     ) -> tuple[Request, Chunks]:
         """The same for token ids, which lie in no text."""
+        if how.chunk_spans is not None:
+            raise BadValue("chunk_spans are places in a text; token ids have none", param="chunk_spans")
         request = self._whole(request_id, rows, options, from_text=False)
         bodies = list(zip(_skips(request), request.lengths.tolist(), strict=True))
-        return request, _late_chunks(request, _divided(request, bodies, chunk_size), None)
+        return request, _late_chunks(request, _divided(request, bodies, how.chunk_size), None)
 
     def _whole(self, request_id: str, rows: list[Ints], options: InputOptions, *, from_text: bool) -> Request:
         params = PoolingParams(Task.TOKEN_EMBED, normalize=False)
@@ -173,9 +198,47 @@ def split_row(row: Ints, limit: int, head: int, tail: int) -> tuple[list[Ints], 
 def divide(pooled: int, first: int, end: int, length: int, size: int) -> Ints:
     """Chunks of `size` tokens from `first` to `end`, [chunks, 2]. What is pooled before and after (special
     tokens, a prompt) goes to the first and the last, so that the chunks make up the whole row."""
+    size = min(size, length)
     inner = np.arange(first + size, end, size, dtype=np.int32)
     edges = np.concatenate([[pooled], inner, [length]]).astype(np.int32)
     return np.stack([edges[:-1], edges[1:]], axis=1)
+
+
+def check_spans(texts: list[str], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Ints]:
+    """The caller's chunks of each text, [chunks, 2]: ascending, within the text, at least one."""
+    if len(spans) != len(texts):
+        raise BadValue(
+            f"chunk_spans has {len(spans)} lists for {len(texts)} texts; give one a text", param="chunk_spans"
+        )
+    checked = []
+    for index, (text, row) in enumerate(zip(texts, spans, strict=True)):
+        edges = [edge for span in row for edge in span]
+        empty = any(begin >= end for begin, end in row)
+        if not edges or empty or edges != sorted(edges) or edges[0] < 0 or edges[-1] > len(text):
+            raise BadValue(
+                f"chunk_spans {index} must hold at least one [begin, end), ascending, without overlap, "
+                f"from 0 to {len(text)}",
+                param="chunk_spans",
+            )
+        checked.append(np.array(row, dtype=np.int32).reshape(-1, 2))
+    return checked
+
+
+def find_tokens(
+    index: int, wanted: Ints, chars: Ints, pooled: int, body: tuple[int, int], length: int
+) -> Ints:
+    """The tokens that end in each wanted span, [chunks, 2]. As with `divide`, a chunk with the first or the
+    last token of the text takes what is pooled before or after."""
+    first, end = body
+    lasts = chars[first:end, 1] - 1
+    spans = first + np.searchsorted(lasts, wanted).astype(np.int32)
+    empty = np.flatnonzero(spans[:, 0] == spans[:, 1])
+    if len(empty):
+        begin, until = wanted[empty[0]].tolist()
+        raise BadValue(f"chunk_spans {index}: no token ends from {begin} to {until}", param="chunk_spans")
+    spans[0, 0] = pooled if spans[0, 0] == first else spans[0, 0]
+    spans[-1, 1] = length if spans[-1, 1] == end else spans[-1, 1]
+    return spans
 
 
 def body_of(offsets: Ints, pooled: int) -> tuple[int, int]:

@@ -56,6 +56,16 @@ def test_late_chunks_come_with_their_places(http: httpx.Client, engine: Engine) 
     assert answer["usage"]["prompt_tokens"] == first["chunks"][-1]["end_token"] + 3
 
 
+def test_chunks_may_be_given_as_characters(http: httpx.Client, engine: Engine) -> None:
+    spans = [(0, 27), (28, len(SHORT))]
+    (item,) = post(http, input=SHORT, chunking="late", chunk_spans=[spans])["data"]
+    assert [(chunk["start_char"], chunk["end_char"]) for chunk in item["chunks"]] == spans
+    (wanted,) = engine.embed_chunks([SHORT], chunk_spans=[spans])
+    got = [chunk["embedding"] for chunk in item["chunks"]]
+    np.testing.assert_allclose(got, wanted.vectors, atol=1e-5)
+    np.testing.assert_allclose(item["embedding"], engine.embed([SHORT])[0], atol=1e-5)
+
+
 def test_late_chunks_take_every_output_form(http: httpx.Client) -> None:
     plain = post(http, input=SHORT, chunking="late", chunk_size=7)["data"][0]["chunks"]
     fields = {"encoding_format": "base64", "dimensions": 64, "embed_dtype": "float16"}
@@ -91,6 +101,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "zero": ("/v1/embeddings", {"chunking": "late", "chunk_size": 0}, "chunk_size", "at least 1"),
     "text": ("/v1/embeddings", {"chunking": "late", "chunk_size": "7"}, "chunk_size", "int"),
     "size alone": ("/v1/embeddings", {"chunk_size": 7}, "chunk_size", "late"),
+    "spans as numbers": ("/v1/embeddings", {"chunking": "late", "chunk_spans": [3]}, "chunk_spans", "array"),
+    "spans beyond": (
+        "/v1/embeddings",
+        {"chunking": "late", "chunk_spans": [[[0, 999]]]},
+        "chunk_spans",
+        "0 to",
+    ),
     "late beyond the limit": ("/v1/embeddings", {"chunking": "late", "input": LONG}, "input", "256"),
     "bytes": ("/v1/embeddings", {"chunking": "late", "encoding_format": "bytes"}, "encoding_format", "bytes"),
     "truncated": (

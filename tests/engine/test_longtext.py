@@ -149,3 +149,14 @@ def test_the_async_engine_chunks_alike(folder: Path, engine: Engine) -> None:
     np.testing.assert_allclose(
         late.vectors, engine.embed_chunks([MIDDLE], chunk_size=9)[0].vectors, atol=1e-5
     )
+
+
+def test_spans_go_with_their_texts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline, "WINDOW", 1)
+    first, second = engine.embed_chunks(["the water", "people go to it"], chunk_spans=[[(0, 3)], [(7, 12)]])
+    tokens = engine.token_embed(["the water", "people go to it"], normalize=False)
+    np.testing.assert_allclose(first.vectors, unit(tokens[0][None, :2].mean(axis=1)), atol=1e-6)
+    np.testing.assert_allclose(second.vectors, unit(tokens[1][None, 2:4].mean(axis=1)), atol=1e-6)
+    assert second.chars is not None and second.chars.tolist() == [[7, 12]]
+    with pytest.raises(BadValue, match="2 lists for 1 texts"):
+        engine.embed_chunks(["the water"], chunk_spans=[[(0, 3)], [(0, 3)]])

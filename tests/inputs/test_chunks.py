@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from penstock.checkpoint.spec import DenseSpec, PoolingSpec
 from penstock.core import Chunks, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.chunks import Chunker, divide, split_row
+from penstock.inputs.chunks import Chunker, ChunkOptions, divide, find_tokens, split_row
 from penstock.inputs.places import unlowered
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
@@ -36,9 +36,15 @@ def make_chunker(folder: Path, **changes: Any) -> Chunker:
 
 
 def prepare(
-    chunker: Chunker, inputs: Any, chunking: str, chunk_size: int | None = None, **options: Any
+    chunker: Chunker,
+    inputs: Any,
+    chunking: str,
+    chunk_size: int | None = None,
+    chunk_spans: Any = None,
+    **options: Any,
 ) -> tuple[Request, Chunks | None]:
-    return chunker.prepare("id", inputs, PoolingParams(), InputOptions(**options), chunking, chunk_size)
+    how = ChunkOptions(chunking=chunking, chunk_size=chunk_size, chunk_spans=chunk_spans)
+    return chunker.prepare("id", inputs, PoolingParams(), InputOptions(**options), how)
 
 
 def rows_of(request: Request) -> list[list[int]]:
@@ -88,7 +94,9 @@ def test_mean_splits_only_what_is_too_long(folder: Path) -> None:
 
 def test_texts_that_fit_are_left_as_they_are(folder: Path) -> None:
     params = PoolingParams(dimensions=4)
-    request, chunks = make_chunker(folder).prepare("id", ["the water"], params, InputOptions(), "mean")
+    request, chunks = make_chunker(folder).prepare(
+        "id", ["the water"], params, InputOptions(), ChunkOptions(chunking="mean")
+    )
     assert chunks is None and request.params == params
 
 
@@ -151,6 +159,11 @@ def test_token_ids_have_late_chunks_without_characters(folder: Path) -> None:
     assert chunks.spans.tolist() == [[0, 2], [2, 3]]
 
 
+def test_a_chunk_may_be_larger_than_any_text(folder: Path) -> None:
+    _, chunks = prepare(make_chunker(folder), "the water", "late", 2**70)
+    assert chunks is not None and chunks.counts.tolist() == [1]
+
+
 def test_an_empty_text_is_one_late_chunk(folder: Path) -> None:
     _, chunks = prepare(make_chunker(folder), "", "late")
     assert chunks is not None and chunks.spans is not None and chunks.chars is not None
@@ -174,6 +187,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "truncate_prompt_tokens",
         "whole text",
     ),
+    "spans without late": ({"chunking": "mean", "chunk_spans": [[(0, 3)]]}, "chunk_spans", "late"),
+    "spans and size": ({"chunking": "late", "chunk_size": 2, "chunk_spans": []}, "chunk_spans", "exclude"),
     "late beyond the limit": ({"chunking": "late"}, "input", "52 tokens, but the model takes at most 16"),
 }
 
@@ -188,7 +203,9 @@ def test_bad_values_name_their_field(folder: Path, name: str) -> None:
 
 def test_other_tasks_have_no_chunks(folder: Path) -> None:
     with pytest.raises(BadValue, match="token_embed"):
-        make_chunker(folder).check(PoolingParams(Task.TOKEN_EMBED), InputOptions(), "mean", None)
+        make_chunker(folder).check(
+            PoolingParams(Task.TOKEN_EMBED), InputOptions(), ChunkOptions(chunking="mean")
+        )
 
 
 @pytest.mark.parametrize(
@@ -205,3 +222,51 @@ def test_late_chunks_need_mean_pooling_and_nothing_after_it(
 ) -> None:
     with pytest.raises(NotPossible, match=words):
         prepare(make_chunker(folder, pooling=pooling), "the water", "late")
+
+
+def test_the_caller_may_say_where_the_chunks_are(folder: Path) -> None:
+    text = "the water, people go"
+    spans = [(0, 10), (11, 20)]
+    _, chunks = prepare(make_chunker(folder), ["oil", text], "late", chunk_spans=[[(0, 3)], spans])
+    assert chunks is not None and chunks.chars is not None and chunks.spans is not None
+    assert chunks.spans.tolist() == [[0, 3], [0, 4], [4, 7]]
+    assert chunks.chars.tolist()[1:] == [list(span) for span in spans]
+    _, part = prepare(make_chunker(folder), text, "late", chunk_spans=[[(4, 9)]], prompt="search: ")
+    assert part is not None and part.spans is not None
+    assert part.spans.tolist() == [[4, 5]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_that_cover_the_text_make_up_the_row(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ends = np.cumsum(random.integers(1, 6, size=12))
+    chars = ints([0, 0, *chain(*zip([0, *ends[:-1]], ends, strict=True)), 0, 0]).reshape(-1, 2)
+    edges = [0, *sorted(random.choice(ends[:-1], size=3, replace=False).tolist()), int(ends[-1])]
+    wanted = ints(list(chain(*pairwise(edges)))).reshape(-1, 2)
+    spans = find_tokens(0, wanted, chars, 0, (1, 13), 14)
+    assert spans[0, 0] == 0 and spans[-1, 1] == 14
+    assert (spans[1:, 0] == spans[:-1, 1]).all()
+    assert chars[spans[:-1, 1] - 1, 1].tolist() == edges[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ([], "0 lists for 1 texts"),
+        ([[]], "at least one"),
+        ([[(3, 3)]], "ascending"),
+        ([[(0, 4), (3, 9)]], "overlap"),
+        ([[(-1, 4)]], "from 0 to 9"),
+        ([[(0, 10)]], "from 0 to 9"),
+        ([[(3, 4)]], "no token ends from 3 to 4"),
+    ],
+)
+def test_spans_that_cannot_be_are_refused(folder: Path, spans: Any, words: str) -> None:
+    with pytest.raises(BadValue, match=words) as caught:
+        prepare(make_chunker(folder), "the water", "late", chunk_spans=spans)
+    assert caught.value.param == "chunk_spans"
+
+
+def test_token_ids_have_no_spans(folder: Path) -> None:
+    with pytest.raises(BadValue, match="token ids"):
+        prepare(make_chunker(folder), [[5, 6]], "late", chunk_spans=[[(0, 1)]])
