@@ -40,9 +40,6 @@ class ChunkOptions:
             raise BadValue(f"chunk_size is {self.chunk_size}; it must be at least 1", param="chunk_size")
 
 
-NO_CHUNKS = ChunkOptions()
-
-
 class Chunker:
     """Makes requests of long texts: `mean` for one vector a text, `late` for one a chunk."""
 
