@@ -10,6 +10,8 @@ import statistics
 import time
 from pathlib import Path
 
+from http_load import start
+
 
 def resident_mb(parent: int) -> dict[str, float]:
     """Resident memory of a server's processes, by module."""
@@ -33,31 +35,12 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     seconds, memory = [], {}
     for _ in range(options.runs):
-        port = free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "penstock",
-            "serve",
-            "--port",
-            str(port),
-            "--log-level",
-            "warning",
-            *flags,
-        ]
         began = time.perf_counter()
-        process = subprocess.Popen(command)
-        while not is_ready(port):
-            if process.poll() is not None:
-                raise SystemExit("the server did not start")
-            time.sleep(0.01)
-        seconds.append(time.perf_counter() - began)
-        memory = resident_mb(process.pid)
-        os.kill(process.pid, signal.SIGTERM)
-        process.wait()
-    print(
-        f"ready after {statistics.median(seconds):.2f} s (median of {options.runs}, worst {max(seconds):.2f})"
-    )
+        with start(flags) as server:
+            seconds.append(time.perf_counter() - began)
+            memory = resident_mb(server.pid)
+    middle, worst = statistics.median(seconds), max(seconds)
+    print(f"ready after {middle:.2f} s (median of {options.runs}, worst {worst:.2f})")
     for module, mb in memory.items():
         print(f"{module}: {mb:.0f} MB resident")
 
