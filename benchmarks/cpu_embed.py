@@ -224,12 +224,12 @@ def compare(names: list[str], count: int, rounds: int, threads: int) -> dict:
 
 def over_http(count: int, threads: int, clients: int, rounds: int) -> dict:
     """The same texts through the server, one text a request, `clients` at a time."""
-    from http_load import run_load, serving
+    from http_load import run_load, start
 
     texts = natural_texts(count)
-    with serving(["--device", "cpu", "--threads", str(threads)]) as port:
-        run_load(port, texts[:64], clients)
-        rates = [count / run_load(port, texts, clients) for _ in range(rounds)]
+    with start(["--device", "cpu", "--threads", str(threads)]) as server:
+        run_load(server.port, texts[:64], clients)
+        rates = [count / run_load(server.port, texts, clients) for _ in range(rounds)]
     return {"docs_per_s": rates, "median": statistics.median(rates)}
 
 

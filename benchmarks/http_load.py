@@ -12,33 +12,43 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPConnection
 
 
+@dataclass(frozen=True)
+class Running:
+    port: int
+    pid: int
+
+
 @contextmanager
-def serving(flags: list[str]) -> Iterator[int]:
+def start(flags: list[str]) -> Iterator[Running]:
     """`penstock serve` on a free loopback port, ready; ended by SIGTERM."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags]
     )
     try:
-        for _ in range(600):
-            if _ready(port):
-                break
-            if process.poll() is not None:
+        until = time.monotonic() + 120
+        while not is_ready(port):
+            if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit("the server did not start")
-            time.sleep(0.1)
-        yield port
+            time.sleep(0.01)
+        yield Running(port, process.pid)
     finally:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
-        process.wait()
+            process.wait()
 
 
-def _ready(port: int) -> bool:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_ready(port: int) -> bool:
     connection = HTTPConnection("127.0.0.1", port, timeout=1)
     try:
         connection.request("GET", "/ready")

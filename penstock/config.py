@@ -40,6 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     pipeline_depth: int | None = None  # steps in flight
     threads: int | None = None  # CPU threads of the engine
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    model_impl: Literal["auto", "penstock", "transformers"] = "auto"  # auto: the native one
     hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
     pooler_config: PoolerConfig = msgspec.field(default_factory=PoolerConfig)
     enable_chunked_prefill: bool | None = None  # None: where a row may exceed a step and can be cut
@@ -78,6 +79,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     load_format: str
     seed: int
+    model_impl: str = "penstock"
     chunked: bool = False
     chunk_tokens: int = 0  # most tokens of one row in a step, where rows may be cut
     prefix_caching: bool = False
@@ -113,6 +115,7 @@ def resolve(
     `why_not_cut` says, where it is so, why its rows cannot be spread over steps.
     """
     positions = positions or model_limit
+    _check_impl(config)
     device = _device(config.device, machine)
     on_cpu = not device.startswith("cuda")
     dtype = _dtype(config, on_cpu, machine)
@@ -137,6 +140,7 @@ def resolve(
         threads=_given(config.threads, machine.cpus),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         seed=config.seed,
+        model_impl="penstock" if config.model_impl == "auto" else config.model_impl,
         chunked=_chunked(config, limit, budget, why_not_cut),
         chunk_tokens=config.long_prefill_token_threshold or budget,
         prefix_caching=config.enable_prefix_caching,
@@ -147,7 +151,7 @@ def resolve(
     return resolved
 
 
-CPU_STEP_TOKENS = 1024  # activations of a step stay in the cache; measured in benchmarks/cpu_step_size.py
+CPU_STEP_TOKENS = 1024  # activations of a step stay in the cache; measured by benchmarks/cpu_profile.py
 CUDA_STEP_TOKENS = 16_384
 
 
@@ -174,6 +178,14 @@ def _dtype(config: EngineConfig, on_cpu: bool, machine: Machine) -> str:
     if on_cpu and dtype == "float16":
         raise ConfigError("float16 is slow and imprecise on a CPU; use float32 or bfloat16", param="dtype")
     return dtype
+
+
+def _check_impl(config: EngineConfig) -> None:
+    if config.model_impl != "transformers":
+        return
+    for name, plain in (("quantization", None), ("load_format", "auto")):
+        if getattr(config, name) != plain:
+            raise ConfigError(f"{name} needs a native model, not --model-impl transformers", param=name)
 
 
 def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None) -> bool:

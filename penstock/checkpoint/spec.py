@@ -71,6 +71,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     architecture: str
     config: dict[str, Any]
+    overrides: dict[str, Any] = msgspec.field(default_factory=dict)  # what of it was given by the caller
     limit: int  # most tokens of a row, special tokens included
     positions: int  # the same as far as the weights go; `--max-model-len` may raise `limit` to it
     embed_dim: int
@@ -110,7 +111,10 @@ def describe(config: EngineConfig) -> ModelSpec:
     """Find the model and read everything that its files say."""
     folder = find(config.model, config.revision)
     name = config.served_model_name or served_name(config.model)
-    return read_spec(folder, name, config.hf_overrides, config.pooler_config)
+    spec = read_spec(folder, name, config.hf_overrides, config.pooler_config)
+    if config.model_impl == "transformers":  # its hidden states, but neither its heads nor its cache
+        return msgspec.structs.replace(spec, tasks=(Task.EMBED, Task.TOKEN_EMBED), causal=False)
+    return spec
 
 
 def read_spec(
@@ -135,6 +139,7 @@ def read_spec(
         name=name,
         architecture=architecture,
         config=config,
+        overrides=overrides or {},
         limit=_limit(positions, folder, transformer),
         positions=positions,
         embed_dim=embed_dim,

@@ -29,6 +29,12 @@ class Quantization(enum.StrEnum):
     INT8 = "int8"
 
 
+class ModelImpl(enum.StrEnum):
+    AUTO = "auto"
+    PENSTOCK = "penstock"
+    TRANSFORMERS = "transformers"
+
+
 class LoadFormat(enum.StrEnum):
     AUTO = "auto"
     SAFETENSORS = "safetensors"
@@ -66,6 +72,14 @@ Threads = Annotated[
 LoadAs = Annotated[
     LoadFormat,
     typer.Option("--load-format", help="dummy runs on random weights.", rich_help_panel=_PANEL),
+]
+Impl = Annotated[
+    ModelImpl,
+    typer.Option(
+        "--model-impl",
+        help="transformers runs the Hugging Face module, for architectures that are not native.",
+        rich_help_panel=_PANEL,
+    ),
 ]
 PoolerConfigJson = Annotated[
     str | None,

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.core import Chunks, Ints, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.places import in_text, text_offsets
+from penstock.inputs.places import text_offsets
 from penstock.inputs.processor import InputOptions, InputProcessor, Inputs, split_inputs
 from penstock.inputs.tokenizer import Located
 
@@ -133,14 +133,12 @@ class Chunker:
         bodies = [body_of(*row) for row in zip(offsets, _skips(request), strict=True)]
         if how.chunk_spans is not None:
             wanted = check_spans(texts, how.chunk_spans)
-            chars = [in_text(self.processor, *row) for row in zip(texts, offsets, strict=True)]
-            rows = zip(wanted, chars, _skips(request), bodies, request.lengths.tolist(), strict=True)
+            rows = zip(wanted, offsets, _skips(request), bodies, request.lengths.tolist(), strict=True)
             spans = [find_tokens(index, *row) for index, row in enumerate(rows)]
             return request, _late_chunks(request, spans, np.concatenate(wanted))
         spans = _divided(request, bodies, how.chunk_size)
         ends = [_ends(*places) for places in zip(spans, bodies, offsets, strict=True)]
-        chars = [in_text(self.processor, *row) for row in zip(texts, ends, strict=True)]
-        return request, _late_chunks(request, spans, np.concatenate(chars))
+        return request, _late_chunks(request, spans, np.maximum(np.concatenate(ends), 0))
 
     def late_ids(
         self, request_id: str, rows: list[Ints], options: InputOptions, how: ChunkOptions
@@ -169,8 +167,7 @@ class Chunker:
         prompt = self.processor.prompt(options)
         if not prompt:
             return None
-        seen = prompt.lower() if self.spec.lower_case else prompt
-        (row,) = self.tokenizer.encode([seen], options.add_special_tokens)
+        (row,) = self.tokenizer.encode([prompt], options.add_special_tokens)
         return row[: len(row) - self.tokenizer.suffix] if options.add_special_tokens else row
 
 

@@ -51,15 +51,14 @@ def join_located(
     request = processor.join(request_id, [row.ids for row in located], params, options, from_text=True)
     offsets = text_offsets(processor, [row.offsets for row in located], options)
     words = cut_as_rows(processor, [row.words for row in located], options)
-    chars = [in_text(processor, text, row) for text, row in zip(texts, offsets, strict=True)]
-    flat_words = np.where(np.concatenate(offsets)[:, 1] > 0, np.concatenate(words), -1)
-    return request, Places(texts, np.concatenate(chars), flat_words.astype(np.int32))
+    flat = np.concatenate(offsets)
+    flat_words = np.where(flat[:, 1] > 0, np.concatenate(words), -1)
+    return request, Places(texts, np.maximum(flat, 0), flat_words.astype(np.int32))
 
 
 def text_offsets(processor: InputProcessor, offsets: list[Ints], options: InputOptions) -> list[Ints]:
     """Offsets of the tokens that stay, counted from where the text begins: a prompt ends at 0 or before."""
-    prompt = processor.prompt(options)
-    before = len(prompt.lower() if processor.spec.lower_case else prompt)
+    before = len(processor.prompt(options))
     return [row - before for row in cut_as_rows(processor, offsets, options)]
 
 
@@ -69,18 +68,3 @@ def cut_as_rows(processor: InputProcessor, values: list[Ints], options: InputOpt
     frame = (tokenizer.prefix, tokenizer.suffix) if options.add_special_tokens else (0, 0)
     cut_at = settle_limit(options.truncate_prompt_tokens, limit)
     return fit(values, cut_at, limit, frame, options.truncation_side)
-
-
-def in_text(processor: InputProcessor, text: str, offsets: Ints) -> Ints:
-    """Offsets as they hold in the text that the caller gave."""
-    offsets = np.maximum(offsets, 0)
-    return unlowered(text, offsets) if processor.spec.lower_case else offsets
-
-
-def unlowered(text: str, chars: Ints) -> Ints:
-    """Offsets in the lower-cased text as offsets in the text; a few letters grow when lower-cased."""
-    if len(text.lower()) == len(text):
-        return chars
-    ends = np.cumsum([len(letter.lower()) for letter in text])
-    begins = np.searchsorted(ends, chars[:, 0], side="right")
-    return np.stack([begins, np.searchsorted(ends, chars[:, 1]) + 1], axis=1).astype(np.int32)

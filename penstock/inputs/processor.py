@@ -48,6 +48,8 @@ class InputProcessor:
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         self.spec = spec
         self.tokenizer = tokenizer
+        if spec.lower_case:
+            tokenizer.lower_case()
         after = spec.pooling.after
         self._instruction_end = InstructionEnd(tokenizer, after) if after is not None else None
         self._prompt_lengths: dict[tuple[str, bool], int] = {}
@@ -83,8 +85,7 @@ class InputProcessor:
 
     def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
         prompt = self.prompt(options)
-        prompted = [prompt + text for text in texts] if prompt else list(texts)
-        return [text.lower() for text in prompted] if self.spec.lower_case else prompted
+        return [prompt + text for text in texts] if prompt else list(texts)
 
     def join(
         self,
@@ -144,8 +145,7 @@ class InputProcessor:
             return None
         key = (prompt, options.add_special_tokens)
         if key not in self._prompt_lengths:
-            seen = prompt.lower() if self.spec.lower_case else prompt
-            tokens = len(self.tokenizer.encode([seen], options.add_special_tokens)[0])
+            tokens = len(self.tokenizer.encode([prompt], options.add_special_tokens)[0])
             self._prompt_lengths[key] = tokens - (self.tokenizer.suffix if options.add_special_tokens else 0)
         return np.minimum(lengths - 1, self._prompt_lengths[key]).astype(np.int32)
 

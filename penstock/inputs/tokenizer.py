@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import normalizers
 
 from penstock.checkpoint.convert import tokenizer_file
 from penstock.core import Ints
@@ -35,6 +36,11 @@ class Tokenizer:
         self._rust.no_padding()
         self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
         self.prefix, self.suffix = self._special_frame()
+
+    def lower_case(self) -> None:
+        """Lower-case texts before all else. Special tokens in a text stay what they are."""
+        first, rest = normalizers.Lowercase(), self._rust.normalizer
+        self._rust.normalizer = first if rest is None else normalizers.Sequence([first, rest])
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
         try:

@@ -93,6 +93,6 @@ def find_family(architecture: str) -> tuple[str, Task | None]:
     raise ModelLoadError(
         f"architecture {architecture!r} is not supported; supported: "
         + ", ".join(f"{prefix}*" for prefix, _ in sorted(FAMILIES.values()))
-        + f", each with {', '.join(HEADS)}",
+        + f", each with {', '.join(HEADS)}; --model-impl transformers runs what transformers knows",
         param="model",
     )

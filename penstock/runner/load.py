@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.kvcache.store import KVStore
-    from penstock.models.registry import CausalModel
+    from penstock.models.registry import CausalModel, Model
 
 
 BLOCK_SIZE = 16
@@ -60,28 +60,35 @@ def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     import torch
 
-    from penstock.layers.build import LayerBuilder
-    from penstock.models.registry import build_model
     from penstock.pooling.build import build_pooler
     from penstock.runner.model_runner import ModelRunner
     from penstock.runner.warmup import warm_up
-    from penstock.weights.stream import open_weights
 
-    device = torch.device(settings.device)
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
-    weights = open_weights(
-        spec.path, settings.load_format, settings.seed, getattr(torch, settings.dtype), device
-    )
     with torch.inference_mode():
-        model = build_model(spec.architecture, spec.config, LayerBuilder(weights, settings.quantization))
+        model = _model(spec, settings, dtype, device)
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device)
     cache, blocks = None, 0
     if settings.chunked:
-        cache, blocks = make_cache(cast("CausalModel", model), settings, weights.dtype, device)
+        cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
     runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache)
     warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens))
     return Loaded(runner, blocks)
+
+
+def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torch.device) -> Model:
+    if settings.model_impl == "transformers":
+        from penstock.models.hf import TransformersModel
+
+        return TransformersModel(spec.path, spec.overrides, dtype, device)
+    from penstock.layers.build import LayerBuilder
+    from penstock.models.registry import build_model
+    from penstock.weights.stream import open_weights
+
+    weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
+    return build_model(spec.architecture, spec.config, LayerBuilder(weights, settings.quantization))
 
 
 def make_cache(

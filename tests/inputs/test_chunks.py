@@ -11,7 +11,6 @@ from penstock.checkpoint.spec import DenseSpec, PoolingSpec
 from penstock.core import Chunks, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.chunks import Chunker, ChunkOptions, divide, find_tokens, split_row
-from penstock.inputs.places import unlowered
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary
@@ -175,7 +174,6 @@ def test_letters_that_grow_in_lower_case_do_not_shift_the_places(folder: Path) -
     _, chunks = prepare(make_chunker(folder, lower_case=True), text, "late", 1)
     assert chunks is not None and chunks.chars is not None
     assert text[slice(*chunks.chars[-1].tolist())] == "go"
-    assert unlowered("abc", ints([0, 3]).reshape(1, 2)).tolist() == [[0, 3]]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -52,6 +52,25 @@ def test_a_batch_is_encoded_as_its_texts_are(tmp_path: Path) -> None:
     assert batch == [wordpiece_tokenizer().encode(text).ids for text in texts]
 
 
+@pytest.mark.parametrize("cased", [True, False])
+def test_lower_casing_comes_first_and_leaves_special_tokens_alone(tmp_path: Path, cased: bool) -> None:
+    tokenizer = saved(tmp_path, wordpiece_tokenizer(lowercase=not cased))
+    tokenizer.lower_case()
+    reference = wordpiece_tokenizer()
+    for text in ("THE Water", "the [SEP] Water [MASK]", ""):
+        assert tokenizer.encode([text])[0].tolist() == reference.encode(text).ids
+
+
+def test_lower_casing_goes_letter_by_letter_as_tokenizers_do(tmp_path: Path) -> None:
+    """Python's own lower() would end a Greek word on another letter than the model was trained on."""
+    vocabulary = {"[UNK]": 0, "σασ": 1, "σας": 2}
+    rust = RustTokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer = saved(tmp_path, rust)
+    tokenizer.lower_case()
+    assert "ΣΑΣ".lower() == "σας"
+    assert tokenizer.encode(["ΣΑΣ"])[0].tolist() == [1]
+
+
 def test_ids_are_read_back_as_text(tmp_path: Path) -> None:
     tokenizer = saved(tmp_path, wordpiece_tokenizer())
     ids = tokenizer.encode(["the water"])[0].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from sentence_transformers import SentenceTransformer
 from torch import nn
 
 from penstock import Engine
+from tests.checkpoints import wordpiece_tokenizer, write_json
 from tests.parity.reference import (
     FAMILIES,
     LIMIT,
@@ -134,6 +136,24 @@ def test_a_sentence_transformers_layout_gives_the_references_vectors(layout: str
         assert engine.spec.limit == reference.max_seq_length
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert cosines(ours, theirs).min() >= 0.99999
+
+
+@pytest.mark.parametrize("cased", [True, False])
+def test_lower_casing_follows_the_reference(cased: bool, tmp_path: Path) -> None:
+    """`do_lower_case` on a tokenizer that keeps case, and on one that lower-cases by itself."""
+    family = replace(FAMILIES["bert"], tokenizer=lambda: wordpiece_tokenizer(lowercase=not cased))
+    write_sentence_transformer(tmp_path, family, include_prompt=False, prompts={"loud": "SEARCH Query: "})
+    write_json(
+        tmp_path / "model" / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": True}
+    )
+    reference = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    texts = [*TEXTS, "THE PEOPLE Go", "ΑΒΓ βγα", "the [SEP] water [MASK] [PAD]", "İ and ß and É"]
+    with open_engine(tmp_path / "model") as engine:
+        assert engine.spec.lower_case
+        plain = cosines(embed(engine, texts), reference.encode(texts))
+        named = {"prompt_name": "loud"}
+        prompted = cosines(embed(engine, texts, **named), reference.encode(texts, **named))
+    assert min(plain.min(), prompted.min()) >= 0.99999
 
 
 PROMPTS = {
