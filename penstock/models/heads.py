@@ -1,8 +1,9 @@
-"""Classification heads as encoders carry them: one token stands for a sequence, or all are labelled."""
+"""Heads as encoders carry them: one token stands for a sequence, all are labelled, or all are guessed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,6 +12,30 @@ from penstock.checkpoint.spec import label_count
 from penstock.core import Task
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedLMNames:
+    """Where a family keeps its masked-language head, and what it has of its own."""
+
+    dense: str
+    norm: str
+    decoder: str
+    biases: tuple[str, ...]  # the first that the checkpoint has
+
+
+BERT_MLM = MaskedLMNames(
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.decoder",
+    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
+ROBERTA_MLM = MaskedLMNames(
+    "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", ("lm_head.bias", "lm_head.decoder.bias")
+)
+DISTILBERT_MLM = MaskedLMNames(
+    "vocab_transform", "vocab_layer_norm", "vocab_projector", ("vocab_projector.bias",)
+)
 
 
 class Backbone(Protocol):
@@ -32,6 +57,30 @@ def add_head(
     labels = label_count(config)
     project = Stack(*before, build.linear(name, model.hidden_size, labels))
     model.heads[head] = TaskHead(method if head is Task.CLASSIFY else "all", project, labels)
+
+
+def add_masked_lm_head(
+    model: Backbone,
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    names: MaskedLMNames,
+    words: Tensor,
+    act: str,
+    eps: float,
+) -> None:
+    """Logits of the vocabulary for every token, from the word table unless config.json unties the two."""
+    hidden, vocabulary = model.hidden_size, len(words)
+    if config.get("tie_word_embeddings", True):
+        weight = words
+    else:
+        weight = build.table(names.decoder, vocabulary, hidden)
+    bias = next((name for name in names.biases if build.weights.has(name)), names.biases[0])
+    project = Stack(
+        build.linear(names.dense, hidden, hidden, act),
+        build.norm(names.norm, hidden, eps),
+        build.tied(weight, bias),
+    )
+    model.heads[Task.SPARSE] = TaskHead("all", project, vocabulary)
 
 
 def add_pooler_head(

@@ -74,7 +74,9 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         spec.path, settings.load_format, settings.seed, getattr(torch, settings.dtype), device
     )
     with torch.inference_mode():
-        model = build_model(spec.architecture, spec.config, LayerBuilder(weights, settings.quantization))
+        build = LayerBuilder(weights, settings.quantization)
+        splade = spec.sparse is not None and spec.sparse.kind == "splade"
+        model = build_model(spec.architecture, spec.config, build, splade=splade)
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device)
     cache, blocks = None, 0
     if settings.chunked:
