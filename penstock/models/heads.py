@@ -21,20 +21,18 @@ class MaskedLMNames:
     dense: str
     norm: str
     decoder: str
-    biases: tuple[str, ...]  # the first that the checkpoint has
+    bias: str
 
 
 BERT_MLM = MaskedLMNames(
     "cls.predictions.transform.dense",
     "cls.predictions.transform.LayerNorm",
     "cls.predictions.decoder",
-    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+    "cls.predictions.bias",
 )
-ROBERTA_MLM = MaskedLMNames(
-    "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", ("lm_head.bias", "lm_head.decoder.bias")
-)
+ROBERTA_MLM = MaskedLMNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 DISTILBERT_MLM = MaskedLMNames(
-    "vocab_transform", "vocab_layer_norm", "vocab_projector", ("vocab_projector.bias",)
+    "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"
 )
 
 
@@ -70,11 +68,10 @@ def add_masked_lm_head(
 ) -> None:
     """Logits of the vocabulary for every token, from the word table unless config.json unties the two."""
     hidden, vocabulary = model.hidden_size, len(words)
-    if config.get("tie_word_embeddings", True):
-        weight = words
-    else:
-        weight = build.table(names.decoder, vocabulary, hidden)
-    bias = next((name for name in names.biases if build.weights.has(name)), names.biases[0])
+    tied = config.get("tie_word_embeddings", True)
+    weight = words if tied else build.table(names.decoder, vocabulary, hidden)
+    own = f"{names.decoder}.bias"  # the same as the head's where they are tied, and then often left out
+    bias = names.bias if tied and build.weights.has(names.bias) else own
     project = Stack(
         build.linear(names.dense, hidden, hidden, act),
         build.norm(names.norm, hidden, eps),
