@@ -20,8 +20,11 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
 from penstock import AsyncEngine, Engine
-from penstock.core import Task
+from penstock.core import PoolingParams, Task
+from penstock.engine.core import rows_of
 from penstock.errors import BadValue, ModelLoadError, NotPossible
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Share
 from tests.parity.reference import FAMILIES, Vectors, make_texts, write_transformer
 
 TEXTS = [text for text in make_texts(40) if len(text) < 150]
@@ -157,6 +160,23 @@ def test_sparse_and_dense_rows_with_several_top_k_share_an_engine(tmp_path: Path
     np.testing.assert_allclose(dense(sparse, size), dense(weights, size), atol=2e-5)
     for short, row in zip(four, weights, strict=True):
         np.testing.assert_allclose(list(short.values()), list(row.values())[:4], atol=2e-5)
+
+
+def test_a_step_of_mixed_rows_gives_each_what_it_gives_alone(tmp_path: Path) -> None:
+    """Rows of three parameters interleave by length in one step."""
+    folder = write_masked_lm(tmp_path, "roberta")
+    kinds = (PoolingParams(Task.SPARSE, top_k=300), PoolingParams(), PoolingParams(Task.SPARSE, top_k=7))
+    with open_engine(folder, **SPLADE) as engine:
+        runner = engine._engine._core.runner
+        requests = [engine._processor.prepare(str(i), TEXTS[i::3], kind) for i, kind in enumerate(kinds)]
+        shares = [Share(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
+        plan = build_plan(shares)
+        mixed = rows_of(plan, runner.launch(plan).result().outputs)
+        for share, (_, values) in zip(shares, mixed, strict=True):
+            plan = build_plan([share])
+            ((_, alone),) = rows_of(plan, runner.launch(plan).result().outputs)
+            np.testing.assert_allclose(values[..., -1], alone[..., -1], atol=2e-5)
+            assert values.shape == alone.shape
 
 
 def save_pt(tensors: dict[str, torch.Tensor], folder: Path) -> None:
