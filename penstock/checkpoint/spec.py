@@ -344,7 +344,7 @@ def _sparse(
     folder: Path, modules: list[tuple[str, str]], architecture: str, pooler: PoolerConfig
 ) -> SparseSpec | None:
     places = [folder / path for kind, path in modules if kind == "SpladePooling"]
-    if places or pooler.pooling_type == _SPLADE:
+    if places or _is_splade(pooler):
         if not architecture.endswith(("ForMaskedLM", "ForPreTraining")):
             raise ModelLoadError(
                 f"{architecture} has no weights for SPLADE, which needs a masked-language model",
@@ -356,6 +356,10 @@ def _sparse(
             if (folder / file).is_file():
                 return SparseSpec("lexical", file=file)
     return None
+
+
+def _is_splade(pooler: PoolerConfig) -> bool:
+    return pooler.pooling_type is not None and pooler.pooling_type.lower() == _SPLADE
 
 
 def _splade(values: dict[str, Any]) -> SparseSpec:
@@ -371,7 +375,7 @@ def _splade(values: dict[str, Any]) -> SparseSpec:
 
 
 def _forced(pooling: PoolingSpec, forced: PoolerConfig) -> PoolingSpec:
-    if forced.pooling_type is not None and forced.pooling_type != _SPLADE:
+    if forced.pooling_type is not None and not _is_splade(forced):
         pooling = msgspec.structs.replace(pooling, methods=(pooling_method(forced.pooling_type),))
     if forced.normalize is not None:
         pooling = msgspec.structs.replace(pooling, normalize=forced.normalize)
