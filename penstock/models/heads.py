@@ -16,7 +16,7 @@ from penstock.layers.head import Stack, TaskHead
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMNames:
-    """Where a family keeps its masked-language head, and what it has of its own."""
+    """Where a family keeps its masked-language head."""
 
     dense: str
     norm: str
