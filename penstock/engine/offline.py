@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, overload
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
 from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, InputProcessor, Inputs, split_inputs
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.outputs.sparse import SparseRow, Term, check_min_weight, sparse_rows, with_tokens
 from penstock.runner.load import settle
 
 WINDOW = 2048  # texts that are tokenised and ordered by length together
@@ -94,6 +95,48 @@ class Engine:
         """The probability of each label for each token: for each text an array [tokens, labels]."""
         params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
         return self._token_rows(texts, params, _options(options), None, priority)
+
+    @overload
+    def sparse(
+        self, texts: Inputs, *, token_strings: Literal[False] = False, **options: Any
+    ) -> list[dict[int, float]]: ...
+
+    @overload
+    def sparse(self, texts: Inputs, *, token_strings: Literal[True], **options: Any) -> list[list[Term]]: ...
+
+    def sparse(
+        self,
+        texts: Inputs,
+        *,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        token_strings: bool = False,
+        progress: bool | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> list[dict[int, float]] | list[list[Term]]:
+        """The tokens that matter to each text: {token id: weight}, heaviest first.
+
+        `top_k` keeps so many, 1,024 at most where it is not given; `min_weight` drops lighter ones.
+        `token_strings` gives lists of (token id, token, weight) instead.
+        """
+        check_min_weight(min_weight)
+        params = PoolingParams(Task.SPARSE, top_k=top_k)
+        rows: list[SparseRow] = []
+        for request, answer in self._answers(texts, params, _options(options), progress, priority):
+            rows += self._sparse_rows(request, answer, top_k, min_weight)
+        return self._shown(rows, token_strings)
+
+    def _sparse_rows(
+        self, request: Request, answer: Answer, top_k: int | None, min_weight: float
+    ) -> list[SparseRow]:
+        special = self._processor.tokenizer.special_ids
+        return sparse_rows(request, answer.values, special, top_k, min_weight)
+
+    def _shown(self, rows: list[SparseRow], token_strings: bool) -> list[dict[int, float]] | list[list[Term]]:
+        if token_strings:
+            return with_tokens(rows, self._processor.tokenizer.token_strings)
+        return [row.as_dict() for row in rows]
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -230,6 +273,33 @@ class AsyncEngine:
         params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
         request, answer = await self._run(texts, params, _options(options), priority)
         return list(np.split(answer.values, request.starts[1:]))
+
+    @overload
+    async def sparse(
+        self, texts: Inputs, *, token_strings: Literal[False] = False, **options: Any
+    ) -> list[dict[int, float]]: ...
+
+    @overload
+    async def sparse(
+        self, texts: Inputs, *, token_strings: Literal[True], **options: Any
+    ) -> list[list[Term]]: ...
+
+    async def sparse(
+        self,
+        texts: Inputs,
+        *,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        token_strings: bool = False,
+        priority: int = 0,
+        **options: Any,
+    ) -> list[dict[int, float]] | list[list[Term]]:
+        """As `Engine.sparse`."""
+        check_min_weight(min_weight)
+        params = PoolingParams(Task.SPARSE, top_k=top_k)
+        request, answer = await self._run(texts, params, _options(options), priority)
+        engine = self._open()
+        return engine._shown(engine._sparse_rows(request, answer, top_k, min_weight), token_strings)
 
     async def _run(
         self, texts: Inputs, params: PoolingParams, options: InputOptions, priority: int
