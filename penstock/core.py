@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 Array = NDArray[np.generic]
 
+MAX_TERMS = 1024  # of a sparse row, where the caller does not say how many
+MAX_TOP_K = 8192  # what the caller may say
+
 
 class Task(enum.StrEnum):
     EMBED = "embed"
@@ -26,11 +29,6 @@ class Task(enum.StrEnum):
     SCORE = "score"
     REWARD = "reward"
     GENERATE = "generate"
-
-    @property
-    def per_token(self) -> bool:
-        """Whether the task gives a row for every token instead of one for the text."""
-        return self in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
 
 
 class OutputDtype(enum.StrEnum):
@@ -72,6 +70,18 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dimensions: int | None = None  # cut to this many, then renormalise; None keeps all
     normalize: bool | None = None  # None: as the model says; of classifiers: whether to activate
     dtype: OutputDtype = OutputDtype.FLOAT32
+    top_k: int | None = None  # sparse: so many of the heaviest terms; None: at most `MAX_TERMS`
+    lexical: bool = False  # sparse: the model weighs the given tokens; they are gathered by id afterwards
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the engine gives a row for every token instead of one for the text."""
+        return self.lexical or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the finish works on the row's tokens, not on something pooled from them."""
+        return self.per_token or self.task is Task.SPARSE
 
 
 def cumulative(lengths: Ints) -> Ints:
@@ -152,7 +162,7 @@ class LengthGroup:
 class Variant:
     """Rows of a step that want the same finish; `rows` is None when that is all of them.
 
-    A task that gives a row for every token reads `tokens` instead, with the same meaning of None.
+    A task that reads tokens has them in `tokens`, row after row, with the same meaning of None.
     """
 
     params: PoolingParams
@@ -227,7 +237,9 @@ class Answer:
     """The result of one whole request."""
 
     id: str
-    values: Array  # [rows, dim]; of per-token tasks [tokens, dim], the rows one after another
+    # [rows, dim]; of per-token tasks [tokens, dim], the rows one after another; of sparse rows
+    # [rows, terms, 2] of (token id, weight), heaviest first, absent terms (-1, 0)
+    values: Array
     timings: Timings
 
 

@@ -125,3 +125,28 @@ def write_modules(folder: Path, kinds: list[tuple[str, str]]) -> None:
         for i, (kind, path) in enumerate(kinds)
     ]
     write_json(folder / "modules.json", rows)
+
+
+def write_splade(folder: Path) -> Path:
+    """A SparseEncoder folder: BERT with its masked-language head."""
+    size = BERT_CONFIG["hidden_size"]
+    tensors = {f"bert.{name}": tensor for name, tensor in bert_tensors(BERT_CONFIG).items()}
+    generator = torch.Generator().manual_seed(1)
+    head = "cls.predictions."
+    tensors[f"{head}transform.dense.weight"] = torch.randn((size, size), generator=generator) * 0.2
+    tensors[f"{head}transform.dense.bias"] = torch.randn(size, generator=generator) * 0.2
+    tensors[f"{head}transform.LayerNorm.weight"] = torch.ones(size)
+    tensors[f"{head}transform.LayerNorm.bias"] = torch.zeros(size)
+    tensors[f"{head}bias"] = torch.randn(BERT_CONFIG["vocab_size"], generator=generator)
+    write_bert(folder, tensors=tensors, config={"architectures": ["BertForMaskedLM"]}, modules=False)
+    write_modules(folder, [("MLMTransformer", ""), ("SpladePooling", "1_SpladePooling")])
+    write_json(folder / "1_SpladePooling/config.json", {"pooling_strategy": "max"})
+    return folder
+
+
+def write_lexical(folder: Path) -> Path:
+    """A BERT with BGE-M3's layer beside it."""
+    write_bert(folder)
+    weight = torch.randn((1, BERT_CONFIG["hidden_size"]), generator=torch.Generator().manual_seed(1))
+    torch.save({"weight": weight, "bias": torch.full((1,), 0.3)}, folder / "sparse_linear.pt")
+    return folder

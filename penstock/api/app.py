@@ -37,6 +37,7 @@ ROUTES = (
     RouteSpec("/pooling", native.PoolingRequest, native.pooling, "native"),
     RouteSpec("/classify", native.ClassifyRequest, native.classify, "native"),
     RouteSpec("/v1/entities", entities.EntitiesRequest, entities.entities, "native"),
+    RouteSpec("/v1/sparse", native.SparseRequest, native.sparse, "native"),
     RouteSpec("/tokenize", native.TokenizeRequest, native.tokenize, "native"),
     RouteSpec("/detokenize", native.DetokenizeRequest, native.detokenize, "native"),
     RouteSpec("/health", None, operation.health, "operation", open_to_all=True),

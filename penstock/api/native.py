@@ -1,4 +1,4 @@
-"""Penstock's own routes: any task, classification, and the tokenizer."""
+"""Penstock's own routes: any task, classification, sparse weights, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from penstock.api.longtext import answer_chunked, run_chunked
 from penstock.api.work import check_rows, head_of, json_reply, note_phases, run_task
 from penstock.core import PoolingParams, Task
 from penstock.errors import BadValue
+from penstock.outputs.sparse import SparseRow, check_min_weight, sparse_rows
 
 
 class PoolingRequest(ChunkFields, kw_only=True):
     """Body of `POST /pooling`: any task that the model has; its first if none is named."""
 
     task: Task | None = None
+    top_k: int | None = None
+    min_weight: float | None = None
+
+
+class SparseRequest(InputFields, kw_only=True):
+    """Body of `POST /v1/sparse`."""
+
+    top_k: int | None = None
+    min_weight: float = 0.0
 
 
 class ClassifyRequest(InputFields, kw_only=True):
@@ -32,12 +42,54 @@ class ClassifyRequest(InputFields, kw_only=True):
 async def pooling(call: Call, body: PoolingRequest) -> Reply:
     """The values of any task: a row for each text, or a matrix with a row for each token."""
     task = body.task or call.state.model(body.model).spec.tasks[0]
-    result = await run_chunked(call, body, body.params(task))
+    params = msgspec.structs.replace(body.params(task), top_k=body.top_k)
+    if task is Task.SPARSE:
+        if body.chunking != "none":
+            raise BadValue("chunking is for task 'embed'; task 'sparse' has none", param="chunking")
+        if body.encoding_format != "float":
+            raise BadValue("task 'sparse' answers as float only", param="encoding_format")
+        return await _sparse_reply(call, body, params, body.min_weight or 0.0, "pooling", "data")
+    if body.min_weight is not None:
+        raise BadValue(f"min_weight means nothing to task {task.value!r}", param="min_weight")
+    result = await run_chunked(call, body, params)
     return answer_chunked(call, body, result, prefix="pool", item=_pooling_items)
 
 
 def _pooling_items(rows: list[Any]) -> list[dict[str, Any]]:
     return [{"index": i, "object": "pooling", "data": row} for i, row in enumerate(rows)]
+
+
+async def sparse(call: Call, body: SparseRequest) -> Reply:
+    """The tokens that matter to each text and their weights, heaviest first."""
+    params = PoolingParams(Task.SPARSE, top_k=body.top_k)
+    return await _sparse_reply(call, body, params, body.min_weight, "sparse", "sparse")
+
+
+async def _sparse_reply(
+    call: Call, body: InputFields, params: PoolingParams, min_weight: float, kind: str, field: str
+) -> Reply:
+    """`kind` names the rows' objects, `field` where their terms stand."""
+    check_min_weight(min_weight)
+    result = await run_task(call, body, params)
+    began = time.monotonic()
+    tokenizer = result.model.tokenizer.tokenizer
+    rows = sparse_rows(result.request, result.answer.values, tokenizer.special_ids, params.top_k, min_weight)
+    data = [
+        {"object": kind, "index": index, field: _terms(row, tokenizer.token_strings(row.ids.tolist()))}
+        for index, row in enumerate(rows)
+    ]
+    head = head_of(body, result, "pool" if kind == "pooling" else kind)
+    reply = json_reply({"object": "list", **head, "data": data, "usage": result.usage})
+    note_phases(call, began)
+    return reply
+
+
+def _terms(row: SparseRow, tokens: list[str | None]) -> list[dict[str, Any]]:
+    """Weights stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
+    return [
+        {"token_id": number, "token": token, "weight": weight}
+        for number, token, weight in zip(row.ids.tolist(), tokens, row.weights, strict=True)
+    ]
 
 
 async def classify(call: Call, body: ClassifyRequest) -> Reply:

@@ -32,7 +32,7 @@ class Result:
     def rows(self) -> list[Array]:
         """The values of each row: a vector, or of per-token tasks a matrix [tokens, width]."""
         values = self.answer.values
-        if not self.request.params.task.per_token:
+        if not self.request.params.per_token:
             return list(values)
         starts, lengths = self.request.starts, self.request.lengths
         return [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,7 +44,10 @@ _METHOD_NAMES = {
     "last": "last",
 }
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
-_KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
+_TRANSFORMERS = ("Transformer", "MLMTransformer")
+_KNOWN_MODULES = (*_TRANSFORMERS, "Pooling", "SpladePooling", "Dense", "Normalize", "Dropout")
+_SPLADE = "splade"  # a pooling type that adds a task to a masked-language model
+_LEXICAL_FILES = ("sparse_linear.safetensors", "sparse_linear.pt")  # BGE-M3's
 
 
 class DenseSpec(msgspec.Struct, frozen=True):
@@ -64,6 +67,19 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     dense: tuple[DenseSpec, ...] = ()
     normalize: bool = False
     after: str | None = None  # the mean begins behind this mark in the text
+
+
+class SparseSpec(msgspec.Struct, frozen=True):
+    """How a model makes sparse weights.
+
+    splade: log(1 + relu) of the vocabulary's logits, the `reduce` over the row's tokens; `logs` 2 takes
+    the logarithm twice. lexical: a weight for each given token, from the layer in `file`.
+    """
+
+    kind: Literal["splade", "lexical"]
+    reduce: Literal["max", "sum"] = "max"
+    logs: int = 1
+    file: str = ""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +102,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     causal: bool = False  # no token sees one that comes after it
     instruction_template: str | None = None  # with {instruction}, what goes before a text
+    sparse: SparseSpec | None = None
 
     @property
     def why_not_cut(self) -> str | None:
@@ -104,6 +121,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """How many numbers a row of this task has."""
         if task is Task.EMBED:
             return self.embed_dim
+        if task is Task.SPARSE:
+            return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
@@ -129,6 +148,7 @@ def read_spec(
     modules = _modules(folder)
     transformer = _transformer_options(folder, modules)
     pooling = _forced(_pooling(folder, modules, architecture, config), pooler)
+    sparse = _sparse(folder, modules, architecture, pooler)
     hidden = _integer(config, "hidden_size", "n_embd", "dim", "d_model")
     embed_dim = pooling.dense[-1].out_features if pooling.dense else hidden * len(pooling.methods)
     positions = positions_of(config)
@@ -150,15 +170,20 @@ def read_spec(
         default_prompt_name=table.get("default_prompt_name"),
         similarity=table.get("similarity_fn_name") or "cosine",
         lower_case=bool(transformer.get("do_lower_case", False)),
-        tasks=_tasks(architecture),
+        tasks=_tasks(architecture, sparse),
         labels=_labels(config),
+        sparse=sparse,
         instruction_template=_GRITLM_TEMPLATE if architecture == "GritLM" else None,
         causal=architecture.lower().startswith(_DECODERS) and is_causal(architecture, config),
     )
 
 
-def _tasks(architecture: str) -> tuple[Task, ...]:
+def _tasks(architecture: str, sparse: SparseSpec | None) -> tuple[Task, ...]:
     """What the weights allow; the task that the checkpoint was trained for stands first."""
+    if sparse is not None and sparse.kind == "splade":
+        return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
+    if sparse is not None:
+        return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE)
     if architecture.endswith("ForSequenceClassification"):
         return (Task.CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForTokenClassification"):
@@ -227,7 +252,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _transformer_options(folder: Path, modules: list[tuple[str, str]]) -> dict[str, Any]:
-    places = [folder / path for kind, path in modules if kind == "Transformer"] or [folder]
+    places = [folder / path for kind, path in modules if kind in _TRANSFORMERS] or [folder]
     kinds = ("bert", "roberta", "xlm-roberta", "distilbert", "camembert")
     names = [f"sentence_{kind}_config.json" for kind in kinds]
     for place in places:
@@ -294,7 +319,9 @@ def _methods(values: dict[str, Any]) -> tuple[str, ...]:
 def pooling_method(name: str) -> str:
     key = name.lower()
     if key not in _METHOD_NAMES:
-        raise ModelLoadError(f"pooling method {name!r} is unknown; known: {', '.join(POOLING_METHODS)}")
+        raise ModelLoadError(
+            f"pooling method {name!r} is unknown; known: {', '.join(POOLING_METHODS)}, {_SPLADE}"
+        )
     return _METHOD_NAMES[key]
 
 
@@ -318,8 +345,42 @@ def _dense(folder: Path, path: str) -> DenseSpec:
     )
 
 
+def _sparse(
+    folder: Path, modules: list[tuple[str, str]], architecture: str, pooler: PoolerConfig
+) -> SparseSpec | None:
+    places = [folder / path for kind, path in modules if kind == "SpladePooling"]
+    if places or _is_splade(pooler):
+        if not architecture.endswith(("ForMaskedLM", "ForPreTraining")):
+            raise ModelLoadError(
+                f"{architecture} has no weights for SPLADE, which needs a masked-language model",
+                param="model",
+            )
+        return _splade(_json(places[0] / "config.json")) if places else SparseSpec("splade")
+    if architecture.endswith(("Model", "ForMaskedLM")):
+        for file in _LEXICAL_FILES:
+            if (folder / file).is_file():
+                return SparseSpec("lexical", file=file)
+    return None
+
+
+def _is_splade(pooler: PoolerConfig) -> bool:
+    return pooler.pooling_type is not None and pooler.pooling_type.lower() == _SPLADE
+
+
+def _splade(values: dict[str, Any]) -> SparseSpec:
+    strategy, activation = values.get("pooling_strategy", "max"), values.get("activation_function", "relu")
+    if strategy not in ("max", "sum"):
+        raise ModelLoadError(f"SPLADE's pooling_strategy {strategy!r} is not supported; known: max, sum")
+    logs = {"relu": 1, "log1p_relu": 2}
+    if activation not in logs:
+        raise ModelLoadError(
+            f"SPLADE's activation_function {activation!r} is not supported; known: {', '.join(logs)}"
+        )
+    return SparseSpec("splade", strategy, logs[activation])
+
+
 def _forced(pooling: PoolingSpec, forced: PoolerConfig) -> PoolingSpec:
-    if forced.pooling_type is not None:
+    if forced.pooling_type is not None and not _is_splade(forced):
         pooling = msgspec.structs.replace(pooling, methods=(pooling_method(forced.pooling_type),))
     if forced.normalize is not None:
         pooling = msgspec.structs.replace(pooling, normalize=forced.normalize)

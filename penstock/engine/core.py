@@ -194,7 +194,7 @@ class EngineCore:
     @staticmethod
     def _store(progress: _Progress, piece: RowSlice, values: Array) -> None:
         request, finished = piece.request, piece.finished
-        per_token = request.params.task.per_token
+        per_token = request.params.per_token
         progress.rows_done += len(finished)
         if not len(values):
             return  # rows that go on in later steps
@@ -244,7 +244,7 @@ def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, Arr
     """Each slice of the plan with its rows (of per-token tasks, its tokens) of one array a variant."""
     if plan.variants and (first := plan.variants[0]).rows is None:
         values = arrays[0]
-        if not first.params.task.per_token:
+        if not first.params.per_token:
             return [(piece, values[piece.slots]) for piece in plan.slices]
         return [
             (piece, values[tokens_of(piece.slots, plan.lengths, plan.cu_lengths)]) for piece in plan.slices
@@ -254,7 +254,7 @@ def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, Arr
     out = []
     for piece in plan.slices:  # a variant lists the slots of its slices in this same order
         params = piece.request.params
-        per_token = params.task.per_token
+        per_token = params.per_token
         count = int(plan.lengths[piece.slots].sum()) if per_token else len(piece.finished)
         first_row = at.get(params, 0)
         values = of_params[params][first_row : first_row + count] if count else _NOTHING

@@ -22,6 +22,7 @@ class LocalEngine:
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()  # str: cancel, None: wake
         self._waiters: dict[str, Future[Answer]] = {}
         self._closing = False
+        self._why = "the engine is closed"
         self._gate = threading.Lock()  # nothing is submitted once closing has begun
         self._core = build_core(spec, settings, wake=lambda: self._inbox.put(None))
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
@@ -31,7 +32,7 @@ class LocalEngine:
         future: Future[Answer] = Future()
         with self._gate:
             if self._closing:
-                raise EngineUnavailable("the engine is closed")
+                raise EngineUnavailable(self._why)
             if request.id in self._waiters:
                 raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
             self._waiters[request.id] = future
@@ -60,9 +61,10 @@ class LocalEngine:
                         self._take(self._inbox.get_nowait())
                 self._settle(self._core.step())
         except BaseException as error:
+            self._why = f"the engine stopped: {error!r}"
             self._closing = True
             for future in list(self._waiters.values()):
-                _settle(future, EngineUnavailable(f"the engine stopped: {error!r}"))
+                _settle(future, EngineUnavailable(self._why))
             raise
 
     def _take(self, message: Request | str | None) -> None:

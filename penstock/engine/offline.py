@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, InputProces
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.outputs.chunks import combine
 from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
+from penstock.outputs.sparse import SparseRow, Term, check_min_weight, sparse_rows, with_tokens
 from penstock.runner.load import settle
 
 WINDOW = 2048  # texts that are tokenised and ordered by length together
@@ -167,6 +168,48 @@ class Engine:
         for request, places, answer in self._windows(texts, prepare, progress, priority):
             found += self._entities(request, places, answer, aggregation)
         return found
+
+    @overload
+    def sparse(
+        self, texts: Inputs, *, token_strings: Literal[False] = False, **options: Any
+    ) -> list[dict[int, float]]: ...
+
+    @overload
+    def sparse(self, texts: Inputs, *, token_strings: Literal[True], **options: Any) -> list[list[Term]]: ...
+
+    def sparse(
+        self,
+        texts: Inputs,
+        *,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        token_strings: bool = False,
+        progress: bool | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> list[dict[int, float]] | list[list[Term]]:
+        """The tokens that matter to each text: {token id: weight}, heaviest first.
+
+        `top_k` keeps so many, 1,024 at most where it is not given; `min_weight` drops lighter ones.
+        `token_strings` gives lists of (token id, token, weight) instead.
+        """
+        check_min_weight(min_weight)
+        params = PoolingParams(Task.SPARSE, top_k=top_k)
+        rows: list[SparseRow] = []
+        for request, answer in self._answers(texts, params, _options(options), progress, priority):
+            rows += self._sparse_rows(request, answer, top_k, min_weight)
+        return self._shown(rows, token_strings)
+
+    def _sparse_rows(
+        self, request: Request, answer: Answer, top_k: int | None, min_weight: float
+    ) -> list[SparseRow]:
+        special = self._processor.tokenizer.special_ids
+        return sparse_rows(request, answer.values, special, top_k, min_weight)
+
+    def _shown(self, rows: list[SparseRow], token_strings: bool) -> list[dict[int, float]] | list[list[Term]]:
+        if token_strings:
+            return with_tokens(rows, self._processor.tokenizer.token_strings)
+        return [row.as_dict() for row in rows]
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -397,6 +440,33 @@ class AsyncEngine:
         prepare = self._open()._located(_options(options), aggregation)
         done = await self._submit(texts, prepare, priority)
         return self._open()._entities(*done, aggregation)
+
+    @overload
+    async def sparse(
+        self, texts: Inputs, *, token_strings: Literal[False] = False, **options: Any
+    ) -> list[dict[int, float]]: ...
+
+    @overload
+    async def sparse(
+        self, texts: Inputs, *, token_strings: Literal[True], **options: Any
+    ) -> list[list[Term]]: ...
+
+    async def sparse(
+        self,
+        texts: Inputs,
+        *,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        token_strings: bool = False,
+        priority: int = 0,
+        **options: Any,
+    ) -> list[dict[int, float]] | list[list[Term]]:
+        """As `Engine.sparse`."""
+        check_min_weight(min_weight)
+        params = PoolingParams(Task.SPARSE, top_k=top_k)
+        request, answer = await self._run(texts, params, _options(options), priority)
+        engine = self._open()
+        return engine._shown(engine._sparse_rows(request, answer, top_k, min_weight), token_strings)
 
     async def _run(
         self, texts: Inputs, params: PoolingParams, options: InputOptions, priority: int

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import Ints, PoolingParams, Request, Task
+from penstock.core import MAX_TERMS, MAX_TOP_K, Ints, OutputDtype, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.prompts import choose_prompt
@@ -72,6 +73,7 @@ class InputProcessor:
                 + ", ".join(task.value for task in self.spec.tasks),
                 param="task",
             )
+        self._check_sparse(params)
         if params.dimensions is None:
             return
         if params.task not in (Task.EMBED, Task.TOKEN_EMBED):
@@ -82,6 +84,26 @@ class InputProcessor:
             raise BadValue(
                 f"dimensions is {params.dimensions}, but the model gives {width}", param="dimensions"
             )
+
+    @staticmethod
+    def _check_sparse(params: PoolingParams) -> None:
+        sparse, top_k = params.task is Task.SPARSE, params.top_k
+        if top_k is not None and not sparse:
+            raise BadValue(f"top_k means nothing to task {params.task.value!r}", param="top_k")
+        if top_k is not None and not 1 <= top_k <= MAX_TOP_K:
+            raise BadValue(f"top_k is {top_k}; use 1 to {MAX_TOP_K}", param="top_k")
+        if sparse and params.normalize is not None:
+            raise BadValue("normalize means nothing to task 'sparse'", param="normalize")
+        if sparse and params.dtype is not OutputDtype.FLOAT32:
+            raise BadValue(f"sparse weights are float32, not {params.dtype.value}", param="embed_dtype")
+
+    def _settled(self, params: PoolingParams) -> PoolingParams:
+        """Parameters as the engine wants them: how this model makes sparse weights is known here."""
+        if params.task is not Task.SPARSE or self.spec.sparse is None:
+            return params
+        if self.spec.sparse.kind == "lexical":  # the terms are chosen once the tokens are gathered
+            return msgspec.structs.replace(params, lexical=True, top_k=None)
+        return msgspec.structs.replace(params, top_k=min(params.top_k or MAX_TERMS, self.spec.vocab_size))
 
     def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
         prompt = self.prompt(options)
@@ -112,17 +134,17 @@ class InputProcessor:
             request_id,
             token_ids,
             lengths,
-            params,
+            self._settled(params),
             skip=self._skip(token_ids, lengths, options, from_text),
-            reuse_prefix=self._reads_last_token_only(params.task),
+            reuse_prefix=self._reads_last_token_only(params),
             cache_salt=options.cache_salt,
         )
 
-    def _reads_last_token_only(self, task: Task) -> bool:
+    def _reads_last_token_only(self, params: PoolingParams) -> bool:
         """Then earlier tokens may come from a cached prefix, whose hidden states are gone."""
-        if task is Task.EMBED:
+        if params.task is Task.EMBED:
             return self.spec.pooling.methods == ("last",)
-        return self.spec.causal and not task.per_token
+        return self.spec.causal and not params.reads_tokens
 
     def prompt(self, options: InputOptions) -> str:
         """What goes before each text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,12 @@ class Tokenizer:
 
     def token_strings(self, ids: Sequence[int]) -> list[str | None]:
         return [self._rust.id_to_token(int(i)) for i in ids]
+
+    @cached_property
+    def special_ids(self) -> Ints:
+        """Ids of tokens that stand for no text, such as [CLS] and [UNK]."""
+        added = self._rust.get_added_tokens_decoder()
+        return np.array(sorted(number for number, token in added.items() if token.special), dtype=np.int32)
 
     def _special_frame(self) -> tuple[int, int]:
         """How many special tokens stand before and after a text."""

@@ -37,6 +37,11 @@ class LayerBuilder:
             added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
         return make_linear(weight, added, act, self.quantization, input_act)
 
+    def tied(self, weight: Tensor, bias: str) -> LinearLayer:
+        """A layer on a weight that another layer already has, with a bias of its own."""
+        added = self.weights.take(bias, len(weight))
+        return make_linear(weight, added, "identity", self.quantization)
+
     def norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
         added = self.weights.take(f"{name}.bias", size) if bias else None
         return LayerNorm(self.weights.take(f"{name}.weight", size), added, eps)

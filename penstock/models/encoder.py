@@ -21,7 +21,16 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
-from penstock.models.heads import add_head, add_pooler_head, add_two_step_head
+from penstock.models.heads import (
+    BERT_MLM,
+    DISTILBERT_MLM,
+    ROBERTA_MLM,
+    MaskedLMNames,
+    add_head,
+    add_masked_lm_head,
+    add_pooler_head,
+    add_two_step_head,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +181,16 @@ def distance_bucket(distance: Tensor, buckets: int, max_distance: int = 128) -> 
 def bert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     model = Encoder(build, _bert_shape(config, first_position=0))
     add_pooler_head(model, build, config, head)
+    if head is Task.SPARSE:
+        _add_masked_lm(model, build, config, BERT_MLM, config.get("hidden_act", "gelu"))
     return model
 
 
 def roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     model = Encoder(build, _bert_shape(config, first_position=int(config.get("pad_token_id", 1)) + 1))
     add_two_step_head(model, build, config, head)
+    if head is Task.SPARSE:
+        _add_masked_lm(model, build, config, ROBERTA_MLM, "gelu")
     return model
 
 
@@ -201,6 +214,8 @@ def distilbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None
         add_head(model, build, config, head, "classifier", dense)
     elif head is Task.TOKEN_CLASSIFY:
         add_head(model, build, config, head, "classifier")
+    elif head is Task.SPARSE:
+        _add_masked_lm(model, build, config, DISTILBERT_MLM, shape.act)
     return model
 
 
@@ -214,7 +229,17 @@ def mpnet(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
     )
     model = Encoder(build, shape)
     add_two_step_head(model, build, config, head)
+    if head is Task.SPARSE:
+        _add_masked_lm(model, build, config, ROBERTA_MLM, "gelu")
     return model
+
+
+def _add_masked_lm(
+    model: Encoder, build: LayerBuilder, config: Mapping[str, Any], names: MaskedLMNames, act: str
+) -> None:
+    add_masked_lm_head(
+        model, build, config, names, model.embedding.words, act, config.get("layer_norm_eps", 1e-12)
+    )
 
 
 def _bert_shape(

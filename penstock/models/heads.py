@@ -1,8 +1,9 @@
-"""Classification heads as encoders carry them: one token stands for a sequence, or all are labelled."""
+"""Heads as encoders carry them: one token stands for a sequence, all are labelled, or all are guessed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,6 +12,28 @@ from penstock.checkpoint.spec import label_count
 from penstock.core import Task
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedLMNames:
+    """Where a family keeps its masked-language head."""
+
+    dense: str
+    norm: str
+    decoder: str
+    bias: str
+
+
+BERT_MLM = MaskedLMNames(
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.decoder",
+    "cls.predictions.bias",
+)
+ROBERTA_MLM = MaskedLMNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
+DISTILBERT_MLM = MaskedLMNames(
+    "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"
+)
 
 
 class Backbone(Protocol):
@@ -32,6 +55,29 @@ def add_head(
     labels = label_count(config)
     project = Stack(*before, build.linear(name, model.hidden_size, labels))
     model.heads[head] = TaskHead(method if head is Task.CLASSIFY else "all", project, labels)
+
+
+def add_masked_lm_head(
+    model: Backbone,
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    names: MaskedLMNames,
+    words: Tensor,
+    act: str,
+    eps: float,
+) -> None:
+    """Logits of the vocabulary for every token, from the word table unless config.json unties the two."""
+    hidden, vocabulary = model.hidden_size, len(words)
+    tied = config.get("tie_word_embeddings", True)
+    weight = words if tied else build.table(names.decoder, vocabulary, hidden)
+    own = f"{names.decoder}.bias"  # the same as the head's where they are tied, and then often left out
+    bias = names.bias if tied and build.weights.has(names.bias) else own
+    project = Stack(
+        build.linear(names.dense, hidden, hidden, act),
+        build.norm(names.norm, hidden, eps),
+        build.tied(weight, bias),
+    )
+    model.heads[Task.SPARSE] = TaskHead("all", project, vocabulary)
 
 
 def add_pooler_head(

@@ -72,12 +72,20 @@ class CausalModel(Model, Protocol):
     kv_shape: tuple[int, int, int]  # layers, key/value heads, head size
 
 
-def build_model(architecture: str, config: Mapping[str, Any], build: LayerBuilder) -> Model:
-    """Builder functions take (layer builder, config.json, head task or None)."""
+def build_model(
+    architecture: str, config: Mapping[str, Any], build: LayerBuilder, *, splade: bool = False
+) -> Model:
+    """Builder functions take (layer builder, config.json, head task or None).
+
+    `splade` asks for the masked-language head, which most checkpoints carry without a use for it.
+    """
     builder, head = find_family(architecture)
+    head = Task.SPARSE if splade else head
     module, function = builder.split(":")
     make = getattr(importlib.import_module(f"penstock.models.{module}"), function)
     model: Model = make(build, config, head)
+    if splade and Task.SPARSE not in model.heads:
+        raise ModelLoadError(f"SPLADE is not supported on {architecture}", param="model")
     build.weights.finish(model.unneeded)
     return model
 

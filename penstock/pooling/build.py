@@ -15,6 +15,7 @@ from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, unit
 from penstock.pooling.methods import CARRIED, METHODS
+from penstock.pooling.sparse import Splade, lexical_head
 from penstock.weights.stream import open_weights
 
 
@@ -28,6 +29,9 @@ class Pooler:
         self.heads = heads
         self.normalize = spec.pooling.normalize
         self.activate = softmax_or_sigmoid(spec.config)
+        self.splade: Splade | None = None
+        if spec.sparse is not None and spec.sparse.kind == "splade":
+            self.splade = Splade(heads[Task.SPARSE], spec.sparse)
 
     def __call__(
         self, hidden: Tensor, batch: Batch, variants: tuple[Variant, ...], index: list[Tensor | None]
@@ -40,6 +44,9 @@ class Pooler:
         out = []
         for variant, chosen in zip(variants, index, strict=True):
             task = variant.params.task
+            if task is Task.SPARSE and self.splade is not None:
+                out.append(self.splade(hidden, batch, variant, chosen))
+                continue
             if task not in done:
                 done[task] = self._of_task(task, hidden, batch)
             values = done[task] if chosen is None else done[task].index_select(0, chosen)
@@ -71,7 +78,7 @@ class Pooler:
                 values = values[:, : params.dimensions]
             if normalize if params.normalize is None else params.normalize:
                 values = unit(values)
-        elif params.normalize is not False:
+        elif params.task is not Task.SPARSE and params.normalize is not False:
             values = self.activate(values)
         return values
 
@@ -89,6 +96,8 @@ def build_pooler(
 ) -> Pooler:
     """Dense modules are small and stand last, so they stay in fp32 whatever the model runs in."""
     dense = [_dense(spec, dense, load_format, seed, device) for dense in spec.pooling.dense]
+    if spec.sparse is not None and spec.sparse.kind == "lexical":
+        heads = {**heads, Task.SPARSE: lexical_head(spec, spec.sparse, load_format, seed, device)}
     return Pooler(spec, heads, dense)
 
 

@@ -88,7 +88,9 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     from penstock.weights.stream import open_weights
 
     weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
-    return build_model(spec.architecture, spec.config, LayerBuilder(weights, settings.quantization))
+    splade = spec.sparse is not None and spec.sparse.kind == "splade"
+    build = LayerBuilder(weights, settings.quantization)
+    return build_model(spec.architecture, spec.config, build, splade=splade)
 
 
 def make_cache(

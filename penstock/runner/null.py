@@ -24,8 +24,11 @@ class NullRunner:
 
     def _fill(self, plan: StepPlan, variant: Variant) -> Array:
         rows = plan.num_rows if variant.rows is None else len(variant.rows)
-        if variant.params.task.per_token:
+        if variant.params.per_token:
             rows = plan.num_tokens if variant.tokens is None else len(variant.tokens)
+        if variant.params.task is Task.SPARSE and not variant.params.per_token:
+            terms = np.arange(variant.params.top_k or 1, dtype=np.float32)
+            return np.tile(np.stack([terms, np.ones_like(terms)], axis=-1), (rows, 1, 1))
         width = variant.params.dimensions or self.widths[variant.params.task]
         dtype = variant.params.dtype
         if dtype.packed:

@@ -143,7 +143,7 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
     whole = True
     for piece in slices:
         slots = piece.slots
-        if piece.ends is not None and not piece.request.params.task.per_token:
+        if piece.ends is not None and not piece.request.params.per_token:
             slots = slots[piece.finished]
             whole = whole and len(slots) == len(piece.slots)
         by_params.setdefault(piece.request.params, []).append(slots)
@@ -152,7 +152,7 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
     variants = []
     for params, parts in by_params.items():
         rows = np.concatenate(parts)
-        tokens = tokens_of(rows, lengths, cu_lengths) if params.task.per_token else None
+        tokens = tokens_of(rows, lengths, cu_lengths) if params.reads_tokens else None
         if len(rows):
             variants.append(Variant(params, rows, tokens))
     return tuple(variants)

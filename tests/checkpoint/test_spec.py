@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.spec import DenseSpec, PoolingSpec, describe, read_spec
+from penstock.checkpoint.spec import DenseSpec, PoolingSpec, SparseSpec, describe, read_spec
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.core import Task
 from penstock.errors import ModelLoadError
@@ -316,6 +316,49 @@ def test_the_pooler_config_overrides_method_and_normalising(folder: Path) -> Non
 def test_an_unknown_pooling_type_is_refused_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"'FIRST' is unknown; known: cls"):
         pooling_of(folder, PoolerConfig(pooling_type="FIRST"))
+
+
+SPLADE_MODULES = [("MLMTransformer", ""), ("SpladePooling", "1_SpladePooling")]
+
+
+def with_splade(folder: Path, **values: Any) -> Path:
+    write_json(folder / "config.json", BERT_CONFIG | {"architectures": ["BertForMaskedLM"]})
+    write_modules(folder, SPLADE_MODULES)
+    write_json(folder / "1_SpladePooling/config.json", values)
+    return folder
+
+
+def test_a_splade_module_makes_sparse_the_first_task(folder: Path) -> None:
+    with_splade(folder, pooling_strategy="sum", activation_function="log1p_relu")
+    spec = read_spec(folder, "m")
+    assert spec.tasks == (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
+    assert spec.sparse == SparseSpec("splade", "sum", 2)
+    assert spec.width(Task.SPARSE) == BERT_CONFIG["vocab_size"]
+
+
+@pytest.mark.parametrize("values", [{"pooling_strategy": "mean"}, {"activation_function": "gelu"}])
+def test_a_splade_module_that_is_not_known_is_refused(folder: Path, values: dict[str, str]) -> None:
+    with pytest.raises(ModelLoadError, match=next(iter(values.values()))):
+        read_spec(with_splade(folder, **values), "m")
+
+
+def test_splade_is_forced_on_masked_language_models_only(folder: Path) -> None:
+    forced = PoolerConfig(pooling_type="SPLADE")
+    with pytest.raises(ModelLoadError, match="masked-language"):
+        read_spec(folder, "m", pooler=forced)
+    overrides = {"architectures": ["BertForMaskedLM"]}
+    assert read_spec(folder, "m", overrides).sparse is None
+    spec = read_spec(folder, "m", overrides, forced)
+    assert spec.sparse == SparseSpec("splade")
+    assert spec.pooling.methods == ("mean",), "dense vectors stay what they were"
+
+
+def test_bge_m3s_layer_beside_an_encoder_adds_the_task(folder: Path) -> None:
+    (folder / "sparse_linear.pt").write_bytes(b"")
+    spec = read_spec(folder, "m")
+    assert spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE)
+    assert spec.sparse == SparseSpec("lexical", file="sparse_linear.pt")
+    assert spec.width(Task.SPARSE) == 1
 
 
 def test_a_model_is_described_by_its_folder_name_or_the_name_it_is_served_under(folder: Path) -> None:

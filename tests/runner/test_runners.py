@@ -43,6 +43,13 @@ def test_the_null_runner_answers_every_variant() -> None:
     assert shapes == [(6, 32), (3, 4)]
 
 
+def test_the_null_runner_gives_sparse_terms_in_both_forms() -> None:
+    listed, lexical = PoolingParams(Task.SPARSE, top_k=4), PoolingParams(Task.SPARSE, lexical=True)
+    runner = NullRunner({Task.SPARSE: 1})
+    shapes = [values.shape for values in runner.launch(plan_of(listed, lexical)).result().outputs]
+    assert shapes == [(3, 4, 2), (6, 1)]
+
+
 def test_integers_reach_a_cpu_without_a_copy_and_absent_ones_are_left_out() -> None:
     staging = Staging(torch.device("cpu"), depth=1)
     array = ints([1, 2, 3])

@@ -1,0 +1,138 @@
+"""Sparse weights on the device: SPLADE's terms, and BGE-M3's layer that weighs the given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.checkpoint.spec import ModelSpec, SparseSpec
+from penstock.core import MAX_TERMS, Variant
+from penstock.errors import ModelLoadError
+from penstock.layers.batch import Batch
+from penstock.layers.head import TaskHead
+from penstock.layers.linear import Linear
+
+# Logits that exist at a time. On a CPU they should not go far beyond the caches; a GPU wants large products.
+_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
+
+
+class Block(NamedTuple):
+    """Neighbouring whole rows whose tokens fit into one tile, or one row that is longer than that."""
+
+    first_row: int
+    first_token: int
+    lengths: list[int]
+
+
+class Splade:
+    """The vocabulary's weight in a row: the most (or the sum) over its tokens of log(1 + relu(logit)).
+
+    Logits are made tile by tile and reduced at once, so their memory is the same for any batch; of a
+    reduced tile only the heaviest terms are kept.
+    """
+
+    def __init__(self, head: TaskHead, spec: SparseSpec, logits: int | None = None) -> None:
+        self.head = head
+        self.spec = spec
+        self.logits = logits
+
+    def __call__(self, hidden: Tensor, batch: Batch, variant: Variant, tokens: Tensor | None) -> Tensor:
+        """[rows, terms, 2]: token id and weight, heaviest first; absent terms are (-1, 0)."""
+        if tokens is not None:
+            hidden = hidden.index_select(0, tokens)
+        lengths = np.repeat([g.length for g in batch.groups], [g.num_rows for g in batch.groups])
+        if variant.rows is not None:
+            lengths = lengths[variant.rows]
+        terms = min(variant.params.top_k or MAX_TERMS, self.head.outputs)
+        out = hidden.new_empty((len(lengths), terms, 2), dtype=torch.float32)
+        budget = self.logits or _LOGITS.get(hidden.device.type, _LOGITS["cuda"])
+        tile = max(1, budget // self.head.outputs)
+        for block in blocks(lengths.tolist(), tile):
+            weights, ids = self._reduced(hidden, block, tile).topk(terms, dim=-1)
+            place = out[block.first_row : block.first_row + len(block.lengths)]
+            place[..., 0] = ids.masked_fill_(weights == 0, -1)
+            place[..., 1] = weights
+        return out
+
+    def _reduced(self, hidden: Tensor, block: Block, tile: int) -> Tensor:
+        """fp32 weights of the whole vocabulary, [rows of the block, vocabulary]."""
+        at = block.first_token
+        if len(block.lengths) == 1:  # perhaps longer than a tile
+            end = at + block.lengths[0]
+            parts = [
+                self._segment(self._logits(hidden[i : min(i + tile, end)]), 1) for i in range(at, end, tile)
+            ]
+            total = parts[0]
+            for part in parts[1:]:
+                total = torch.maximum(total, part) if self.spec.reduce == "max" else total + part
+        else:
+            logits, parts, at = self._logits(hidden[at : at + sum(block.lengths)]), [], 0
+            for length, equal in groupby(block.lengths):
+                rows = len(list(equal))
+                parts.append(self._segment(logits[at : at + rows * length], rows))
+                at += rows * length
+            total = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return self._squashed(total) if self.spec.reduce == "max" else total
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head.project(hidden)
+        return logits if self.spec.reduce == "max" else self._squashed(logits)
+
+    def _segment(self, values: Tensor, rows: int) -> Tensor:
+        values = values.view(rows, -1, values.shape[-1])
+        return values.amax(dim=1) if self.spec.reduce == "max" else values.sum(dim=1)
+
+    def _squashed(self, logits: Tensor) -> Tensor:
+        """Grows with the logit, so the maximum may be taken before it."""
+        weights = logits.float().relu()
+        for _ in range(self.spec.logs):
+            weights = weights.log1p()
+        return weights
+
+
+def blocks(lengths: list[int], tile: int) -> Iterator[Block]:
+    """Rows in order, joined while their tokens fit into a tile."""
+    block, tokens = Block(0, 0, []), 0
+    for row, length in enumerate(lengths):
+        if block.lengths and tokens + length > tile:
+            yield block
+            block, tokens = Block(row, block.first_token + tokens, []), 0
+        block.lengths.append(length)
+        tokens += length
+    if block.lengths:
+        yield block
+
+
+def lexical_head(
+    spec: ModelSpec, sparse: SparseSpec, load_format: str, seed: int, device: torch.device
+) -> TaskHead:
+    """relu(linear(hidden)), one weight a token. Small, so it stays in fp32 whatever the model runs in."""
+    if load_format == "dummy":
+        weight = torch.randn((1, spec.token_dim), generator=torch.Generator().manual_seed(seed)) * 0.02
+        tensors = {"weight": weight, "bias": torch.zeros(1)}
+    else:
+        tensors = _read_layer(spec, sparse.file)
+    layer = Linear(tensors["weight"].to(device).float(), tensors["bias"].to(device).float(), "relu")
+    return TaskHead("all", lambda hidden: layer(hidden.float()), 1)
+
+
+def _read_layer(spec: ModelSpec, name: str) -> dict[str, Tensor]:
+    file = spec.path / name
+    try:
+        if name.endswith(".safetensors"):
+            tensors = load_file(file)
+        else:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    except Exception as error:  # both libraries raise many kinds
+        raise ModelLoadError(f"{file} cannot be read: {error}") from None
+    wanted = {"weight": (1, spec.token_dim), "bias": (1,)}
+    if shapes != wanted:
+        raise ModelLoadError(f"{file} holds tensors of shape {shapes}; BGE-M3's layer has {wanted}")
+    return dict(tensors)
