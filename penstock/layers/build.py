@@ -23,19 +23,15 @@ class LayerBuilder:
         outputs: int | Sequence[int],
         act: str = "identity",
         *,
-        input_act: str = "",
         bias: bool = True,
     ) -> LinearLayer:
-        """One layer, or several fused along their outputs; `outputs` is the size of all or of each.
-
-        `input_act` names the activation that the input comes out of, where there is one.
-        """
+        """One layer, or several fused along their outputs; `outputs` is the size of all or of each."""
         names = [names] if isinstance(names, str) else list(names)
         weight = self.weights.fuse([f"{name}.weight" for name in names], outputs, inputs)
         added: Tensor | None = None
         if bias:
             added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
-        return make_linear(weight, added, act, self.quantization, input_act)
+        return make_linear(weight, added, act, self.quantization)
 
     def tied(self, weight: Tensor, bias: str) -> LinearLayer:
         """A layer on a weight that another layer already has, with a bias of its own."""

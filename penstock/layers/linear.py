@@ -68,19 +68,14 @@ class PackedLinear:
         return out if residual is None else out + residual
 
 
-def make_linear(
-    weight: Tensor, bias: Tensor | None, act: str, quantization: str | None, input_act: str = ""
-) -> LinearLayer:
-    """The form of layer that suits the weight's device and the wanted precision.
-
-    `input_act` names the activation that the input comes out of, where there is one.
-    """
+def make_linear(weight: Tensor, bias: Tensor | None, act: str, quantization: str | None) -> LinearLayer:
+    """The form of layer that suits the weight's device and the wanted precision."""
     if weight.device.type != "cpu":
         return Linear(weight, bias, act)
     if quantization == "int8":
         from penstock.layers.int8 import Int8Linear
 
-        return Int8Linear(weight, bias, act, input_act)
+        return Int8Linear(weight, bias, act)
     return PackedLinear(weight, bias, act) if _can_pack(weight.dtype) else Linear(weight, bias, act)
 
 

@@ -39,7 +39,7 @@ class DebertaLayer:
         self.attention_norm = build.norm(prefix + "attention.output.LayerNorm", hidden, eps)
         self.mlp = MLP(
             build.linear(prefix + "intermediate.dense", hidden, inner, act),
-            build.linear(prefix + "output.dense", inner, hidden, input_act=act),
+            build.linear(prefix + "output.dense", inner, hidden),
         )
         self.output_norm = build.norm(prefix + "output.LayerNorm", hidden, eps)
 

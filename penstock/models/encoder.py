@@ -96,7 +96,7 @@ class EncoderLayer:
         self.out = build.linear(prefix + names.out, hidden, hidden)
         self.attention_norm = build.norm(prefix + names.attention_norm, hidden, shape.eps)
         self.up = build.linear(prefix + names.up, hidden, shape.intermediate, shape.act)
-        self.down = build.linear(prefix + names.down, shape.intermediate, hidden, input_act=shape.act)
+        self.down = build.linear(prefix + names.down, shape.intermediate, hidden)
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
 
     def __call__(self, hidden: Tensor, batch: Batch, bias: ScoreBias | None) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.server import Server, serving
 
-BIG = {"input": ["some words that take a while to embed " * 25] * 400}  # seconds of work
+BIG = {"input": ["some words that take a while to embed " * 25] * 250}  # seconds of work
 
 
 def test_health_version_models_schema_and_pages_answer(http: httpx.Client) -> None:

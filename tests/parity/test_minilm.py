@@ -79,5 +79,5 @@ def test_int8_keeps_the_direction_whatever_stands_beside_it(theirs: Vectors) -> 
         alone = np.concatenate([engine.embed([text], truncate_prompt_tokens=-1) for text in TEXTS[:120]])
     similar = cosines(batch, theirs)
     assert np.quantile(similar, 0.05) >= 0.99
-    assert similar.min() >= 0.975, "near-empty texts lose the most"
+    assert similar.min() >= 0.985, "near-empty texts lose the most"
     assert np.abs(alone - batch[:120]).max() <= 1e-5
