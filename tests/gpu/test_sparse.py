@@ -31,7 +31,9 @@ def test_cuda_gives_the_terms_of_the_cpu(
     with Engine(folder, device="cpu") as cpu, Engine(folder, device="cuda", dtype=dtype) as cuda:
         a, b = (_dense(engine.sparse(TEXTS)) for engine in (cpu, cuda))
     size = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    assert ((a * b).sum(1)[size > 0] / size[size > 0]).min() >= least
+    strong = size > 0.01 * size.max()  # rows of almost no weight are rounding alone
+    assert strong.sum() > 30
+    assert ((a * b).sum(1)[strong] / size[strong]).min() >= least
 
 
 def _dense(rows: list[dict[int, float]]) -> np.ndarray:
