@@ -11,8 +11,9 @@ from typer.core import TyperCommand
 
 _SEVERAL = (
     "--backend",
-    "--header",
     "--goodput",
+    "--header",
+    "--only",
     "--server",
     "--server-backend",
     "--server-endpoint",

@@ -27,6 +27,7 @@ class Case:
     reference: Callable[[], Tensor]
     moved_bytes: int  # inputs read once, outputs written once
     flops: int  # of matrix products; 0 where bytes alone count
+    int8: bool = False  # whether those products are of eight-bit integers
 
 
 @dataclass(frozen=True, slots=True)

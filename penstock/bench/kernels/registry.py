@@ -46,6 +46,7 @@ def _linear(name: str, place: Place, make: Callable[[Tensor, Tensor, str], Linea
                 reference=partial(plain, x),
                 moved_bytes=size(x, weight, bias) + tokens * outputs * x.element_size(),
                 flops=2 * tokens * inputs * outputs,
+                int8=layer.__class__ is Int8Linear,
             )
 
 
