@@ -117,10 +117,6 @@ class EngineUnavailable(EngineError):
     retry_after_s: ClassVar[int] = 2
 
 
-class Draining(EngineUnavailable):
-    code = "draining"
-
-
 def _tree(cls: type[PenstockError]) -> list[type[PenstockError]]:
     return [cls] + [leaf for child in cls.__subclasses__() for leaf in _tree(child)]
 

@@ -5,8 +5,6 @@ Importing this module stays cheap: a subcommand imports what it computes with on
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from typing import Annotated, Any
 
@@ -14,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
+from penstock.cli.bench import app as bench
 from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
 from penstock.cli.info import info
@@ -73,8 +72,7 @@ app.command()(serve)
 app.command()(embed)
 app.command()(info)
 app.command()(doctor)
-if importlib.util.find_spec("penstock.cli.bench") is not None:
-    app.add_typer(importlib.import_module("penstock.cli.bench").app, name="bench")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

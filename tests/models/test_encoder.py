@@ -146,7 +146,8 @@ def test_old_names_of_norm_parameters_load(tmp_path: Path) -> None:
     ],
 )
 def test_heads_and_buffers_of_other_tasks_are_ignored(tmp_path: Path, extra: str) -> None:
-    load(tmp_path, bert_tensors(BERT_CONFIG) | {extra: torch.zeros(3)})
+    model = load(tmp_path, bert_tensors(BERT_CONFIG) | {extra: torch.zeros(3)})
+    assert model.hidden_size == BERT_CONFIG["hidden_size"] and not model.heads
 
 
 def test_a_tensor_that_the_architecture_has_no_place_for_is_an_error(tmp_path: Path) -> None:
