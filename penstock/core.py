@@ -101,6 +101,11 @@ class Request:
     params: PoolingParams = field(default_factory=PoolingParams)
     type_ids: Ints | None = None  # [tokens], only where segments differ from 0
     skip: Ints | None = None  # [rows], leading tokens that the pooler leaves out
+    keys: Ints | None = None  # [rows], leading tokens that the row's tokens attend to; None: all
+    keep: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
+    pairs: Ints | None = None  # [documents], the query row of each; queries stand before documents
+    also: tuple[PoolingParams, ...] = ()  # further outputs of the same rows
+    adapter: int = -1  # which of the model's adapters; -1: none
     priority: int = 0  # lower runs sooner
     arrival_s: float = 0.0  # monotonic clock, the same in every process of a machine
     deadline_s: float | None = None  # the same clock
@@ -118,6 +123,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_queries(self) -> int:
+        """The leading rows that documents are scored against."""
+        return 0 if self.pairs is None else self.num_rows - len(self.pairs)
 
 
 @dataclass(frozen=True, slots=True)

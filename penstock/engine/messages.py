@@ -30,7 +30,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Entry(msgspec.Struct, array_like=True):
-    """One request; its integers lie in the frame: lengths, token ids, then the optional two."""
+    """One request; its integers lie in the frame: lengths, token ids, then the optional arrays."""
 
     id: str
     rows: int
@@ -39,10 +39,11 @@ class Entry(msgspec.Struct, array_like=True):
     priority: int
     arrival_s: float
     deadline_s: float | None
-    type_ids: bool
-    skip: bool
+    arrays: dict[str, int]  # name and size of each optional array
     reuse_prefix: bool
     cache_salt: str
+    also: tuple[PoolingParams, ...]
+    adapter: int
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -74,6 +75,8 @@ class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
     items: list[Done | Failed]
 
 
+OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs")  # arrays that a request may have
+
 ToEngine = Hello | Submit | Cancel
 FromEngine = Ready | Outcomes
 
@@ -86,6 +89,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
     """Frames of one `Submit`."""
     entries, parts = [], []
     for request in requests:
+        arrays = {name: array for name in OPTIONAL if (array := getattr(request, name)) is not None}
         entries.append(
             Entry(
                 request.id,
@@ -95,14 +99,14 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.priority,
                 request.arrival_s,
                 request.deadline_s,
-                request.type_ids is not None,
-                request.skip is not None,
+                {name: len(array) for name, array in arrays.items()},
                 request.reuse_prefix,
                 request.cache_salt,
+                request.also,
+                request.adapter,
             )
         )
-        parts += [request.lengths, request.token_ids]
-        parts += [part for part in (request.type_ids, request.skip) if part is not None]
+        parts += [request.lengths, request.token_ids, *arrays.values()]
     return [encode(Submit(entries)), np.concatenate(parts)]
 
 
@@ -124,13 +128,14 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
                 token_ids,
                 lengths,
                 entry.params,
-                type_ids=take(entry.tokens) if entry.type_ids else None,
-                skip=take(entry.rows) if entry.skip else None,
                 priority=entry.priority,
                 arrival_s=entry.arrival_s,
                 deadline_s=entry.deadline_s,
                 reuse_prefix=entry.reuse_prefix,
                 cache_salt=entry.cache_salt,
+                also=entry.also,
+                adapter=entry.adapter,
+                **{name: take(size) for name, size in entry.arrays.items()},
             )
         )
     return requests
