@@ -47,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     long_prefill_token_threshold: int = 0  # most tokens of one row in a step; 0: no such limit
     enable_prefix_caching: bool = False
     kv_cache_gb: float | None = None  # memory for keys and values of rows that go on over steps
+    share_identical: bool = True  # rows that are alike and in flight together are computed once
+    document_cache_gb: float = 0.0  # memory for vectors of documents that may be scored again
     enforce_eager: bool = False
     seed: int = 0
 
@@ -84,6 +86,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 0  # most tokens of one row in a step, where rows may be cut
     prefix_caching: bool = False
     kv_cache_bytes: int = 0
+    share_identical: bool = True
+    document_cache_bytes: int = 0
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -145,6 +149,8 @@ def resolve(
         chunk_tokens=config.long_prefill_token_threshold or budget,
         prefix_caching=config.enable_prefix_caching,
         kv_cache_bytes=int((config.kv_cache_gb or (1 if on_cpu else 8)) * 2**30),
+        share_identical=config.share_identical,
+        document_cache_bytes=_document_cache(config.document_cache_gb),
     )
     for name in ("max_num_seqs", "max_queued_tokens", "pipeline_depth", "threads"):
         _positive(name, getattr(resolved, name))
@@ -203,6 +209,12 @@ def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None)
         return False
     wanted = config.enable_chunked_prefill or config.enable_prefix_caching or limit > budget
     return bool(wanted) and why_not is None
+
+
+def _document_cache(size_gb: float) -> int:
+    if size_gb < 0:
+        raise ConfigError("document_cache_gb must not be negative", param="document_cache_gb")
+    return int(size_gb * 2**30)
 
 
 def _given(value: int | None, otherwise: int) -> int:

@@ -72,11 +72,13 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: OutputDtype = OutputDtype.FLOAT32
     top_k: int | None = None  # sparse: so many of the heaviest terms; None: at most `MAX_TERMS`
     lexical: bool = False  # sparse: the model weighs the given tokens; they are gathered by id afterwards
+    late: bool = False  # score: of token vectors, not of one vector a row
+    steps: bool = False  # reward: of every token; those of the step tags are picked afterwards
 
     @property
     def per_token(self) -> bool:
         """Whether the engine gives a row for every token instead of one for the text."""
-        return self.lexical or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
+        return self.lexical or self.steps or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
 
     @property
     def reads_tokens(self) -> bool:
@@ -125,6 +127,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def wants(self) -> tuple[PoolingParams, ...]:
+        """What is asked of every row."""
+        return (self.params, *self.also)
+
+    @property
     def num_queries(self) -> int:
         """The leading rows that documents are scored against."""
         return 0 if self.pairs is None else self.num_rows - len(self.pairs)
@@ -139,6 +146,15 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Where the vectors of a request's rows lie in the store that scores read from."""
+
+    starts: Ints  # [rows], -1: nowhere
+    lengths: Ints  # [rows], vectors of each row
+    ready: NDArray[np.bool_]  # [rows], they were there before the request came
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowSlice:
     """Some rows of one request and the places that they take in a step."""
 
@@ -147,6 +163,8 @@ class RowSlice:
     slots: Ints  # [n], row numbers within the step
     begins: Ints | None = None  # [n], first token of each row in this step; None: the rows run whole
     ends: Ints | None = None  # [n], one past the last
+    held: Held | None = None  # of requests with pairs
+    stored: Ints | None = None  # documents that are scored in this step without being run
 
     @property
     def finished(self) -> Ints:
@@ -169,6 +187,26 @@ class LengthGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PairPlan:
+    """Which vectors of a step are scored against which, and which are kept.
+
+    A vector is a token's, or a row's where rows have one each. Queries are read from the store: those of
+    this step are written there first. The last `from_store` documents lie there too, the others in the
+    step's own run.
+    """
+
+    query_starts: Ints  # [pairs]
+    query_lengths: Ints  # [pairs]
+    document_starts: Ints  # [pairs]
+    document_lengths: Ints  # [pairs]
+    write_from: Ints  # [written], vectors of the run
+    write_to: Ints  # [written], places in the store
+    from_store: int
+    max_query: int
+    max_document: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Variant:
     """Rows of a step that want the same finish; `rows` is None when that is all of them.
 
@@ -178,6 +216,7 @@ class Variant:
     params: PoolingParams
     rows: Ints | None
     tokens: Ints | None = None
+    pairs: PairPlan | None = None  # then `rows` are the documents
 
     @property
     def index(self) -> Ints | None:
@@ -251,6 +290,7 @@ class Answer:
     # [rows, terms, 2] of (token id, weight), heaviest first, absent terms (-1, 0)
     values: Array
     timings: Timings
+    more: tuple[Array, ...] = ()  # of the request's further outputs, alike
 
 
 @dataclass(frozen=True, slots=True, eq=False)

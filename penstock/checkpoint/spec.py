@@ -114,6 +114,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"{' + '.join(self.pooling.methods)} pooling needs the whole row at once"
 
     @property
+    def score_kind(self) -> Literal["cross", "bi", "late"] | None:
+        """How queries and documents are scored: read together, by one vector each, or token by token."""
+        if Task.SCORE not in self.tasks:
+            return None
+        if getattr(self, "late", None) is not None:
+            return "late"
+        return "bi" if Task.CLASSIFY not in self.tasks else "cross"
+
+    @property
     def path(self) -> Path:
         return Path(self.folder)
 
@@ -183,12 +192,12 @@ def _tasks(architecture: str, sparse: SparseSpec | None) -> tuple[Task, ...]:
     if sparse is not None and sparse.kind == "splade":
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:
-        return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE)
+        return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)
     if architecture.endswith("ForSequenceClassification"):
         return (Task.CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForTokenClassification"):
         return (Task.TOKEN_CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
-    return (Task.EMBED, Task.TOKEN_EMBED)
+    return (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE)
 
 
 def label_count(config: Mapping[str, Any]) -> int:

@@ -61,6 +61,12 @@ def serve(
             help="Keep keys and values of shared prefixes (causal models, last-token pooling).",
         ),
     ] = False,
+    share_identical: Annotated[
+        bool, typer.Option(help="Compute rows that are alike and wait together once.")
+    ] = True,
+    document_cache_gb: Annotated[
+        float, typer.Option(help="Memory for vectors of documents that may be scored again.")
+    ] = 0.0,
     kv_cache_gb: Annotated[
         float | None, typer.Option(min=0.0, help="Memory for keys and values of rows that go on over steps.")
     ] = None,
@@ -103,6 +109,8 @@ def serve(
         long_prefill_token_threshold=long_prefill_token_threshold,
         enable_prefix_caching=enable_prefix_caching,
         kv_cache_gb=kv_cache_gb,
+        share_identical=share_identical,
+        document_cache_gb=document_cache_gb,
         enforce_eager=enforce_eager,
         seed=seed,
     )

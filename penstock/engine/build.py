@@ -10,6 +10,7 @@ from penstock.engine.core import EngineCore, StepStats
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.load import BLOCK_SIZE, load_runner
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
+from penstock.scheduler.vectors import VectorPlaces
 
 
 def build_core(
@@ -24,10 +25,14 @@ def build_core(
     if settings.chunked:
         pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
+    places = None
+    if loaded.num_places:
+        places = VectorPlaces(loaded.num_places, documents=settings.document_cache_bytes > 0)
     return EngineCore(
         loaded.runner,
-        Scheduler(budget, chunking),
+        Scheduler(budget, chunking, places),
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,
+        share_identical=settings.share_identical,
     )

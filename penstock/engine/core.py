@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core import (
-    Answer,
-    Array,
-    Ints,
-    Request,
-    RowSlice,
-    StepPlan,
-    StepResult,
-    Timings,
-    cumulative,
-)
+from penstock.core import Answer, Request, StepPlan, StepResult, Timings
+from penstock.engine.progress import Follower, Progress, rows_of
+from penstock.engine.twins import Twins, some_rows
 from penstock.errors import BadValue, DeadlineExceeded, PenstockError, RowFailed
 from penstock.runner.base import Runner
-from penstock.scheduler.plan import build_plan, ragged_arange, tokens_of
+from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Scheduler, Share
 
 
@@ -54,17 +46,6 @@ class StepStats:
     device_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _Progress:
-    """A request on its way: its rows arrive over one or more steps."""
-
-    request: Request
-    values: Array | None = None
-    rows_done: int = 0
-    first_launch_s: float | None = None
-    device_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
     plan: StepPlan
@@ -84,6 +65,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
         observe: Callable[[StepStats], None] = lambda stats: None,
+        share_identical: bool = True,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -91,8 +73,10 @@ class EngineCore:
         self.clock = clock
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
-        self._progress: dict[str, _Progress] = {}
+        self.twins = Twins() if share_identical else None
+        self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
+        self._relays = 0
         self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart
         self._block_size = scheduler.chunking.pool.block_size if scheduler.chunking else 0
 
@@ -109,13 +93,19 @@ class EngineCore:
         """Take a request on; `QueueFull` or `BadValue` if it cannot be."""
         if request.id in self._progress:
             raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
-        self.scheduler.add(request)
-        self._progress[request.id] = _Progress(request)
+        if self.twins is None or request.pairs is not None:
+            self.scheduler.add(request)
+            self._progress[request.id] = Progress.of(request)
+            return
+        split = self.twins.split(request)
+        if split.job.num_rows:
+            self.scheduler.add(split.job)
+        self._progress[request.id] = self.twins.begin(request, split)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request. Rows that are in flight run to their end and are dropped."""
-        self.scheduler.cancel(request_id)
-        self._progress.pop(request_id, None)
+        if (progress := self._progress.get(request_id)) is not None:
+            self._let_go(progress)
 
     def step(self) -> list[Outcome]:
         """One turn: let go of what is late, collect what is done, launch what fits."""
@@ -129,15 +119,12 @@ class EngineCore:
 
     def _expire(self) -> list[Outcome]:
         now = self.clock()
-        late = self.scheduler.expire(now)
-        for request in late:
-            self._progress.pop(request.id, None)
-        return [
-            Failure(
-                request.id, DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
-            )
-            for request in late
-        ]
+        outcomes: list[Outcome] = []
+        for request in self.scheduler.expire(now):
+            error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
+            if (progress := self._progress.get(request.id)) is not None:
+                outcomes += self._fail(progress, error)
+        return outcomes
 
     def _launch(self) -> None:
         while len(self._flights) < self.depth and (shares := self._next_shares()):
@@ -180,53 +167,90 @@ class EngineCore:
         finite = rows_of(plan, result.finite or result.outputs)
         for (piece, values), (_, checked) in zip(rows_of(plan, result.outputs), finite, strict=True):
             progress = self._progress.get(piece.request.id)
-            if progress is None or progress.request is not piece.request:
+            if progress is None or progress.job is not piece.request:
                 continue  # cancelled meanwhile
-            if not (checked if result.finite else np.isfinite(checked)).all():
-                outcomes += self._fail(piece.request, RowFailed("the model gave values that are not finite"))
+            if not all((c if result.finite else np.isfinite(c)).all() for c in checked):
+                outcomes += self._fail(progress, RowFailed("the model gave values that are not finite"))
                 continue
-            self._store(progress, piece, values)
+            progress.store(piece, values)
             progress.device_s += result.device_s
-            if progress.rows_done == piece.request.num_rows:
-                outcomes.append(self._answer(progress))
+            if progress.complete:
+                outcomes += self._finish(progress)
+        return outcomes
+
+    def _finish(self, progress: Progress) -> list[Outcome]:
+        """The answer of a complete request, and of those that waited for nothing but its rows."""
+        progress.spread()
+        self._forget(progress, well=True)
+        outcomes: list[Outcome] = [] if progress.hidden else [self._answer(progress)]
+        for follower in progress.followers:
+            other = follower.progress
+            if self._progress.get(other.request.id) is not other:
+                continue
+            other.receive(progress, follower)
+            if other.complete:
+                outcomes += self._finish(other)
         return outcomes
 
     @staticmethod
-    def _store(progress: _Progress, piece: RowSlice, values: Array) -> None:
-        request, finished = piece.request, piece.finished
-        per_token = request.params.per_token
-        progress.rows_done += len(finished)
-        if not len(values):
-            return  # rows that go on in later steps
-        if progress.values is None:
-            rows = request.num_tokens if per_token else request.num_rows
-            progress.values = np.empty((rows, *values.shape[1:]), dtype=values.dtype)
-        progress.values[token_places(piece) if per_token else piece.rows[finished]] = values
-
-    def _answer(self, progress: _Progress) -> Answer:
+    def _answer(progress: Progress) -> Answer:
         request = progress.request
-        del self._progress[request.id]
-        assert progress.values is not None and progress.first_launch_s is not None
+        first, *more = progress.values
+        assert first is not None and progress.first_launch_s is not None
         timings = Timings(max(0.0, progress.first_launch_s - request.arrival_s), progress.device_s)
-        return Answer(request.id, progress.values, timings)
+        return Answer(request.id, first, timings, tuple(array for array in more if array is not None))
 
     def _isolate(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
         """A step failed: run its requests again in halves until the one at fault stands alone."""
-        shares = [Share(piece.request, piece.rows) for piece in plan.slices]
+        shares = [
+            Share(piece.request, piece.rows, held=piece.held, stored=piece.stored) for piece in plan.slices
+        ]
         shares = [share for share in shares if share.request.id in self._progress]
         for share in shares if plan.kv is not None else ():
             self.scheduler.forget_open(share.request.id, share.rows)
         if len(shares) == 1:
-            return self._fail(
-                shares[0].request, RowFailed(f"the step failed: {type(error).__name__}: {error}")
-            )
+            failed = self._progress[shares[0].request.id]
+            return self._fail(failed, RowFailed(f"the step failed: {type(error).__name__}: {error}"))
         middle = len(shares) // 2
         self._suspects.extend(half for half in (shares[:middle], shares[middle:]) if half)
         return []
 
-    def _fail(self, request: Request, error: PenstockError) -> list[Outcome]:
-        self.cancel(request.id)
-        return [Failure(request.id, error)]
+    def _fail(self, progress: Progress, error: PenstockError) -> list[Outcome]:
+        """End a request with an error. What others wanted of it is run for them."""
+        outcomes: list[Outcome] = [] if progress.hidden else [Failure(progress.request.id, error)]
+        return outcomes + self._let_go(progress, error)
+
+    def _let_go(self, progress: Progress, error: PenstockError | None = None) -> list[Outcome]:
+        self.scheduler.cancel(progress.request.id)
+        self._forget(progress, well=False)
+        outcomes: list[Outcome] = []
+        for follower in progress.followers:
+            other = follower.progress
+            if self._progress.get(other.request.id) is not other:
+                continue
+            if progress.hidden and error is not None:  # its rows were run for this one alone
+                outcomes += self._fail(other, error)
+            else:
+                self._run_instead(follower)
+        return outcomes
+
+    def _run_instead(self, follower: Follower) -> None:
+        """The request that had these rows has gone: run them for the one that waits for them. It was
+        admitted long ago, so the line takes them however long it is."""
+        other, rows = follower.progress, follower.rows
+        self._relays += 1
+        job = some_rows(other.request, rows, f"{other.request.id}~{self._relays}")
+        self.scheduler.line.join(job)
+        relay = Progress.of(job)
+        relay.hidden = True
+        relay.followers.append(Follower(other, rows, np.arange(len(rows), dtype=np.int32)))
+        self._progress[job.id] = relay
+
+    def _forget(self, progress: Progress, *, well: bool) -> None:
+        del self._progress[progress.request.id]
+        self.scheduler.ended(progress.request, well=well)
+        if self.twins is not None:
+            self.twins.forget(progress)
 
     def _stats(self, flight: _Flight, result: StepResult) -> StepStats:
         plan = flight.plan
@@ -238,38 +262,3 @@ class EngineCore:
             step_s=self.clock() - flight.launched_s,
             device_s=result.device_s,
         )
-
-
-def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, Array]]:
-    """Each slice of the plan with its rows (of per-token tasks, its tokens) of one array a variant."""
-    if plan.variants and (first := plan.variants[0]).rows is None:
-        values = arrays[0]
-        if not first.params.per_token:
-            return [(piece, values[piece.slots]) for piece in plan.slices]
-        return [
-            (piece, values[tokens_of(piece.slots, plan.lengths, plan.cu_lengths)]) for piece in plan.slices
-        ]
-    at = dict.fromkeys((variant.params for variant in plan.variants), 0)
-    of_params = {variant.params: array for variant, array in zip(plan.variants, arrays, strict=True)}
-    out = []
-    for piece in plan.slices:  # a variant lists the slots of its slices in this same order
-        params = piece.request.params
-        per_token = params.per_token
-        count = int(plan.lengths[piece.slots].sum()) if per_token else len(piece.finished)
-        first_row = at.get(params, 0)
-        values = of_params[params][first_row : first_row + count] if count else _NOTHING
-        out.append((piece, values))
-        at[params] = first_row + count
-    return out
-
-
-_NOTHING: Array = np.empty((0, 0), dtype=np.float32)
-
-
-def token_places(piece: RowSlice) -> Ints:
-    """Where the tokens of a slice stand among all tokens of its request."""
-    request = piece.request
-    if piece.begins is None or piece.ends is None:
-        return tokens_of(piece.rows, request.lengths, request.starts)
-    lengths = piece.ends - piece.begins
-    return ragged_arange(request.starts[piece.rows] + piece.begins, lengths, cumulative(lengths))

@@ -55,11 +55,11 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
 
 
 class Done(msgspec.Struct, tag="done", array_like=True):
-    """A result; its bytes lie in the frame, one after another."""
+    """A result; the bytes of its arrays lie in the frames, one after another."""
 
     id: str
-    shape: tuple[int, ...]
-    dtype: str
+    shapes: list[tuple[int, ...]]
+    dtypes: list[str]
     queue_s: float
     device_s: float
 
@@ -150,9 +150,10 @@ def pack_outcomes(outcomes: Sequence[Outcome]) -> list[Any]:
             error = outcome.error
             items.append(Failed(outcome.id, type(error).__name__, error.message, error.param))
         else:
-            values, timings = outcome.values, outcome.timings
-            items.append(Done(outcome.id, values.shape, values.dtype.str, timings.queue_s, timings.device_s))
-            frames.append(np.ascontiguousarray(values))
+            arrays, timings = (outcome.values, *outcome.more), outcome.timings
+            shapes, dtypes = [array.shape for array in arrays], [array.dtype.str for array in arrays]
+            items.append(Done(outcome.id, shapes, dtypes, timings.queue_s, timings.device_s))
+            frames += [np.ascontiguousarray(array) for array in arrays]
     return [encode(Outcomes(items)), *_joined(frames)]
 
 
@@ -172,13 +173,15 @@ def unpack_outcomes(items: Iterable[Done | Failed], frames: Sequence[Any]) -> li
         if isinstance(item, Failed):
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
             continue
-        dtype = np.dtype(item.dtype)
-        count = int(np.prod(item.shape)) * dtype.itemsize
-        if count < _JOIN_BELOW:
-            raw: Any = small[at : at + count]
-            at += count
-        else:
-            raw = next(large)
-        values = np.frombuffer(raw, dtype=dtype).reshape(item.shape)
-        outcomes.append(Answer(item.id, values, Timings(item.queue_s, item.device_s)))
+        arrays = []
+        for shape, dtype in zip(item.shapes, map(np.dtype, item.dtypes), strict=True):
+            count = int(np.prod(shape)) * dtype.itemsize
+            if count < _JOIN_BELOW:
+                raw: Any = small[at : at + count]
+                at += count
+            else:
+                raw = next(large)
+            arrays.append(np.frombuffer(raw, dtype=dtype).reshape(shape))
+        timings = Timings(item.queue_s, item.device_s)
+        outcomes.append(Answer(item.id, arrays[0], timings, tuple(arrays[1:])))
     return outcomes

@@ -28,6 +28,24 @@ PREFIX_ASKED_TOKENS = Gauge(
     ["model"],
     multiprocess_mode="livesum",
 )
+SHARED_ROWS = Gauge(
+    "penstock_shared_rows",
+    "Rows that waited for an identical row instead of running",
+    ["model"],
+    multiprocess_mode="livesum",
+)
+SCORE_HITS = Gauge(
+    "penstock_score_cache_hits",
+    "Rows of scores whose vectors were there already",
+    ["model", "kind"],
+    multiprocess_mode="livesum",
+)
+SCORE_ASKED = Gauge(
+    "penstock_score_cache_asked",
+    "Rows of scores whose vectors were looked up",
+    ["model", "kind"],
+    multiprocess_mode="livesum",
+)
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
 
 
@@ -41,6 +59,11 @@ class EngineMetrics:
         self.queued_rows = QUEUED_ROWS.labels(model)
         self.queued_tokens = QUEUED_TOKENS.labels(model)
         self.running_rows = RUNNING_ROWS.labels(model)
+        self.shared_rows = SHARED_ROWS.labels(model)
+        self.query_hits = SCORE_HITS.labels(model, "query")
+        self.query_asked = SCORE_ASKED.labels(model, "query")
+        self.document_hits = SCORE_HITS.labels(model, "document")
+        self.document_asked = SCORE_ASKED.labels(model, "document")
         self.prefix_hit_tokens = PREFIX_HIT_TOKENS.labels(model)
         self.prefix_asked_tokens = PREFIX_ASKED_TOKENS.labels(model)
 
@@ -57,6 +80,13 @@ class EngineMetrics:
         self.queued_rows.set(line.rows)
         self.queued_tokens.set(line.tokens)
         self.running_rows.set(core.running)
+        if core.twins is not None:
+            self.shared_rows.set(core.twins.shared_rows)
+        if (places := core.scheduler.places) is not None:
+            self.query_hits.set(places.query_hits)
+            self.query_asked.set(places.query_asked)
+            self.document_hits.set(places.document_hits)
+            self.document_asked.set(places.document_asked)
         if core.scheduler.chunking is not None:
             self.prefix_hit_tokens.set(core.scheduler.chunking.pool.hit_tokens)
             self.prefix_asked_tokens.set(core.scheduler.chunking.pool.asked_tokens)

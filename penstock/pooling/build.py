@@ -16,7 +16,10 @@ from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, unit
 from penstock.pooling.methods import CARRIED, METHODS
 from penstock.pooling.sparse import Splade, lexical_head
+from penstock.scoring.pairs import PairScorer, PairTensors
 from penstock.weights.stream import open_weights
+
+_NO_PAIRS: Mapping[int, PairTensors] = {}
 
 
 class Pooler:
@@ -29,21 +32,30 @@ class Pooler:
         self.heads = heads
         self.normalize = spec.pooling.normalize
         self.activate = softmax_or_sigmoid(spec.config)
+        self.scorer: PairScorer | None = None  # given where the model scores pairs by their vectors
         self.splade: Splade | None = None
         if spec.sparse is not None and spec.sparse.kind == "splade":
             self.splade = Splade(heads[Task.SPARSE], spec.sparse)
 
     def __call__(
-        self, hidden: Tensor, batch: Batch, variants: tuple[Variant, ...], index: list[Tensor | None]
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        variants: tuple[Variant, ...],
+        index: list[Tensor | None],
+        pairs: Mapping[int, PairTensors] = _NO_PAIRS,
     ) -> list[Tensor]:
         """One tensor a variant. `index` holds the variants' rows (or tokens) as device integers, None for
-        all."""
+        all; `pairs` what those variants need that are scores."""
         done: dict[Task, Tensor] = {}
         if batch.memory is not None and self.carries:
             done[Task.EMBED] = self._pool(hidden, batch)  # sums go on even where no row ends
         out = []
-        for variant, chosen in zip(variants, index, strict=True):
+        for number, (variant, chosen) in enumerate(zip(variants, index, strict=True)):
             task = variant.params.task
+            if number in pairs:
+                out.append(self._scores(hidden, batch, chosen, pairs[number], done))
+                continue
             if task is Task.SPARSE and self.splade is not None:
                 out.append(self.splade(hidden, batch, variant, chosen))
                 continue
@@ -52,6 +64,24 @@ class Pooler:
             values = done[task] if chosen is None else done[task].index_select(0, chosen)
             out.append(self._finish(values, variant.params))
         return out
+
+    def _scores(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        tokens: Tensor | None,
+        pairs: PairTensors,
+        done: dict[Task, Tensor],
+    ) -> Tensor:
+        """[pairs, 1], from the vectors that `embed` or `token_embed` would give."""
+        assert self.scorer is not None, "scores of pairs need a scorer"
+        task = Task.TOKEN_EMBED if self.scorer.late else Task.EMBED
+        if task not in done:
+            done[task] = self._of_task(task, hidden, batch)
+        vectors = done[task]
+        if self.scorer.late and tokens is not None:
+            vectors = vectors.index_select(0, tokens)
+        return self.scorer(unit(vectors) if self.normalize or self.scorer.late else vectors, pairs)
 
     def _of_task(self, task: Task, hidden: Tensor, batch: Batch) -> Tensor:
         """fp32 values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.kvcache.store import KVStore
     from penstock.models.registry import CausalModel, Model
+    from penstock.scoring.pairs import PairScorer
 
 
 BLOCK_SIZE = 16
@@ -22,10 +23,12 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runner, and how many blocks of memory it has for rows that go on over steps."""
+    """A runner, how many blocks of memory it has for rows that go on over steps, and how many places
+    for vectors that scores read from."""
 
     runner: Runner
     num_blocks: int = 0
+    num_places: int = 0
 
 
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
@@ -53,7 +56,8 @@ def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         from penstock.runner.null import NullRunner
 
         blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if settings.chunked else 0
-        return Loaded(NullRunner({task: spec.width(task) for task in spec.tasks}), blocks)
+        widths = {task: spec.width(task) for task in spec.tasks}
+        return Loaded(NullRunner(widths), blocks, _LATE_PLACES)
     return _model_runner(spec, settings)
 
 
@@ -70,12 +74,36 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     with torch.inference_mode():
         model = _model(spec, settings, dtype, device)
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device)
+    pooler.scorer = _scorer(spec, settings, device)
+    places = 0 if pooler.scorer is None else len(pooler.scorer.store)
     cache, blocks = None, 0
     if settings.chunked:
         cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
     runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache)
     warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens))
-    return Loaded(runner, blocks)
+    return Loaded(runner, blocks, places)
+
+
+_ROW_PLACES = 4096  # queries with one vector each; a request may hold that many at once
+_LATE_PLACES = 1 << 16  # token vectors of queries
+
+
+def _scorer(spec: ModelSpec, settings: Resolved, device: torch.device) -> PairScorer | None:
+    """Where rows are scored by their vectors: the store and what reads it. Token vectors have length one
+    and are multiplied in halves on a GPU; one vector a row costs so little that it stays in fp32."""
+    import torch
+
+    from penstock.scoring.pairs import PairScorer
+
+    if (kind := spec.score_kind) not in ("late", "bi"):
+        return None
+    late = kind == "late"
+    dim = spec.token_dim if late else spec.embed_dim
+    dtype = torch.float16 if late and device.type == "cuda" else torch.float32
+    places = _LATE_PLACES if late else _ROW_PLACES
+    places += settings.document_cache_bytes // (dim * dtype.itemsize)
+    store = torch.empty((places, dim), dtype=dtype, device=device)
+    return PairScorer(store, late=late, similarity=spec.similarity)
 
 
 def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torch.device) -> Model:

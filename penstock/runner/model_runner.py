@@ -13,13 +13,14 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from penstock.core import Array, Ints, KVPlan, OutputDtype, StepPlan, StepResult
+from penstock.core import Array, Ints, KVPlan, OutputDtype, PairPlan, StepPlan, StepResult, Variant
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Memory
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import cast
 from penstock.runner.staging import Staging
+from penstock.scoring.pairs import PairTensors
 
 
 class ModelRunner:
@@ -37,6 +38,7 @@ class ModelRunner:
         self.device = device
         self.cache = cache
         self.staging = Staging(device, depth)
+        self._nothing = torch.empty((0, model.hidden_size), device=device)  # of a step that runs no tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-step")
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
@@ -50,9 +52,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> list[Tensor]:
         """The whole step on the device: one tensor for each variant of the plan."""
-        batch, index = self._prepare(plan)
-        hidden = self.model(batch)
-        return self.pooler(hidden, batch, plan.variants, index)
+        batch, index, pairs = self._prepare(plan)
+        hidden = self.model(batch) if plan.num_tokens else self._nothing
+        return self.pooler(hidden, batch, plan.variants, index, pairs)
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
@@ -65,7 +67,7 @@ class ModelRunner:
         fetched = self.staging.fetch(outputs + flags)
         return tuple(fetched[: len(outputs)]), tuple(fetched[len(outputs) :])
 
-    def _prepare(self, plan: StepPlan) -> tuple[Batch, list[Tensor | None]]:
+    def _prepare(self, plan: StepPlan) -> tuple[Batch, list[Tensor | None], dict[int, PairTensors]]:
         """All integers of the plan, sent at once."""
         sent = self.staging.send(
             {
@@ -76,9 +78,11 @@ class ModelRunner:
                 "lengths": plan.lengths,
                 "skip": plan.skip,
                 **_kv_arrays(plan.kv),
+                **{f"variant{i}": _index(v) for i, v in enumerate(plan.variants)},
                 **{
-                    f"variant{i}": v.rows if v.tokens is None else v.tokens
+                    f"pairs{i}.{name}": array
                     for i, v in enumerate(plan.variants)
+                    for name, array in _pair_arrays(v.pairs).items()
                 },
             }
         )
@@ -95,7 +99,8 @@ class ModelRunner:
             num_rows=plan.num_rows,
             memory=self._memory(plan.kv, sent),
         )
-        return batch, [sent.get(f"variant{i}") for i in range(len(plan.variants))]
+        index = [sent.get(f"variant{i}") for i in range(len(plan.variants))]
+        return batch, index, _pairs(plan, sent)
 
     def _memory(self, kv: KVPlan | None, sent: dict[str, Tensor]) -> Memory | None:
         if kv is None:
@@ -122,6 +127,27 @@ class ModelRunner:
             return StepResult(outputs, begin.elapsed_time(end) / 1000, finite)
 
         return self._thread.submit(collect)
+
+
+def _index(variant: Variant) -> Ints | None:
+    """What the pooler selects for a variant; scores say by themselves which rows they read."""
+    return variant.index if variant.pairs is None else variant.tokens
+
+
+def _pair_arrays(pairs: PairPlan | None) -> dict[str, Ints]:
+    if pairs is None:
+        return {}
+    values = {field.name: getattr(pairs, field.name) for field in fields(PairPlan)}
+    return {name: value for name, value in values.items() if not isinstance(value, int)}
+
+
+def _pairs(plan: StepPlan, sent: dict[str, Tensor]) -> dict[int, PairTensors]:
+    out = {}
+    for i, variant in enumerate(plan.variants):
+        if (pairs := variant.pairs) is not None:
+            arrays = [sent[f"pairs{i}.{name}"] for name in _pair_arrays(pairs)]
+            out[i] = PairTensors(pairs, *arrays)
+    return out
 
 
 def _kv_arrays(kv: KVPlan | None) -> dict[str, Ints]:

@@ -17,6 +17,8 @@ from penstock.core import (
     Variant,
     cumulative,
 )
+from penstock.scheduler.pairs import pair_variant
+from penstock.scheduler.ragged import ragged_arange, tokens_of
 from penstock.scheduler.scheduler import Share
 
 
@@ -54,18 +56,6 @@ def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
         variants=_variants(slices, lengths, cu_lengths),
         kv=None if context is None else _kv_plan(shares, order, lengths, context, block_size),
     )
-
-
-def ragged_arange(starts: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
-    """For each row the indices start, start + 1, … of its length, all rows joined."""
-    shift = np.repeat(starts - cu_lengths[:-1], lengths)
-    return shift + np.arange(len(shift), dtype=np.int32)
-
-
-def tokens_of(rows: Ints, lengths: Ints, starts: Ints) -> Ints:
-    """The places in a flat run of all tokens of these rows, row after row."""
-    chosen = lengths[rows]
-    return ragged_arange(starts[rows], chosen, cumulative(chosen))
 
 
 class _Piece(NamedTuple):
@@ -108,7 +98,9 @@ def _slices(shares: Sequence[Share], slot_of: Ints) -> tuple[RowSlice, ...]:
     slices, at = [], 0
     for share in shares:
         slots = slot_of[at : at + len(share.rows)]
-        slices.append(RowSlice(share.request, share.rows, slots, share.begins, share.ends))
+        slices.append(
+            RowSlice(share.request, share.rows, slots, share.begins, share.ends, share.held, share.stored)
+        )
         at += len(share.rows)
     return tuple(slices)
 
@@ -140,16 +132,21 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
     """Rows by the finish they want. Rows that do not end in this step give their tokens, if those are
     what is asked, and nothing else."""
     by_params: dict[PoolingParams, list[Ints]] = {}
+    paired: dict[PoolingParams, list[RowSlice]] = {}
     whole = True
     for piece in slices:
-        slots = piece.slots
-        if piece.ends is not None and not piece.request.params.per_token:
-            slots = slots[piece.finished]
-            whole = whole and len(slots) == len(piece.slots)
-        by_params.setdefault(piece.request.params, []).append(slots)
-    if len(by_params) == 1 and whole:
+        if piece.request.pairs is not None:
+            paired.setdefault(piece.request.params, []).append(piece)
+            continue
+        for params in piece.request.wants:
+            slots = piece.slots
+            if piece.ends is not None and not params.per_token:
+                slots = slots[piece.finished]
+                whole = whole and len(slots) == len(piece.slots)
+            by_params.setdefault(params, []).append(slots)
+    if len(by_params) == 1 and whole and not paired:
         return (Variant(next(iter(by_params)), None),)
-    variants = []
+    variants = [pair_variant(params, pieces, lengths, cu_lengths) for params, pieces in paired.items()]
     for params, parts in by_params.items():
         rows = np.concatenate(parts)
         tokens = tokens_of(rows, lengths, cu_lengths) if params.reads_tokens else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core import Ints, Request
+from penstock.core import Held, Ints, Request
 
 HEAD_START_S = 1.0  # what one level of priority is worth
 
@@ -41,10 +41,12 @@ class Waiting:
     place: tuple[float, int]
     cursor: int = 0
     open: list[OpenRow] = field(default_factory=list)
+    held: Held | None = None  # of a request with pairs, once it has places for its queries
+    stored: Ints | None = None  # documents that need not run, until they are scored
 
     @property
     def rows_left(self) -> int:
-        return self.unopened + len(self.open)
+        return self.unopened + len(self.open) + (0 if self.stored is None else len(self.stored))
 
     @property
     def unopened(self) -> int:
@@ -52,7 +54,37 @@ class Waiting:
 
     @property
     def tokens_left(self) -> int:
-        return int(self.ends[-1]) - self.tokens_taken + sum(row.length - row.done for row in self.open)
+        left = int(self.ends[-1]) - self.tokens_taken if len(self.ends) else 0
+        return left + sum(row.length - row.done for row in self.open)
+
+    @property
+    def documents_wait(self) -> bool:
+        """Whether a query is still open, so that the documents behind it cannot be scored yet."""
+        queries = self.request.num_queries
+        if not queries or not any(row.row < queries for row in self.open):
+            return False
+        return self.cursor >= len(self.order) or int(self.order[self.cursor]) >= queries
+
+    def hold(self, held: Held) -> tuple[int, int]:
+        """Rows whose vectors are there leave the order: how many tokens, and how many of them queries."""
+        self.held = held
+        if not held.ready.any():
+            return 0, 0
+        lengths, queries = self.request.lengths, self.request.num_queries
+        documents = np.flatnonzero(held.ready[queries:]).astype(np.int32) + queries
+        self.stored = documents if len(documents) else None
+        self.order = self.order[~held.ready[self.order]]
+        self.ends = np.cumsum(lengths[self.order], dtype=np.int32)
+        return int(lengths[held.ready].sum()), int(held.ready[:queries].sum())
+
+    def take_stored(self) -> Ints | None:
+        """The documents that need not run, once all queries have their place in a step."""
+        queries = self.request.num_queries
+        waits = self.unopened and int(self.order[self.cursor]) < queries
+        if self.stored is None or waits or any(row.row < queries for row in self.open):
+            return None
+        stored, self.stored = self.stored, None
+        return stored
 
     @property
     def next_length(self) -> int:
@@ -73,6 +105,14 @@ class Waiting:
 
 
 _ONE_ROW = np.zeros(1, dtype=np.int32)
+
+
+def _order(request: Request) -> Ints:
+    """Long rows first, but queries before the documents that need them."""
+    if request.pairs is None:
+        return np.argsort(-request.lengths, kind="stable").astype(np.int32)
+    document = np.arange(request.num_rows) >= request.num_queries
+    return np.lexsort((-request.lengths, document)).astype(np.int32)
 
 
 class WaitingLine:
@@ -100,7 +140,7 @@ class WaitingLine:
         if request.num_rows == 1:
             order, ends = _ONE_ROW, request.lengths
         else:
-            order = np.argsort(-request.lengths, kind="stable").astype(np.int32)
+            order = _order(request)
             ends = np.cumsum(request.lengths[order], dtype=np.int32)
         waiting = Waiting(request, order, ends, place)
         if not self._line or place > self._line[-1][0]:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import Ints, Request
-from penstock.errors import QueueFull
+from penstock.core import Held, Ints, Request
+from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool, prefix_keys
 from penstock.scheduler.queue import OpenRow, Waiting, WaitingLine
+from penstock.scheduler.vectors import VectorPlaces, vector_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Share:
     begins: Ints | None = None  # [rows]
     ends: Ints | None = None  # [rows]
     tables: tuple[list[int] | None, ...] = ()  # the blocks of each row; None: nothing is kept of it
+    held: Held | None = None  # where the vectors of a request with pairs lie
+    stored: Ints | None = None  # its documents whose vectors are there already
+
+
+_NO_ROWS = np.zeros(0, dtype=np.int32)
 
 
 class _Chunk(NamedTuple):
@@ -64,9 +70,12 @@ class Scheduler:
 
     LOOK_AHEAD = 64  # requests behind one that does not fit which may still fill the step
 
-    def __init__(self, budget: Budget, chunking: Chunking | None = None) -> None:
+    def __init__(
+        self, budget: Budget, chunking: Chunking | None = None, places: VectorPlaces | None = None
+    ) -> None:
         self.budget = budget
         self.chunking = chunking
+        self.places = places  # where requests with pairs keep their vectors
         self.line = WaitingLine()
         self._finished: list[OpenRow] = []  # rows that end in the step being planned
 
@@ -77,7 +86,14 @@ class Scheduler:
                 f"{self.line.tokens} tokens are waiting and at most {self.budget.queued_tokens} may; "
                 "try again shortly"
             )
+        if request.pairs is not None:
+            self._check_queries(request)
         self.line.join(request)
+
+    def ended(self, request: Request, *, well: bool) -> None:
+        """Nothing of the request is left to run; `well` says that all of it succeeded."""
+        if self.places is not None and request.pairs is not None:
+            self.places.release(request.id, well=well)
 
     def cancel(self, request_id: str) -> bool:
         waiting = self.line.remove(request_id)
@@ -108,10 +124,12 @@ class Scheduler:
         room, passed_over = _Room(self.budget.tokens, self.budget.rows), 0
         shares: list[Share] = []
         for waiting in self.line:
-            if self.chunking is None:
-                share = self._whole_rows(waiting, room, alone=not shares)
-            else:
-                share = self._chunks(waiting, room, self.chunking)
+            share = None
+            if waiting.held is not None or waiting.request.pairs is None or self._hold(waiting):
+                if self.chunking is None:
+                    share = self._whole_rows(waiting, room, alone=not shares)
+                else:
+                    share = self._chunks(waiting, room, self.chunking)
             if share is not None:
                 shares.append(share)
             if waiting.rows_left:
@@ -130,10 +148,36 @@ class Scheduler:
         taken = waiting.take(room.tokens, room.rows)
         if not len(taken) and alone:
             taken = waiting.take(waiting.tokens_left, 1)
-        if not len(taken):
+        stored = self._take_stored(waiting)
+        if not len(taken) and stored is None:
             return None
         self._use(room, waiting.tokens_taken - before, len(taken), finished=len(taken))
-        return Share(waiting.request, taken)
+        return Share(waiting.request, taken, held=waiting.held, stored=stored)
+
+    def _hold(self, waiting: Waiting) -> bool:
+        """Places for the vectors of a request with pairs. What is there already is not run again."""
+        assert self.places is not None
+        held = self.places.hold(waiting.request)
+        if held is None:
+            return False  # it goes on when others have finished
+        tokens, rows = waiting.hold(held)
+        self.line.took(tokens, rows)
+        return True
+
+    def _take_stored(self, waiting: Waiting) -> Ints | None:
+        stored = waiting.take_stored()
+        if stored is not None:
+            self.line.took(0, len(stored))
+        return stored
+
+    def _check_queries(self, request: Request) -> None:
+        if self.places is None:
+            raise NotPossible("this engine keeps no vectors to score against")
+        needed = int(vector_counts(request)[: request.num_queries].clip(min=1).sum())
+        if needed > self.places.size:
+            raise NotPossible(
+                f"the queries of one request have {needed} vectors; the store holds {self.places.size}"
+            )
 
     def _chunks(self, waiting: Waiting, room: _Room, chunking: Chunking) -> Share | None:
         """Open rows go on; further rows run whole where they fit, and are opened where they do not."""
@@ -142,7 +186,7 @@ class Scheduler:
         for open_row in list(waiting.open):
             if not room.full:
                 pieces.append(self._advance(waiting, open_row, most, chunking, room))
-        while not room.full and waiting.unopened:
+        while not room.full and waiting.unopened and not waiting.documents_wait:
             length = waiting.next_length
             if length <= min(most, room.tokens) and not self._keeps(waiting, length, chunking):
                 (row,) = waiting.take(length, 1)
@@ -152,12 +196,16 @@ class Scheduler:
                 pieces.append(self._advance(waiting, begun, most, chunking, room))
             else:
                 break  # no memory: it goes on when others have finished
-        if not pieces:
+        stored = self._take_stored(waiting)
+        if not pieces and stored is None:
             return None
+        if not pieces:
+            return Share(waiting.request, _NO_ROWS, _NO_ROWS, _NO_ROWS, (), waiting.held, stored)
         rows, begins, ends = (
             np.array(column, dtype=np.int32) for column in list(zip(*pieces, strict=True))[:3]
         )
-        return Share(waiting.request, rows, begins, ends, tuple(piece.blocks for piece in pieces))
+        tables = tuple(piece.blocks for piece in pieces)
+        return Share(waiting.request, rows, begins, ends, tables, waiting.held, stored)
 
     @staticmethod
     def _keeps(waiting: Waiting, length: int, chunking: Chunking) -> bool:

@@ -108,9 +108,14 @@ def make_core(
     queued_tokens: int = 10**9,
     depth: int = 1,
     clock: Callable[[], float] | None = None,
+    share_identical: bool = False,  # most tests make requests that look alike
 ) -> EngineCore:
     return EngineCore(
-        runner, Scheduler(Budget(tokens, rows, queued_tokens)), depth=depth, clock=clock or Clock()
+        runner,
+        Scheduler(Budget(tokens, rows, queued_tokens)),
+        depth=depth,
+        clock=clock or Clock(),
+        share_identical=share_identical,
     )
 
 

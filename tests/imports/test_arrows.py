@@ -32,8 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": BASE,
     "kernels": {"core", "errors"},
     "layers": {"core", "errors", "kvcache", "weights", "kernels"},
-    "pooling": BASE | {"checkpoint", "weights", "kernels", "layers"},
     "scoring": BASE | {"checkpoint", "weights", "kernels", "layers"},
+    "pooling": BASE | {"checkpoint", "weights", "kernels", "layers", "scoring"},
     "sampling": BASE | {"checkpoint", "weights", "kernels", "layers"},
     "models": BASE | {"checkpoint", "weights", "kernels", "layers", "pooling"},
     "runner": BASE

@@ -1,0 +1,31 @@
+"""What makes two rows the same work: their tokens and everything that changes what a model sees of them."""
+
+from __future__ import annotations
+
+from penstock.core import Ints, Request
+
+
+def contents(request: Request) -> list[bytes]:
+    """One key for each row. Equal keys of requests with an equal `context` mean equal results."""
+    ends = request.starts + request.lengths
+    keys = _cut(request.token_ids, request.starts, ends)
+    for more in (request.type_ids, request.keep):
+        if more is not None:
+            keys = [key + part for key, part in zip(keys, _cut(more, request.starts, ends), strict=True)]
+    for number in (request.skip, request.keys):
+        if number is not None:
+            keys = [key + int(n).to_bytes(4, "little") for key, n in zip(keys, number.tolist(), strict=True)]
+    return keys
+
+
+def context(request: Request) -> tuple[object, ...]:
+    """What rows of different requests must share besides their contents."""
+    optional = (request.type_ids, request.keep, request.skip, request.keys)
+    return (request.adapter, request.cache_salt, *(array is not None for array in optional))
+
+
+def _cut(array: Ints, starts: Ints, ends: Ints) -> list[bytes]:
+    raw, size = array.tobytes(), array.itemsize
+    return [
+        raw[begin:end] for begin, end in zip((starts * size).tolist(), (ends * size).tolist(), strict=True)
+    ]

@@ -1,0 +1,23 @@
+"""Index arithmetic on ragged runs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.core import Ints, cumulative
+
+
+def ragged_arange(starts: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
+    """For each row the indices start, start + 1, … of its length, all rows joined."""
+    shift = np.repeat(starts - cu_lengths[:-1], lengths)
+    return shift + np.arange(len(shift), dtype=np.int32)
+
+
+def runs(starts: Ints, lengths: Ints) -> Ints:
+    """The same, where nobody has the cumulative lengths yet."""
+    return ragged_arange(starts, lengths, cumulative(lengths))
+
+
+def tokens_of(rows: Ints, lengths: Ints, starts: Ints) -> Ints:
+    """The places in a flat run of all tokens of these rows, row after row."""
+    return runs(starts[rows], lengths[rows])

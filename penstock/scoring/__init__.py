@@ -1,0 +1,1 @@
+"""Scores of queries and documents, made on the device that has their vectors."""

@@ -1,0 +1,81 @@
+"""Scores all pairs of a step beside the vectors that the step has made; only scores leave.
+
+Queries, and documents where they are kept, lie in a store on the device, so that what a later step needs
+of an earlier one is there. Its places are given out by `scheduler.vectors`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.core import PairPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairTensors:
+    """A `PairPlan` on the device."""
+
+    sizes: PairPlan  # what the CPU knows of them
+    query_starts: Tensor  # int32 [pairs]
+    query_lengths: Tensor
+    document_starts: Tensor
+    document_lengths: Tensor
+    write_from: Tensor  # int32 [written]
+    write_to: Tensor
+
+
+class PairScorer:
+    """Late interaction of token vectors, or a similarity of one vector a row."""
+
+    def __init__(self, store: Tensor, *, late: bool, similarity: str) -> None:
+        self.store = store  # [places, dim]
+        self.late = late
+        self.similarity = similarity
+
+    def __call__(self, vectors: Tensor, pairs: PairTensors) -> Tensor:
+        """vectors [n, dim] of the step's run → fp32 scores [pairs, 1]."""
+        vectors = vectors.to(self.store.dtype)
+        if len(pairs.write_from):
+            self.store.index_copy_(0, pairs.write_to.long(), vectors.index_select(0, pairs.write_from))
+        run = len(pairs.query_starts) - pairs.sizes.from_store
+        parts = []
+        if run:
+            parts.append(self._scores(vectors, pairs, slice(0, run)))
+        if pairs.sizes.from_store:
+            parts.append(self._scores(self.store, pairs, slice(run, None)))
+        if not parts:
+            return vectors.new_empty((0, 1), dtype=torch.float32)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, None]
+
+    def _scores(self, documents: Tensor, pairs: PairTensors, which: slice) -> Tensor:
+        if not self.late:
+            query = self.store.index_select(0, pairs.query_starts[which])
+            return similarity(query, documents.index_select(0, pairs.document_starts[which]), self.similarity)
+        from penstock.kernels.maxsim import maxsim
+
+        return maxsim(
+            self.store,
+            documents,
+            pairs.query_starts[which],
+            pairs.query_lengths[which],
+            pairs.document_starts[which],
+            pairs.document_lengths[which],
+            max_query_length=pairs.sizes.max_query,
+            max_document_length=pairs.sizes.max_document,
+        )
+
+
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+
+
+def similarity(query: Tensor, document: Tensor, kind: str) -> Tensor:
+    """[pairs, dim] twice → [pairs]. Distances are negative, so that more is always nearer."""
+    if kind == "cosine":
+        return torch.nn.functional.cosine_similarity(query, document, dim=-1)
+    if kind == "dot":
+        return (query * document).sum(dim=-1)
+    distance: Tensor = torch.linalg.vector_norm(query - document, ord=2 if kind == "euclidean" else 1, dim=-1)
+    return -distance
