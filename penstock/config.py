@@ -22,6 +22,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     pooling_type: str | None = None
     normalize: bool | None = None
+    step_tag_id: int | None = None  # the token that ends a step, for pooling_type STEP
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

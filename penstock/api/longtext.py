@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.api.endpoint import Call, Reply
@@ -23,8 +23,8 @@ from penstock.outputs.encoders import encode_rows
 class ChunkedResult(Result):
     """A text's vector from those of its chunks, which the answer shows if they were asked for."""
 
-    chunks: Chunks
-    vectors: Array  # [chunks, dim]
+    chunks: Chunks = field(kw_only=True)
+    vectors: Array = field(kw_only=True)  # [chunks, dim]
 
     def rows(self) -> list[Array]:
         return list(self.answer.values)
@@ -66,7 +66,9 @@ async def run_chunked(call: Call, body: ChunkFields, params: PoolingParams) -> R
         return Result(model, request, answer)
     normalizes = model.spec.pooling.normalize
     texts, vectors = await asyncio.to_thread(combine, answer.values, chunks, params, normalizes)
-    return ChunkedResult(model, request, Answer(answer.id, texts, answer.timings), chunks, vectors)
+    return ChunkedResult(
+        model, request, Answer(answer.id, texts, answer.timings), chunks=chunks, vectors=vectors
+    )
 
 
 async def _prepare(

@@ -11,16 +11,17 @@ import orjson
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields, InputFields, agreed
 from penstock.api.longtext import answer_chunked, run_chunked
-from penstock.api.work import check_rows, head_of, json_reply, note_phases, run_task
+from penstock.api.several import answer_several
+from penstock.api.work import check_rows, head_of, json_reply, note_phases, run_task, sparse_terms
 from penstock.core import PoolingParams, Task
 from penstock.errors import BadValue
-from penstock.outputs.sparse import SparseRow, check_min_weight, sparse_rows
+from penstock.outputs.sparse import check_min_weight
 
 
 class PoolingRequest(ChunkFields, kw_only=True):
-    """Body of `POST /pooling`: any task that the model has; its first if none is named."""
+    """Body of `POST /pooling`: any task that the model has, or several; its first if none is named."""
 
-    task: Task | None = None
+    task: Task | list[Task] | None = None
     top_k: int | None = None
     min_weight: float | None = None
 
@@ -41,6 +42,10 @@ class ClassifyRequest(InputFields, kw_only=True):
 
 async def pooling(call: Call, body: PoolingRequest) -> Reply:
     """The values of any task: a row for each text, or a matrix with a row for each token."""
+    if isinstance(body.task, list):
+        if body.min_weight is not None:
+            check_min_weight(body.min_weight)
+        return await answer_several(call, body, body.task, body.top_k, body.min_weight or 0.0)
     task = body.task or call.state.model(body.model).spec.tasks[0]
     params = msgspec.structs.replace(body.params(task), top_k=body.top_k)
     if task is Task.SPARSE:
@@ -72,24 +77,12 @@ async def _sparse_reply(
     check_min_weight(min_weight)
     result = await run_task(call, body, params)
     began = time.monotonic()
-    tokenizer = result.model.tokenizer.tokenizer
-    rows = sparse_rows(result.request, result.answer.values, tokenizer.special_ids, params.top_k, min_weight)
-    data = [
-        {"object": kind, "index": index, field: _terms(row, tokenizer.token_strings(row.ids.tolist()))}
-        for index, row in enumerate(rows)
-    ]
+    rows = sparse_terms(result, params.top_k, min_weight)
+    data = [{"object": kind, "index": index, field: terms} for index, terms in enumerate(rows)]
     head = head_of(body, result, "pool" if kind == "pooling" else kind)
     reply = json_reply({"object": "list", **head, "data": data, "usage": result.usage})
     note_phases(call, began)
     return reply
-
-
-def _terms(row: SparseRow, tokens: list[str | None]) -> list[dict[str, Any]]:
-    """Weights stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
-    return [
-        {"token_id": number, "token": token, "weight": weight}
-        for number, token, weight in zip(row.ids.tolist(), tokens, row.weights, strict=True)
-    ]
 
 
 async def classify(call: Call, body: ClassifyRequest) -> Reply:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import orjson
 
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import InputFields, VectorFields
 from penstock.api.state import ServedModel
-from penstock.core import Answer, Array, PoolingParams, Request
+from penstock.core import Answer, Array, PoolingParams, Request, Task
 from penstock.errors import BadValue, DeadlineExceeded
 from penstock.inputs.processor import MAX_PRIORITY, split_inputs
+from penstock.inputs.several import want_also
 from penstock.outputs.encoders import as_bytes, encode_rows
+from penstock.outputs.sparse import SparseRow, sparse_rows
+from penstock.outputs.steps import check_steps, step_rows
 
 OCTETS = b"application/octet-stream"
 
@@ -28,11 +32,18 @@ class Result:
     model: ServedModel
     request: Request
     answer: Answer
+    output: PoolingParams | None = None  # which of the request's outputs, if not the first
+
+    @property
+    def params(self) -> PoolingParams:
+        return self.output or self.request.params
 
     def rows(self) -> list[Array]:
         """The values of each row: a vector, or of per-token tasks a matrix [tokens, width]."""
         values = self.answer.values
-        if not self.request.params.per_token:
+        if self.params.steps:
+            return step_rows(self.request, values, self.model.spec.step_tag)
+        if not self.params.per_token:
             return list(values)
         starts, lengths = self.request.starts, self.request.lengths
         return [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
@@ -51,6 +62,19 @@ async def run_task(call: Call, body: InputFields, params: PoolingParams) -> Resu
     return Result(model, request, answer)
 
 
+async def run_tasks(call: Call, body: InputFields, wanted: Sequence[PoolingParams]) -> list[Result]:
+    """Several outputs of one forward, each as a result of its own."""
+    call.request_id = body.request_id
+    model = call.state.model(body.model)
+    for params in wanted:
+        model.processor.check(params)
+    request = await _prepare(call, model, body, wanted[0])
+    want_also(model.processor, request, wanted[1:])
+    answer = await run_request(call, model, request, body)
+    arrays = zip(request.wants, (answer.values, *answer.more), strict=True)
+    return [Result(model, request, replace(answer, values=array), params) for params, array in arrays]
+
+
 async def _prepare(call: Call, model: ServedModel, body: InputFields, params: PoolingParams) -> Request:
     began = time.monotonic()
     processor, options = model.processor, body.options()
@@ -61,6 +85,8 @@ async def _prepare(call: Call, model: ServedModel, body: InputFields, params: Po
         prompted = processor.with_prompt(texts, options)
         rows = await model.tokenizer.encode(prompted, options.add_special_tokens)
     request = processor.join(call.state.next_id(), rows, params, options, from_text=texts is not None)
+    if request.params.steps:
+        check_steps(request, model.spec.step_tag)
     call.tokenize_s = time.monotonic() - began
     return request
 
@@ -121,6 +147,28 @@ def answer_with(
     return reply
 
 
+def shown(result: Result, body: VectorFields, top_k: int | None, min_weight: float) -> list[Any]:
+    """The rows of one output as they stand in a JSON answer."""
+    if result.params.task is Task.SPARSE:
+        return sparse_terms(result, top_k, min_weight)
+    return encode_rows(result.rows(), body.encoding_format, result.params.dtype, body.endianness)
+
+
+def sparse_terms(result: Result, top_k: int | None, min_weight: float) -> list[list[dict[str, Any]]]:
+    tokenizer = result.model.tokenizer.tokenizer
+    values, special = result.answer.values, tokenizer.special_ids
+    rows = sparse_rows(result.request, values, special, top_k, min_weight, result.params)
+    return [_terms(row, tokenizer.token_strings(row.ids.tolist())) for row in rows]
+
+
+def _terms(row: SparseRow, tokens: list[str | None]) -> list[dict[str, Any]]:
+    """Weights stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
+    return [
+        {"token_id": number, "token": token, "weight": weight}
+        for number, token, weight in zip(row.ids.tolist(), tokens, row.weights, strict=True)
+    ]
+
+
 def head_of(body: InputFields, result: Result, prefix: str) -> dict[str, Any]:
     name = f"{prefix}-{body.request_id or result.request.id}"
     return {"id": name, "created": int(time.time()), "model": result.model.spec.name}
@@ -133,13 +181,16 @@ def json_reply(content: dict[str, Any]) -> Reply:
 def _bytes_reply(body: VectorFields, result: Result, head: dict[str, Any]) -> Reply:
     """The values alone as the body; what they are stands in the `metadata` header."""
     data, at = [], 0
-    for index, row in enumerate(result.rows()):
+    rows = result.rows()
+    for index, row in enumerate(rows):
         place = {"start": at, "end": at + row.nbytes, "shape": list(row.shape)}
         kind = {"embed_dtype": body.embed_dtype.value, "endianness": body.endianness}
         data.append({"index": index, **kind, **place})
         at += row.nbytes
     metadata = orjson.dumps({"object": "list", **head, "data": data, "usage": result.usage})
-    raw = as_bytes(result.answer.values, body.endianness)
+    values = result.answer.values
+    whole = values if at == values.nbytes else np.concatenate(rows)  # not every token has a row
+    raw = as_bytes(whole, body.endianness)
     return Reply(raw, OCTETS, headers=[(b"metadata", metadata)])
 
 

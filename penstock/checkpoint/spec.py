@@ -46,6 +46,9 @@ _METHOD_NAMES = {
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
 _KNOWN_MODULES = (*_TRANSFORMERS, "Pooling", "SpladePooling", "Dense", "Normalize", "Dropout")
+_REWARD_MODELS = ("ForRewardModel", "ForProcessRewardModel")
+_STEP = "step"  # a pooling type that adds rewards of steps
+_STEP_TAG = "<extra_0>"  # what process reward models end a step with, unless told
 _SPLADE = "splade"  # a pooling type that adds a task to a masked-language model
 _LEXICAL_FILES = ("sparse_linear.safetensors", "sparse_linear.pt")  # BGE-M3's
 
@@ -82,6 +85,13 @@ class SparseSpec(msgspec.Struct, frozen=True):
     file: str = ""
 
 
+class RewardSpec(msgspec.Struct, frozen=True):
+    """What a reward model judges: the whole text, or each of its steps."""
+
+    steps: bool = False
+    tag: int | None = None  # the token that ends a step
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     name: str
@@ -103,6 +113,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     causal: bool = False  # no token sees one that comes after it
     instruction_template: str | None = None  # with {instruction}, what goes before a text
     sparse: SparseSpec | None = None
+    reward: RewardSpec | None = None
 
     @property
     def why_not_cut(self) -> str | None:
@@ -121,6 +132,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if getattr(self, "late", None) is not None:
             return "late"
         return "bi" if Task.CLASSIFY not in self.tasks else "cross"
+
+    @property
+    def step_tag(self) -> int:
+        """The token that ends a step, of models that judge steps."""
+        assert self.reward is not None and self.reward.tag is not None, "this model judges no steps"
+        return self.reward.tag
 
     @property
     def path(self) -> Path:
@@ -179,35 +196,74 @@ def read_spec(
         default_prompt_name=table.get("default_prompt_name"),
         similarity=table.get("similarity_fn_name") or "cosine",
         lower_case=bool(transformer.get("do_lower_case", False)),
-        tasks=_tasks(architecture, sparse),
-        labels=_labels(config),
+        tasks=_tasks(architecture, config, sparse),
+        labels=_labels(architecture, config),
         sparse=sparse,
+        reward=_reward(folder, architecture, config, pooler),
         instruction_template=_GRITLM_TEMPLATE if architecture == "GritLM" else None,
         causal=architecture.lower().startswith(_DECODERS) and is_causal(architecture, config),
     )
 
 
-def _tasks(architecture: str, sparse: SparseSpec | None) -> tuple[Task, ...]:
+def _tasks(architecture: str, config: Mapping[str, Any], sparse: SparseSpec | None) -> tuple[Task, ...]:
     """What the weights allow; the task that the checkpoint was trained for stands first."""
     if sparse is not None and sparse.kind == "splade":
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:
         return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)
     if architecture.endswith("ForSequenceClassification"):
-        return (Task.CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
+        judged = (Task.REWARD,) if label_count(config) == 1 else ()
+        return (Task.CLASSIFY, *judged, Task.EMBED, Task.TOKEN_EMBED)
+    if architecture.endswith(_REWARD_MODELS):
+        return (Task.REWARD, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForTokenClassification"):
         return (Task.TOKEN_CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
     return (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE)
 
 
-def label_count(config: Mapping[str, Any]) -> int:
-    """How many outputs a classifier has: as many as there are labels, two if nothing is said."""
-    return int(config.get("num_labels") or len(config.get("id2label") or ()) or 2)
+def label_count(config: Mapping[str, Any], otherwise: int = 2) -> int:
+    """How many outputs a classifier has: as many as there are labels, `otherwise` if nothing is said."""
+    return int(config.get("num_labels") or len(config.get("id2label") or ()) or otherwise)
 
 
-def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+def reward_labels(config: Mapping[str, Any]) -> int:
+    """A reward is one number; that of a step says how likely it is wrong and right."""
+    process = str((config.get("architectures") or [""])[0]).endswith("ForProcessRewardModel")
+    return label_count(config, otherwise=2 if process else 1)
+
+
+def _labels(architecture: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     names = config.get("id2label") or {}
-    return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(label_count(config)))
+    rewards = architecture.endswith(_REWARD_MODELS)
+    count = reward_labels(config) if rewards else label_count(config)
+    return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
+
+
+def _reward(
+    folder: Path, architecture: str, config: Mapping[str, Any], pooler: PoolerConfig
+) -> RewardSpec | None:
+    """Process reward models judge steps, whose tag they name or the caller does."""
+    steps = architecture.endswith("ForProcessRewardModel") or _is(pooler, _STEP)
+    judges = architecture.endswith((*_REWARD_MODELS, "ForSequenceClassification"))
+    if _is(pooler, _STEP) and not judges:
+        raise ModelLoadError(f"{architecture} has no head that judges steps", param="pooler_config")
+    if not judges:
+        return None
+    tag = pooler.step_tag_id if pooler.step_tag_id is not None else _token_id(folder, _STEP_TAG)
+    if steps and tag is None:
+        raise ModelLoadError(
+            f"STEP pooling needs step_tag_id in the pooler config: the tokenizer has no {_STEP_TAG}",
+            param="pooler_config",
+        )
+    return RewardSpec(steps, tag if steps else None)
+
+
+def _token_id(folder: Path, token: str) -> int | None:
+    """The id of an added token, without loading the tokenizer."""
+    for entry in _optional_json(folder / "tokenizer.json").get("added_tokens") or ():
+        if entry.get("content") == token:
+            return int(entry["id"])
+    return None
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -329,7 +385,7 @@ def pooling_method(name: str) -> str:
     key = name.lower()
     if key not in _METHOD_NAMES:
         raise ModelLoadError(
-            f"pooling method {name!r} is unknown; known: {', '.join(POOLING_METHODS)}, {_SPLADE}"
+            f"pooling method {name!r} is unknown; known: {', '.join(POOLING_METHODS)}, {_SPLADE}, {_STEP}"
         )
     return _METHOD_NAMES[key]
 
@@ -358,7 +414,7 @@ def _sparse(
     folder: Path, modules: list[tuple[str, str]], architecture: str, pooler: PoolerConfig
 ) -> SparseSpec | None:
     places = [folder / path for kind, path in modules if kind == "SpladePooling"]
-    if places or _is_splade(pooler):
+    if places or _is(pooler, _SPLADE):
         if not architecture.endswith(("ForMaskedLM", "ForPreTraining")):
             raise ModelLoadError(
                 f"{architecture} has no weights for SPLADE, which needs a masked-language model",
@@ -372,8 +428,8 @@ def _sparse(
     return None
 
 
-def _is_splade(pooler: PoolerConfig) -> bool:
-    return pooler.pooling_type is not None and pooler.pooling_type.lower() == _SPLADE
+def _is(pooler: PoolerConfig, kind: str) -> bool:
+    return pooler.pooling_type is not None and pooler.pooling_type.lower() == kind
 
 
 def _splade(values: dict[str, Any]) -> SparseSpec:
@@ -389,7 +445,7 @@ def _splade(values: dict[str, Any]) -> SparseSpec:
 
 
 def _forced(pooling: PoolingSpec, forced: PoolerConfig) -> PoolingSpec:
-    if forced.pooling_type is not None and not _is_splade(forced):
+    if forced.pooling_type is not None and not _is(forced, _SPLADE) and not _is(forced, _STEP):
         pooling = msgspec.structs.replace(pooling, methods=(pooling_method(forced.pooling_type),))
     if forced.normalize is not None:
         pooling = msgspec.structs.replace(pooling, normalize=forced.normalize)

@@ -17,16 +17,18 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.spec import ModelSpec, describe, with_limit
 from penstock.config import EngineConfig, from_mapping
-from penstock.core import Answer, Chunks, Ints, OutputDtype, PoolingParams, Request, Task
+from penstock.core import Answer, Array, Chunks, Ints, OutputDtype, PoolingParams, Request, Task
 from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunker, Chunking, ChunkOptions
 from penstock.inputs.places import Places, prepare_located
 from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, InputProcessor, Inputs, split_inputs
+from penstock.inputs.several import check_tasks, want_also
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.outputs.chunks import combine
 from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
 from penstock.outputs.sparse import SparseRow, Term, check_min_weight, sparse_rows, with_tokens
+from penstock.outputs.steps import check_steps, step_rows
 from penstock.runner.load import settle
 
 WINDOW = 2048  # texts that are tokenised and ordered by length together
@@ -169,6 +171,64 @@ class Engine:
             found += self._entities(request, places, answer, aggregation)
         return found
 
+    def reward(
+        self, texts: Inputs, *, use_activation: bool | None = None, priority: int = 0, **options: Any
+    ) -> NDArray[Any] | list[NDArray[Any]]:
+        """What a reward model thinks of each text, [n, outputs]; of one that judges steps, for each text
+        an array [steps, labels]."""
+        params = PoolingParams(Task.REWARD, normalize=use_activation)
+        spec = self.spec.reward
+        if spec is None or not spec.steps:
+            return _joined(self._answers(texts, params, _options(options), None, priority))
+        tag = self.spec.step_tag
+        rows: list[NDArray[Any]] = []
+        for request, answer in self._answers(texts, params, _options(options), None, priority, tag):
+            rows += step_rows(request, answer.values, tag)
+        return rows
+
+    def outputs(
+        self,
+        texts: Inputs,
+        tasks: Sequence[str],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        priority: int = 0,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Several tasks from one forward: {task: what the method of that name gives}."""
+        wanted = [_params_of(task, dimensions, normalize, top_k) for task in tasks]
+        check_tasks([params.task for params in wanted])
+        check_min_weight(min_weight)
+        for params in wanted:
+            self._processor.check(params)
+        how = _options(options)
+
+        def prepare(request_id: str, window: Any) -> tuple[Request, None]:
+            request = self._processor.prepare(request_id, window, wanted[0], how)
+            want_also(self._processor, request, wanted[1:])
+            return request, None
+
+        parts: list[list[Any]] = [[] for _ in wanted]
+        for request, _, answer in self._windows(texts, prepare, None, priority):
+            arrays = (answer.values, *answer.more)
+            for part, params, array in zip(parts, request.wants, arrays, strict=True):
+                part.append(self._shown_output(request, params, array, top_k, min_weight))
+        return {params.task.value: _merged(part) for params, part in zip(wanted, parts, strict=True)}
+
+    def _shown_output(
+        self, request: Request, params: PoolingParams, values: Array, top_k: int | None, min_weight: float
+    ) -> Any:
+        if params.task is Task.SPARSE:
+            special = self._processor.tokenizer.special_ids
+            rows = sparse_rows(request, values, special, top_k, min_weight, params)
+            return [row.as_dict() for row in rows]
+        if params.steps:
+            return step_rows(request, values, self.spec.step_tag)
+        return np.split(values, request.starts[1:]) if params.per_token else values
+
     @overload
     def sparse(
         self, texts: Inputs, *, token_strings: Literal[False] = False, **options: Any
@@ -249,11 +309,15 @@ class Engine:
         options: InputOptions,
         progress: bool | None,
         priority: int,
+        step_tag: int | None = None,
     ) -> Iterator[tuple[Request, Answer]]:
         self._processor.check(params)
 
         def prepare(request_id: str, window: Any) -> tuple[Request, None]:
-            return self._processor.prepare(request_id, window, params, options), None
+            request = self._processor.prepare(request_id, window, params, options)
+            if step_tag is not None:
+                check_steps(request, step_tag)
+            return request, None
 
         for request, _, answer in self._windows(inputs, prepare, progress, priority):
             yield request, answer
@@ -341,6 +405,25 @@ def _by_text(chunks: Chunks | None, texts: NDArray[Any], vectors: NDArray[Any]) 
     chars = [None] * count if chunks.chars is None else np.split(chunks.chars, cuts)
     parts = zip(texts, np.split(vectors, cuts), np.split(chunks.spans, cuts), chars, strict=True)
     return [TextChunks(*part) for part in parts]
+
+
+def _params_of(task: str, dimensions: int | None, normalize: bool | None, top_k: int | None) -> PoolingParams:
+    """The parameters as far as they mean something to the task."""
+    try:
+        kind = Task(task)
+    except ValueError:
+        raise BadValue(f"task {task!r} is unknown; use {', '.join(Task)}", param="task") from None
+    if kind in (Task.EMBED, Task.TOKEN_EMBED):
+        return PoolingParams(kind, dimensions, normalize)
+    if kind is Task.SPARSE:
+        return PoolingParams(kind, top_k=top_k)
+    return PoolingParams(kind, normalize=normalize)
+
+
+def _merged(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return [row for part in parts for row in part] if isinstance(parts[0], list) else np.concatenate(parts)
 
 
 def _joined(answers: Iterator[tuple[Request, Answer]]) -> NDArray[Any]:

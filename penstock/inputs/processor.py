@@ -97,8 +97,11 @@ class InputProcessor:
         if sparse and params.dtype is not OutputDtype.FLOAT32:
             raise BadValue(f"sparse weights are float32, not {params.dtype.value}", param="embed_dtype")
 
-    def _settled(self, params: PoolingParams) -> PoolingParams:
-        """Parameters as the engine wants them: how this model makes sparse weights is known here."""
+    def settled(self, params: PoolingParams) -> PoolingParams:
+        """Parameters as the engine wants them: how this model makes sparse weights, or judges, is known
+        here."""
+        if params.task is Task.REWARD and self.spec.reward is not None:
+            return msgspec.structs.replace(params, steps=self.spec.reward.steps)
         if params.task is not Task.SPARSE or self.spec.sparse is None:
             return params
         if self.spec.sparse.kind == "lexical":  # the terms are chosen once the tokens are gathered
@@ -130,17 +133,18 @@ class InputProcessor:
         token_ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if not from_text:
             self._check_range(token_ids)
+        params = self.settled(params)
         return Request(
             request_id,
             token_ids,
             lengths,
-            self._settled(params),
+            params,
             skip=self._skip(token_ids, lengths, options, from_text),
-            reuse_prefix=self._reads_last_token_only(params),
+            reuse_prefix=self.reads_last_token_only(params),
             cache_salt=options.cache_salt,
         )
 
-    def _reads_last_token_only(self, params: PoolingParams) -> bool:
+    def reads_last_token_only(self, params: PoolingParams) -> bool:
         """Then earlier tokens may come from a cached prefix, whose hidden states are gone."""
         if params.task is Task.EMBED:
             return self.spec.pooling.methods == ("last",)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.spec import is_causal, label_count, pooling_method
+from penstock.checkpoint.spec import is_causal, label_count, pooling_method, reward_labels
 from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.attention import AttentionKind, attend
@@ -326,7 +326,11 @@ def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
 
 def _with_head(model: Decoder, build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Sequences are judged by their last token, tokens each by itself."""
-    if head is not None:
+    if head is Task.REWARD:
+        hidden, labels = model.hidden_size, reward_labels(config)
+        layers = [build.linear("score.0", hidden, hidden, "relu"), build.linear("score.2", hidden, labels)]
+        model.heads[head] = TaskHead("last", Stack(*layers), labels)
+    elif head is not None:
         per_token = head is Task.TOKEN_CLASSIFY
         bias = per_token and bool(config.get("token_classification_bias", True))
         labels = label_count(config)

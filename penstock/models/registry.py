@@ -50,6 +50,8 @@ HEADS: dict[str, Task | None] = {
     "LMHeadModel": None,
     "ForSequenceClassification": Task.CLASSIFY,
     "ForTokenClassification": Task.TOKEN_CLASSIFY,
+    "ForRewardModel": Task.REWARD,
+    "ForProcessRewardModel": Task.REWARD,
 }
 
 
@@ -86,6 +88,8 @@ def build_model(
     model: Model = make(build, config, head)
     if splade and Task.SPARSE not in model.heads:
         raise ModelLoadError(f"SPLADE is not supported on {architecture}", param="model")
+    if head is not None and head not in model.heads:
+        raise ModelLoadError(f"task {head.value!r} is not supported on {architecture}", param="model")
     build.weights.finish(model.unneeded)
     return model
 

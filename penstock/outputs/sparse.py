@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import MAX_TERMS, Array, Ints, Request
+from penstock.core import MAX_TERMS, Array, Ints, PoolingParams, Request
 from penstock.errors import BadValue
 
 
@@ -33,10 +33,16 @@ def check_min_weight(min_weight: float) -> None:
 
 
 def sparse_rows(
-    request: Request, values: Array, special_ids: Ints, top_k: int | None, min_weight: float
+    request: Request,
+    values: Array,
+    special_ids: Ints,
+    top_k: int | None,
+    min_weight: float,
+    params: PoolingParams | None = None,
 ) -> list[SparseRow]:
-    """The rows of an answer, whichever of the two ways the model weighs tokens."""
-    if request.params.lexical:
+    """The rows of an answer, whichever of the two ways the model weighs tokens. `params` say which
+    of the request's outputs it is, if not the first."""
+    if (params or request.params).lexical:
         pairs = lexical_terms(request.token_ids, request.lengths, values[:, 0], special_ids)
     else:
         pairs = _listed_terms(values)

@@ -19,6 +19,7 @@ from penstock.pooling.sparse import Splade, lexical_head
 from penstock.scoring.pairs import PairScorer, PairTensors
 from penstock.weights.stream import open_weights
 
+_Read = tuple[Task, bool]  # a task, and whether of every token where it could be of the row
 _NO_PAIRS: Mapping[int, PairTensors] = {}
 
 
@@ -29,7 +30,7 @@ class Pooler:
         self.methods = [METHODS[name] for name in spec.pooling.methods]
         self.carries = any(name in CARRIED for name in spec.pooling.methods)
         self.dense = dense
-        self.heads = heads
+        self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
         self.activate = softmax_or_sigmoid(spec.config)
         self.scorer: PairScorer | None = None  # given where the model scores pairs by their vectors
@@ -47,9 +48,9 @@ class Pooler:
     ) -> list[Tensor]:
         """One tensor a variant. `index` holds the variants' rows (or tokens) as device integers, None for
         all; `pairs` what those variants need that are scores."""
-        done: dict[Task, Tensor] = {}
+        done: dict[_Read, Tensor] = {}
         if batch.memory is not None and self.carries:
-            done[Task.EMBED] = self._pool(hidden, batch)  # sums go on even where no row ends
+            done[Task.EMBED, False] = self._pool(hidden, batch)  # sums go on even where no row ends
         out = []
         for number, (variant, chosen) in enumerate(zip(variants, index, strict=True)):
             task = variant.params.task
@@ -59,9 +60,9 @@ class Pooler:
             if task is Task.SPARSE and self.splade is not None:
                 out.append(self.splade(hidden, batch, variant, chosen))
                 continue
-            if task not in done:
-                done[task] = self._of_task(task, hidden, batch)
-            values = done[task] if chosen is None else done[task].index_select(0, chosen)
+            values = self._values((task, variant.params.steps), hidden, batch, done)
+            if chosen is not None:
+                values = values.index_select(0, chosen)
             out.append(self._finish(values, variant.params))
         return out
 
@@ -71,26 +72,30 @@ class Pooler:
         batch: Batch,
         tokens: Tensor | None,
         pairs: PairTensors,
-        done: dict[Task, Tensor],
+        done: dict[_Read, Tensor],
     ) -> Tensor:
         """[pairs, 1], from the vectors that `embed` or `token_embed` would give."""
         assert self.scorer is not None, "scores of pairs need a scorer"
         task = Task.TOKEN_EMBED if self.scorer.late else Task.EMBED
-        if task not in done:
-            done[task] = self._of_task(task, hidden, batch)
-        vectors = done[task]
+        vectors = self._values((task, False), hidden, batch, done)
         if self.scorer.late and tokens is not None:
             vectors = vectors.index_select(0, tokens)
         return self.scorer(unit(vectors) if self.normalize or self.scorer.late else vectors, pairs)
 
-    def _of_task(self, task: Task, hidden: Tensor, batch: Batch) -> Tensor:
+    def _values(self, read: _Read, hidden: Tensor, batch: Batch, done: dict[_Read, Tensor]) -> Tensor:
         """fp32 values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""
+        if read not in done:
+            done[read] = self._of_task(*read, hidden, batch)
+        return done[read]
+
+    def _of_task(self, task: Task, steps: bool, hidden: Tensor, batch: Batch) -> Tensor:
         if task is Task.EMBED:
             return self._pool(hidden, batch)
         if task is Task.TOKEN_EMBED:
             return hidden.float()
         head = self.heads[task]
-        read = hidden if head.method == "all" else METHODS[head.method](hidden, batch).to(hidden.dtype)
+        all_tokens = steps or head.method == "all"
+        read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)
         return head.project(read).float()
 
     def _pool(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -108,9 +113,16 @@ class Pooler:
                 values = values[:, : params.dimensions]
             if normalize if params.normalize is None else params.normalize:
                 values = unit(values)
-        elif params.task is not Task.SPARSE and params.normalize is not False:
+        elif params.task is not Task.SPARSE and self._activates(params):
             values = self.activate(values)
         return values
+
+    @staticmethod
+    def _activates(params: PoolingParams) -> bool:
+        """Labels are probabilities unless the caller declines; the reward of a whole text is a number."""
+        if params.normalize is None:
+            return params.task is not Task.REWARD or params.steps
+        return params.normalize
 
 
 def softmax_or_sigmoid(config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from penstock import Engine
@@ -49,6 +50,43 @@ def test_both_routes_give_the_terms_of_offline_use(sparse_http: httpx.Client, fo
 def test_dense_vectors_come_from_the_same_server(sparse_http: httpx.Client) -> None:
     rows = sparse_http.post("/v1/embeddings", json={"input": TEXTS}).json()["data"]
     assert len(rows[0]["embedding"]) == 32
+
+
+def test_several_outputs_come_in_one_answer(sparse_http: httpx.Client, folder: Path) -> None:
+    tasks = ["embed", "sparse", "token_embed"]
+    with Engine(str(folder), device="cpu", threads=1) as engine:
+        expected = engine.outputs(TEXTS, tasks, top_k=4, dimensions=8)
+        np.testing.assert_allclose(expected["embed"], engine.embed(TEXTS, dimensions=8), atol=1e-6)
+        assert expected["sparse"] == engine.sparse(TEXTS, top_k=4)
+    body = {"input": TEXTS, "task": tasks, "top_k": 4, "dimensions": 8}
+    answer = sparse_http.post("/pooling", json=body).json()
+    rows = [row["data"] for row in answer["data"]]
+    np.testing.assert_allclose([row["embed"] for row in rows], expected["embed"], atol=1e-5)
+    for row, tokens, weights in zip(rows, expected["token_embed"], expected["sparse"], strict=True):
+        np.testing.assert_allclose(row["token_embed"], tokens, atol=1e-5)
+        assert {
+            term["token_id"]: pytest.approx(term["weight"], abs=1e-5) for term in row["sparse"]
+        } == weights
+    tokens = sum(len(tokens) for tokens in expected["token_embed"])
+    assert answer["usage"]["prompt_tokens"] == tokens, "each text ran once"
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"task": []}, 400),
+        ({"task": ["embed", "embed"]}, 400),
+        ({"task": ["embed", "classify"]}, 422),
+        ({"task": ["embed", "sparse"], "encoding_format": "bytes"}, 400),
+        ({"task": ["embed", "sparse"], "chunking": "mean"}, 400),
+    ],
+)
+def test_several_outputs_misused_are_told_why(
+    sparse_http: httpx.Client, change: dict[str, Any], status: int
+) -> None:
+    answer = sparse_http.post("/pooling", json={"input": TEXTS, **change})
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] in change
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {

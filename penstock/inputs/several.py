@@ -1,0 +1,24 @@
+"""Requests that want several outputs of the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.core import PoolingParams, Request, Task
+from penstock.errors import BadValue
+from penstock.inputs.processor import InputProcessor
+
+
+def check_tasks(tasks: Sequence[Task]) -> None:
+    if not tasks:
+        raise BadValue("task is an empty list; name at least one", param="task")
+    if len(set(tasks)) != len(tasks):
+        raise BadValue("task names one task twice", param="task")
+
+
+def want_also(processor: InputProcessor, request: Request, more: Sequence[PoolingParams]) -> None:
+    """Ask for further outputs of a request's rows. Then no row may stand on a cached prefix alone, unless
+    every output could."""
+    request.also = tuple(processor.settled(params) for params in more)
+    last = all(map(processor.reads_last_token_only, request.also))
+    request.reuse_prefix = request.reuse_prefix and last
