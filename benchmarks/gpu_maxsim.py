@@ -16,7 +16,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from importlib import metadata
@@ -126,6 +126,22 @@ def check(dtype: torch.dtype, dim: int, longest_query: int, scales: bool) -> flo
             inputs[f"{side}_scales"] = torch.rand(tokens, generator=generator).cuda()
     inputs["pair_queries"], inputs["pair_documents"] = integers(8, 300).cuda(), integers(45, 300).cuda()
     wanted, got = naive(inputs), maxsim(**inputs)
+    error = float((got.double() - wanted).abs().max() / wanted.abs().max())
+    return max(error, check_groups(inputs))
+
+
+def check_groups(inputs: dict[str, Any]) -> float:
+    """The same documents, one query, several pairs of a program."""
+    inputs = inputs | {
+        "query_starts": inputs["query_starts"][2:3],
+        "query_lengths": inputs["query_lengths"][2:3],
+    }
+    del inputs["pair_queries"]
+    wanted = naive(inputs | {"pair_queries": torch.zeros_like(inputs["pair_documents"])})
+    values = inputs["queries"]
+    longest = inputs["max_query_length"]
+    tiling = choose_tiling(values.dtype, values.shape[1], longest, 2048, len(wanted), one_query=True)
+    got = maxsim_triton(**inputs, tiling=replace(tiling, group=4))
     return float((got.double() - wanted).abs().max() / wanted.abs().max())
 
 
@@ -258,12 +274,29 @@ def host_us(case: Case) -> dict[str, float]:
 # Tuning
 
 
+def chosen_tiling(case: Case) -> Tiling:
+    return choose_tiling(case.dtype, DIM, len(case.query), case.longest, case.count, one_query=True)
+
+
 def tilings(case: Case) -> Iterator[Tiling]:
-    chosen = choose_tiling(case.dtype, DIM, len(case.query), case.longest)
-    for document, warps, stages in itertools.product((64, 128, 256), (4, 8), (2, 3, 4, 5)):
-        memory = (document * stages + chosen.query) * DIM * case.dtype.itemsize
-        if memory <= 227 * 1024 and document * chosen.query // (32 * warps) <= 128 and document >= 16 * warps:
-            yield Tiling(chosen.query, document, chosen.dim, warps, stages)
+    """What fits the device, the chosen one first."""
+    chosen = chosen_tiling(case)
+    yield chosen
+    seen = {chosen}
+    blocks = itertools.product((64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 2, 4))
+    for document, warps, stages, group in blocks:
+        tiling = Tiling(chosen.query, document, chosen.dim, warps, stages, group)
+        memory = (document * stages + chosen.query) * DIM * case.dtype.itemsize + 1024
+        places = document * chosen.query // (32 * warps)  # of a thread, twice in its registers
+        longs = group * case.longest > 4096 or case.count // group < 400
+        if (
+            tiling not in seen
+            and memory <= 227 * 1024
+            and places <= 96
+            and document >= 16 * warps
+            and not longs
+        ):
+            yield tiling
 
 
 def tune(case: Case, clock: Clock, deadline: float) -> str:
@@ -280,7 +313,7 @@ def tune(case: Case, clock: Clock, deadline: float) -> str:
         except Exception as problem:
             print(f"  {tiling}: {type(problem).__name__}: {str(problem)[:200]}")
     found.sort(key=lambda pair: pair[0])
-    chosen = choose_tiling(case.dtype, DIM, len(case.query), case.longest)
+    chosen = chosen_tiling(case)
     mine = next((ms for ms, tiling in found if tiling == chosen), float("nan"))
     print(f"tune {case.name} × {case.count:,} {short(case.dtype)}: chosen {mine:.4f} ms")
     for ms, tiling in found[:6] + found[-1:]:
@@ -343,9 +376,13 @@ def main() -> None:
         traceback.print_exc()
     print(f"compared after {time.perf_counter() - began:.0f} s", flush=True)
     if options.tune:
-        for shape, count in itertools.product(SHAPES, COUNTS):
+        left = list(itertools.product(SHAPES, COUNTS))
+        while left:
+            now = time.perf_counter()
+            deadline = now + max(3.0, (began + options.seconds - now) / len(left))
+            shape, count = left.pop(0)
             try:
-                notes.append(tune(make_case(*shape, count, torch.bfloat16), clock, began + options.seconds))
+                notes.append(tune(make_case(*shape, count, torch.bfloat16), clock, deadline))
             except Exception:
                 traceback.print_exc()
             torch.cuda.empty_cache()

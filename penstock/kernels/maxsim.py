@@ -198,24 +198,30 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the kernel cuts a pair: query tokens, document tokens and components at a time."""
+    """How the kernel cuts its work: query tokens, document tokens and components at a time."""
 
     query: int
     document: int
     dim: int
     warps: int
-    stages: int
+    stages: int  # tiles of a document on their way at once
+    group: int = 1  # pairs of a program
 
 
-def choose_tiling(dtype: torch.dtype, dim: int, max_query_length: int, max_document_length: int) -> Tiling:
+def choose_tiling(
+    dtype: torch.dtype, dim: int, max_query_length: int, max_document_length: int, pairs: int, one_query: bool
+) -> Tiling:
     """Fixed by shape and dtype, so that no call stops to try others."""
     query = min(128, max(16, triton.next_power_of_2(max_query_length)))
+    group = 1
+    while one_query and group < 16 and group * max_document_length <= 512 and pairs >= 4096 * group:
+        group *= 2
     if dtype == torch.float32:  # no tensor cores: small tiles, or registers spill
-        return Tiling(min(query, 32), 64, 32, warps=4, stages=3)
+        return Tiling(min(query, 32), 64, 32, warps=4, stages=3, group=group)
     width = max(32, triton.next_power_of_2(dim))
     if width * dtype.itemsize > 512:
-        return Tiling(query, 64, 128 // dtype.itemsize, warps=4, stages=4)
-    return Tiling(query, 64, width, warps=4, stages=3 if max_document_length > 64 else 1)
+        return Tiling(query, 64, 128 // dtype.itemsize, warps=4, stages=4, group=group)
+    return Tiling(query, 64, width, warps=4, stages=3, group=group)
 
 
 def maxsim_triton(
@@ -235,19 +241,23 @@ def maxsim_triton(
     out: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """The same by the kernel, one program a pair."""
+    """The same by the kernel."""
     pairs = _check(queries, documents, query_starts, document_starts, pair_queries, pair_documents, out)
     if triton is None:
         raise BadValue("maxsim on CUDA needs triton, which is not installed")
     if queries.stride(1) != 1 or documents.stride(1) != 1:
         raise BadValue("maxsim takes token vectors whose components lie side by side")
     scores = queries.new_empty(pairs, dtype=torch.float32) if out is None else out
-    dim = queries.shape[1]
-    longest_query = len(queries) if max_query_length is None else max_query_length
-    longest = len(documents) if max_document_length is None else max_document_length
-    tiling = tiling or choose_tiling(queries.dtype, dim, longest_query, longest)
+    one_query = pair_queries is None and len(query_starts) == 1
+    if tiling is None:
+        longest_query = len(queries) if max_query_length is None else max_query_length
+        longest = len(documents) if max_document_length is None else max_document_length
+        dim = queries.shape[1]
+        tiling = choose_tiling(queries.dtype, dim, longest_query, longest, pairs, one_query)
+    if tiling.group > 1 and not one_query:
+        raise BadValue(f"tiling groups {tiling.group} pairs, which must be of one query")
     if pairs:
-        _maxsim_kernel[(pairs,)](
+        _maxsim_kernel[(triton.cdiv(pairs, tiling.group),)](
             queries,
             documents,
             query_starts,
@@ -259,10 +269,12 @@ def maxsim_triton(
             query_scales,
             document_scales,
             scores,
+            pairs,
             QUERY_STRIDE=queries.stride(0),
             DOCUMENT_STRIDE=documents.stride(0),
-            ONE_QUERY=pair_queries is None and len(query_starts) == 1,
-            DIM=dim,
+            ONE_QUERY=one_query,
+            DIM=queries.shape[1],
+            GROUP=tiling.group,
             BLOCK_Q=tiling.query,
             BLOCK_D=tiling.document,
             BLOCK_K=tiling.dim,
@@ -296,45 +308,59 @@ if triton is not None:
         query_scales: tl.tensor,
         document_scales: tl.tensor,
         scores: tl.tensor,
+        pairs: tl.tensor,
         QUERY_STRIDE: tl.constexpr,
         DOCUMENT_STRIDE: tl.constexpr,
         ONE_QUERY: tl.constexpr,
         DIM: tl.constexpr,
+        GROUP: tl.constexpr,
         BLOCK_Q: tl.constexpr,
         BLOCK_D: tl.constexpr,
         BLOCK_K: tl.constexpr,
     ) -> None:
-        pair = tl.program_id(0)
-        document = pair
+        """A program scores GROUP pairs of one query. It walks the tiles of all their documents in one loop,
+        so that the next document's tiles are on their way while this one's are multiplied.
+        """
+        members = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+        real = members < pairs
+        numbers = members
         if pair_documents is not None:
-            document = tl.load(pair_documents + pair)
-        query = pair
+            numbers = tl.load(pair_documents + members, mask=real, other=0)
+        starts = tl.load(document_starts + numbers, mask=real, other=0).to(tl.int32)
+        lengths = tl.load(document_lengths + numbers, mask=real, other=0).to(tl.int32)
+        ends = tl.cumsum(tl.cdiv(lengths, BLOCK_D), 0)  # of each document, in tiles
+        begins = ends - tl.cdiv(lengths, BLOCK_D)
+        num_tiles = tl.max(ends, 0)
+
+        query = 0
         if pair_queries is not None:
-            query = tl.load(pair_queries + pair)
-        elif ONE_QUERY:
-            query = 0
+            query = tl.load(pair_queries + tl.program_id(0))
+        elif not ONE_QUERY:
+            query = tl.program_id(0)
         query_start = tl.load(query_starts + query).to(tl.int64)
         query_length = tl.load(query_lengths + query).to(tl.int32)
-        start = tl.load(document_starts + document).to(tl.int64)
-        length = tl.load(document_lengths + document).to(tl.int32)
-        queries += query_start * QUERY_STRIDE
-        documents += start * DOCUMENT_STRIDE
 
         TOTAL: tl.constexpr = tl.int32 if documents.dtype.element_ty == tl.int8 else tl.float32
         columns = tl.arange(0, BLOCK_K)
-        score = 0.0
+        totals = tl.zeros([GROUP], tl.float32)
         for first in range(0, query_length, BLOCK_Q):
             tokens = first + tl.arange(0, BLOCK_Q)
             asked = tokens < query_length
-            query_rows = queries + tokens[:, None] * QUERY_STRIDE + columns[None, :]
-            if DIM <= BLOCK_K:  # the tile of the query stays for the whole document
+            query_rows = queries + (query_start + tokens)[:, None] * QUERY_STRIDE + columns[None, :]
+            if DIM <= BLOCK_K:  # this tile of the query stays for all documents
                 held = tl.load(query_rows, mask=asked[:, None] & (columns < DIM)[None, :], other=0)
-            # Each place keeps its own maximum; they meet once, at the end.
+            # Each place of a tile keeps its own maximum; they meet once, at the document's end.
             best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
-            for offset in range(0, length, BLOCK_D):
+            for tile in range(num_tiles):
+                here = (begins <= tile) & (tile < ends)  # which member this tile is of
+                start = tl.sum(tl.where(here, starts, 0), 0)
+                length = tl.sum(tl.where(here, lengths, 0), 0)
+                offset = (tile - tl.sum(tl.where(here, begins, 0), 0)) * BLOCK_D
                 rows = offset + tl.arange(0, BLOCK_D)
                 there = rows < length
-                document_rows = documents + rows[:, None] * DOCUMENT_STRIDE + columns[None, :]
+                document_rows = (documents + start.to(tl.int64) * DOCUMENT_STRIDE) + (
+                    rows[:, None] * DOCUMENT_STRIDE + columns[None, :]
+                )
                 found = tl.zeros([BLOCK_D, BLOCK_Q], TOTAL)
                 if DIM <= BLOCK_K:
                     mask = there[:, None] & (columns < DIM)[None, :]
@@ -349,8 +375,10 @@ if triton is not None:
                 if document_scales is not None:
                     values *= tl.load(document_scales + start + rows, mask=there, other=0)[:, None]
                 best = _larger(best, tl.where(there[:, None], values, float("-inf")))
-            matched = tl.reduce(best, 0, _larger)
-            if query_scales is not None:
-                matched *= tl.load(query_scales + query_start + tokens, mask=asked, other=0)
-            score += tl.sum(tl.where(asked & (length > 0), matched, 0.0))
-        tl.store(scores + pair, score)
+                if offset + BLOCK_D >= length:
+                    matched = tl.reduce(best, 0, _larger)
+                    if query_scales is not None:
+                        matched *= tl.load(query_scales + query_start + tokens, mask=asked, other=0)
+                    totals += tl.where(here, tl.sum(tl.where(asked, matched, 0.0)), 0.0)
+                    best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
+        tl.store(scores + members, totals, mask=real)

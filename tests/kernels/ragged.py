@@ -84,7 +84,7 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 
 def interpret() -> None:
-    """Cases `dtype,dim,scales,paired,tile,group` from the command line; prints each one's relative error."""
+    """Cases `dtype,dim,scales,tile,group` from the command line; prints each one's relative error."""
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
@@ -98,10 +98,10 @@ def interpret() -> None:
 
     interpreter._patch_lang_tensor = patched
     for case in sys.argv[1:]:
-        dtype, dim, scales, paired, tile = case.split(",")
-        one_query = {"query_lengths": (20,), "pairs": None} if paired == "one" else {}
+        dtype, dim, scales, tile, group = case.split(",")
+        one_query = {"query_lengths": (20,), "pairs": None} if int(group) > 1 else {}
         inputs = make_inputs(getattr(torch, dtype), int(dim), scales=scales == "scales", **one_query)
-        got = maxsim_triton(**inputs, tiling=Tiling(16, 64, int(tile), warps=4, stages=2))
+        got = maxsim_triton(**inputs, tiling=Tiling(16, 64, int(tile), 4, 2, int(group)))
         print(relative_error(got, by_loop(inputs)))
 
 

@@ -11,7 +11,14 @@ import torch
 
 from penstock.errors import BadValue
 from penstock.kernels import maxsim as module
-from penstock.kernels.maxsim import choose_tiling, maxsim, maxsim_packed, maxsim_reference
+from penstock.kernels.maxsim import (
+    Tiling,
+    choose_tiling,
+    maxsim,
+    maxsim_packed,
+    maxsim_reference,
+    maxsim_triton,
+)
 from tests.kernels.ragged import by_loop, make_inputs, relative_error
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
@@ -98,12 +105,12 @@ def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], words: st
 def test_the_interpreted_kernel_equals_a_loop_over_tokens() -> None:
     # The interpreter has no bfloat16 products; queries of 33 tokens take three tiles of 16.
     cases = [
-        "float32,32,plain,paired,32",
-        "float32,100,scales,paired,32",
-        "float16,100,plain,one,128",
-        "float16,300,plain,paired,64",
-        "int8,100,scales,paired,128",
-        "int8,96,plain,one,32",
+        "float32,32,plain,32,1",
+        "float32,100,scales,32,4",
+        "float16,100,plain,128,4",
+        "float16,300,plain,64,1",
+        "int8,100,scales,128,1",
+        "int8,96,plain,32,8",
     ]
     command = [sys.executable, "-m", "tests.kernels.ragged", *cases]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
@@ -117,7 +124,7 @@ def test_the_interpreted_kernel_equals_a_loop_over_tokens() -> None:
 @pytest.mark.parametrize("dim", [1, 96, 100, 128, 256, 768, 1024])
 def test_tilings_fit_the_shared_memory_of_the_device(dtype: torch.dtype, dim: int) -> None:
     for longest_query in (1, 32, 128, 4096):
-        tiling = choose_tiling(dtype, dim, longest_query, 2048)
+        tiling = choose_tiling(dtype, dim, longest_query, 2048, 1000, True)
         document, query = tiling.document * tiling.dim * tiling.stages, tiling.query * tiling.dim
         queries = query * (tiling.stages if tiling.dim < dim else 1)
         assert (document + queries) * dtype.itemsize <= 227 * 1024
@@ -134,6 +141,16 @@ def test_the_compiled_kernel_equals_a_loop_over_tokens(dtype: torch.dtype, dim: 
         longest = int(inputs["query_lengths"].max())
         error = relative_error(maxsim(**inputs, max_query_length=longest), by_loop(inputs))
         assert error < (1e-5 if dtype in (torch.float32, torch.int8) else 1e-3)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("group", [1, 2, 16])
+def test_pairs_of_a_program_do_not_mix(group: int) -> None:
+    lengths = [300, 5, 0, 64, 1, 0, 129] * 9
+    inputs = make_inputs(torch.float16, 128, [70], lengths, None, device="cuda")
+    got = maxsim_triton(**inputs, tiling=Tiling(32, 64, 128, 4, 3, group))
+    assert relative_error(got, by_loop(inputs)) < 1e-3
 
 
 @pytest.mark.gpu
