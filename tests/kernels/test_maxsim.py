@@ -1,0 +1,182 @@
+"""MaxSim: the reference against a loop in fp64, and the kernel, interpreted here and compiled on CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from penstock.errors import BadValue
+from penstock.kernels import maxsim as module
+from penstock.kernels.maxsim import (
+    Tiling,
+    choose_tiling,
+    maxsim,
+    maxsim_packed,
+    maxsim_reference,
+    maxsim_triton,
+)
+from tests.kernels.ragged import by_loop, make_inputs, relative_error
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("dim", [1, 96, 100, 1100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_equals_a_loop_over_tokens(dtype: torch.dtype, dim: int, scales: bool) -> None:
+    inputs = make_inputs(dtype, dim, scales=scales)
+    assert relative_error(maxsim(**inputs), by_loop(inputs)) < 1e-6
+
+
+def test_tiles_of_the_reference_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(
+        torch.float32, 16, document_lengths=[3, 80, 1, 1, 0, 40] * 4, query_lengths=[7], pairs=None
+    )
+    whole = maxsim(**inputs)
+    monkeypatch.setattr(module, "TILE_TOKENS", 50)
+    torch.testing.assert_close(maxsim(**inputs), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_a_lone_query_meets_all_documents_and_equal_numbers_meet_in_order() -> None:
+    alone = make_inputs(torch.float32, 16, query_lengths=[4], pairs=None)
+    assert relative_error(maxsim(**alone), by_loop(alone)) < 1e-6
+    equal = make_inputs(torch.float32, 16, query_lengths=[4, 0, 2, 9, 1, 3], pairs=None)
+    assert relative_error(maxsim(**equal), by_loop(equal)) < 1e-6
+
+
+def test_packed_documents_need_cumulative_lengths_alone() -> None:
+    query, documents = torch.randn(4, 8), torch.randn(12, 8)
+    cu_lengths = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    wanted = [
+        (query @ documents[:5].T).amax(1).sum(),
+        torch.tensor(0.0),
+        (query @ documents[5:].T).amax(1).sum(),
+    ]
+    torch.testing.assert_close(maxsim_packed(query, documents, cu_lengths), torch.stack(wanted))
+
+
+def test_what_is_empty_scores_nought() -> None:
+    inputs = make_inputs(
+        torch.float32, 8, query_lengths=[0, 3], document_lengths=[4, 0], pairs=[(0, 0), (1, 1)]
+    )
+    assert maxsim(**inputs).tolist() == [0.0, 0.0]
+    assert maxsim(
+        **make_inputs(torch.float32, 8, document_lengths=[], query_lengths=[2], pairs=None)
+    ).shape == (0,)
+
+
+def test_scores_are_written_where_they_are_wanted() -> None:
+    inputs = make_inputs(torch.float32, 8)
+    out = torch.full((len(inputs["pair_queries"]),), 7.0)
+    assert maxsim(**inputs, out=out) is out
+    assert torch.equal(out, maxsim(**inputs))
+
+
+def test_what_is_not_a_number_stays_visible() -> None:
+    inputs = make_inputs(torch.float32, 8, query_lengths=[3], document_lengths=[5, 40, 2], pairs=None)
+    inputs["documents"][inputs["document_starts"][1] + 7] = torch.nan
+    assert maxsim(**inputs).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"documents": torch.zeros(4, 8, dtype=torch.float16)}, "one dtype"),
+        ({"documents": torch.zeros(4, 9)}, "one dim"),
+        ({"queries": torch.zeros(8)}, "one dim"),
+        ({"pair_queries": torch.zeros(3, dtype=torch.int32)}, "name the pairs"),
+        ({"out": torch.zeros(9)}, "out must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], words: str) -> None:
+    with pytest.raises(BadValue, match=words):
+        maxsim(**(make_inputs(torch.float32, 8) | change))
+
+
+@needs_triton
+def test_the_interpreted_kernel_equals_a_loop_over_tokens() -> None:
+    # The interpreter has no bfloat16 products; queries of 33 tokens take three tiles of 16.
+    cases = [
+        "float32,32,plain,32,1",
+        "float32,100,scales,32,4",
+        "float16,100,plain,128,4",
+        "float16,300,plain,64,1",
+        "int8,100,scales,128,1",
+        "int8,96,plain,32,8",
+    ]
+    command = [sys.executable, "-m", "tests.kernels.ragged", *cases]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    assert ran.returncode == 0, ran.stderr
+    errors = [float(line) for line in ran.stdout.split()]
+    assert len(errors) == len(cases) and max(errors) < 1e-6, dict(zip(cases, errors, strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 96, 100, 128, 256, 768, 1024])
+def test_tilings_fit_the_shared_memory_of_the_device(dtype: torch.dtype, dim: int) -> None:
+    for longest_query in (1, 32, 128, 4096):
+        tiling = choose_tiling(dtype, dim, longest_query, 2048, 1000, True)
+        document, query = tiling.document * tiling.dim * tiling.stages, tiling.query * tiling.dim
+        queries = query * (tiling.stages if tiling.dim < dim else 1)
+        assert (document + queries) * dtype.itemsize <= 227 * 1024
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("dim", [16, 96, 100, 128, 256, 768, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_compiled_kernel_equals_a_loop_over_tokens(dtype: torch.dtype, dim: int, scales: bool) -> None:
+    for shape in ({}, {"query_lengths": (150,), "pairs": None}, {"document_lengths": [1, 1, 0, 3, 2, 1]}):
+        inputs = make_inputs(dtype, dim, scales=scales, device="cuda", **shape)
+        longest = int(inputs["query_lengths"].max())
+        error = relative_error(maxsim(**inputs, max_query_length=longest), by_loop(inputs))
+        assert error < (1e-5 if dtype in (torch.float32, torch.int8) else 1e-3)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("group", [1, 2, 16])
+def test_pairs_of_a_program_do_not_mix(group: int) -> None:
+    lengths = [300, 5, 0, 64, 1, 0, 129] * 9
+    inputs = make_inputs(torch.float16, 128, [70], lengths, None, device="cuda")
+    got = maxsim_triton(**inputs, tiling=Tiling(32, 64, 128, 4, 3, group))
+    assert relative_error(got, by_loop(inputs)) < 1e-3
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_the_compiled_kernel_never_waits_and_takes_no_memory() -> None:
+    inputs = make_inputs(
+        torch.bfloat16, 128, document_lengths=[300, 5, 1000] * 50, query_lengths=[32], pairs=None
+    )
+    inputs = {name: value.cuda() for name, value in inputs.items()}
+    wanted = maxsim_reference(**inputs)
+    out = torch.empty(150, device="cuda")
+    maxsim(**inputs, out=out)  # compiles
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        maxsim(**inputs, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() == before
+    torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_the_compiled_kernel_keeps_what_is_not_a_number_visible() -> None:
+    inputs = make_inputs(torch.bfloat16, 128, [3], [5, 140, 2], None, device="cuda")
+    inputs["documents"][inputs["document_starts"][1] + 70] = torch.nan
+    assert maxsim(**inputs).isnan().tolist() == [False, True, False]
