@@ -17,6 +17,7 @@ from penstock.core import Answer, Array, PoolingParams, Request
 from penstock.errors import BadValue, DeadlineExceeded
 from penstock.inputs.processor import MAX_PRIORITY, split_inputs
 from penstock.outputs.encoders import as_bytes, encode_rows
+from penstock.outputs.tokens import kept_tokens, token_rows
 
 OCTETS = b"application/octet-stream"
 
@@ -31,11 +32,9 @@ class Result:
 
     def rows(self) -> list[Array]:
         """The values of each row: a vector, or of per-token tasks a matrix [tokens, width]."""
-        values = self.answer.values
         if not self.request.params.per_token:
-            return list(values)
-        starts, lengths = self.request.starts, self.request.lengths
-        return [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+            return list(self.answer.values)
+        return token_rows(self.request, self.answer.values)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -139,7 +138,10 @@ def _bytes_reply(body: VectorFields, result: Result, head: dict[str, Any]) -> Re
         data.append({"index": index, **kind, **place})
         at += row.nbytes
     metadata = orjson.dumps({"object": "list", **head, "data": data, "usage": result.usage})
-    raw = as_bytes(result.answer.values, body.endianness)
+    values = result.answer.values
+    if result.request.keep is not None:
+        values, _ = kept_tokens(result.request, values)
+    raw = as_bytes(values, body.endianness)
     return Reply(raw, OCTETS, headers=[(b"metadata", metadata)])
 
 

@@ -69,7 +69,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         torch.set_num_threads(settings.threads)
     with torch.inference_mode():
         model = _model(spec, settings, dtype, device)
-        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device)
+        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
     cache, blocks = None, 0
     if settings.chunked:
         cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)

@@ -13,9 +13,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from penstock.core import Array, Ints, KVPlan, OutputDtype, StepPlan, StepResult
+from penstock.core import Array, Ints, KeyLimits, KVPlan, OutputDtype, StepPlan, StepResult
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Memory
+from penstock.layers.batch import Batch, Limits, Memory
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import cast
@@ -76,6 +76,7 @@ class ModelRunner:
                 "lengths": plan.lengths,
                 "skip": plan.skip,
                 **_kv_arrays(plan.kv),
+                **_limit_arrays(plan.limits),
                 **{
                     f"variant{i}": v.rows if v.tokens is None else v.tokens
                     for i, v in enumerate(plan.variants)
@@ -94,6 +95,7 @@ class ModelRunner:
             num_tokens=plan.num_tokens,
             num_rows=plan.num_rows,
             memory=self._memory(plan.kv, sent),
+            limits=_limits(plan.limits, sent),
         )
         return batch, [sent.get(f"variant{i}") for i in range(len(plan.variants))]
 
@@ -122,6 +124,26 @@ class ModelRunner:
             return StepResult(outputs, begin.elapsed_time(end) / 1000, finite)
 
         return self._thread.submit(collect)
+
+
+def _limit_arrays(limits: KeyLimits | None) -> dict[str, Ints]:
+    if limits is None:
+        return {}
+    names = ("tokens", "cu_lengths", "keys", "cu_keys")
+    return {f"limited_{name}": getattr(limits, name) for name in names}
+
+
+def _limits(limits: KeyLimits | None, sent: dict[str, Tensor]) -> Limits | None:
+    if limits is None:
+        return None
+    return Limits(
+        tokens=sent["limited_tokens"].long(),
+        cu_lengths=sent["limited_cu_lengths"],
+        keys=sent["limited_keys"].long(),
+        cu_keys=sent["limited_cu_keys"],
+        max_length=limits.max_length,
+        max_keys=limits.max_keys,
+    )
 
 
 def _kv_arrays(kv: KVPlan | None) -> dict[str, Ints]:
