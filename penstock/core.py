@@ -176,7 +176,7 @@ class RowSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthGroup:
-    """Neighbouring rows of equal length and context: a dense block inside the ragged run."""
+    """Neighbouring rows of equal length, context and keys: a dense block inside the ragged run."""
 
     first_row: int
     num_rows: int
@@ -184,6 +184,7 @@ class LengthGroup:
     first_token: int
     context: int = 0  # tokens of each row that earlier steps have run
     first_key: int = 0  # where the group begins in the run of keys, which has the context too
+    keys: int = 0  # leading tokens of each row that are attended to; 0: all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,8 +196,9 @@ class PairPlan:
     step's own run.
     """
 
-    query_starts: Ints  # [pairs]
-    query_lengths: Ints  # [pairs]
+    query_starts: Ints  # [queries]
+    query_lengths: Ints  # [queries]
+    pair_queries: Ints  # [pairs], the query of each
     document_starts: Ints  # [pairs]
     document_lengths: Ints  # [pairs]
     write_from: Ints  # [written], vectors of the run
@@ -245,6 +247,18 @@ class KVPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeyLimits:
+    """The rows of a step whose tokens attend to their leading ones only, apart from all others."""
+
+    tokens: Ints  # [tokens of these rows], their places in the step
+    cu_lengths: Ints  # [these rows + 1]
+    keys: Ints  # [keys of these rows], the places of the tokens that are attended to
+    cu_keys: Ints  # [these rows + 1]
+    max_length: int
+    max_keys: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step, described completely. Rows are ordered by length."""
 
@@ -258,6 +272,7 @@ class StepPlan:
     slices: tuple[RowSlice, ...]
     variants: tuple[Variant, ...]
     kv: KVPlan | None = None  # None: every row runs whole and nothing is kept
+    limits: KeyLimits | None = None  # None: every row attends to all its tokens
 
     @property
     def num_tokens(self) -> int:

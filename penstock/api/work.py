@@ -21,6 +21,7 @@ from penstock.inputs.several import want_also
 from penstock.outputs.encoders import as_bytes, encode_rows
 from penstock.outputs.sparse import SparseRow, sparse_rows
 from penstock.outputs.steps import check_steps, step_rows
+from penstock.outputs.tokens import token_rows
 
 OCTETS = b"application/octet-stream"
 
@@ -45,8 +46,7 @@ class Result:
             return step_rows(self.request, values, self.model.spec.step_tag)
         if not self.params.per_token:
             return list(values)
-        starts, lengths = self.request.starts, self.request.lengths
-        return [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        return token_rows(self.request, values)
 
     @property
     def usage(self) -> dict[str, int]:

@@ -12,7 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.checkpoint.dense import DenseSpec, read_dense
+from penstock.checkpoint.files import integer, optional_json, read_json
 from penstock.checkpoint.find import find, served_name
+from penstock.checkpoint.late import LateSpec, read_late
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.core import Task
 from penstock.errors import ModelLoadError
@@ -51,17 +54,6 @@ _STEP = "step"  # a pooling type that adds rewards of steps
 _STEP_TAG = "<extra_0>"  # what process reward models end a step with, unless told
 _SPLADE = "splade"  # a pooling type that adds a task to a masked-language model
 _LEXICAL_FILES = ("sparse_linear.safetensors", "sparse_linear.pt")  # BGE-M3's
-
-
-class DenseSpec(msgspec.Struct, frozen=True):
-    """A linear layer that stands after the pooling."""
-
-    folder: str
-    in_features: int
-    out_features: int
-    bias: bool
-    activation: str  # identity | tanh | relu | gelu | sigmoid | silu
-    residual: bool = False
 
 
 class PoolingSpec(msgspec.Struct, frozen=True):
@@ -114,6 +106,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     instruction_template: str | None = None  # with {instruction}, what goes before a text
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
+    late: LateSpec | None = None  # a vector a token, compared token by token
 
     @property
     def why_not_cut(self) -> str | None:
@@ -129,7 +122,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """How queries and documents are scored: read together, by one vector each, or token by token."""
         if Task.SCORE not in self.tasks:
             return None
-        if getattr(self, "late", None) is not None:
+        if self.late is not None:
             return "late"
         return "bi" if Task.CLASSIFY not in self.tasks else "cross"
 
@@ -147,6 +140,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """How many numbers a row of this task has."""
         if task is Task.EMBED:
             return self.embed_dim
+        if task is Task.SCORE:
+            return 1
         if task is Task.SPARSE:
             return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
@@ -158,7 +153,10 @@ def describe(config: EngineConfig) -> ModelSpec:
     name = config.served_model_name or served_name(config.model)
     spec = read_spec(folder, name, config.hf_overrides, config.pooler_config)
     if config.model_impl == "transformers":  # its hidden states, but neither its heads nor its cache
-        return msgspec.structs.replace(spec, tasks=(Task.EMBED, Task.TOKEN_EMBED), causal=False)
+        plain = {"tasks": (Task.EMBED, Task.TOKEN_EMBED), "causal": False}
+        if spec.late is not None:
+            plain |= {"late": None, "token_dim": spec.late.dense[0].in_features}
+        return msgspec.structs.replace(spec, **plain)
     return spec
 
 
@@ -169,16 +167,20 @@ def read_spec(
     pooler: PoolerConfig | None = None,
 ) -> ModelSpec:
     pooler = pooler or PoolerConfig()
-    config = _json(folder / "config.json") | (overrides or {})
+    config = read_json(folder / "config.json") | (overrides or {})
     architecture = _architecture(folder, config)
     modules = _modules(folder)
     transformer = _transformer_options(folder, modules)
-    pooling = _forced(_pooling(folder, modules, architecture, config), pooler)
+    table = optional_json(folder / "config_sentence_transformers.json")
+    hidden = integer(config, "hidden_size", "n_embd", "dim", "d_model")
+    late = read_late(folder, config, modules, table, overrides or {}, hidden)
+    pooling = _forced(_pooling(folder, modules, architecture, config, late), pooler)
     sparse = _sparse(folder, modules, architecture, pooler)
-    hidden = _integer(config, "hidden_size", "n_embd", "dim", "d_model")
+    causal = architecture.lower().startswith(_DECODERS) and is_causal(architecture, config)
+    if late is not None and causal:
+        raise ModelLoadError(f"late interaction is not supported on {architecture}, which is causal")
     embed_dim = pooling.dense[-1].out_features if pooling.dense else hidden * len(pooling.methods)
     positions = positions_of(config)
-    table = _optional_json(folder / "config_sentence_transformers.json")
     prompts = {str(key): str(text) for key, text in (table.get("prompts") or {}).items() if text is not None}
     return ModelSpec(
         folder=str(folder),
@@ -189,19 +191,20 @@ def read_spec(
         limit=_limit(positions, folder, transformer),
         positions=positions,
         embed_dim=embed_dim,
-        token_dim=hidden,
-        vocab_size=_integer(config, "vocab_size"),
+        token_dim=hidden if late is None else late.dim,
+        vocab_size=integer(config, "vocab_size"),
         pooling=pooling,
         prompts=prompts,
         default_prompt_name=table.get("default_prompt_name"),
         similarity=table.get("similarity_fn_name") or "cosine",
         lower_case=bool(transformer.get("do_lower_case", False)),
-        tasks=_tasks(architecture, config, sparse),
+        tasks=_tasks(architecture, config, sparse) if late is None else _late_tasks(modules),
         labels=_labels(architecture, config),
         sparse=sparse,
         reward=_reward(folder, architecture, config, pooler),
+        late=late,
         instruction_template=_GRITLM_TEMPLATE if architecture == "GritLM" else None,
-        causal=architecture.lower().startswith(_DECODERS) and is_causal(architecture, config),
+        causal=causal,
     )
 
 
@@ -219,6 +222,12 @@ def _tasks(architecture: str, config: Mapping[str, Any], sparse: SparseSpec | No
     if architecture.endswith("ForTokenClassification"):
         return (Task.TOKEN_CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
     return (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE)
+
+
+def _late_tasks(modules: list[tuple[str, str]]) -> tuple[Task, ...]:
+    """A vector for the whole text only where the files say how it is pooled."""
+    pooled = (Task.EMBED,) if any(kind == "Pooling" for kind, _ in modules) else ()
+    return (Task.TOKEN_EMBED, *pooled, Task.SCORE)
 
 
 def label_count(config: Mapping[str, Any], otherwise: int = 2) -> int:
@@ -260,26 +269,10 @@ def _reward(
 
 def _token_id(folder: Path, token: str) -> int | None:
     """The id of an added token, without loading the tokenizer."""
-    for entry in _optional_json(folder / "tokenizer.json").get("added_tokens") or ():
+    for entry in optional_json(folder / "tokenizer.json").get("added_tokens") or ():
         if entry.get("content") == token:
             return int(entry["id"])
     return None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(file.read_bytes())
-    except FileNotFoundError:
-        raise ModelLoadError(f"{file.parent} is not a model folder: it has no {file.name}") from None
-    except msgspec.DecodeError as error:
-        raise ModelLoadError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{file} should hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _optional_json(file: Path) -> dict[str, Any]:
-    return _json(file) if file.is_file() else {}
 
 
 def _architecture(folder: Path, config: dict[str, Any]) -> str:
@@ -289,13 +282,6 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
     if kind := config.get("model_type"):
         return str(kind)
     raise ModelLoadError(f"{folder / 'config.json'} names neither architectures nor model_type")
-
-
-def _integer(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if isinstance(config.get(name), int):
-            return int(config[name])
-    raise ModelLoadError(f"config.json has no integer {' or '.join(names)}")
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -323,7 +309,7 @@ def _transformer_options(folder: Path, modules: list[tuple[str, str]]) -> dict[s
     for place in places:
         for name in names:
             if (place / name).is_file():
-                return _json(place / name)
+                return read_json(place / name)
     return {}
 
 
@@ -353,7 +339,11 @@ def _plain_pooling(architecture: str, config: Mapping[str, Any]) -> PoolingSpec:
 
 
 def _pooling(
-    folder: Path, modules: list[tuple[str, str]], architecture: str, config: Mapping[str, Any]
+    folder: Path,
+    modules: list[tuple[str, str]],
+    architecture: str,
+    config: Mapping[str, Any],
+    late: LateSpec | None = None,
 ) -> PoolingSpec:
     if not modules:
         return _plain_pooling(architecture, config)
@@ -361,12 +351,12 @@ def _pooling(
     include_prompt, normalize, dense = True, False, []
     for kind, path in modules:
         if kind == "Pooling":
-            values = _json(folder / path / "config.json")
+            values = read_json(folder / path / "config.json")
             methods, include_prompt = _methods(values), bool(values.get("include_prompt", True))
-        elif kind == "Dense":
+        elif kind == "Dense" and late is None:  # of a late-interaction model they project the tokens
             if normalize:
                 raise ModelLoadError(f"{path}: a Dense module after Normalize is not supported")
-            dense.append(_dense(folder, path))
+            dense.append(read_dense(folder, path))
         elif kind == "Normalize":
             normalize = True
     return PoolingSpec(methods, include_prompt, tuple(dense), normalize)
@@ -390,26 +380,6 @@ def pooling_method(name: str) -> str:
     return _METHOD_NAMES[key]
 
 
-def _dense(folder: Path, path: str) -> DenseSpec:
-    values = _json(folder / path / "config.json")
-    activation = str(values.get("activation_function") or "tanh").rsplit(".", 1)[-1].lower()
-    supported = ("identity", "tanh", "relu", "gelu", "sigmoid", "silu")
-    if activation not in supported:
-        raise ModelLoadError(
-            f"{path}: activation {activation!r} is not supported; known: {', '.join(supported)}"
-        )
-    if values.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise ModelLoadError(f"{path}: a Dense module on {values['module_input_name']!r} is not supported")
-    return DenseSpec(
-        folder=path,
-        in_features=_integer(values, "in_features"),
-        out_features=_integer(values, "out_features"),
-        bias=bool(values.get("bias", True)),
-        activation=activation,
-        residual=bool(values.get("use_residual", False)),
-    )
-
-
 def _sparse(
     folder: Path, modules: list[tuple[str, str]], architecture: str, pooler: PoolerConfig
 ) -> SparseSpec | None:
@@ -420,7 +390,7 @@ def _sparse(
                 f"{architecture} has no weights for SPLADE, which needs a masked-language model",
                 param="model",
             )
-        return _splade(_json(places[0] / "config.json")) if places else SparseSpec("splade")
+        return _splade(read_json(places[0] / "config.json")) if places else SparseSpec("splade")
     if architecture.endswith(("Model", "ForMaskedLM")):
         for file in _LEXICAL_FILES:
             if (folder / file).is_file():
@@ -460,7 +430,7 @@ def with_limit(spec: ModelSpec, limit: int) -> ModelSpec:
 def positions_of(config: Mapping[str, Any]) -> int:
     if config.get("model_type") == "nomic_bert":
         return _nomic_positions(config)
-    positions = _integer(config, "max_position_embeddings", "n_positions")
+    positions = integer(config, "max_position_embeddings", "n_positions")
     if config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
         positions -= int(config.get("pad_token_id", 1)) + 1  # these count positions from pad + 1
     return positions
@@ -468,7 +438,7 @@ def positions_of(config: Mapping[str, Any]) -> int:
 
 def _nomic_positions(config: Mapping[str, Any]) -> int:
     """With a scaling factor, angles beyond the trained length would depend on the length of each text."""
-    positions = _integer(config, "n_positions", "max_position_embeddings")
+    positions = integer(config, "n_positions", "max_position_embeddings")
     if config.get("rotary_scaling_factor") is None:
         return positions
     return min(positions, int(config.get("max_trained_positions") or positions))
@@ -478,7 +448,7 @@ def _limit(positions: int, folder: Path, transformer: dict[str, Any]) -> int:
     """What the model is meant for: the smallest of positions, sentence-transformers, tokenizer."""
     if isinstance(transformer.get("max_seq_length"), int):
         return min(positions, int(transformer["max_seq_length"]))
-    meant = _optional_json(folder / "tokenizer_config.json").get("model_max_length")
+    meant = optional_json(folder / "tokenizer_config.json").get("model_max_length")
     if isinstance(meant, int) and meant < 1_000_000:
         return min(positions, meant)
     return positions

@@ -87,7 +87,7 @@ def gather(config: EngineConfig) -> dict[str, Any]:
         "name": spec.name,
         "folder": spec.folder,
         "architecture": spec.architecture,
-        "supported": _supported(spec.architecture, config.device),
+        "supported": _supported(spec, config.device),
         "tasks": [task.value for task in spec.tasks],
         **{name: _first(spec.config, keys) for name, keys in _SIZES.items()},
         "vocabulary": spec.vocab_size,
@@ -119,15 +119,15 @@ def _pooling(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _supported(architecture: str, device: str) -> bool | None:
+def _supported(spec: ModelSpec, device: str) -> bool | None:
     """Whether this version can build the model; moot on the null device."""
     from penstock.errors import ModelLoadError
-    from penstock.models.registry import find_family
+    from penstock.models.registry import backbone_of, find_family
 
     if device == "null":
         return None
     try:
-        find_family(architecture)
+        find_family(backbone_of(spec.architecture, spec.config))
     except ModelLoadError:
         return False
     return True

@@ -29,6 +29,7 @@ from penstock.outputs.chunks import combine
 from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
 from penstock.outputs.sparse import SparseRow, Term, check_min_weight, sparse_rows, with_tokens
 from penstock.outputs.steps import check_steps, step_rows
+from penstock.outputs.tokens import token_rows
 from penstock.runner.load import settle
 
 WINDOW = 2048  # texts that are tokenised and ordered by length together
@@ -135,7 +136,11 @@ class Engine:
         priority: int = 0,
         **options: Any,
     ) -> list[NDArray[Any]]:
-        """One vector a token: for each text an array [tokens, dimensions], special tokens included."""
+        """One vector a token: for each text an array [tokens, dimensions], special tokens included.
+
+        A late-interaction model reads texts as documents and leaves out the tokens of its skip list;
+        `input_type="query"` makes them queries.
+        """
         params = PoolingParams(Task.TOKEN_EMBED, dimensions, normalize, _output_dtype(dtype))
         return self._token_rows(texts, params, _options(options), progress, priority)
 
@@ -299,7 +304,7 @@ class Engine:
     ) -> list[NDArray[Any]]:
         rows: list[NDArray[Any]] = []
         for request, answer in self._answers(inputs, params, options, progress, priority):
-            rows += np.split(answer.values, request.starts[1:])
+            rows += token_rows(request, answer.values)
         return rows
 
     def _answers(
@@ -498,7 +503,7 @@ class AsyncEngine:
         """As `Engine.token_embed`."""
         params = PoolingParams(Task.TOKEN_EMBED, dimensions, normalize, _output_dtype(dtype))
         request, answer = await self._run(texts, params, _options(options), priority)
-        return list(np.split(answer.values, request.starts[1:]))
+        return token_rows(request, answer.values)
 
     async def classify(
         self, texts: Inputs, *, use_activation: bool = True, priority: int = 0, **options: Any
@@ -514,7 +519,7 @@ class AsyncEngine:
         """As `Engine.token_classify`."""
         params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
         request, answer = await self._run(texts, params, _options(options), priority)
-        return list(np.split(answer.values, request.starts[1:]))
+        return token_rows(request, answer.values)
 
     async def entities(
         self, texts: Inputs, *, aggregation: Aggregation = "simple", priority: int = 0, **options: Any

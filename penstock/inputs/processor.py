@@ -7,7 +7,7 @@ and blocking, to be called on a worker thread; `api` batches the texts of concur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,7 +17,8 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.core import MAX_TERMS, MAX_TOP_K, Ints, OutputDtype, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.instruction import InstructionEnd
-from penstock.inputs.prompts import choose_prompt
+from penstock.inputs.late import Framing, LateInputs
+from penstock.inputs.prompts import choose_prompt, is_query
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, fit, settle_limit
 
@@ -54,6 +55,7 @@ class InputProcessor:
         after = spec.pooling.after
         self._instruction_end = InstructionEnd(tokenizer, after) if after is not None else None
         self._prompt_lengths: dict[tuple[str, bool], int] = {}
+        self.late = None if spec.late is None else LateInputs(spec, tokenizer)
 
     def prepare(
         self, request_id: str, inputs: Inputs, params: PoolingParams, options: InputOptions = DEFAULT_OPTIONS
@@ -110,6 +112,8 @@ class InputProcessor:
 
     def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
         prompt = self.prompt(options)
+        if self.late is not None:
+            return [(prompt + text).strip() for text in texts]
         return [prompt + text for text in texts] if prompt else list(texts)
 
     def join(
@@ -122,14 +126,15 @@ class InputProcessor:
         from_text: bool,
     ) -> Request:
         """Rows of token ids, cut to the limit, as one flat request."""
+        if from_text and self.late is not None and params.task is Task.TOKEN_EMBED:
+            return self._late_request(self.late, request_id, rows, params, options)
         limit = self.spec.limit
         cut_at = settle_limit(options.truncate_prompt_tokens, limit)
         framed = from_text and options.add_special_tokens
         frame = (self.tokenizer.prefix, self.tokenizer.suffix) if framed else (0, 0)
         rows = fit(rows, cut_at, limit, frame, options.truncation_side)
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
-        if not lengths.all():
-            raise BadValue(f"input {int(np.argmin(lengths))} has no tokens", param="input")
+        _refuse_empty(lengths)
         token_ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if not from_text:
             self._check_range(token_ids)
@@ -144,6 +149,25 @@ class InputProcessor:
             cache_salt=options.cache_salt,
         )
 
+    def _late_request(
+        self,
+        late: LateInputs,
+        request_id: str,
+        rows: list[Ints],
+        params: PoolingParams,
+        options: InputOptions,
+    ) -> Request:
+        """Queries or documents of a late-interaction model. Queries have the model's own length."""
+        special = options.add_special_tokens
+        frame = (self.tokenizer.prefix, self.tokenizer.suffix) if special else (0, 0)
+        framing = Framing(frame, options.truncation_side)
+        if is_query(options.input_type or options.prompt_name):
+            made = late.query_rows(rows, framing)
+        else:
+            made = late.document_rows(rows, options.truncate_prompt_tokens, framing)
+        _refuse_empty(made.lengths)
+        return Request(request_id, made.token_ids, made.lengths, params, keys=made.keys, keep=made.keep)
+
     def reads_last_token_only(self, params: PoolingParams) -> bool:
         """Then earlier tokens may come from a cached prefix, whose hidden states are gone."""
         if params.task is Task.EMBED:
@@ -151,7 +175,10 @@ class InputProcessor:
         return self.spec.causal and not params.reads_tokens
 
     def prompt(self, options: InputOptions) -> str:
-        """What goes before each text."""
+        """What goes before each text. A late-interaction model reads documents unless told otherwise."""
+        named = (options.prompt_name, options.prompt, options.instruction, options.input_type)
+        if self.late is not None and not any(named) and self.spec.default_prompt_name is None:
+            options = replace(options, input_type="document")
         return choose_prompt(
             self.spec,
             prompt_name=options.prompt_name,
@@ -211,6 +238,11 @@ def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[st
     if _is_int(inputs[0]):
         return None, [_ids(inputs, 0)]
     return None, [_ids(row, index) for index, row in enumerate(inputs)]
+
+
+def _refuse_empty(lengths: Ints) -> None:
+    if not lengths.all():
+        raise BadValue(f"input {int(np.argmin(lengths))} has no tokens", param="input")
 
 
 def _is_int(value: Any) -> bool:

@@ -19,6 +19,14 @@ _INPUT_TYPES = {
 }
 
 
+_QUERIES = {"query", *_INPUT_TYPES["query"], *_INPUT_TYPES["search_query"]}
+
+
+def is_query(name: str | None) -> bool:
+    """Whether an input type, or the name of a prompt, says that texts are queries; others are documents."""
+    return name in _QUERIES
+
+
 def choose_prompt(
     spec: ModelSpec,
     *,

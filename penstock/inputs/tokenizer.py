@@ -68,6 +68,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_id(self, token: str) -> int | None:
+        number: int | None = self._rust.token_to_id(token)
+        return number
+
     def token_strings(self, ids: Sequence[int]) -> list[str | None]:
         return [self._rust.id_to_token(int(i)) for i in ids]
 

@@ -8,7 +8,7 @@ bias is added to the scores.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.layers.batch import Batch
+from penstock.core import LengthGroup
+from penstock.layers.batch import Batch, Limits
 
 ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added to the scores
 
@@ -48,6 +49,8 @@ def attend(
     layer: int = 0,
 ) -> Tensor:
     """Attention within each row → [tokens, heads · dim]. `layer` finds the row's earlier tokens."""
+    if batch.limits is not None and kind.causal:
+        raise ValueError("rows with a key limit need attention that looks ahead")
     if batch.memory is not None:
         key, value = batch.memory.recall(layer, key, value)
     if query.is_cuda and bias is None and query.dtype in (torch.bfloat16, torch.float16):
@@ -68,15 +71,33 @@ def _by_length(
 ) -> Tensor:
     tokens, heads, dim = query.shape
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+    _fill(out, batch.groups, query, key, value, kind, bias)
+    return out
+
+
+def _fill(
+    out: Tensor,
+    groups: Iterable[LengthGroup],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kind: AttentionKind,
+    bias: ScoreBias | None,
+) -> None:
+    """Write the tokens of these groups, each of which is one call."""
+    _, heads, dim = query.shape
     grouped = key.shape[1] != heads
     on_cpu = query.device.type == "cpu"
-    for group in batch.groups:
+    for group in groups:
         rows, length, first = group.num_rows, group.length, group.first_token
         stop, seen = first + rows * length, length + group.context
         keys = slice(group.first_key, group.first_key + rows * seen)
         q = query[first:stop].view(rows, length, -1, dim).transpose(1, 2)
         k, v = (x[keys].view(rows, seen, -1, dim).transpose(1, 2) for x in (key, value))
         mask, causal = _mask(length, group.context, kind, bias, query)
+        if group.keys:
+            k, v = k[:, :, : group.keys], v[:, :, : group.keys]
+            mask = None if mask is None else mask[..., : group.keys]
         if on_cpu and length <= _SHORT and mask is None and not causal and not grouped:
             context = _short_rows(q, k, v, kind.scale)
         else:
@@ -84,16 +105,16 @@ def _by_length(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=kind.scale, enable_gqa=grouped
             )
         out[first:stop].view(rows, length, heads, dim).copy_(context.transpose(1, 2))
-    return out
 
 
 def _short_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Plain batched products for [rows, heads, length, dim]: below some length their scores fit the cache,
+    """Plain batched products for query [rows, heads, length, dim], key and value of as many tokens or
+    fewer: below some length their scores fit the cache,
     and the library's tiled kernel spends more on its tiles than they save."""
     rows, heads, length, dim = query.shape
-    q, k, v = (x.reshape(rows * heads, length, dim) for x in (query, key, value))
+    q, k, v = (x.reshape(rows * heads, -1, dim) for x in (query, key, value))
     scores = torch.baddbmm(
-        q.new_empty(()).expand(rows * heads, length, length),
+        q.new_empty(()).expand(rows * heads, length, k.shape[1]),
         q,
         k.transpose(1, 2),
         beta=0,
@@ -160,4 +181,35 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: Atten
         **_gqa_flag(grouped=key.shape[1] != query.shape[1]),
     )
     assert isinstance(out, Tensor)
+    if batch.limits is not None:
+        _redo_limited(out, query, key, value, batch, batch.limits, kind)
     return out.flatten(1)
+
+
+def _redo_limited(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, batch: Batch, limits: Limits, kind: AttentionKind
+) -> None:
+    """Rows with a key limit, which are few and short, once more with their own keys.
+
+    A window is measured from a row's end by the library, so with fewer keys it would be misplaced: rows
+    that it does not reach across go without it, longer ones by length.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    if kind.window is not None and kind.window < limits.max_length - 1:
+        limited = [group for group in batch.groups if group.keys]
+        _fill(out.view(len(out), -1), limited, query, key, value, kind, None)
+        return
+    own = varlen_attn(
+        query.index_select(0, limits.tokens),
+        key.index_select(0, limits.keys),
+        value.index_select(0, limits.keys),
+        limits.cu_lengths,
+        limits.cu_keys,
+        limits.max_length,
+        limits.max_keys,
+        scale=kind.scale,
+        **_gqa_flag(grouped=key.shape[1] != query.shape[1]),
+    )
+    assert isinstance(own, Tensor)
+    out.index_copy_(0, limits.tokens, own)

@@ -53,6 +53,18 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Limits:
+    """`core.KeyLimits` on the device."""
+
+    tokens: Tensor  # int64 [tokens of these rows]
+    cu_lengths: Tensor  # int32 [these rows + 1]
+    keys: Tensor  # int64 [keys of these rows]
+    cu_keys: Tensor  # int32 [these rows + 1]
+    max_length: int
+    max_keys: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     token_ids: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
@@ -65,6 +77,7 @@ class Batch:
     num_tokens: int
     num_rows: int
     memory: Memory | None = None
+    limits: Limits | None = None  # of rows that attend to their leading tokens only
 
     @property
     def totals(self) -> Tensor:

@@ -12,6 +12,7 @@ from penstock.checkpoint.spec import label_count
 from penstock.core import Task
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
+from penstock.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,13 @@ DISTILBERT_MLM = MaskedLMNames(
 )
 
 
-class Backbone(Protocol):
+class HasHeads(Protocol):
     hidden_size: int
-    prefix: str  # of the backbone's tensors
     heads: dict[Task, TaskHead]
+
+
+class Backbone(HasHeads, Protocol):
+    prefix: str  # of the backbone's tensors
 
 
 def add_head(
@@ -55,6 +59,13 @@ def add_head(
     labels = label_count(config)
     project = Stack(*before, build.linear(name, model.hidden_size, labels))
     model.heads[head] = TaskHead(method if head is Task.CLASSIFY else "all", project, labels)
+
+
+def add_token_projection(model: HasHeads, build: LayerBuilder, config: Mapping[str, Any]) -> None:
+    """ColBERT's: every hidden state to a short vector, with the layer that lies beside the backbone."""
+    dim: int = config["dim"]
+    weight = build.weights.take("linear.weight", dim, model.hidden_size)  # small: never quantised
+    model.heads[Task.TOKEN_EMBED] = TaskHead("all", Linear(weight, None), dim)
 
 
 def add_masked_lm_head(

@@ -1,7 +1,7 @@
 """Any architecture that transformers knows, under Penstock's scheduler and poolers.
 
 Slower than a native family, and only its hidden states: rows of equal length go through the Hugging
-Face module as one batch, so that nothing is padded and nothing needs a mask.
+Face module as one batch, so that nothing is padded and only a key limit needs a mask.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class TransformersModel:
             shape = (group.num_rows, group.length)
             ids = batch.token_ids[group.first_token : stop].view(shape).long()
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if group.keys:
+                inputs["attention_mask"][:, group.keys :] = 0
             if batch.type_ids is not None and self.segments:
                 inputs["token_type_ids"] = batch.type_ids[group.first_token : stop].view(shape).long()
             hidden: Tensor = self.module(**inputs).last_hidden_state.flatten(0, 1)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.checkpoint.late import STANFORD
 from penstock.core import Task
 from penstock.errors import ModelLoadError
 
@@ -53,6 +54,7 @@ HEADS: dict[str, Task | None] = {
     "ForRewardModel": Task.REWARD,
     "ForProcessRewardModel": Task.REWARD,
 }
+LATE = STANFORD  # a class name that says nothing of its backbone: model_type does
 
 
 class Model(Protocol):
@@ -81,7 +83,7 @@ def build_model(
 
     `splade` asks for the masked-language head, which most checkpoints carry without a use for it.
     """
-    builder, head = find_family(architecture)
+    builder, head = find_family(backbone_of(architecture, config))
     head = Task.SPARSE if splade else head
     module, function = builder.split(":")
     make = getattr(importlib.import_module(f"penstock.models.{module}"), function)
@@ -90,8 +92,17 @@ def build_model(
         raise ModelLoadError(f"SPLADE is not supported on {architecture}", param="model")
     if head is not None and head not in model.heads:
         raise ModelLoadError(f"task {head.value!r} is not supported on {architecture}", param="model")
+    if architecture == LATE:
+        from penstock.models.heads import add_token_projection
+
+        add_token_projection(model, build, config)
     build.weights.finish(model.unneeded)
     return model
+
+
+def backbone_of(architecture: str, config: Mapping[str, Any]) -> str:
+    """The class name or model_type that decides which file builds the model."""
+    return str(config.get("model_type")) if architecture == LATE else architecture
 
 
 def find_family(architecture: str) -> tuple[str, Task | None]:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import DenseSpec, ModelSpec, label_count
+from penstock.checkpoint.dense import DenseSpec
+from penstock.checkpoint.spec import ModelSpec, label_count
 from penstock.core import PoolingParams, Task, Variant
 from penstock.layers.batch import Batch
-from penstock.layers.head import TaskHead
+from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, unit
 from penstock.pooling.methods import CARRIED, METHODS
@@ -32,6 +33,7 @@ class Pooler:
         self.dense = dense
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
+        self.normalize_tokens = spec.pooling.normalize or spec.late is not None
         self.activate = softmax_or_sigmoid(spec.config)
         self.scorer: PairScorer | None = None  # given where the model scores pairs by their vectors
         self.splade: Splade | None = None
@@ -91,7 +93,7 @@ class Pooler:
     def _of_task(self, task: Task, steps: bool, hidden: Tensor, batch: Batch) -> Tensor:
         if task is Task.EMBED:
             return self._pool(hidden, batch)
-        if task is Task.TOKEN_EMBED:
+        if task is Task.TOKEN_EMBED and task not in self.heads:
             return hidden.float()
         head = self.heads[task]
         all_tokens = steps or head.method == "all"
@@ -108,7 +110,8 @@ class Pooler:
     def _finish(self, values: Tensor, params: PoolingParams) -> Tensor:
         """Cut, normalise or activate, in fp32. A cut vector is renormalised unless the caller declines."""
         if params.task in (Task.EMBED, Task.TOKEN_EMBED):
-            normalize = self.normalize or params.dimensions is not None
+            own = self.normalize_tokens if params.task is Task.TOKEN_EMBED else self.normalize
+            normalize = own or params.dimensions is not None
             if params.dimensions is not None:
                 values = values[:, : params.dimensions]
             if normalize if params.normalize is None else params.normalize:
@@ -134,17 +137,33 @@ def softmax_or_sigmoid(config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
 
 
 def build_pooler(
-    spec: ModelSpec, heads: Mapping[Task, TaskHead], load_format: str, seed: int, device: torch.device
+    spec: ModelSpec,
+    heads: Mapping[Task, TaskHead],
+    load_format: str,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> Pooler:
-    """Dense modules are small and stand last, so they stay in fp32 whatever the model runs in."""
+    """Dense modules on pooled vectors are small, so they stay in fp32 whatever the model runs in; those on
+    every token run in its `dtype`."""
     dense = [_dense(spec, dense, load_format, seed, device) for dense in spec.pooling.dense]
+    if spec.late is not None and Task.TOKEN_EMBED not in heads:
+        layers = [_dense(spec, dense, load_format, seed, device, dtype) for dense in spec.late.dense]
+        heads = {**heads, Task.TOKEN_EMBED: TaskHead("all", Stack(*layers), spec.late.dim)}
     if spec.sparse is not None and spec.sparse.kind == "lexical":
         heads = {**heads, Task.SPARSE: lexical_head(spec, spec.sparse, load_format, seed, device)}
     return Pooler(spec, heads, dense)
 
 
-def _dense(spec: ModelSpec, dense: DenseSpec, load_format: str, seed: int, device: torch.device) -> Dense:
-    weights = open_weights(spec.path / dense.folder, load_format, seed, torch.float32, device)
+def _dense(
+    spec: ModelSpec,
+    dense: DenseSpec,
+    load_format: str,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Dense:
+    weights = open_weights(spec.path / dense.folder, load_format, seed, dtype, device)
     weight = weights.take("linear.weight", dense.out_features, dense.in_features)
     bias = weights.take("linear.bias", dense.out_features) if dense.bias else None
     residual = None

@@ -73,7 +73,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         torch.set_num_threads(settings.threads)
     with torch.inference_mode():
         model = _model(spec, settings, dtype, device)
-        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device)
+        pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
     pooler.scorer = _scorer(spec, settings, device)
     places = 0 if pooler.scorer is None else len(pooler.scorer.store)
     cache, blocks = None, 0

@@ -13,9 +13,19 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from penstock.core import Array, Ints, KVPlan, OutputDtype, PairPlan, StepPlan, StepResult, Variant
+from penstock.core import (
+    Array,
+    Ints,
+    KeyLimits,
+    KVPlan,
+    OutputDtype,
+    PairPlan,
+    StepPlan,
+    StepResult,
+    Variant,
+)
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Memory
+from penstock.layers.batch import Batch, Limits, Memory
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import cast
@@ -79,6 +89,7 @@ class ModelRunner:
                 "skip": plan.skip,
                 **_kv_arrays(plan.kv),
                 **{f"variant{i}": _index(v) for i, v in enumerate(plan.variants)},
+                **_limit_arrays(plan.limits),
                 **{
                     f"pairs{i}.{name}": array
                     for i, v in enumerate(plan.variants)
@@ -98,6 +109,7 @@ class ModelRunner:
             num_tokens=plan.num_tokens,
             num_rows=plan.num_rows,
             memory=self._memory(plan.kv, sent),
+            limits=_limits(plan.limits, sent),
         )
         index = [sent.get(f"variant{i}") for i in range(len(plan.variants))]
         return batch, index, _pairs(plan, sent)
@@ -148,6 +160,26 @@ def _pairs(plan: StepPlan, sent: dict[str, Tensor]) -> dict[int, PairTensors]:
             arrays = [sent[f"pairs{i}.{name}"] for name in _pair_arrays(pairs)]
             out[i] = PairTensors(pairs, *arrays)
     return out
+
+
+def _limit_arrays(limits: KeyLimits | None) -> dict[str, Ints]:
+    if limits is None:
+        return {}
+    names = ("tokens", "cu_lengths", "keys", "cu_keys")
+    return {f"limited_{name}": getattr(limits, name) for name in names}
+
+
+def _limits(limits: KeyLimits | None, sent: dict[str, Tensor]) -> Limits | None:
+    if limits is None:
+        return None
+    return Limits(
+        tokens=sent["limited_tokens"].long(),
+        cu_lengths=sent["limited_cu_lengths"],
+        keys=sent["limited_keys"].long(),
+        cu_keys=sent["limited_cu_keys"],
+        max_length=limits.max_length,
+        max_keys=limits.max_keys,
+    )
 
 
 def _kv_arrays(kv: KVPlan | None) -> dict[str, Ints]:

@@ -24,7 +24,7 @@ class NullRunner:
 
     def _fill(self, plan: StepPlan, variant: Variant) -> Array:
         if variant.pairs is not None:
-            return np.ones((len(variant.pairs.query_starts), 1), dtype=np.float32)
+            return np.ones((len(variant.pairs.pair_queries), 1), dtype=np.float32)
         rows = plan.num_rows if variant.rows is None else len(variant.rows)
         if variant.params.per_token:
             rows = plan.num_tokens if variant.tokens is None else len(variant.tokens)

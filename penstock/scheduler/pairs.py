@@ -38,22 +38,24 @@ def pair_variant(
         document_starts = [cu_lengths[part.document_slots] for part in parts]
     else:
         tokens, query_starts, document_starts = _kept_run(parts, lengths, cu_lengths)
-    run = [
-        _against(part, part.documents, starts) for part, starts in zip(parts, document_starts, strict=True)
-    ]
-    store = [_against(part, part.stored, _held(part).starts[part.stored]) for part in parts]
+    counts = np.array([part.piece.request.num_queries for part in parts], dtype=np.int32)
+    placed = list(zip(parts, cumulative(counts)[:-1].tolist(), document_starts, strict=True))
+    run = [_against(part, base, part.documents, starts) for part, base, starts in placed]
+    store = [_against(part, base, part.stored, _held(part).starts[part.stored]) for part, base, _ in placed]
     columns = [np.concatenate(column) for column in zip(*run, *store, strict=True)]
     write_from, write_to = _writes(parts, query_starts, document_starts)
+    query_lengths = _of_queries(parts, "lengths")
     plan = PairPlan(
-        query_starts=columns[0],
-        query_lengths=columns[1],
-        document_starts=columns[2],
-        document_lengths=columns[3],
+        query_starts=_of_queries(parts, "starts"),
+        query_lengths=query_lengths,
+        pair_queries=columns[0],
+        document_starts=columns[1],
+        document_lengths=columns[2],
         write_from=write_from,
         write_to=write_to,
         from_store=sum(len(part.stored) for part in parts),
-        max_query=int(columns[1].max(initial=0)),
-        max_document=int(columns[3].max(initial=0)),
+        max_query=int(query_lengths.max(initial=0)),
+        max_document=int(columns[2].max(initial=0)),
     )
     return Variant(params, np.concatenate([part.document_slots for part in parts]), tokens, plan)
 
@@ -71,12 +73,16 @@ def _held(part: _Part) -> Held:
     return part.piece.held
 
 
-def _against(part: _Part, documents: Ints, starts: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Query start and length, document start and length of each pair."""
-    request, held = part.piece.request, _held(part)
+def _of_queries(parts: list[_Part], name: str) -> Ints:
+    return np.concatenate([getattr(_held(part), name)[: part.piece.request.num_queries] for part in parts])
+
+
+def _against(part: _Part, base: int, documents: Ints, starts: Ints) -> tuple[Ints, Ints, Ints]:
+    """The query of each pair, counted over all requests; start and length of its document."""
+    request = part.piece.request
     assert request.pairs is not None
     query = request.pairs[documents - request.num_queries]
-    return held.starts[query], held.lengths[query], starts, held.lengths[documents]
+    return query + base, starts, _held(part).lengths[documents]
 
 
 def _kept_run(parts: list[_Part], lengths: Ints, cu_lengths: Ints) -> tuple[Ints, list[Ints], list[Ints]]:

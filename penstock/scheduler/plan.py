@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.core import (
     Ints,
+    KeyLimits,
     KVPlan,
     LengthGroup,
     PoolingParams,
@@ -23,15 +24,20 @@ from penstock.scheduler.scheduler import Share
 
 
 def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
-    """Lay the rows of all shares out as one ragged run, ordered by length and then by context."""
+    """Lay the rows of all shares out as one ragged run, ordered by length and then by context or keys."""
     pieces = [_piece(share) for share in shares]
     lengths = np.concatenate([piece.lengths for piece in pieces])
     context = _joined([piece.context for piece in pieces], [len(p.lengths) for p in pieces])
-    if context is None:
+    keys = _attended(pieces, lengths)
+    if context is not None and keys is not None:
+        raise ValueError("a row that may be cut has no key limit: its tokens attend to all before them")
+    second = context if keys is None else keys
+    if second is None:
         order = np.argsort(lengths, kind="stable").astype(np.int32)
     else:
-        order = np.lexsort((context, lengths)).astype(np.int32)
-        context = context[order]
+        order = np.lexsort((second, lengths)).astype(np.int32)
+        context = None if context is None else context[order]
+        keys = None if keys is None else keys[order]
     slot_of = np.empty_like(order)
     slot_of[order] = np.arange(len(order), dtype=np.int32)
 
@@ -51,10 +57,11 @@ def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
         lengths=lengths,
         type_ids=None if type_ids is None else type_ids[where],
         skip=None if skip is None else skip[order],
-        groups=_groups(lengths, cu_lengths, context),
+        groups=_groups(lengths, cu_lengths, context, keys),
         slices=slices,
         variants=_variants(slices, lengths, cu_lengths),
         kv=None if context is None else _kv_plan(shares, order, lengths, context, block_size),
+        limits=None if keys is None else _limits(lengths, cu_lengths, keys),
     )
 
 
@@ -66,12 +73,14 @@ class _Piece(NamedTuple):
     context: Ints | None
     type_ids: Ints | None
     skip: Ints | None
+    keys: Ints | None
 
 
 def _piece(share: Share) -> _Piece:
     request, rows = share.request, share.rows
     if share.begins is None and request.num_rows == 1:
-        return _Piece(request.token_ids, request.lengths, None, request.type_ids, request.skip)
+        whole = (request.type_ids, request.skip, request.keys)
+        return _Piece(request.token_ids, request.lengths, None, *whole)
     lengths, starts = request.lengths[rows], request.starts[rows]
     if share.begins is not None and share.ends is not None:
         lengths, starts = share.ends - share.begins, starts + share.begins
@@ -82,7 +91,17 @@ def _piece(share: Share) -> _Piece:
         share.begins,
         None if request.type_ids is None else request.type_ids[where],
         None if request.skip is None else request.skip[rows],
+        None if request.keys is None else request.keys[rows],
     )
+
+
+def _attended(pieces: Sequence[_Piece], lengths: Ints) -> Ints | None:
+    """How many leading tokens of each row are attended to; None where it is all of every row."""
+    keys = _joined([piece.keys for piece in pieces], [len(piece.lengths) for piece in pieces])
+    if keys is None:
+        return None
+    keys = np.where(keys > 0, np.minimum(keys, lengths), lengths)
+    return None if (keys == lengths).all() else keys
 
 
 def _joined(parts: list[Ints | None], sizes: list[int]) -> Ints | None:
@@ -105,8 +124,13 @@ def _slices(shares: Sequence[Share], slot_of: Ints) -> tuple[RowSlice, ...]:
     return tuple(slices)
 
 
-def _groups(lengths: Ints, cu_lengths: Ints, context: Ints | None) -> tuple[LengthGroup, ...]:
+def _groups(
+    lengths: Ints, cu_lengths: Ints, context: Ints | None, limited: Ints | None
+) -> tuple[LengthGroup, ...]:
     changes = np.diff(lengths, prepend=-1) != 0
+    if limited is not None:
+        changes |= np.diff(limited, prepend=-1) != 0
+        limited = np.where(limited < lengths, limited, 0)
     if context is not None:
         changes |= np.diff(context, prepend=-1) != 0
     firsts = np.flatnonzero(changes)
@@ -123,8 +147,22 @@ def _groups(lengths: Ints, cu_lengths: Ints, context: Ints | None) -> tuple[Leng
             int(cu_lengths[first]),
             int(context[first]),
             int(keys[first]),
+            0 if limited is None else int(limited[first]),
         )
         for first, count in zip(firsts, counts, strict=True)
+    )
+
+
+def _limits(lengths: Ints, cu_lengths: Ints, keys: Ints) -> KeyLimits:
+    rows = np.flatnonzero(keys < lengths).astype(np.int32)
+    cu_keys = cumulative(keys[rows])
+    return KeyLimits(
+        tokens=tokens_of(rows, lengths, cu_lengths),
+        cu_lengths=cumulative(lengths[rows]),
+        keys=ragged_arange(cu_lengths[rows], keys[rows], cu_keys),
+        cu_keys=cu_keys,
+        max_length=int(lengths[rows].max()),
+        max_keys=int(keys[rows].max()),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.core import PairPlan
+from penstock.kernels.maxsim import maxsim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,8 +20,9 @@ class PairTensors:
     """A `PairPlan` on the device."""
 
     sizes: PairPlan  # what the CPU knows of them
-    query_starts: Tensor  # int32 [pairs]
+    query_starts: Tensor  # int32 [queries]
     query_lengths: Tensor
+    pair_queries: Tensor  # int32 [pairs]
     document_starts: Tensor
     document_lengths: Tensor
     write_from: Tensor  # int32 [written]
@@ -40,7 +42,7 @@ class PairScorer:
         vectors = vectors.to(self.store.dtype)
         if len(pairs.write_from):
             self.store.index_copy_(0, pairs.write_to.long(), vectors.index_select(0, pairs.write_from))
-        run = len(pairs.query_starts) - pairs.sizes.from_store
+        run = len(pairs.pair_queries) - pairs.sizes.from_store
         parts = []
         if run:
             parts.append(self._scores(vectors, pairs, slice(0, run)))
@@ -52,17 +54,16 @@ class PairScorer:
 
     def _scores(self, documents: Tensor, pairs: PairTensors, which: slice) -> Tensor:
         if not self.late:
-            query = self.store.index_select(0, pairs.query_starts[which])
+            query = self.store.index_select(0, pairs.query_starts.index_select(0, pairs.pair_queries[which]))
             return similarity(query, documents.index_select(0, pairs.document_starts[which]), self.similarity)
-        from penstock.kernels.maxsim import maxsim
-
         return maxsim(
             self.store,
             documents,
-            pairs.query_starts[which],
-            pairs.query_lengths[which],
+            pairs.query_starts,
+            pairs.query_lengths,
             pairs.document_starts[which],
             pairs.document_lengths[which],
+            pairs.pair_queries[which],
             max_query_length=pairs.sizes.max_query,
             max_document_length=pairs.sizes.max_document,
         )

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.spec import DenseSpec, PoolingSpec, SparseSpec, describe, read_spec
+from penstock.checkpoint.dense import DenseSpec
+from penstock.checkpoint.spec import PoolingSpec, SparseSpec, describe, read_spec
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.core import Task
 from penstock.errors import ModelLoadError

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.checkpoint.spec import DenseSpec, PoolingSpec
+from penstock.checkpoint.dense import DenseSpec
+from penstock.checkpoint.spec import PoolingSpec
 from penstock.core import Chunks, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.chunks import Chunker, ChunkOptions, divide, find_tokens, split_row

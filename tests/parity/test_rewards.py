@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("sentence_transformers")
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

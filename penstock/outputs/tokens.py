@@ -1,0 +1,21 @@
+"""The values of a request's tokens, row by row, without those that take part in no score."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.core import Array, Ints, Request
+
+
+def kept_tokens(request: Request, values: Array) -> tuple[Array, Ints]:
+    """The values that are left of [tokens, width], and how many each row has."""
+    if request.keep is None:
+        return values, request.lengths
+    kept = request.keep > 0
+    return values[kept], np.add.reduceat(kept, request.starts, dtype=np.int32)
+
+
+def token_rows(request: Request, values: Array) -> list[Array]:
+    """For each row a matrix [tokens, width]."""
+    values, lengths = kept_tokens(request, values)
+    return np.split(values, np.cumsum(lengths)[:-1])

@@ -1,0 +1,164 @@
+"""Late-interaction checkpoints against the reference's steps, vector by vector, in fp32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from penstock.engine.offline import Engine
+from penstock.errors import BadValue, ModelLoadError, NotPossible
+from tests.parity.colbert import DIM, LATE, worst
+from tests.parity.reference import make_texts
+
+TEXTS = [text for text in make_texts(24, seed=3) if text] + [
+    "Who, what; (where)?",
+    "a-b/c.d",
+    "  spaced out  ",
+]
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Engine]:
+    with Engine(str(folder), device="cpu", threads=1, dtype="float32", **options) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("attend", [False, True])
+def test_expanded_queries_are_the_references(name: str, attend: bool, tmp_path: Path) -> None:
+    late = LATE[name]
+    word = "attend_to_mask_tokens" if late.stanford else "attend_to_expansion_tokens"
+    reference = late.write(tmp_path, **{word: attend})
+    with engine(tmp_path) as ours:
+        vectors = ours.token_embed(TEXTS, input_type="query")
+        assert all(row.shape == (reference.how.query_length, DIM) for row in vectors)
+        assert worst(vectors, reference.encode(TEXTS, query=True)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_queries_without_expansion_are_the_references(name: str, tmp_path: Path) -> None:
+    reference = LATE[name].write(tmp_path, do_query_expansion=False)
+    with engine(tmp_path) as ours:
+        vectors = ours.token_embed(TEXTS, input_type="query")
+        assert worst(vectors, reference.encode(TEXTS, query=True)) <= 1e-5
+    assert max(len(row) for row in vectors) == reference.how.query_length  # some were cut
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_documents_are_the_references_without_their_punctuation(name: str, tmp_path: Path) -> None:
+    reference = LATE[name].write(tmp_path)
+    with engine(tmp_path) as ours:
+        vectors = ours.token_embed(TEXTS)
+        assert worst(vectors, reference.encode(TEXTS, query=False)) <= 1e-5
+        assert worst(ours.token_embed(TEXTS, input_type="document"), vectors) == 0
+        lengths = [len(row) for row in ours.tokenize(TEXTS)]
+    assert any(len(row) < length + 1 for row, length in zip(vectors, lengths, strict=True))
+    assert max(lengths) + 1 > reference.how.document_length  # some were cut
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_text_has_the_same_vectors_alone_and_among_others(name: str, tmp_path: Path) -> None:
+    LATE[name].write(tmp_path)
+    with engine(tmp_path, max_num_batched_tokens=256) as ours:
+        for kind in ("query", "document"):
+            together = ours.token_embed(TEXTS, input_type=kind)
+            alone = [ours.token_embed(text, input_type=kind)[0] for text in TEXTS]
+            assert worst(alone, together) <= 1e-5
+
+
+def test_expansion_tokens_beyond_the_window_of_all_others_are_the_references(tmp_path: Path) -> None:
+    reference = LATE["pylate-modernbert"].write(tmp_path, query_length=64)
+    with engine(tmp_path) as ours:
+        vectors = ours.token_embed(["a", "the water"], input_type="query")
+    assert worst(vectors, reference.encode(["a", "the water"], query=True)) <= 1e-5
+
+
+def test_a_skip_list_of_words_and_none_at_all(tmp_path: Path) -> None:
+    texts = ["the water, the oil", "of and to"]
+    some = LATE["pylate-bert"].write(tmp_path / "some", skiplist_words=["the", ",", "nosuchword"])
+    none = LATE["stanford"].write(tmp_path / "none", mask_punctuation=False)
+    for reference, folder in ((some, "some"), (none, "none")):
+        with engine(tmp_path / folder) as ours:
+            assert worst(ours.token_embed(texts), reference.encode(texts, query=False)) <= 1e-5
+
+
+def test_without_metadata_the_defaults_hold_and_documents_have_the_models_limit(tmp_path: Path) -> None:
+    reference = LATE["stanford"].write(tmp_path, doc_maxlen=256, query_maxlen=32)
+    (tmp_path / "artifact.metadata").unlink()
+    long = " ".join(["water"] * 250)
+    with engine(tmp_path) as ours:
+        late = ours.spec.late
+        assert late is not None and (late.query_length, late.document_length) == (32, None)
+        assert worst(ours.token_embed([long]), reference.encode([long], query=False)) <= 1e-5
+        assert worst(ours.token_embed("a", input_type="query"), reference.encode(["a"], query=True)) <= 1e-5
+        with pytest.raises(BadValue, match="303 tokens, but the model takes at most 256"):
+            ours.token_embed(" ".join(["water"] * 300))
+        assert len(ours.token_embed(" ".join(["water"] * 300), truncate_prompt_tokens=-1)[0]) == 256
+
+
+def test_a_caller_may_cut_documents_elsewhere(tmp_path: Path) -> None:
+    late, text = LATE["stanford"], " ".join(["water"] * 150)
+    for length in (20, 120):
+        reference = late.write(tmp_path / str(length), doc_maxlen=length)
+        (tmp_path / str(length) / "artifact.metadata").write_text(json.dumps({"doc_maxlen": 60}))
+        with engine(tmp_path / str(length)) as ours:
+            vectors = ours.token_embed([text], truncate_prompt_tokens=length)
+            assert worst(vectors, reference.encode([text], query=False)) <= 1e-5
+            left = ours.token_embed([text + " oil"], truncate_prompt_tokens=length, truncation_side="left")
+            assert not np.allclose(left[0], vectors[0])
+
+
+def test_overrides_stand_above_the_files(tmp_path: Path) -> None:
+    LATE["stanford"].write(tmp_path)
+    reference = LATE["stanford"].write(tmp_path / "other", query_maxlen=12, attend_to_mask_tokens=True)
+    words = {"query_maxlen": 12, "attend_to_mask_tokens": True}
+    with engine(tmp_path, hf_overrides=words) as ours:
+        vectors = ours.token_embed(TEXTS, input_type="query")
+    assert worst(vectors, reference.encode(TEXTS, query=True)) <= 1e-5
+
+
+def test_queries_and_documents_of_many_calls_share_steps(tmp_path: Path) -> None:
+    """Rows with and without a key limit, of equal length too, in one step."""
+    reference = LATE["stanford"].write(tmp_path)
+    filler = [" ".join(["water"] * 21), "oil"]  # the first makes a document of as many tokens as a query has
+    with engine(tmp_path) as ours:
+        jobs = [(kind, text) for text in (TEXTS[:6] + filler) for kind in ("query", "document")]
+        futures = []
+        for number, (kind, text) in enumerate(jobs):
+            from penstock.core import PoolingParams, Task
+            from penstock.inputs.processor import InputOptions
+
+            options = InputOptions(input_type=kind)
+            params = PoolingParams(Task.TOKEN_EMBED)
+            request = ours._processor.prepare(f"r{number}", text, params, options)
+            futures.append((request, ours._engine.submit(request)))
+        from penstock.outputs.tokens import token_rows
+
+        for (kind, text), (request, future) in zip(jobs, futures, strict=True):
+            vectors = token_rows(request, future.result(60).values)
+            assert worst(vectors, reference.encode([text], query=kind == "query")) <= 1e-5
+
+
+def test_a_late_model_offers_what_its_files_allow(tmp_path: Path) -> None:
+    LATE["stanford"].write(tmp_path)
+    with engine(tmp_path) as ours:
+        assert [task.value for task in ours.spec.tasks] == ["token_embed", "score"]
+        assert ours.spec.token_dim == DIM
+        with pytest.raises(NotPossible, match="no task 'embed'"):
+            ours.embed("a")
+        assert ours.token_embed("a", dimensions=8, dtype="float16")[0].shape[1] == 8
+
+
+def test_a_marker_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    LATE["stanford"].write(tmp_path, query_maxlen=24)
+    (tmp_path / "artifact.metadata").write_text(json.dumps({"query_token_id": "[nowhere]"}))
+    with pytest.raises(ModelLoadError, match=r"\[nowhere\]"), engine(tmp_path):
+        pass
