@@ -271,6 +271,7 @@ class StepPlan:
     groups: tuple[LengthGroup, ...]
     slices: tuple[RowSlice, ...]
     variants: tuple[Variant, ...]
+    adapters: Ints | None = None  # [rows], -1: none; None: no row has one
     kv: KVPlan | None = None  # None: every row runs whole and nothing is kept
     limits: KeyLimits | None = None  # None: every row attends to all its tokens
 

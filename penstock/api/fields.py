@@ -30,6 +30,7 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     request_id: str | None = None
     user: str | None = None
     cache_salt: str = ""
+    adapter: str | None = None
 
     def options(self) -> InputOptions:
         return InputOptions(
@@ -41,6 +42,7 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             instruction=self.instruction,
             input_type=self.input_type,
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
         )
 
 

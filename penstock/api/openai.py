@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.longtext import answer_chunked, run_chunked
 from penstock.core import Task
+from penstock.errors import BadValue
+from penstock.inputs.processor import InputOptions
 
 
 class EmbeddingsRequest(ChunkFields, kw_only=True):
-    """Body of `POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`. `task` is another name of `adapter`, as clients of Jina's models say."""
+
+    task: str | None = None
+
+    def options(self) -> InputOptions:
+        if self.task is None:
+            return super().options()
+        if self.adapter is not None and self.adapter != self.task:
+            raise BadValue("task and adapter contradict each other", param="task")
+        return replace(super().options(), adapter=self.task)
 
 
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:

@@ -106,6 +106,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     instruction_template: str | None = None  # with {instruction}, what goes before a text
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
+    adapters: tuple[str, ...] = ()  # of which a request may choose one
     late: LateSpec | None = None  # a vector a token, compared token by token
 
     @property
@@ -203,6 +204,7 @@ def read_spec(
         sparse=sparse,
         reward=_reward(folder, architecture, config, pooler),
         late=late,
+        adapters=adapter_names(config),
         instruction_template=_GRITLM_TEMPLATE if architecture == "GritLM" else None,
         causal=causal,
     )
@@ -228,6 +230,13 @@ def _late_tasks(modules: list[tuple[str, str]]) -> tuple[Task, ...]:
     """A vector for the whole text only where the files say how it is pooled."""
     pooled = (Task.EMBED,) if any(kind == "Pooling" for kind, _ in modules) else ()
     return (Task.TOKEN_EMBED, *pooled, Task.SCORE)
+
+
+def adapter_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """jina-embeddings-v3's task adapters; none is left to choose where one is merged."""
+    if config.get("lora_task") is not None:
+        return ()
+    return tuple(map(str, config.get("lora_adaptations") or ()))
 
 
 def label_count(config: Mapping[str, Any], otherwise: int = 2) -> int:

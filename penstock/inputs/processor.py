@@ -18,7 +18,7 @@ from penstock.core import MAX_TERMS, MAX_TOP_K, Ints, OutputDtype, PoolingParams
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.late import Framing, LateInputs
-from penstock.inputs.prompts import choose_prompt, is_query
+from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, fit, settle_limit
 
@@ -41,6 +41,7 @@ class InputOptions:
     instruction: str | None = None
     input_type: str | None = None
     cache_salt: str = ""
+    adapter: str | None = None  # of models with task adapters; its prompt comes with it
 
 
 DEFAULT_OPTIONS = InputOptions()
@@ -147,6 +148,7 @@ class InputProcessor:
             skip=self._skip(token_ids, lengths, options, from_text),
             reuse_prefix=self.reads_last_token_only(params),
             cache_salt=options.cache_salt,
+            adapter=choose_adapter(self.spec, options.adapter, options.prompt_name, options.input_type),
         )
 
     def _late_request(
@@ -177,6 +179,8 @@ class InputProcessor:
     def prompt(self, options: InputOptions) -> str:
         """What goes before each text. A late-interaction model reads documents unless told otherwise."""
         named = (options.prompt_name, options.prompt, options.instruction, options.input_type)
+        if options.adapter is not None and not any(named) and options.adapter in self.spec.prompts:
+            options = replace(options, prompt_name=options.adapter)
         if self.late is not None and not any(named) and self.spec.default_prompt_name is None:
             options = replace(options, input_type="document")
         return choose_prompt(

@@ -85,3 +85,20 @@ def _by_input_type(spec: ModelSpec, input_type: str) -> str:
         if name in spec.prompts:
             return spec.prompts[name]
     return ""
+
+
+def choose_adapter(
+    spec: ModelSpec, adapter: str | None, prompt_name: str | None, input_type: str | None
+) -> int:
+    """The number of the adapter that is named, or that goes with the prompt; -1 for none."""
+    if adapter is not None:
+        if not spec.adapters:
+            raise NotPossible(f"model {spec.name} has no adapters", param="adapter")
+        if adapter not in spec.adapters:
+            raise BadValue(
+                f"adapter {adapter!r} is unknown; model {spec.name} has: {', '.join(spec.adapters)}",
+                param="adapter",
+            )
+        return spec.adapters.index(adapter)
+    named = [prompt_name] if prompt_name is not None else list(_INPUT_TYPES.get(input_type or "", ()))
+    return next((spec.adapters.index(name) for name in named if name in spec.adapters), -1)

@@ -77,6 +77,7 @@ class Batch:
     num_tokens: int
     num_rows: int
     memory: Memory | None = None
+    adapters: Tensor | None = None  # int32 [rows], -1: none; None: no row has one
     limits: Limits | None = None  # of rows that attend to their leading tokens only
 
     @property

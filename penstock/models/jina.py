@@ -1,7 +1,7 @@
 """Jina's XLM-R: jina-embeddings-v3, and others with the layout of its flash implementation.
 
-jina-embeddings-v3 carries task adapters. Without `lora_task` the model runs as it was before them;
-with it (through `--hf-overrides`) that adapter is merged into the weights.
+jina-embeddings-v3 carries task adapters. With `lora_task` (through `--hf-overrides`) that one is merged
+into the weights; otherwise each request chooses, and without a choice the model runs as it was before them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.checkpoint.spec import adapter_names
 from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
+from penstock.models.adapted import AdaptedBuilder, AdaptedEncoder
 from penstock.models.encoder import Encoder, roberta
 from penstock.models.heads import add_two_step_head
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
-from penstock.weights.adapters import Adapter, MergedSource
+from penstock.weights.adapters import Adapter, AdapterSet, MergedSource
 
 FLASH = Names(
     layer="encoder.layers.{}.",
@@ -43,8 +45,15 @@ def xlm_roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | Non
 
 def jina(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
     require(config, use_reg_tokens=False)
-    build = LayerBuilder(MergedSource(build.weights, _adapter(config)), build.quantization)
-    model = RotaryEncoder(build, _shape(config), (FLASH, PORTED), UNNEEDED)
+    adapter, shape = _adapter(config), _shape(config)
+    source = MergedSource(build.weights, adapter)
+    model: RotaryEncoder
+    if adapter is None and (chosen := _all_adapters(config)) is not None:
+        build = AdaptedBuilder(source, chosen, build.quantization)
+        model = AdaptedEncoder(build, shape, (FLASH, PORTED), UNNEEDED)
+    else:
+        build = LayerBuilder(source, build.quantization)
+        model = RotaryEncoder(build, shape, (FLASH, PORTED), UNNEEDED)
     add_two_step_head(model, build, config, head)
     return model
 
@@ -77,5 +86,14 @@ def _adapter(config: Mapping[str, Any]) -> Adapter | None:
     if task not in known:
         have = ", ".join(known) or "none"
         raise ModelLoadError(f"lora_task {task!r} is not among the model's adapters: {have}")
+    return Adapter(known.index(task), len(known), *_rank_and_scale(config))
+
+
+def _all_adapters(config: Mapping[str, Any]) -> AdapterSet | None:
+    known = adapter_names(config)
+    return AdapterSet(len(known), *_rank_and_scale(config)) if known else None
+
+
+def _rank_and_scale(config: Mapping[str, Any]) -> tuple[int, float]:
     rank = int(option(config, "lora_rank", default=4))
-    return Adapter(known.index(task), len(known), rank, float(option(config, "lora_alpha", default=1)) / rank)
+    return rank, float(option(config, "lora_alpha", default=1)) / rank

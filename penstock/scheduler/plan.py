@@ -57,6 +57,7 @@ def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
         lengths=lengths,
         type_ids=None if type_ids is None else type_ids[where],
         skip=None if skip is None else skip[order],
+        adapters=_adapters(shares, order),
         groups=_groups(lengths, cu_lengths, context, keys),
         slices=slices,
         variants=_variants(slices, lengths, cu_lengths),
@@ -102,6 +103,13 @@ def _attended(pieces: Sequence[_Piece], lengths: Ints) -> Ints | None:
         return None
     keys = np.where(keys > 0, np.minimum(keys, lengths), lengths)
     return None if (keys == lengths).all() else keys
+
+
+def _adapters(shares: Sequence[Share], order: Ints) -> Ints | None:
+    if all(share.request.adapter < 0 for share in shares):
+        return None
+    numbers = np.array([share.request.adapter for share in shares], dtype=np.int32)
+    return np.repeat(numbers, [len(share.rows) for share in shares])[order]
 
 
 def _joined(parts: list[Ints | None], sizes: list[int]) -> Ints | None:

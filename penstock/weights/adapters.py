@@ -1,7 +1,7 @@
 """Low-rank adapters that lie beside the weights they change, as torch's parametrisation stores them.
 
 A weight `x.weight` is kept as `x.parametrizations.weight.original` with `….0.lora_A` and `….0.lora_B`
-for all adapters at once. Here one adapter, or none, is merged while a tensor is read.
+for all adapters at once. One adapter, or none, is merged while a tensor is read; or all are handed out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ class Adapter:
     """One of `count` adapters: weight + scale · B A, and scale · A B for embedding tables."""
 
     number: int
+    count: int
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSet:
+    """All adapters of a checkpoint, to be chosen from later."""
+
     count: int
     rank: int
     scale: float
@@ -49,16 +58,26 @@ class MergedSource(WeightSource):
     def finish(self, unneeded: Iterable[str]) -> None:
         self._inner.finish(unneeded)
 
+    def has_adapters(self, name: str) -> bool:
+        return self._inner.has(_kept(name, "0.lora_A"))
+
+    def adapters(self, name: str, shape: Sequence[int], adapters: AdapterSet) -> tuple[Tensor, Tensor]:
+        """[count, rows, rank] and [count, rank, columns]; the change is their product."""
+        return self._parts(name, shape, adapters.count, adapters.rank)
+
     def _change(self, name: str, shape: Sequence[int], adapter: Adapter) -> Tensor:
+        left, right = self._parts(name, shape, adapter.count, adapter.rank)
+        return left[adapter.number].float() @ right[adapter.number].float()
+
+    def _parts(self, name: str, shape: Sequence[int], count: int, rank: int) -> tuple[Tensor, Tensor]:
         rows, columns = shape
-        count, rank = adapter.count, adapter.rank
         if "embeddings." in name:
             left = self._inner.read(_kept(name, "0.lora_A"), (count, rows, rank))
             right = self._inner.read(_kept(name, "0.lora_B"), (count, rank, columns))
         else:
             left = self._inner.read(_kept(name, "0.lora_B"), (count, rows, rank))
             right = self._inner.read(_kept(name, "0.lora_A"), (count, rank, columns))
-        return left[adapter.number].float() @ right[adapter.number].float()
+        return left, right
 
 
 def _kept(name: str, part: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.prompts import choose_prompt
+from penstock.inputs.prompts import choose_adapter, choose_prompt
 from tests.helpers import make_spec
 
 PROMPTS = {"query": "query: ", "passage": "passage: ", "empty": ""}
@@ -89,3 +89,18 @@ def test_an_unknown_input_type_is_refused_with_the_known_ones() -> None:
 def test_two_ways_of_naming_a_prompt_exclude_each_other(given: dict[str, Any]) -> None:
     with pytest.raises(BadValue, match="exclude each other"):
         choose_prompt(make_spec(prompts=PROMPTS), **given)
+
+
+def test_an_adapter_is_named_or_goes_with_its_prompt() -> None:
+    spec = make_spec(
+        prompts={"retrieval.query": "q: ", "separation": ""}, adapters=("retrieval.query", "separation")
+    )
+    assert choose_adapter(spec, "separation", None, None) == 1
+    assert choose_adapter(spec, None, "separation", None) == 1
+    assert choose_adapter(spec, None, None, "query") == 0
+    assert choose_adapter(spec, None, None, "document") == -1
+    assert choose_adapter(spec, None, None, None) == -1
+    with pytest.raises(BadValue, match="adapter 'poetry' is unknown; .* retrieval.query, separation"):
+        choose_adapter(spec, "poetry", None, None)
+    with pytest.raises(NotPossible, match="has no adapters"):
+        choose_adapter(make_spec(prompts={}), "separation", None, None)

@@ -394,14 +394,20 @@ class Opened:
     def ask(
         self, rows: Sequence[Sequence[int]], task: Task, segments: Sequence[int] | None = None
     ) -> Vectors:
-        request = Request(
-            f"{task}-{id(rows)}",
+        return self.engine.submit(self.request(rows, task, segments)).result(60).values  # type: ignore[return-value]
+
+    @staticmethod
+    def request(
+        rows: Sequence[Sequence[int]], task: Task, segments: Sequence[int] | None = None, adapter: int = -1
+    ) -> Request:
+        return Request(
+            f"{task}-{id(rows)}-{adapter}",
             ints([token for row in rows for token in row]),
             ints([len(row) for row in rows]),
             PoolingParams(task, normalize=False),
             type_ids=None if segments is None else ints(segments),
+            adapter=adapter,
         )
-        return self.engine.submit(request).result(60).values  # type: ignore[return-value]
 
 
 @contextmanager

@@ -121,6 +121,26 @@ def test_an_adapter_is_merged_into_every_weight(tmp_path: Path) -> None:
     np.testing.assert_allclose(tokens, expected, atol=2e-4)
 
 
+def test_adapters_are_chosen_row_by_row_in_one_step(tmp_path: Path) -> None:
+    """Each as if it alone were merged; the rows of all of them, and of none, run together."""
+    ADAPTED.write(tmp_path)
+    names = json.loads((tmp_path / "config.json").read_text())["lora_adaptations"]
+    merged = []
+    for name in names:
+        with opened(tmp_path, {"lora_task": name}) as alone:
+            merged.append(alone.ask(ROWS[:4], Task.TOKEN_EMBED))
+    with opened(tmp_path) as ours:
+        merged.append(ours.ask(ROWS[:4], Task.TOKEN_EMBED))
+        futures = [
+            ours.engine.submit(Opened.request(ROWS[:4], Task.TOKEN_EMBED, adapter=number))
+            for number in [*range(len(names)), -1]
+        ]
+        together = [future.result(timeout=60).values for future in futures]
+    for number, expected in enumerate(merged):
+        np.testing.assert_allclose(together[number], expected, atol=2e-4)
+    assert cosines(merged[0], merged[1]).min() < 0.99
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_configuration_alone_runs_with_dummy_weights(name: str, tmp_path: Path) -> None:
     ALL[name].write(tmp_path)
