@@ -107,7 +107,8 @@ def maxsim_reference(
     out: Tensor | None = None,
 ) -> Tensor:
     """The same in plain torch: a product for each query and tile of its documents, then maxima by segment."""
-    pairs = _check(queries, documents, query_starts, document_starts, pair_queries, pair_documents, out)
+    spans = (query_starts, query_lengths), (document_starts, document_lengths)
+    pairs = _check(queries, documents, *spans, pair_queries, pair_documents, out)
     scores = queries.new_zeros(pairs, dtype=torch.float32) if out is None else out.zero_()
     wide = (
         torch.float64 if queries.dtype == torch.int8 and queries.shape[1] > EXACT_INT8_DIM else torch.float32
@@ -170,8 +171,8 @@ def _segment_max(values: Tensor, lengths: Tensor) -> Tensor:
 def _check(
     queries: Tensor,
     documents: Tensor,
-    query_starts: Tensor,
-    document_starts: Tensor,
+    query_spans: tuple[Tensor, Tensor],
+    document_spans: tuple[Tensor, Tensor],
     pair_queries: Tensor | None,
     pair_documents: Tensor | None,
     out: Tensor | None,
@@ -187,8 +188,13 @@ def _check(
             f"maxsim takes token vectors [tokens, dim] of one dim; "
             f"these are {tuple(queries.shape)} and {tuple(documents.shape)}"
         )
-    pairs = len(document_starts) if pair_documents is None else len(pair_documents)
-    num_queries = len(query_starts) if pair_queries is None else len(pair_queries)
+    for starts, lengths in (query_spans, document_spans):
+        if len(starts) != len(lengths):
+            raise BadValue(
+                f"maxsim takes a length for each start; there are {len(starts)} and {len(lengths)}"
+            )
+    pairs = len(document_spans[0]) if pair_documents is None else len(pair_documents)
+    num_queries = len(query_spans[0]) if pair_queries is None else len(pair_queries)
     if num_queries != pairs and not (pair_queries is None and num_queries == 1):
         raise BadValue(f"maxsim pairs {num_queries} queries with {pairs} documents; name the pairs")
     if out is not None and (out.dtype != torch.float32 or out.shape != (pairs,)):
@@ -221,7 +227,9 @@ def choose_tiling(
     width = max(32, triton.next_power_of_2(dim))
     if width * dtype.itemsize > 512:
         return Tiling(query, 64, 128 // dtype.itemsize, warps=4, stages=4, group=group)
-    return Tiling(query, 64, width, warps=4, stages=3, group=group)
+    # Where programs are few, each must have more on its way to fill the bus.
+    stages = 5 if pairs <= 512 and width * dtype.itemsize <= 256 else 3
+    return Tiling(query, 64, width, warps=4, stages=stages, group=group)
 
 
 def maxsim_triton(
@@ -242,11 +250,16 @@ def maxsim_triton(
     tiling: Tiling | None = None,
 ) -> Tensor:
     """The same by the kernel."""
-    pairs = _check(queries, documents, query_starts, document_starts, pair_queries, pair_documents, out)
+    spans = (query_starts, query_lengths), (document_starts, document_lengths)
+    pairs = _check(queries, documents, *spans, pair_queries, pair_documents, out)
     if triton is None:
         raise BadValue("maxsim on CUDA needs triton, which is not installed")
     if queries.stride(1) != 1 or documents.stride(1) != 1:
         raise BadValue("maxsim takes token vectors whose components lie side by side")
+    small = (query_starts, query_lengths, document_starts, document_lengths)
+    for array in (*small, pair_queries, pair_documents, query_scales, document_scales, out):
+        if array is not None and not array.is_contiguous():
+            raise BadValue(f"maxsim takes contiguous arrays; one has the stride {array.stride()}")
     scores = queries.new_empty(pairs, dtype=torch.float32) if out is None else out
     one_query = pair_queries is None and len(query_starts) == 1
     if tiling is None:
@@ -295,7 +308,14 @@ if triton is not None:
         """Documents lie on the long side, so that a short query fills the matrix unit."""
         return tl.dot(documents, queries.T, found, input_precision="ieee", out_dtype=found.dtype)
 
-    @triton.jit
+    # Where the small arrays lie and how many pairs there are changes with every call, and must not compile.
+    @triton.jit(
+        do_not_specialize=["pairs"],
+        do_not_specialize_on_alignment=[
+            *("query_starts", "query_lengths", "document_starts", "document_lengths"),
+            *("pair_queries", "pair_documents", "query_scales", "document_scales", "scores"),
+        ],
+    )
     def _maxsim_kernel(
         queries: tl.tensor,
         documents: tl.tensor,
