@@ -262,10 +262,10 @@ def maxsim_triton(
             raise BadValue(f"maxsim takes contiguous arrays; one has the stride {array.stride()}")
     scores = queries.new_empty(pairs, dtype=torch.float32) if out is None else out
     one_query = pair_queries is None and len(query_starts) == 1
+    dim = queries.shape[1]
     if tiling is None:
         longest_query = len(queries) if max_query_length is None else max_query_length
         longest = len(documents) if max_document_length is None else max_document_length
-        dim = queries.shape[1]
         tiling = choose_tiling(queries.dtype, dim, longest_query, longest, pairs, one_query)
     if tiling.group > 1 and not one_query:
         raise BadValue(f"tiling groups {tiling.group} pairs, which must be of one query")
@@ -286,11 +286,12 @@ def maxsim_triton(
             QUERY_STRIDE=queries.stride(0),
             DOCUMENT_STRIDE=documents.stride(0),
             ONE_QUERY=one_query,
-            DIM=queries.shape[1],
+            DIM=dim,
             GROUP=tiling.group,
             BLOCK_Q=tiling.query,
             BLOCK_D=tiling.document,
             BLOCK_K=tiling.dim,
+            STAGES=tiling.stages if dim <= tiling.dim else 1,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
@@ -337,6 +338,7 @@ if triton is not None:
         BLOCK_Q: tl.constexpr,
         BLOCK_D: tl.constexpr,
         BLOCK_K: tl.constexpr,
+        STAGES: tl.constexpr,
     ) -> None:
         """A program scores GROUP pairs of one query. It walks the tiles of all their documents in one loop,
         so that the next document's tiles are on their way while this one's are multiplied.
@@ -369,9 +371,12 @@ if triton is not None:
             query_rows = queries + (query_start + tokens)[:, None] * QUERY_STRIDE + columns[None, :]
             if DIM <= BLOCK_K:  # this tile of the query stays for all documents
                 held = tl.load(query_rows, mask=asked[:, None] & (columns < DIM)[None, :], other=0)
+            if query_scales is not None:
+                weights = tl.load(query_scales + query_start + tokens, mask=asked, other=0)
             # Each place of a tile keeps its own maximum; they meet once, at the document's end.
             best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
-            for tile in range(num_tiles):
+            # Stages are named here because scales, no part of a product, would not be fetched ahead otherwise.
+            for tile in tl.range(num_tiles, num_stages=STAGES):
                 here = (begins <= tile) & (tile < ends)  # which member this tile is of
                 start = tl.sum(tl.where(here, starts, 0), 0)
                 length = tl.sum(tl.where(here, lengths, 0), 0)
@@ -398,7 +403,7 @@ if triton is not None:
                 if offset + BLOCK_D >= length:
                     matched = tl.reduce(best, 0, _larger)
                     if query_scales is not None:
-                        matched *= tl.load(query_scales + query_start + tokens, mask=asked, other=0)
+                        matched *= weights
                     totals += tl.where(here, tl.sum(tl.where(asked, matched, 0.0)), 0.0)
                     best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
         tl.store(scores + members, totals, mask=real)
