@@ -375,7 +375,7 @@ if triton is not None:
                 weights = tl.load(query_scales + query_start + tokens, mask=asked, other=0)
             # Each place of a tile keeps its own maximum; they meet once, at the document's end.
             best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
-            # Stages are named here because scales, no part of a product, would not be fetched ahead otherwise.
+            # Stages are named here, or scales, being no part of a product, would not be fetched ahead.
             for tile in tl.range(num_tiles, num_stages=STAGES):
                 here = (begins <= tile) & (tile < ends)  # which member this tile is of
                 start = tl.sum(tl.where(here, starts, 0), 0)
