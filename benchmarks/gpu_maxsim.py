@@ -127,7 +127,7 @@ def check(dtype: torch.dtype, dim: int, longest_query: int, scales: bool) -> flo
     inputs["pair_queries"], inputs["pair_documents"] = integers(8, 300).cuda(), integers(45, 300).cuda()
     wanted, got = naive(inputs), maxsim(**inputs)
     error = float((got.double() - wanted).abs().max() / wanted.abs().max())
-    return max(error, check_groups(inputs))
+    return max(error, check_groups(inputs)) if dim in (100, 128) else error
 
 
 def check_groups(inputs: dict[str, Any]) -> float:

@@ -107,7 +107,8 @@ def maxsim_reference(
     out: Tensor | None = None,
 ) -> Tensor:
     """The same in plain torch: a product for each query and tile of its documents, then maxima by segment."""
-    pairs = _check(queries, documents, query_starts, document_starts, pair_queries, pair_documents, out)
+    spans = (query_starts, query_lengths), (document_starts, document_lengths)
+    pairs = _check(queries, documents, *spans, pair_queries, pair_documents, out)
     scores = queries.new_zeros(pairs, dtype=torch.float32) if out is None else out.zero_()
     wide = (
         torch.float64 if queries.dtype == torch.int8 and queries.shape[1] > EXACT_INT8_DIM else torch.float32
@@ -170,8 +171,8 @@ def _segment_max(values: Tensor, lengths: Tensor) -> Tensor:
 def _check(
     queries: Tensor,
     documents: Tensor,
-    query_starts: Tensor,
-    document_starts: Tensor,
+    query_spans: tuple[Tensor, Tensor],
+    document_spans: tuple[Tensor, Tensor],
     pair_queries: Tensor | None,
     pair_documents: Tensor | None,
     out: Tensor | None,
@@ -187,8 +188,13 @@ def _check(
             f"maxsim takes token vectors [tokens, dim] of one dim; "
             f"these are {tuple(queries.shape)} and {tuple(documents.shape)}"
         )
-    pairs = len(document_starts) if pair_documents is None else len(pair_documents)
-    num_queries = len(query_starts) if pair_queries is None else len(pair_queries)
+    for starts, lengths in (query_spans, document_spans):
+        if len(starts) != len(lengths):
+            raise BadValue(
+                f"maxsim takes a length for each start; there are {len(starts)} and {len(lengths)}"
+            )
+    pairs = len(document_spans[0]) if pair_documents is None else len(pair_documents)
+    num_queries = len(query_spans[0]) if pair_queries is None else len(pair_queries)
     if num_queries != pairs and not (pair_queries is None and num_queries == 1):
         raise BadValue(f"maxsim pairs {num_queries} queries with {pairs} documents; name the pairs")
     if out is not None and (out.dtype != torch.float32 or out.shape != (pairs,)):
@@ -221,7 +227,9 @@ def choose_tiling(
     width = max(32, triton.next_power_of_2(dim))
     if width * dtype.itemsize > 512:
         return Tiling(query, 64, 128 // dtype.itemsize, warps=4, stages=4, group=group)
-    return Tiling(query, 64, width, warps=4, stages=3, group=group)
+    # Where programs are few, each must have more on its way to fill the bus.
+    stages = 5 if pairs <= 512 and width * dtype.itemsize <= 256 else 3
+    return Tiling(query, 64, width, warps=4, stages=stages, group=group)
 
 
 def maxsim_triton(
@@ -242,17 +250,22 @@ def maxsim_triton(
     tiling: Tiling | None = None,
 ) -> Tensor:
     """The same by the kernel."""
-    pairs = _check(queries, documents, query_starts, document_starts, pair_queries, pair_documents, out)
+    spans = (query_starts, query_lengths), (document_starts, document_lengths)
+    pairs = _check(queries, documents, *spans, pair_queries, pair_documents, out)
     if triton is None:
         raise BadValue("maxsim on CUDA needs triton, which is not installed")
     if queries.stride(1) != 1 or documents.stride(1) != 1:
         raise BadValue("maxsim takes token vectors whose components lie side by side")
+    small = (query_starts, query_lengths, document_starts, document_lengths)
+    for array in (*small, pair_queries, pair_documents, query_scales, document_scales, out):
+        if array is not None and not array.is_contiguous():
+            raise BadValue(f"maxsim takes contiguous arrays; one has the stride {array.stride()}")
     scores = queries.new_empty(pairs, dtype=torch.float32) if out is None else out
     one_query = pair_queries is None and len(query_starts) == 1
+    dim = queries.shape[1]
     if tiling is None:
         longest_query = len(queries) if max_query_length is None else max_query_length
         longest = len(documents) if max_document_length is None else max_document_length
-        dim = queries.shape[1]
         tiling = choose_tiling(queries.dtype, dim, longest_query, longest, pairs, one_query)
     if tiling.group > 1 and not one_query:
         raise BadValue(f"tiling groups {tiling.group} pairs, which must be of one query")
@@ -273,11 +286,12 @@ def maxsim_triton(
             QUERY_STRIDE=queries.stride(0),
             DOCUMENT_STRIDE=documents.stride(0),
             ONE_QUERY=one_query,
-            DIM=queries.shape[1],
+            DIM=dim,
             GROUP=tiling.group,
             BLOCK_Q=tiling.query,
             BLOCK_D=tiling.document,
             BLOCK_K=tiling.dim,
+            STAGES=tiling.stages if dim <= tiling.dim else 1,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
@@ -295,7 +309,14 @@ if triton is not None:
         """Documents lie on the long side, so that a short query fills the matrix unit."""
         return tl.dot(documents, queries.T, found, input_precision="ieee", out_dtype=found.dtype)
 
-    @triton.jit
+    # Where the small arrays lie and how many pairs there are changes with every call, and must not compile.
+    @triton.jit(
+        do_not_specialize=["pairs"],
+        do_not_specialize_on_alignment=[
+            *("query_starts", "query_lengths", "document_starts", "document_lengths"),
+            *("pair_queries", "pair_documents", "query_scales", "document_scales", "scores"),
+        ],
+    )
     def _maxsim_kernel(
         queries: tl.tensor,
         documents: tl.tensor,
@@ -317,6 +338,7 @@ if triton is not None:
         BLOCK_Q: tl.constexpr,
         BLOCK_D: tl.constexpr,
         BLOCK_K: tl.constexpr,
+        STAGES: tl.constexpr,
     ) -> None:
         """A program scores GROUP pairs of one query. It walks the tiles of all their documents in one loop,
         so that the next document's tiles are on their way while this one's are multiplied.
@@ -349,9 +371,12 @@ if triton is not None:
             query_rows = queries + (query_start + tokens)[:, None] * QUERY_STRIDE + columns[None, :]
             if DIM <= BLOCK_K:  # this tile of the query stays for all documents
                 held = tl.load(query_rows, mask=asked[:, None] & (columns < DIM)[None, :], other=0)
+            if query_scales is not None:
+                weights = tl.load(query_scales + query_start + tokens, mask=asked, other=0)
             # Each place of a tile keeps its own maximum; they meet once, at the document's end.
             best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
-            for tile in range(num_tiles):
+            # Stages are named here, or scales, being no part of a product, would not be fetched ahead.
+            for tile in tl.range(num_tiles, num_stages=STAGES):
                 here = (begins <= tile) & (tile < ends)  # which member this tile is of
                 start = tl.sum(tl.where(here, starts, 0), 0)
                 length = tl.sum(tl.where(here, lengths, 0), 0)
@@ -378,7 +403,7 @@ if triton is not None:
                 if offset + BLOCK_D >= length:
                     matched = tl.reduce(best, 0, _larger)
                     if query_scales is not None:
-                        matched *= tl.load(query_scales + query_start + tokens, mask=asked, other=0)
+                        matched *= weights
                     totals += tl.where(here, tl.sum(tl.where(asked, matched, 0.0)), 0.0)
                     best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
         tl.store(scores + members, totals, mask=real)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import subprocess
 import sys
 
@@ -93,6 +94,7 @@ def test_what_is_not_a_number_stays_visible() -> None:
         ({"documents": torch.zeros(4, 9)}, "one dim"),
         ({"queries": torch.zeros(8)}, "one dim"),
         ({"pair_queries": torch.zeros(3, dtype=torch.int32)}, "name the pairs"),
+        ({"query_lengths": torch.zeros(3, dtype=torch.int32)}, "a length for each start"),
         ({"out": torch.zeros(9)}, "out must be"),
     ],
 )
@@ -123,11 +125,11 @@ def test_the_interpreted_kernel_equals_a_loop_over_tokens() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 96, 100, 128, 256, 768, 1024])
 def test_tilings_fit_the_shared_memory_of_the_device(dtype: torch.dtype, dim: int) -> None:
-    for longest_query in (1, 32, 128, 4096):
-        tiling = choose_tiling(dtype, dim, longest_query, 2048, 1000, True)
+    for longest_query, pairs in itertools.product((1, 32, 128, 4096), (1, 100, 100_000)):
+        tiling = choose_tiling(dtype, dim, longest_query, 64, pairs, one_query=True)
         document, query = tiling.document * tiling.dim * tiling.stages, tiling.query * tiling.dim
         queries = query * (tiling.stages if tiling.dim < dim else 1)
-        assert (document + queries) * dtype.itemsize <= 227 * 1024
+        assert (document + queries) * dtype.itemsize <= 224 * 1024  # the rest is for reductions
 
 
 @pytest.mark.gpu
@@ -151,6 +153,20 @@ def test_pairs_of_a_program_do_not_mix(group: int) -> None:
     inputs = make_inputs(torch.float16, 128, [70], lengths, None, device="cuda")
     got = maxsim_triton(**inputs, tiling=Tiling(32, 64, 128, 4, 3, group))
     assert relative_error(got, by_loop(inputs)) < 1e-3
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_other_numbers_and_places_of_pairs_compile_nothing() -> None:
+    inputs = make_inputs(torch.float16, 64, device="cuda")
+    maxsim(**inputs)
+    (cache, *_), *_ = module._maxsim_kernel.device_caches.values()
+    compiled = len(cache)
+    for pairs in (1, 3, 8):
+        chosen = {name: inputs[name][1 : 1 + pairs] for name in ("pair_queries", "pair_documents")}
+        got = maxsim(**(inputs | chosen))
+        assert relative_error(got, by_loop(inputs | chosen)) < 1e-3
+    assert len(cache) == compiled
 
 
 @pytest.mark.gpu

@@ -9,9 +9,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from penstock.bench.kernels.cases import Case, Place, mixed_lengths, ragged, size
 from penstock.core import LengthGroup
+from penstock.kernels.maxsim import maxsim_packed
 from penstock.layers.attention import attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.int8 import Int8Linear
@@ -98,6 +100,30 @@ def pooling(place: Place) -> Iterator[Case]:
             )
 
 
+def late_interaction(place: Place) -> Iterator[Case]:
+    """One query of 32 tokens against ragged documents, against one product over padded ones."""
+    for tokens in (1024, 32768):
+        lengths = torch.tensor(mixed_lengths(tokens), dtype=torch.int32)
+        query, documents = place.random(32, 128), place.random(int(lengths.sum()), 128)
+        padded = pad_sequence(documents.split(lengths.tolist()), batch_first=True)
+        cu_lengths = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(place.device)
+        yield Case(
+            "maxsim",
+            f"32 × {len(lengths)} documents, {len(documents)} tokens, 128",
+            run=partial(maxsim_packed, query, documents, cu_lengths, max_document_length=int(lengths.max())),
+            reference=partial(padded_maxsim, query, padded, lengths.to(place.device)),
+            moved_bytes=size(query, documents) + 4 * len(lengths),
+            flops=2 * len(query) * documents.numel(),
+        )
+
+
+def padded_maxsim(query: Tensor, padded: Tensor, lengths: Tensor) -> Tensor:
+    """[length, width] and [documents, longest, width] → [documents]"""
+    beyond = torch.arange(padded.shape[1], device=padded.device) >= lengths[:, None]
+    found = (padded @ query.T).float().masked_fill(beyond[:, :, None], float("-inf"))
+    return found.amax(dim=1).sum(dim=1)
+
+
 def row_by_row(name: str, hidden: Tensor, batch: Batch) -> Tensor:
     return torch.stack([_pool_row(name, rows) for rows in _rows(hidden.float(), batch.groups)])
 
@@ -133,4 +159,5 @@ KERNELS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "linear_int8": linear_int8,
     "attention": attention,
     "pooling": pooling,
+    "maxsim": late_interaction,
 }
