@@ -100,7 +100,7 @@ def test_an_adapter_is_named_or_goes_with_its_prompt() -> None:
     assert choose_adapter(spec, None, None, "query") == 0
     assert choose_adapter(spec, None, None, "document") == -1
     assert choose_adapter(spec, None, None, None) == -1
-    with pytest.raises(BadValue, match="adapter 'poetry' is unknown; .* retrieval.query, separation"):
+    with pytest.raises(BadValue, match=r"adapter .poetry. is unknown; .* retrieval\.query, separation"):
         choose_adapter(spec, "poetry", None, None)
     with pytest.raises(NotPossible, match="has no adapters"):
         choose_adapter(make_spec(prompts={}), "separation", None, None)
