@@ -101,8 +101,8 @@ class LateInputs:
             if len(row) > room:
                 tokens = len(row) + self.spec.limit - room
                 raise BadValue(
-                    f"input {index} has {tokens} tokens, but the model takes at most {self.spec.limit}; shorten "
-                    "it or set truncate_prompt_tokens to -1",
+                    f"input {index} has {tokens} tokens, but the model takes at most {self.spec.limit}; "
+                    "shorten it or set truncate_prompt_tokens to -1",
                     param="input",
                 )
 
