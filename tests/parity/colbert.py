@@ -129,11 +129,12 @@ class Late:
     prefix: str = ""  # of the backbone's tensors
     words: Settings = field(default_factory=dict)  # of artifact.metadata or config_sentence_transformers.json
 
-    def write(self, folder: Path, **words: Any) -> Reference:
+    def write(self, folder: Path, scale: float = 0.2, **words: Any) -> Reference:
+        """The checkpoint, with weights of about `scale`; returns the reference to compare with."""
         tokenizer = self.tokenizer()
         size = tokenizer.get_vocab_size()
         case = replace(self.case, options=self.case.options | {"vocab_size": size})
-        model = case.write(folder)
+        model = case.write(folder, scale=scale)
         fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **self.special)
         fast.save_pretrained(folder)
         words = self.words | words
