@@ -110,7 +110,7 @@ class InputProcessor:
     def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
         prompt = self.prompt(options)
         if self.late is not None:
-            return [(prompt + text).strip() for text in texts]
+            return self.late.with_prompt(texts, prompt)
         return [prompt + text for text in texts] if prompt else list(texts)
 
     def join(

@@ -53,13 +53,14 @@ def test_stanfords_defaults(tmp_path: Path) -> None:
     spec = read_spec(stanford(tmp_path), "m")
     assert spec.late == LateSpec(
         dense=(DenseSpec("", 32, 16, False, "identity"),),
+        dim=16,
         query_length=32,
         document_length=None,
-        query_marker="[unused0]",
-        document_marker="[unused1]",
-        expand=True,
+        expand_to=32,
         attend=False,
         expansion_token="[MASK]",
+        query_marker="[unused0]",
+        document_marker="[unused1]",
         unknown_token="[UNK]",
         skip_words=tuple(string.punctuation),
     )
@@ -83,7 +84,7 @@ def test_what_artifact_metadata_says(tmp_path: Path) -> None:
     assert (late.query_marker, late.document_marker) == ("[Q]", "[D]")
     assert late.attend and late.skip_words == ()
     assert late_of(tmp_path, query_maxlen=8, do_query_expansion=False).query_length == 8
-    assert not late_of(tmp_path, do_query_expansion=False).expand
+    assert late_of(tmp_path, do_query_expansion=False).expand_to is None
 
 
 def test_xlm_r_has_markers_of_its_own(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_pylates_modules_and_table(tmp_path: Path) -> None:
     assert late is not None and late.dense == (DenseSpec("1_Dense", 32, 12, False, "identity"),)
     assert (late.query_length, late.document_length) == (48, 300)
     assert (late.query_marker, late.document_marker) == ("[Q] ", "")
-    assert late.expand and late.attend and late.skip_words == ("a", "b")
+    assert late.expand_to == 48 and late.attend and late.skip_words == ("a", "b")
     assert spec.token_dim == 12 and spec.pooling.dense == ()
     assert not late_of(tmp_path, do_query_expansion=False).attend
 
@@ -115,7 +116,7 @@ def test_pylates_defaults(tmp_path: Path) -> None:
     late = late_of(pylate(tmp_path))
     assert (late.query_length, late.document_length) == (32, 180)
     assert (late.query_marker, late.document_marker) == ("[Q] ", "[D] ")
-    assert late.expand and not late.attend and late.skip_words == tuple(string.punctuation)
+    assert late.expand_to == 32 and not late.attend and late.skip_words == tuple(string.punctuation)
 
 
 def test_a_pooling_module_beside_gives_a_vector_for_the_text(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ pytestmark = [
 TEXTS = [text for text in make_texts(24, seed=5) if text]
 
 
-@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.995), ("float16", 0.999), ("float32", 0.99999)])
-@pytest.mark.parametrize("query_length", [12, 40])  # of ModernBERT, within its window and beyond it
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.999), ("float16", 0.9999), ("float32", 0.99999)])
+@pytest.mark.parametrize("query_length", [8, 40])  # of ModernBERT, within its window and beyond it
 @pytest.mark.parametrize("name", LATE)
 def test_cuda_equals_the_cpu(name: str, query_length: int, dtype: str, least: float, tmp_path: Path) -> None:
     late = LATE[name]

@@ -34,7 +34,8 @@ def late_spec(**changes: Any) -> LateSpec:
         "document_length": 7,
         "query_marker": "query",
         "document_marker": "document",
-        "expand": True,
+        "dim": 4,
+        "expand_to": 8,
         "attend": False,
         "expansion_token": "[MASK]",
         "unknown_token": "[UNK]",
@@ -80,9 +81,26 @@ def test_masks_that_are_attended_to_limit_nothing(tokenizer: Tokenizer) -> None:
 
 
 def test_queries_without_expansion_are_only_cut(tokenizer: Tokenizer) -> None:
-    made = inputs(tokenizer, expand=False).queries(["the water", "the oil was first, now"])
+    made = inputs(tokenizer, expand_to=None).queries(["the water", "the oil was first, now"])
     assert words(made) == ["[CLS] query the water [SEP]", "[CLS] query the oil was first , [SEP]"]
     assert made.keys is None
+
+
+def test_expansion_may_be_a_floor_below_the_length_that_queries_are_cut_to(tokenizer: Tokenizer) -> None:
+    made = inputs(tokenizer, expand_to=5, query_length=7).queries(
+        ["", "oil was first", "the oil was first, now"]
+    )
+    assert words(made) == [
+        "[CLS] query [SEP] [MASK] [MASK]",
+        "[CLS] query oil was first [SEP]",
+        "[CLS] query the oil was first [SEP]",
+    ]
+    assert made.keys is not None and made.keys.tolist() == [3, 6, 7]
+
+
+def test_queries_may_lose_the_skip_list_too(tokenizer: Tokenizer) -> None:
+    made = inputs(tokenizer, skip_queries=True, expand_to=None).queries(["oil, now"])
+    assert made.keep is not None and made.keep.tolist() == [1, 1, 1, 0, 1, 1]
 
 
 def test_documents_are_marked_cut_and_lose_their_skip_list(tokenizer: Tokenizer) -> None:
@@ -114,12 +132,19 @@ def test_without_a_length_of_their_own_long_documents_are_refused(tokenizer: Tok
 
 
 def test_models_without_markers(tokenizer: Tokenizer) -> None:
-    late = inputs(tokenizer, query_marker="", document_marker="", query_length=5)
+    late = inputs(tokenizer, query_marker="", document_marker="", query_length=5, expand_to=5)
     assert words(late.queries(["oil", "the oil was first"])) == [
         "[CLS] oil [SEP] [MASK] [MASK]",
         "[CLS] the oil was [SEP]",
     ]
     assert words(late.documents(["oil"])) == ["[CLS] oil [SEP]"]
+
+
+def test_prompts_of_the_models_table_go_before_the_text(tokenizer: Tokenizer) -> None:
+    late = model(tokenizer, prompts={"query": "find ", "document": "passage "}).late
+    assert late is not None
+    assert words(late.queries(["oil"]))[0].startswith("[CLS] query find oil [SEP] [MASK]")
+    assert words(late.documents(["oil"])) == ["[CLS] document passage oil [SEP]"]
 
 
 def test_a_skip_word_that_is_no_token_stands_for_the_unknown_one(tokenizer: Tokenizer) -> None:

@@ -177,3 +177,22 @@ def test_a_folder_without_weights_reads_documents_up_to_the_limit_that_is_asked_
         assert vectors.shape == (3003, 128)
         np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
         assert ours.token_embed("water", input_type="query")[0].shape == (32, 128)
+
+
+@pytest.mark.parametrize("strategy", ["fixed", "min", None])
+@pytest.mark.parametrize("name", ["pylate-bert", "pylate-modernbert"])
+def test_folders_of_the_multi_vector_encoder(name: str, strategy: str | None, tmp_path: Path) -> None:
+    """Markers as prompts, and what else the library keeps elsewhere than PyLate did."""
+    library = pytest.importorskip("sentence_transformers", minversion="6.0")
+    LATE[name].write(tmp_path / "pylate")
+    reference = library.MultiVectorEncoder(str(tmp_path / "pylate"), device="cpu")
+    expansion = {"strategy": strategy, "attend": False, "length": 16}
+    reference[0].query_expansion = expansion if strategy else None
+    reference[0].query_length = 40
+    reference.save(str(tmp_path / "saved"), create_model_card=False)
+    with engine(tmp_path / "saved") as ours:
+        assert ours.spec.late is not None and ours.spec.late.query_marker == ""
+        for kind in ("query", "document"):
+            encode = reference.encode_query if kind == "query" else reference.encode_document
+            vectors = ours.token_embed(TEXTS, input_type=kind)
+            assert worst(vectors, encode(TEXTS, convert_to_numpy=True)) <= 1e-5
