@@ -26,6 +26,7 @@ def make_request(
     deadline_s: float | None = None,
     type_ids: Sequence[int] | None = None,
     skip: Sequence[int] | None = None,
+    keys: Sequence[int] | None = None,
 ) -> Request:
     """A request whose tokens count up from `first_token`, so that every token can be told apart."""
     total = sum(lengths)
@@ -36,6 +37,7 @@ def make_request(
         params or PoolingParams(),
         type_ids=None if type_ids is None else ints(type_ids),
         skip=None if skip is None else ints(skip),
+        keys=None if keys is None else ints(keys),
         priority=priority,
         arrival_s=arrival_s,
         deadline_s=deadline_s,

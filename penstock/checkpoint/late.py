@@ -1,7 +1,8 @@
 """What the files of a late-interaction (ColBERT) model say: its projection, and how it reads texts.
 
-Two layouts: stanford's `HF_ColBERT`, with one projection beside the backbone's tensors and an
-optional `artifact.metadata`, and PyLate's modules with `config_sentence_transformers.json`.
+Three layouts: stanford's `HF_ColBERT`, with one projection beside the backbone's tensors and an
+optional `artifact.metadata`; PyLate's modules with `config_sentence_transformers.json`; and the modules
+of sentence-transformers' MultiVectorEncoder, where markers are prompts.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.checkpoint.dense import DenseSpec, read_dense
-from penstock.checkpoint.files import integer, optional_json
+from penstock.checkpoint.files import integer, optional_json, read_json
 from penstock.errors import ModelLoadError
 
 STANFORD = "HF_ColBERT"
+MASK_MODULE = "MultiVectorMask"
 QUERY_LENGTH = 32
+_ENCODER_KEYS = ("query_length", "document_length", "query_expansion")
 _PYLATE_KEYS = (
     "query_length",
     "document_length",
@@ -45,19 +48,19 @@ _NAMED_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that there
 
 class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[DenseSpec, ...]  # hidden states → token vectors, one after another
-    query_length: int  # queries are cut to it, and expanded to it
+    dim: int  # of a token vector
+    query_length: int | None  # queries are cut to it; None: to the model's limit
     document_length: int | None  # documents are cut to it; None: nothing is said, the model's limit holds
-    query_marker: str  # the token behind the first one; "": none
-    document_marker: str
-    expand: bool  # whether queries are filled up with `expansion_token`
-    attend: bool  # whether that is attended to
-    expansion_token: str | None
-    unknown_token: str | None
+    expand_to: int | None  # shorter queries are filled up with `expansion_token`; None: none are
+    attend: bool = False  # whether the expansion is attended to
+    expansion_token: str | None = None
+    query_marker: str = ""  # the token behind the first one; "": none
+    document_marker: str = ""
     skip_words: tuple[str, ...] = ()  # tokens of documents that no query is compared with
-
-    @property
-    def dim(self) -> int:
-        return self.dense[-1].out_features
+    skip_queries: bool = False  # whether queries lose them too
+    unknown_token: str | None = None  # what a skip word stands for that is no token; None: nothing
+    normalize: bool = True
+    strip: bool = True  # whether the spaces around a text are dropped
 
 
 def read_late(
@@ -65,13 +68,20 @@ def read_late(
     config: Mapping[str, Any],
     modules: list[tuple[str, str]],
     table: Mapping[str, Any],
+    transformer: Mapping[str, Any],
     overrides: Mapping[str, Any],
     hidden: int,
 ) -> LateSpec | None:
-    """None where the files describe another kind of model. `table` is config_sentence_transformers.json;
-    what `overrides` names by the files' own words stands above them."""
+    """None where the files describe another kind of model.
+
+    `table` is config_sentence_transformers.json, `transformer` the options of the Transformer module; what
+    `overrides` names by the files' own words stands above them.
+    """
     late: LateSpec | None = None
-    if _is_pylate(modules, table):
+    if _is_multi_vector(modules, table):
+        values = {**transformer, **{key: overrides[key] for key in _ENCODER_KEYS if key in overrides}}
+        late = _multi_vector(folder, modules, values, hidden)
+    elif _is_pylate(modules, table):
         values = {**table, **{key: overrides[key] for key in _PYLATE_KEYS if key in overrides}}
         late = _pylate(folder, modules, values)
     elif STANFORD in (config.get("architectures") or ()):
@@ -81,6 +91,11 @@ def read_late(
     if late is not None:
         _check(folder, late, hidden)
     return late
+
+
+def _is_multi_vector(modules: list[tuple[str, str]], table: Mapping[str, Any]) -> bool:
+    named = table.get("model_type") == "MultiVectorEncoder"
+    return named or any(kind == MASK_MODULE for kind, _ in modules)
 
 
 def _is_pylate(modules: list[tuple[str, str]], table: Mapping[str, Any]) -> bool:
@@ -93,47 +108,93 @@ def _is_pylate(modules: list[tuple[str, str]], table: Mapping[str, Any]) -> bool
 
 def _pylate(folder: Path, modules: list[tuple[str, str]], values: Mapping[str, Any]) -> LateSpec:
     expand = _flag(values, "do_query_expansion", True)
-    skip = values.get("skiplist_words")
+    skip, tokens = values.get("skiplist_words"), _special_tokens(folder)
+    length, dense = _length(values, "query_length") or QUERY_LENGTH, _dense_modules(folder, modules)
     return LateSpec(
-        dense=tuple(
-            read_dense(folder, path, reads="token_embeddings", activation="identity")
-            for kind, path in modules
-            if kind == "Dense"
-        ),
-        query_length=_length(values, "query_length") or QUERY_LENGTH,
+        dense=dense,
+        dim=dense[-1].out_features,
+        query_length=length,
         document_length=_length(values, "document_length") or 180,
+        expand_to=length if expand else None,
+        attend=expand and _flag(values, "attend_to_expansion_tokens", False),
+        expansion_token=tokens.expansion,
         query_marker=_text(values, "query_prefix", "[Q] "),
         document_marker=_text(values, "document_prefix", "[D] "),
-        expand=expand,
-        attend=expand and _flag(values, "attend_to_expansion_tokens", False),
         skip_words=tuple(string.punctuation if skip is None else map(str, skip)),
-        **_special_tokens(folder),
+        unknown_token=tokens.unknown,
+    )
+
+
+def _multi_vector(
+    folder: Path, modules: list[tuple[str, str]], values: Mapping[str, Any], hidden: int
+) -> LateSpec:
+    mask: dict[str, Any] = {}
+    for kind, path in modules:
+        if kind == MASK_MODULE:
+            mask = read_json(folder / path / "config.json")
+    if mask.get("keep_only_token_ids"):
+        raise ModelLoadError(f"{folder}: a {MASK_MODULE} with keep_only_token_ids is not supported")
+    expansion = values.get("query_expansion") or {}
+    strategy = expansion.get("strategy", "fixed")
+    if strategy not in ("fixed", "min"):
+        raise ModelLoadError(f"query_expansion's strategy {strategy!r} is not supported; fixed, min are")
+    expand_to, dense = _length(expansion, "length"), _dense_modules(folder, modules)
+    cut = _length(values, "query_length")
+    tasks = mask.get("skiplist_tasks") or ["document"]
+    return LateSpec(
+        dense=dense,
+        dim=dense[-1].out_features if dense else hidden,
+        query_length=expand_to if expansion and strategy == "fixed" else cut,
+        document_length=_length(values, "document_length"),
+        expand_to=expand_to,
+        attend=_flag(expansion, "attend", False),
+        expansion_token=_token_text(expansion.get("token")) or _special_tokens(folder).expansion,
+        skip_words=tuple(map(str, mask.get("skiplist_words") or ())),
+        skip_queries="query" in tasks,
+        normalize=any(kind == "Normalize" for kind, _ in modules),
+        strip=False,
+    )
+
+
+def _dense_modules(folder: Path, modules: list[tuple[str, str]]) -> tuple[DenseSpec, ...]:
+    return tuple(
+        read_dense(folder, path, reads="token_embeddings", activation="identity")
+        for kind, path in modules
+        if kind == "Dense"
     )
 
 
 def _stanford(folder: Path, config: Mapping[str, Any], values: Mapping[str, Any], hidden: int) -> LateSpec:
     query, document = _MARKERS.get(str(config.get("model_type")), _BERT_MARKERS)
-    expand = _flag(values, "do_query_expansion", True)
+    expand, tokens = _flag(values, "do_query_expansion", True), _special_tokens(folder)
+    length, dim = _length(values, "query_maxlen") or QUERY_LENGTH, integer(config, "dim")
     return LateSpec(
-        dense=(DenseSpec("", hidden, integer(config, "dim"), bias=False, activation="identity"),),
-        query_length=_length(values, "query_maxlen") or QUERY_LENGTH,
+        dense=(DenseSpec("", hidden, dim, bias=False, activation="identity"),),
+        dim=dim,
+        query_length=length,
         document_length=_length(values, "doc_maxlen"),
+        expand_to=length if expand else None,
+        attend=expand and _flag(values, "attend_to_mask_tokens", False),
+        expansion_token=tokens.expansion,
         query_marker=_text(values, "query_token_id", query),
         document_marker=_text(values, "doc_token_id", document),
-        expand=expand,
-        attend=expand and _flag(values, "attend_to_mask_tokens", False),
         skip_words=tuple(string.punctuation) if _flag(values, "mask_punctuation", True) else (),
-        **_special_tokens(folder),
+        unknown_token=tokens.unknown,
     )
 
 
-def _special_tokens(folder: Path) -> dict[str, str | None]:
+class _Tokens(NamedTuple):
+    expansion: str | None
+    unknown: str | None
+
+
+def _special_tokens(folder: Path) -> _Tokens:
     """The names of the tokens that expand a query and stand for unknown words."""
     known = optional_json(folder / "special_tokens_map.json")
     known |= optional_json(folder / "tokenizer_config.json")
     names = {key: _token_text(known.get(key)) for key in (*_NAMED_TOKENS, "unk_token")}
     expansion = next((names[key] for key in _NAMED_TOKENS if names[key]), None)
-    return {"expansion_token": expansion, "unknown_token": names["unk_token"]}
+    return _Tokens(expansion, names["unk_token"])
 
 
 def _token_text(value: Any) -> str | None:

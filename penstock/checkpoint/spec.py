@@ -15,7 +15,7 @@ import msgspec
 from penstock.checkpoint.dense import DenseSpec, read_dense
 from penstock.checkpoint.files import integer, optional_json, read_json
 from penstock.checkpoint.find import find, served_name
-from penstock.checkpoint.late import LateSpec, read_late
+from penstock.checkpoint.late import MASK_MODULE, LateSpec, read_late
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.core import Task
 from penstock.errors import ModelLoadError
@@ -48,7 +48,7 @@ _METHOD_NAMES = {
 }
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
-_KNOWN_MODULES = (*_TRANSFORMERS, "Pooling", "SpladePooling", "Dense", "Normalize", "Dropout")
+_KNOWN_MODULES = (*_TRANSFORMERS, "Pooling", "SpladePooling", "Dense", "Normalize", "Dropout", MASK_MODULE)
 _REWARD_MODELS = ("ForRewardModel", "ForProcessRewardModel")
 _STEP = "step"  # a pooling type that adds rewards of steps
 _STEP_TAG = "<extra_0>"  # what process reward models end a step with, unless told
@@ -156,7 +156,8 @@ def describe(config: EngineConfig) -> ModelSpec:
     if config.model_impl == "transformers":  # its hidden states, but neither its heads nor its cache
         plain = {"tasks": (Task.EMBED, Task.TOKEN_EMBED), "causal": False}
         if spec.late is not None:
-            plain |= {"late": None, "token_dim": spec.late.dense[0].in_features}
+            hidden = spec.late.dense[0].in_features if spec.late.dense else spec.token_dim
+            plain |= {"late": None, "token_dim": hidden}
         return msgspec.structs.replace(spec, **plain)
     return spec
 
@@ -174,7 +175,7 @@ def read_spec(
     transformer = _transformer_options(folder, modules)
     table = optional_json(folder / "config_sentence_transformers.json")
     hidden = integer(config, "hidden_size", "n_embd", "dim", "d_model")
-    late = read_late(folder, config, modules, table, overrides or {}, hidden)
+    late = read_late(folder, config, modules, table, transformer, overrides or {}, hidden)
     pooling = _forced(_pooling(folder, modules, architecture, config, late), pooler)
     sparse = _sparse(folder, modules, architecture, pooler)
     causal = architecture.lower().startswith(_DECODERS) and is_causal(architecture, config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from penstock.checkpoint.late import LateSpec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.core import Ints, cumulative
 from penstock.errors import BadValue, ModelLoadError
+from penstock.inputs.prompts import choose_prompt
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, settle_limit
 
@@ -54,26 +56,41 @@ class LateInputs:
         self._framing = Framing((tokenizer.prefix, tokenizer.suffix))
         self._query_marker = self._marker(late.query_marker)
         self._document_marker = self._marker(late.document_marker)
-        self._expansion = _expansion_id(late, tokenizer) if late.expand else None
+        self._expansion = _expansion_id(late, tokenizer) if late.expand_to else None
         self._skipped = _skip_ids(late, tokenizer)
-        self.query_length = min(late.query_length, spec.limit)
+        self.query_length = min(late.query_length or spec.limit, spec.limit)
+        self.expand_to = min(late.expand_to or 0, self.query_length)
 
     def queries(self, texts: Sequence[str]) -> LateRows:
-        return self.query_rows(self._encode(texts))
+        return self.query_rows(self.tokenizer.encode(self.with_prompt(texts, self.prompt("query"))))
 
     def documents(self, texts: Sequence[str], truncate_prompt_tokens: int | None = None) -> LateRows:
         """Cut at `truncate_prompt_tokens`, with -1 at the model's limit; else at the model's own length."""
-        return self.document_rows(self._encode(texts), truncate_prompt_tokens)
+        texts = self.with_prompt(texts, self.prompt("document"))
+        return self.document_rows(self.tokenizer.encode(texts), truncate_prompt_tokens)
+
+    def prompt(self, kind: Literal["query", "document"]) -> str:
+        """What the model's own table puts before a query or a document."""
+        return choose_prompt(self.spec, input_type=kind)
+
+    def with_prompt(self, texts: Sequence[str], prompt: str) -> list[str]:
+        """Texts as the tokenizer is to see them."""
+        if not self.late.strip:
+            return [prompt + text for text in texts]
+        return [(prompt + text).strip() for text in texts]
 
     def query_rows(self, rows: list[Ints], framing: Framing | None = None) -> LateRows:
         """Queries whose texts are tokens already."""
-        flat, lengths = _marked(rows, self._query_marker, self.query_length, framing or self._framing)
-        if self._expansion is None:
-            return LateRows(_split(flat, lengths))
-        full = np.full((len(rows), self.query_length), self._expansion, dtype=np.int32)
-        full[np.arange(self.query_length) < lengths[:, None]] = flat
-        limited = not self.late.attend and bool((lengths < self.query_length).any())
-        return LateRows(list(full), lengths if limited else None)
+        flat, given = _marked(rows, self._query_marker, self.query_length, framing or self._framing)
+        lengths = np.maximum(given, self.expand_to)
+        if self._expansion is not None:
+            place = np.arange(lengths.sum()) - np.repeat(cumulative(lengths)[:-1], lengths)
+            full = np.full(len(place), self._expansion, dtype=np.int32)
+            full[place < np.repeat(given, lengths)] = flat
+            flat = full
+        limited = not self.late.attend and bool((given < lengths).any())
+        keep = self._kept(flat) if self.late.skip_queries else None
+        return LateRows(_split(flat, lengths), given if limited else None, keep)
 
     def document_rows(
         self, rows: list[Ints], truncate_prompt_tokens: int | None = None, framing: Framing | None = None
@@ -87,12 +104,14 @@ class LateInputs:
         flat, lengths = _marked(
             rows, self._document_marker, most or self.spec.limit, framing or self._framing
         )
-        skipped = np.isin(flat, self._skipped) if len(self._skipped) else None
-        keep = None if skipped is None or not skipped.any() else (~skipped).astype(np.int32)
-        return LateRows(_split(flat, lengths), None, keep)
+        return LateRows(_split(flat, lengths), None, self._kept(flat))
 
-    def _encode(self, texts: Sequence[str]) -> list[Ints]:
-        return self.tokenizer.encode([text.strip() for text in texts])
+    def _kept(self, flat: Ints) -> Ints | None:
+        """Which tokens are not of the skip list; None where that is all."""
+        if not len(self._skipped):
+            return None
+        skipped = np.isin(flat, self._skipped)
+        return (~skipped).astype(np.int32) if skipped.any() else None
 
     def _refuse_long(self, rows: list[Ints]) -> None:
         """Where the checkpoint names no length, nothing is cut unasked."""

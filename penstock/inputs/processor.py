@@ -7,7 +7,7 @@ and blocking, to be called on a worker thread; `api` batches the texts of concur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -114,7 +114,7 @@ class InputProcessor:
     def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
         prompt = self.prompt(options)
         if self.late is not None:
-            return [(prompt + text).strip() for text in texts]
+            return self.late.with_prompt(texts, prompt)
         return [prompt + text for text in texts] if prompt else list(texts)
 
     def join(
@@ -178,17 +178,17 @@ class InputProcessor:
 
     def prompt(self, options: InputOptions) -> str:
         """What goes before each text. A late-interaction model reads documents unless told otherwise."""
-        named = (options.prompt_name, options.prompt, options.instruction, options.input_type)
-        if options.adapter is not None and not any(named) and options.adapter in self.spec.prompts:
+        given = (options.prompt_name, options.prompt, options.instruction, options.input_type)
+        if options.adapter in self.spec.prompts and not any(given):
             options = replace(options, prompt_name=options.adapter)
-        if self.late is not None and not any(named) and self.spec.default_prompt_name is None:
-            options = replace(options, input_type="document")
+        named = (options.prompt_name, options.prompt, options.instruction, self.spec.default_prompt_name)
+        document = self.late is not None and all(name is None for name in named)
         return choose_prompt(
             self.spec,
             prompt_name=options.prompt_name,
             prompt=options.prompt,
             instruction=options.instruction,
-            input_type=options.input_type,
+            input_type=options.input_type or ("document" if document else None),
         )
 
     def _skip(self, token_ids: Ints, lengths: Ints, options: InputOptions, from_text: bool) -> Ints | None:

@@ -33,7 +33,7 @@ class Pooler:
         self.dense = dense
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
-        self.normalize_tokens = spec.pooling.normalize or spec.late is not None
+        self.normalize_tokens = spec.pooling.normalize if spec.late is None else spec.late.normalize
         self.activate = softmax_or_sigmoid(spec.config)
         self.scorer: PairScorer | None = None  # given where the model scores pairs by their vectors
         self.splade: Splade | None = None
@@ -147,7 +147,7 @@ def build_pooler(
     """Dense modules on pooled vectors are small, so they stay in fp32 whatever the model runs in; those on
     every token run in its `dtype`."""
     dense = [_dense(spec, dense, load_format, seed, device) for dense in spec.pooling.dense]
-    if spec.late is not None and Task.TOKEN_EMBED not in heads:
+    if spec.late is not None and spec.late.dense and Task.TOKEN_EMBED not in heads:
         layers = [_dense(spec, dense, load_format, seed, device, dtype) for dense in spec.late.dense]
         heads = {**heads, Task.TOKEN_EMBED: TaskHead("all", Stack(*layers), spec.late.dim)}
     if spec.sparse is not None and spec.sparse.kind == "lexical":

@@ -10,15 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.layers.attention import BIDIRECTIONAL, attend_fused
-from penstock.layers.batch import Batch
+from penstock.core import KeyLimits
+from penstock.layers import attention
+from penstock.layers.attention import BIDIRECTIONAL, CAUSAL, AttentionKind, attend_fused
+from penstock.layers.batch import Batch, Limits
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
 from tests.helpers import ints, make_request
 
 
-def ordered_batch(lengths: list[int]) -> Batch:
-    plan = build_plan([Share(make_request("a", sorted(lengths)), ints(range(len(lengths))))])
+def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
+    """Rows by length; `keys` belongs to the lengths in that order, rising among equal ones."""
+    request = make_request("a", sorted(lengths), keys=keys)
+    plan = build_plan([Share(request, ints(range(len(lengths))))])
+    assert plan.slices[0].slots.tolist() == list(range(len(lengths)))
     return Batch(
         token_ids=torch.from_numpy(plan.token_ids),
         positions=torch.from_numpy(plan.positions),
@@ -30,17 +35,40 @@ def ordered_batch(lengths: list[int]) -> Batch:
         max_length=plan.max_length,
         num_tokens=plan.num_tokens,
         num_rows=plan.num_rows,
+        limits=None if plan.limits is None else _limits(plan.limits),
     )
 
 
-def by_rows(qkv: Tensor, heads: int, lengths: list[int], bias: dict[int, Tensor] | None = None) -> Tensor:
+def _limits(limits: KeyLimits) -> Limits:
+    tokens, cu_lengths, keys, cu_keys = (
+        torch.from_numpy(x) for x in (limits.tokens, limits.cu_lengths, limits.keys, limits.cu_keys)
+    )
+    return Limits(tokens.long(), cu_lengths, keys.long(), cu_keys, limits.max_length, limits.max_keys)
+
+
+def by_rows(
+    qkv: Tensor,
+    heads: int,
+    lengths: list[int],
+    bias: dict[int, Tensor] | None = None,
+    keys: list[int] | None = None,
+    window: int | None = None,
+) -> Tensor:
     rows = []
-    for row in qkv.split(sorted(lengths)):
+    for number, row in enumerate(qkv.split(sorted(lengths))):
         query, key, value = row.view(len(row), 3, heads, -1).permute(1, 2, 0, 3)  # [heads, length, dim]
         scores = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
         if bias is not None:
             scores = scores + bias[len(row)]
-        rows.append((scores.softmax(-1) @ value).transpose(0, 1).reshape(len(row), -1))
+        place = torch.arange(len(row))
+        hidden = torch.zeros(len(row), len(row), dtype=torch.bool)
+        if keys is not None:
+            hidden |= place[None, :] >= keys[number]
+        if window is not None:
+            hidden |= (place[None, :] - place[:, None]).abs() > window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        weights = weights.nan_to_num(0.0)  # a token that sees nothing gets nothing
+        rows.append((weights @ value).transpose(0, 1).reshape(len(row), -1))
     return torch.cat(rows)
 
 
@@ -70,3 +98,71 @@ def test_half_precision_stays_near_the_exact_answer(lengths: list[int]) -> None:
     out = attend_fused(qkv, 4, ordered_batch(lengths))
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), by_rows(qkv.float(), 4, lengths), atol=0.03, rtol=0.03)
+
+
+LIMITED = [3, 3, 3, 5, 20, 20, 20, 70, 70]
+KEYS = [1, 3, 3, 5, 4, 9, 20, 7, 70]
+
+
+def _limited_qkv(dim: int = 8) -> Tensor:
+    return torch.randn(sum(LIMITED), 3 * 4 * dim, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("window", [None, 4, 64, 100])
+def test_rows_with_a_key_limit_attend_to_their_leading_tokens(window: int | None) -> None:
+    qkv, kind = _limited_qkv(), AttentionKind(window=window)
+    out = attend_fused(qkv, 4, ordered_batch(LIMITED, KEYS), kind)
+    torch.testing.assert_close(out, by_rows(qkv, 4, LIMITED, None, KEYS, window), atol=1e-5, rtol=1e-5)
+
+
+def test_a_key_limit_cuts_the_position_bias_too() -> None:
+    qkv, generator = _limited_qkv(), torch.Generator().manual_seed(4)
+    bias = {n: torch.randn(4, n, n, generator=generator) for n in set(LIMITED)}
+    out = attend_fused(qkv, 4, ordered_batch(LIMITED, KEYS), BIDIRECTIONAL, lambda length: bias[length])
+    torch.testing.assert_close(out, by_rows(qkv, 4, LIMITED, bias, KEYS), atol=1e-5, rtol=1e-5)
+
+
+def test_a_causal_model_takes_no_key_limit() -> None:
+    with pytest.raises(ValueError, match="looks ahead"):
+        attend_fused(_limited_qkv(), 4, ordered_batch(LIMITED, KEYS), CAUSAL)
+
+
+@pytest.mark.parametrize("window", [None, 4, 64, 100])
+def test_one_call_for_all_rows_and_one_for_the_limited(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path for CUDA, on a stand-in for the library that measures windows from the end of a row."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", _varlen_stand_in)
+    qkv, kind = _limited_qkv(), AttentionKind(window=window)
+    query, key, value = qkv.view(len(qkv), 3, 4, -1).unbind(1)
+    out = attention._varlen(query, key, value, ordered_batch(LIMITED, KEYS), kind)
+    torch.testing.assert_close(out, by_rows(qkv, 4, LIMITED, None, KEYS, window), atol=1e-5, rtol=1e-5)
+
+
+def _varlen_stand_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_lengths: Tensor,
+    cu_keys: Tensor,
+    max_length: int,
+    max_keys: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    assert max_length == cu_lengths.diff().max() and max_keys == cu_keys.diff().max()
+    out = torch.empty_like(query)
+    for row in range(len(cu_lengths) - 1):
+        of_row, keys = (slice(*cu[row : row + 2].tolist()) for cu in (cu_lengths, cu_keys))
+        q, k, v = (x.transpose(0, 1) for x in (query[of_row], key[keys], value[keys]))
+        ends = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+        apart = torch.arange(k.shape[1])[None, :] - ends
+        hidden = torch.zeros_like(apart, dtype=torch.bool)
+        if window_size[0] >= 0:
+            hidden |= apart.abs() > window_size[0]
+        scores = (q @ k.transpose(1, 2)) * (scale or q.shape[-1] ** -0.5)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+        out[of_row] = (weights @ v).transpose(0, 1)
+    return out

@@ -17,9 +17,15 @@ HEADS, DIM, SPAN = 3, 8, 8
 
 
 def by_pairs(
-    q: Tensor, k: Tensor, v: Tensor, terms: DistanceTerms, bucket: list[int], scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: DistanceTerms,
+    bucket: list[int],
+    scale: float,
+    keys: int | None = None,
 ) -> Tensor:
-    """One row: q, k, v [length, heads, dim]."""
+    """One row: q, k, v [length, heads, dim]; `keys` leading tokens are attended to."""
     length = len(q)
     out = torch.empty_like(q)
     for head in range(HEADS):
@@ -33,7 +39,7 @@ def by_pairs(
                     scores[i, j] += q[i, head] @ terms.key[head, row]
                 if terms.query is not None:
                     scores[i, j] += k[j, head] @ terms.query[head, row]
-        out[:, head] = (scores * scale).softmax(-1) @ v[:, head]
+        out[:, head] = (scores * scale)[:, :keys].softmax(-1) @ v[:keys, head]
     return out.flatten(1)
 
 
@@ -58,6 +64,19 @@ def test_scores_are_content_and_both_distance_terms(buckets: int, kinds: str) ->
     ours = attend_disentangled(query, key, value, ordered_batch(lengths), terms, scale)
     rows = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
     theirs = torch.cat([by_pairs(q, k, v, terms, bucket, scale) for q, k, v in rows])
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_with_a_key_limit_attend_to_their_leading_tokens() -> None:
+    lengths, keys = [2, 7, 7, 19], [2, 3, 7, 11]
+    query, key, value = random(3, sum(lengths), HEADS, DIM, seed=6).unbind(0)
+    distances = Distances(SPAN, 32, CPU, buckets=SPAN, furthest=16)
+    tables = [random(HEADS, 2 * SPAN, DIM, seed=seed) for seed in (7, 8)]
+    terms = DistanceTerms(distances, *tables)
+    ours = attend_disentangled(query, key, value, ordered_batch(lengths, keys), terms, 0.2)
+    bucket = log_bucket(torch.arange(32), SPAN, 16).tolist()
+    rows = zip(*(x.split(lengths) for x in (query, key, value)), keys, strict=True)
+    theirs = torch.cat([by_pairs(q, k, v, terms, bucket, 0.2, seen) for q, k, v, seen in rows])
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 

@@ -8,12 +8,13 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from tests.parity.encoders import CASES, Case
 from tests.parity.reference import Vectors, byte_level_bpe, unigram
 
 Settings = dict[str, Any]
+Layer = TypeVar("Layer", bound=nn.Module)
 DIM = 24
-STANFORD_DEFAULTS = {"query": "[unused0]", "document": "[unused1]"}
 
 
 @dataclass(frozen=True)
@@ -77,20 +78,20 @@ class Reference:
         return torch.cat([ids[:, :1], torch.full_like(ids[:, :1], value), ids[:, 1:]], dim=1)
 
 
-class Residual(nn.Module):
-    """A Dense module that adds what it read, through a layer where the widths differ."""
+class Dense(nn.Module):
+    """PyLate's, which may add what it read, through a layer where the widths differ."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, *, residual: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs, outputs, bias=False)
-        self.residual = nn.Linear(inputs, outputs, bias=False)
+        self.residual = nn.Linear(inputs, outputs, bias=False) if residual else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x) + self.residual(x)
-        return out
+        out: Tensor = self.linear(x)
+        return out if self.residual is None else out + self.residual(x)
 
 
-def _seeded(layer: nn.Module, seed: int) -> nn.Module:
+def _seeded(layer: Layer, seed: int) -> Layer:
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
@@ -125,16 +126,15 @@ class Late:
     markers: tuple[str, str]
     special: dict[str, str]
     stanford: bool
-    model_type: str | None = None
     prefix: str = ""  # of the backbone's tensors
     words: Settings = field(default_factory=dict)  # of artifact.metadata or config_sentence_transformers.json
-    metadata: bool = True
 
-    def write(self, folder: Path, **words: Any) -> Reference:
+    def write(self, folder: Path, scale: float = 0.2, **words: Any) -> Reference:
+        """The checkpoint, with weights of about `scale`; returns the reference to compare with."""
         tokenizer = self.tokenizer()
         size = tokenizer.get_vocab_size()
         case = replace(self.case, options=self.case.options | {"vocab_size": size})
-        model = case.write(folder)
+        model = case.write(folder, scale=scale)
         fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **self.special)
         fast.save_pretrained(folder)
         words = self.words | words
@@ -156,44 +156,36 @@ class Late:
         return Reading(*self.markers, **found)
 
     def _stanford(self, folder: Path, words: Settings) -> list[nn.Module]:
-        linear = _seeded(nn.Linear(64, DIM, bias=False), 7)
+        linear: nn.Linear = _seeded(nn.Linear(64, DIM, bias=False), 7)
         tensors = {
             self.prefix + name: tensor for name, tensor in load_file(folder / "model.safetensors").items()
         }
         save_file(tensors | {"linear.weight": linear.weight.data}, folder / "model.safetensors")
         config = json.loads((folder / "config.json").read_text())
         write_json(folder / "config.json", config | {"architectures": ["HF_ColBERT"], "dim": DIM})
-        if self.metadata:
-            markers = {"query_token_id": self.markers[0], "doc_token_id": self.markers[1]}
-            write_json(folder / "artifact.metadata", {"similarity": "cosine", **markers, **words})
+        markers = {"query_token_id": self.markers[0], "doc_token_id": self.markers[1]}
+        write_json(folder / "artifact.metadata", {"similarity": "cosine", **markers, **words})
         return [linear]
 
-    def _pylate(self, folder: Path, words: Settings) -> list[nn.Module]:
-        layers = [_seeded(Residual(64, 48), 8), _seeded(nn.Linear(48, DIM, bias=False), 9)]
+    def _pylate(self, folder: Path, words: Settings) -> Sequence[nn.Module]:
+        layers = [
+            _seeded(Dense(64, 48, residual=True), 8),
+            _seeded(Dense(48, DIM, residual=False), 9),
+        ]
         modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
         for number, layer in enumerate(layers, 1):
-            place = folder / f"{number}_Dense"
-            shape = (64, 48) if number == 1 else (48, DIM)
+            path = f"{number}_Dense"
             values = {
-                "in_features": shape[0],
-                "out_features": shape[1],
+                "in_features": layer.linear.in_features,
+                "out_features": layer.linear.out_features,
                 "bias": False,
                 "activation_function": "torch.nn.modules.linear.Identity",
-                "use_residual": number == 1,
+                "use_residual": layer.residual is not None,
             }
-            write_json(place / "config.json", values)
-            names = {
-                name if "." in name and number == 1 else f"linear.{name}": p
-                for name, p in layer.state_dict().items()
-            }
-            save_file(names, place / "model.safetensors")
-            row = {
-                "idx": number,
-                "name": str(number),
-                "path": place.name,
-                "type": "pylate.models.Dense.Dense",
-            }
-            modules.append(row)
+            write_json(folder / path / "config.json", values)
+            save_file(layer.state_dict(), folder / path / "model.safetensors")
+            kind = "pylate.models.Dense.Dense"
+            modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
         (folder / "modules.json").write_text(json.dumps(modules))
         markers = {"query_prefix": self.markers[0], "document_prefix": self.markers[1]}
         table = {"prompts": {}, "similarity_fn_name": "MaxSim", **markers, **words}
@@ -264,7 +256,7 @@ LATE: dict[str, Late] = {
 }
 
 
-def worst(ours: Sequence[Vectors], theirs: Sequence[Vectors]) -> float:
+def worst(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> float:
     """The largest difference; shapes have to agree."""
     assert [row.shape for row in ours] == [row.shape for row in theirs]
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))

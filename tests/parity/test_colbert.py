@@ -13,9 +13,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from penstock.core import PoolingParams, Task
 from penstock.engine.offline import Engine
 from penstock.errors import BadValue, ModelLoadError, NotPossible
-from tests.parity.colbert import DIM, LATE, worst
+from penstock.inputs.processor import InputOptions
+from penstock.outputs.tokens import token_rows
+from tests.checkpoints import write_json
+from tests.parity.colbert import DIM, LATE, bert_tokenizer, worst
 from tests.parity.reference import make_texts
 
 TEXTS = [text for text in make_texts(24, seed=3) if text] + [
@@ -133,15 +137,10 @@ def test_queries_and_documents_of_many_calls_share_steps(tmp_path: Path) -> None
         jobs = [(kind, text) for text in (TEXTS[:6] + filler) for kind in ("query", "document")]
         futures = []
         for number, (kind, text) in enumerate(jobs):
-            from penstock.core import PoolingParams, Task
-            from penstock.inputs.processor import InputOptions
-
             options = InputOptions(input_type=kind)
             params = PoolingParams(Task.TOKEN_EMBED)
             request = ours._processor.prepare(f"r{number}", text, params, options)
             futures.append((request, ours._engine.submit(request)))
-        from penstock.outputs.tokens import token_rows
-
         for (kind, text), (request, future) in zip(jobs, futures, strict=True):
             vectors = token_rows(request, future.result(60).values)
             assert worst(vectors, reference.encode([text], query=kind == "query")) <= 1e-5
@@ -162,3 +161,38 @@ def test_a_marker_that_is_no_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "artifact.metadata").write_text(json.dumps({"query_token_id": "[nowhere]"}))
     with pytest.raises(ModelLoadError, match=r"\[nowhere\]"), engine(tmp_path):
         pass
+
+
+def test_a_folder_without_weights_reads_documents_up_to_the_limit_that_is_asked_for(tmp_path: Path) -> None:
+    """Twenty-four layers less, but else the shape and the flags of a long-document reranking load."""
+    bert_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    config = {"architectures": ["HF_ColBERT"], "model_type": "bert", "dim": 128, "hidden_size": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes = {"max_position_embeddings": 4096, "vocab_size": bert_tokenizer().get_vocab_size()}
+    write_json(tmp_path / "config.json", config | layers | sizes)
+    write_json(tmp_path / "tokenizer_config.json", {"model_max_length": 512, "mask_token": "[MASK]"})
+    flags = {"load_format": "dummy", "max_model_len": 4096, "max_num_batched_tokens": 4096}
+    with engine(tmp_path, **flags) as ours:
+        (vectors,) = ours.token_embed(" ".join(["water"] * 3000))
+        assert vectors.shape == (3003, 128)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+        assert ours.token_embed("water", input_type="query")[0].shape == (32, 128)
+
+
+@pytest.mark.parametrize("strategy", ["fixed", "min", None])
+@pytest.mark.parametrize("name", ["pylate-bert", "pylate-modernbert"])
+def test_folders_of_the_multi_vector_encoder(name: str, strategy: str | None, tmp_path: Path) -> None:
+    """Markers as prompts, and what else the library keeps elsewhere than PyLate did."""
+    library = pytest.importorskip("sentence_transformers", minversion="6.0")
+    LATE[name].write(tmp_path / "pylate")
+    reference = library.MultiVectorEncoder(str(tmp_path / "pylate"), device="cpu")
+    expansion = {"strategy": strategy, "attend": False, "length": 16}
+    reference[0].query_expansion = expansion if strategy else None
+    reference[0].query_length = 40
+    reference.save(str(tmp_path / "saved"), create_model_card=False)
+    with engine(tmp_path / "saved") as ours:
+        assert ours.spec.late is not None and ours.spec.late.query_marker == ""
+        for kind in ("query", "document"):
+            encode = reference.encode_query if kind == "query" else reference.encode_document
+            vectors = ours.token_embed(TEXTS, input_type=kind)
+            assert worst(vectors, encode(TEXTS, convert_to_numpy=True)) <= 1e-5

@@ -28,6 +28,7 @@ def shares(draw: st.DrawFn) -> list[Share]:
             params=draw(st.sampled_from(PARAMS)),
             type_ids=draw(st.none() | st.lists(st.integers(0, 1), min_size=total, max_size=total)),
             skip=draw(st.none() | st.just([draw(st.integers(0, n - 1)) for n in lengths])),
+            keys=draw(st.none() | st.just([draw(st.integers(1, n)) for n in lengths])),
         )
         first_token += total
         rows = draw(
@@ -94,7 +95,8 @@ def test_rows_are_ordered_by_length_and_groups_cover_them_all(given_shares: list
         row += group.num_rows
         token += group.num_rows * group.length
     assert (row, token) == (plan.num_rows, plan.num_tokens)
-    assert len({group.length for group in plan.groups}) == len(plan.groups), "one group a length"
+    kinds = {(group.length, group.keys) for group in plan.groups}
+    assert len(kinds) == len(plan.groups), "one group a length and key limit"
 
 
 @given(shares())
@@ -137,3 +139,40 @@ def test_a_single_row_is_a_plan_of_its_own(lengths: list[int]) -> None:
     plan = build_plan([Share(make_request("a", lengths), ints([0]))])
     assert plan.token_ids.tolist() == list(range(1, lengths[0] + 1))
     assert plan.cu_lengths.tolist() == [0, lengths[0]]
+
+
+@given(shares())
+@settings(max_examples=200, deadline=None)
+def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[Share]) -> None:
+    plan = build_plan(given_shares)
+    seen: dict[int, int] = {}
+    for slot, (request, row) in rows_in_slots(plan).items():
+        seen[slot] = int(request.lengths[row] if request.keys is None else request.keys[row])
+    for group in plan.groups:
+        for slot in range(group.first_row, group.first_row + group.num_rows):
+            assert (group.keys or group.length) == seen[slot]
+    limited = [slot for slot in range(plan.num_rows) if seen[slot] < plan.lengths[slot]]
+    if not limited:
+        assert plan.limits is None
+        return
+    assert plan.limits is not None
+    starts = plan.cu_lengths.tolist()
+    tokens = [t for slot in limited for t in range(starts[slot], starts[slot + 1])]
+    keys = [starts[slot] + i for slot in limited for i in range(seen[slot])]
+    assert (plan.limits.tokens.tolist(), plan.limits.keys.tolist()) == (tokens, keys)
+    assert np.diff(plan.limits.cu_lengths).tolist() == [int(plan.lengths[slot]) for slot in limited]
+    assert np.diff(plan.limits.cu_keys).tolist() == [seen[slot] for slot in limited]
+    assert plan.limits.max_length == max(int(plan.lengths[slot]) for slot in limited)
+    assert plan.limits.max_keys == max(seen[slot] for slot in limited)
+
+
+def test_key_limits_that_are_no_limits_leave_no_trace() -> None:
+    plan = build_plan([Share(make_request("a", [3, 5], keys=[3, 9]), ints([0, 1]))])
+    assert plan.limits is None and all(group.keys == 0 for group in plan.groups)
+
+
+def test_a_row_that_may_be_cut_has_no_key_limit() -> None:
+    request = make_request("a", [4], keys=[2])
+    share = Share(request, ints([0]), ints([0]), ints([4]), (None,))
+    with pytest.raises(ValueError, match="no key limit"):
+        build_plan([share], block_size=4)

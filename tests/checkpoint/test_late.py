@@ -1,0 +1,170 @@
+"""What the files of late-interaction models say."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.checkpoint.dense import DenseSpec
+from penstock.checkpoint.late import LateSpec
+from penstock.checkpoint.spec import describe, read_spec
+from penstock.config import EngineConfig
+from penstock.core import Task
+from penstock.errors import ModelLoadError
+from tests.checkpoints import BERT_CONFIG, write_json, write_modules
+
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+def stanford(folder: Path, metadata: dict[str, Any] | None = None, **config: Any) -> Path:
+    write_json(folder / "config.json", BERT_CONFIG | {"architectures": ["HF_ColBERT"], "dim": 16} | config)
+    write_json(
+        folder / "special_tokens_map.json", {"mask_token": {"content": "[MASK]"}, "unk_token": "[UNK]"}
+    )
+    if metadata is not None:
+        write_json(folder / "artifact.metadata", metadata)
+    return folder
+
+
+def pylate(folder: Path, *more: tuple[str, str], **table: Any) -> Path:
+    write_json(folder / "config.json", BERT_CONFIG)
+    write_modules(folder, [("Transformer", ""), ("Dense", "1_Dense"), *more])
+    values = {"in_features": 32, "out_features": 12, "bias": False, "activation_function": IDENTITY}
+    write_json(folder / "1_Dense/config.json", values)
+    write_json(folder / "config_sentence_transformers.json", table)
+    return folder
+
+
+def late_of(folder: Path, **overrides: Any) -> LateSpec:
+    late = read_spec(folder, "m", overrides).late
+    assert late is not None
+    return late
+
+
+def test_an_ordinary_model_is_no_late_one(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", BERT_CONFIG)
+    assert read_spec(tmp_path, "m").late is None
+
+
+def test_stanfords_defaults(tmp_path: Path) -> None:
+    spec = read_spec(stanford(tmp_path), "m")
+    assert spec.late == LateSpec(
+        dense=(DenseSpec("", 32, 16, False, "identity"),),
+        dim=16,
+        query_length=32,
+        document_length=None,
+        expand_to=32,
+        attend=False,
+        expansion_token="[MASK]",
+        query_marker="[unused0]",
+        document_marker="[unused1]",
+        unknown_token="[UNK]",
+        skip_words=tuple(string.punctuation),
+    )
+    assert (spec.token_dim, spec.embed_dim) == (16, 32)
+    assert spec.tasks == (Task.TOKEN_EMBED, Task.SCORE)
+    assert spec.width(Task.TOKEN_EMBED) == 16 and spec.width(Task.SCORE) == 1
+
+
+def test_what_artifact_metadata_says(tmp_path: Path) -> None:
+    metadata = {
+        "query_maxlen": 48,
+        "doc_maxlen": 300,
+        "query_token_id": "[Q]",
+        "doc_token_id": "[D]",
+        "mask_punctuation": False,
+        "attend_to_mask_tokens": True,
+        "nbits": 2,
+    }
+    late = late_of(stanford(tmp_path, metadata))
+    assert (late.query_length, late.document_length) == (48, 300)
+    assert (late.query_marker, late.document_marker) == ("[Q]", "[D]")
+    assert late.attend and late.skip_words == ()
+    assert late_of(tmp_path, query_maxlen=8, do_query_expansion=False).query_length == 8
+    assert late_of(tmp_path, do_query_expansion=False).expand_to is None
+
+
+def test_xlm_r_has_markers_of_its_own(tmp_path: Path) -> None:
+    late = late_of(stanford(tmp_path, model_type="xlm-roberta"))
+    assert (late.query_marker, late.document_marker) == ("[QueryMarker]", "[DocumentMarker]")
+
+
+def test_pylates_modules_and_table(tmp_path: Path) -> None:
+    table = {
+        "query_prefix": "[Q] ",
+        "document_prefix": "",
+        "query_length": 48,
+        "document_length": 300,
+        "attend_to_expansion_tokens": True,
+        "skiplist_words": ["a", "b"],
+        "do_query_expansion": True,
+    }
+    spec = read_spec(pylate(tmp_path, **table), "m")
+    late = spec.late
+    assert late is not None and late.dense == (DenseSpec("1_Dense", 32, 12, False, "identity"),)
+    assert (late.query_length, late.document_length) == (48, 300)
+    assert (late.query_marker, late.document_marker) == ("[Q] ", "")
+    assert late.expand_to == 48 and late.attend and late.skip_words == ("a", "b")
+    assert spec.token_dim == 12 and spec.pooling.dense == ()
+    assert not late_of(tmp_path, do_query_expansion=False).attend
+
+
+def test_pylates_defaults(tmp_path: Path) -> None:
+    late = late_of(pylate(tmp_path))
+    assert (late.query_length, late.document_length) == (32, 180)
+    assert (late.query_marker, late.document_marker) == ("[Q] ", "[D] ")
+    assert late.expand_to == 32 and not late.attend and late.skip_words == tuple(string.punctuation)
+
+
+def test_a_pooling_module_beside_gives_a_vector_for_the_text(tmp_path: Path) -> None:
+    pylate(tmp_path, ("Pooling", "2_Pooling"), query_length=32)
+    write_json(tmp_path / "2_Pooling/config.json", {"pooling_mode": "cls"})
+    spec = read_spec(tmp_path, "m")
+    assert spec.tasks == (Task.TOKEN_EMBED, Task.EMBED, Task.SCORE)
+    assert (spec.embed_dim, spec.token_dim, spec.pooling.methods) == (32, 12, ("cls",))
+
+
+def test_a_dense_module_after_the_pooling_is_no_late_interaction(tmp_path: Path) -> None:
+    pylate(tmp_path, ("Pooling", "2_Pooling"))
+    write_json(tmp_path / "2_Pooling/config.json", {"pooling_mode": "cls"})
+    spec = read_spec(tmp_path, "m")
+    assert spec.late is None and len(spec.pooling.dense) == 1
+
+
+def test_transformers_modules_give_hidden_states(tmp_path: Path) -> None:
+    spec = describe(EngineConfig(model=str(stanford(tmp_path)), model_impl="transformers"))
+    assert spec.late is None and spec.token_dim == 32 and Task.EMBED in spec.tasks
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"query_maxlen": "32"}, "query_maxlen is '32'"),
+        ({"doc_maxlen": 2}, "doc_maxlen is 2"),
+        ({"attend_to_mask_tokens": 1}, "attend_to_mask_tokens is 1"),
+        ({"query_token_id": 1}, "query_token_id is 1"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(tmp_path: Path, metadata: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        read_spec(stanford(tmp_path, metadata), "m")
+
+
+def test_layers_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None:
+    pylate(tmp_path, ("Dense", "2_Dense"))
+    write_json(tmp_path / "2_Dense/config.json", {"in_features": 13, "out_features": 4, "bias": False})
+    with pytest.raises(ModelLoadError, match="2_Dense projects 13 numbers, but 12 come before it"):
+        read_spec(tmp_path, "m")
+
+
+def test_a_causal_backbone_is_refused(tmp_path: Path) -> None:
+    stanford(tmp_path, architectures=["Qwen3Model"], model_type="qwen3")
+    pylate_table = {"query_length": 32}
+    write_modules(tmp_path, [("Transformer", ""), ("Dense", "1_Dense")])
+    write_json(tmp_path / "1_Dense/config.json", {"in_features": 32, "out_features": 12, "bias": False})
+    write_json(tmp_path / "config_sentence_transformers.json", pylate_table)
+    with pytest.raises(ModelLoadError, match="Qwen3Model, which is causal"):
+        read_spec(tmp_path, "m")

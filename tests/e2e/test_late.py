@@ -1,0 +1,71 @@
+"""Token vectors of a late-interaction model through a server."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from penstock import Engine
+from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert, write_json
+from tests.e2e.server import Server, serving
+
+TEXTS = ["the water, was long.", "find a word", "oil"]
+DIM = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = BERT_CONFIG | {"architectures": ["HF_ColBERT"], "dim": DIM}
+    tensors = {f"bert.{name}": tensor for name, tensor in bert_tensors(config).items()}
+    generator = torch.Generator().manual_seed(2)
+    tensors["linear.weight"] = torch.randn((DIM, config["hidden_size"]), generator=generator)
+    folder = tmp_path_factory.mktemp("models") / "late"
+    write_bert(folder, tensors=tensors, config=config, modules=False)
+    write_json(folder / "special_tokens_map.json", {"mask_token": "[MASK]", "unk_token": "[UNK]"})
+    metadata = {"query_maxlen": 12, "query_token_id": "query", "doc_token_id": "document"}
+    write_json(folder / "artifact.metadata", metadata)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(str(folder), "--device", "cpu", "--threads", "1") as running:
+        yield running
+
+
+def post(server: Server, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/pooling", json={"input": TEXTS, **body}, timeout=60)
+
+
+@pytest.mark.parametrize("kind", ["query", "document", None])
+def test_vectors_are_those_of_the_offline_engine(server: Server, folder: Path, kind: str | None) -> None:
+    with Engine(str(folder), device="cpu", threads=1) as engine:
+        expected = engine.token_embed(TEXTS, input_type=kind)
+    assert [len(row) for row in expected] == ([12] * 3 if kind == "query" else [7, 6, 4])
+    said = {} if kind is None else {"input_type": kind}
+    numbers = post(server, task="token_embed", **said).json()["data"]
+    texts = post(server, encoding_format="base64", **said).json()["data"]  # its first task
+    for row, as_numbers, as_text in zip(expected, numbers, texts, strict=True):
+        np.testing.assert_allclose(as_numbers["data"], row, atol=1e-5)
+        raw = np.frombuffer(base64.b64decode(as_text["data"]), dtype="<f4").reshape(-1, DIM)
+        np.testing.assert_allclose(raw, row, atol=1e-5)
+        np.testing.assert_allclose(np.linalg.norm(raw, axis=1), 1, atol=1e-5)
+
+
+def test_bytes_hold_the_kept_vectors_alone(server: Server) -> None:
+    reply = post(server, encoding_format="bytes")
+    metadata = json.loads(reply.headers["metadata"])["data"]
+    assert [entry["shape"] for entry in metadata] == [[7, DIM], [6, DIM], [4, DIM]]
+    assert metadata[-1]["end"] == len(reply.content) == 17 * DIM * 4
+
+
+def test_there_is_no_vector_for_a_whole_text(server: Server) -> None:
+    reply = httpx.post(f"{server.url}/v1/embeddings", json={"input": "oil"}, timeout=60)
+    assert reply.status_code == 422 and "token_embed, score" in reply.text

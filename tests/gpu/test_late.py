@@ -1,0 +1,43 @@
+"""Late-interaction models: CUDA as the CPU, with and without rows that attend to their beginning only.
+
+pytest -m gpu tests/gpu
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from penstock.engine.offline import Engine
+from tests.parity.colbert import LATE
+from tests.parity.reference import cosines, make_texts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+TEXTS = [text for text in make_texts(24, seed=5) if text]
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.999), ("float16", 0.9999), ("float32", 0.99999)])
+@pytest.mark.parametrize("query_length", [8, 40])  # of ModernBERT, within its window and beyond it
+@pytest.mark.parametrize("name", LATE)
+def test_cuda_equals_the_cpu(name: str, query_length: int, dtype: str, least: float, tmp_path: Path) -> None:
+    late = LATE[name]
+    if not hasattr(transformers, f"{late.case.name}Config"):
+        pytest.skip(f"this transformers has no {late.case.name}")
+    late.write(tmp_path, 0.1, **{"query_maxlen" if late.stanford else "query_length": query_length})
+    with Engine(str(tmp_path), device="cpu", dtype="float32") as cpu:
+        expected = {kind: cpu.token_embed(TEXTS, input_type=kind) for kind in ("query", "document")}
+    with Engine(str(tmp_path), device="cuda", dtype=dtype) as cuda:
+        for kind, rows in expected.items():
+            got = cuda.token_embed(TEXTS, input_type=kind)
+            assert [row.shape for row in got] == [row.shape for row in rows]
+            assert cosines(np.concatenate(got), np.concatenate(rows)).min() >= least
