@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.checkpoint.find import find, served_name
+from penstock.checkpoint.score import ScoreSpec, read_score
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.core import Task
 from penstock.errors import ModelLoadError
@@ -27,7 +28,7 @@ _OLD_FLAGS = {
     "pooling_mode_lasttoken": "last",
 }
 # Class names or model types of decoders begin so, and of those among them whose tokens see all others.
-_DECODERS = ("gemma3", "gritlm", "llama", "ministral", "mistral", "qwen2", "qwen3")
+_DECODERS = ("gemma", "gritlm", "llama", "ministral", "mistral", "qwen2", "qwen3")
 _LOOK_AHEAD = ("gritlm", "llamabidirectional", "llama_bidirec")
 _GRITLM_MARK = "<|embed|>\n"
 _GRITLM_TEMPLATE = "<|user|>\n{instruction}\n" + _GRITLM_MARK
@@ -45,7 +46,7 @@ _METHOD_NAMES = {
 }
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
-_KNOWN_MODULES = (*_TRANSFORMERS, "Pooling", "SpladePooling", "Dense", "Normalize", "Dropout")
+_KNOWN_MODULES = (*_TRANSFORMERS, "Pooling", "SpladePooling", "Dense", "Normalize", "Dropout", "LogitScore")
 _SPLADE = "splade"  # a pooling type that adds a task to a masked-language model
 _LEXICAL_FILES = ("sparse_linear.safetensors", "sparse_linear.pt")  # BGE-M3's
 
@@ -103,6 +104,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     causal: bool = False  # no token sees one that comes after it
     instruction_template: str | None = None  # with {instruction}, what goes before a text
     sparse: SparseSpec | None = None
+    score: ScoreSpec | None = None  # of models that read a query and a document together
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows are expected to begin alike: a causal reranker's do, with instruction and query."""
+        return self.causal and self.score is not None
 
     @property
     def why_not_cut(self) -> str | None:
@@ -123,6 +130,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return self.embed_dim
         if task is Task.SPARSE:
             return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
+        if task is Task.SCORE:
+            return 1
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
@@ -130,9 +139,11 @@ def describe(config: EngineConfig) -> ModelSpec:
     """Find the model and read everything that its files say."""
     folder = find(config.model, config.revision)
     name = config.served_model_name or served_name(config.model)
-    spec = read_spec(folder, name, config.hf_overrides, config.pooler_config)
+    spec = read_spec(folder, name, config.hf_overrides, config.pooler_config, config.score_template)
     if config.model_impl == "transformers":  # its hidden states, but neither its heads nor its cache
-        return msgspec.structs.replace(spec, tasks=(Task.EMBED, Task.TOKEN_EMBED), causal=False)
+        embeds = spec.tasks[0] is Task.EMBED
+        tasks = (Task.EMBED, Task.TOKEN_EMBED, *([Task.SCORE] if embeds else []))
+        return msgspec.structs.replace(spec, tasks=tasks, causal=False, score=None)
     return spec
 
 
@@ -141,6 +152,7 @@ def read_spec(
     name: str,
     overrides: dict[str, Any] | None = None,
     pooler: PoolerConfig | None = None,
+    score_template: str | None = None,
 ) -> ModelSpec:
     pooler = pooler or PoolerConfig()
     config = _json(folder / "config.json") | (overrides or {})
@@ -149,6 +161,15 @@ def read_spec(
     transformer = _transformer_options(folder, modules)
     pooling = _forced(_pooling(folder, modules, architecture, config), pooler)
     sparse = _sparse(folder, modules, architecture, pooler)
+    score = read_score(
+        folder,
+        modules,
+        architecture,
+        config,
+        label_count(config),
+        template=score_template,
+        score_labels=pooler.score_labels,
+    )
     hidden = _integer(config, "hidden_size", "n_embd", "dim", "d_model")
     embed_dim = pooling.dense[-1].out_features if pooling.dense else hidden * len(pooling.methods)
     positions = positions_of(config)
@@ -170,25 +191,32 @@ def read_spec(
         default_prompt_name=table.get("default_prompt_name"),
         similarity=table.get("similarity_fn_name") or "cosine",
         lower_case=bool(transformer.get("do_lower_case", False)),
-        tasks=_tasks(architecture, sparse),
+        tasks=_tasks(architecture, sparse, score),
         labels=_labels(config),
         sparse=sparse,
+        score=score,
         instruction_template=_GRITLM_TEMPLATE if architecture == "GritLM" else None,
         causal=architecture.lower().startswith(_DECODERS) and is_causal(architecture, config),
     )
 
 
-def _tasks(architecture: str, sparse: SparseSpec | None) -> tuple[Task, ...]:
-    """What the weights allow; the task that the checkpoint was trained for stands first."""
+def _tasks(architecture: str, sparse: SparseSpec | None, score: ScoreSpec | None) -> tuple[Task, ...]:
+    """What the weights allow; the task that the checkpoint was trained for stands first.
+
+    Scores come from models that read pairs, and from embedders, which compare vectors.
+    """
     if sparse is not None and sparse.kind == "splade":
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:
-        return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE)
+        return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)
+    if score is not None and score.tokens:
+        return (Task.SCORE, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForSequenceClassification"):
-        return (Task.CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
+        scores = () if score is None else (Task.SCORE,)
+        return (Task.CLASSIFY, *scores, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForTokenClassification"):
         return (Task.TOKEN_CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
-    return (Task.EMBED, Task.TOKEN_EMBED)
+    return (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE)
 
 
 def label_count(config: Mapping[str, Any]) -> int:

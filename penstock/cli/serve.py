@@ -55,12 +55,13 @@ def serve(
         int, typer.Option(min=0, help="Most tokens of one row in one step; 0: no such limit.")
     ] = 0,
     enable_prefix_caching: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Keep keys and values of shared prefixes (causal models, last-token pooling).",
+            help="Keep keys and values of shared prefixes (causal models, last-token pooling); by default "
+            "for rerankers.",
         ),
-    ] = False,
+    ] = None,
     kv_cache_gb: Annotated[
         float | None, typer.Option(min=0.0, help="Memory for keys and values of rows that go on over steps.")
     ] = None,

@@ -136,13 +136,14 @@ class InputProcessor:
             lengths,
             self._settled(params),
             skip=self._skip(token_ids, lengths, options, from_text),
-            reuse_prefix=self._reads_last_token_only(params),
+            reuse_prefix=self.reads_last_token_only(params),
             cache_salt=options.cache_salt,
         )
 
-    def _reads_last_token_only(self, params: PoolingParams) -> bool:
+    def reads_last_token_only(self, params: PoolingParams) -> bool:
         """Then earlier tokens may come from a cached prefix, whose hidden states are gone."""
-        if params.task is Task.EMBED:
+        vectors = params.task is Task.SCORE and self.spec.score is None  # which are then compared
+        if params.task is Task.EMBED or vectors:
             return self.spec.pooling.methods == ("last",)
         return self.spec.causal and not params.reads_tokens
 

@@ -15,6 +15,7 @@ from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, unit
 from penstock.pooling.methods import CARRIED, METHODS
+from penstock.pooling.score import Judge
 from penstock.pooling.sparse import Splade, lexical_head
 from penstock.weights.stream import open_weights
 
@@ -29,6 +30,7 @@ class Pooler:
         self.heads = heads
         self.normalize = spec.pooling.normalize
         self.activate = softmax_or_sigmoid(spec.config)
+        self.judge = None if spec.score is None else Judge(spec.score)
         self.splade: Splade | None = None
         if spec.sparse is not None and spec.sparse.kind == "splade":
             self.splade = Splade(heads[Task.SPARSE], spec.sparse)
@@ -59,9 +61,10 @@ class Pooler:
             return self._pool(hidden, batch)
         if task is Task.TOKEN_EMBED:
             return hidden.float()
-        head = self.heads[task]
+        head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which scores too
         read = hidden if head.method == "all" else METHODS[head.method](hidden, batch).to(hidden.dtype)
-        return head.project(read).float()
+        values = head.project(read).float()
+        return self.judge(values) if task is Task.SCORE and self.judge is not None else values
 
     def _pool(self, hidden: Tensor, batch: Batch) -> Tensor:
         parts = [method(hidden, batch) for method in self.methods]
@@ -79,7 +82,8 @@ class Pooler:
             if normalize if params.normalize is None else params.normalize:
                 values = unit(values)
         elif params.task is not Task.SPARSE and params.normalize is not False:
-            values = self.activate(values)
+            judge = self.judge if params.task is Task.SCORE else None
+            values = self.activate(values) if judge is None else judge.activate(values)
         return values
 
 

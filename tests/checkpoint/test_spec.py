@@ -356,7 +356,7 @@ def test_splade_is_forced_on_masked_language_models_only(folder: Path) -> None:
 def test_bge_m3s_layer_beside_an_encoder_adds_the_task(folder: Path) -> None:
     (folder / "sparse_linear.pt").write_bytes(b"")
     spec = read_spec(folder, "m")
-    assert spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE)
+    assert spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)
     assert spec.sparse == SparseSpec("lexical", file="sparse_linear.pt")
     assert spec.width(Task.SPARSE) == 1
 

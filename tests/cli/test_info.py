@@ -48,7 +48,7 @@ def write_weights(file: Path, **shapes: tuple[int, ...]) -> int:
 
 def test_the_default_model_is_described_completely() -> None:
     found = facts("--device", "cpu")
-    assert found["tasks"] == ["embed", "token_embed"]
+    assert found["tasks"] == ["embed", "token_embed", "score"]
     assert (found["layers"], found["hidden"], found["heads"], found["vocabulary"]) == (6, 384, 12, 30522)
     assert found["parameters"] == 22_713_216
     assert found["file_bytes"] == (default_folder() / "model.safetensors").stat().st_size
