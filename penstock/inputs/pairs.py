@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from penstock.checkpoint.score import ScoreSpec
@@ -101,6 +102,8 @@ def prepare_pairs(
         queries = tokenizer.cut(queries, options.max_tokens_per_query)
     if options.max_tokens_per_doc is not None:
         documents = tokenizer.cut(documents, options.max_tokens_per_doc)
+    if kind != "cross":  # vectors are compared as the model makes them; there is nothing to activate
+        params = msgspec.structs.replace(params, normalize=None)
     if kind == "bi":
         return _apart(processor, request_id, queries, documents, which, params, options)
     if kind == "late":
