@@ -44,6 +44,7 @@ def serve(
     load_format: flags.LoadAs = flags.LoadFormat.AUTO,
     hf_overrides: flags.HfOverridesJson = None,
     pooler_config: flags.PoolerConfigJson = None,
+    score_template: flags.ScoreTemplate = None,
     enable_chunked_prefill: Annotated[
         bool | None,
         typer.Option(
@@ -100,6 +101,7 @@ def serve(
         model_impl=model_impl,
         hf_overrides=hf_overrides,
         pooler_config=pooler_config,
+        template=score_template,
         enable_chunked_prefill=enable_chunked_prefill,
         long_prefill_token_threshold=long_prefill_token_threshold,
         enable_prefix_caching=enable_prefix_caching,
