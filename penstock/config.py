@@ -23,6 +23,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pooling_type: str | None = None
     normalize: bool | None = None
     step_tag_id: int | None = None  # the token that ends a step, for pooling_type STEP
+    score_labels: tuple[int, ...] | None = None  # a score is the first of these outputs less the second
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,9 +45,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model_impl: Literal["auto", "penstock", "transformers"] = "auto"  # auto: the native one
     hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
     pooler_config: PoolerConfig = msgspec.field(default_factory=PoolerConfig)
+    score_template: str | None = None  # with {query} and {document}, or the name of a known one
     enable_chunked_prefill: bool | None = None  # None: where a row may exceed a step and can be cut
     long_prefill_token_threshold: int = 0  # most tokens of one row in a step; 0: no such limit
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool | None = None  # None: where rows are expected to begin alike
     kv_cache_gb: float | None = None  # memory for keys and values of rows that go on over steps
     share_identical: bool = True  # rows that are alike and in flight together are computed once
     document_cache_gb: float = 0.0  # memory for vectors of documents that may be scored again
@@ -113,12 +115,17 @@ def resolve(
     machine: Machine,
     positions: int | None = None,
     why_not_cut: str | None = None,
+    shares_prefixes: bool = False,
 ) -> Resolved:
     """Settle every "auto"; raise `ConfigError` for what cannot work together.
 
     `model_limit` is what the model is meant for, `positions` what it could take at most;
-    `why_not_cut` says, where it is so, why its rows cannot be spread over steps.
+    `why_not_cut` says, where it is so, why its rows cannot be spread over steps; `shares_prefixes`, whether
+    they are expected to begin alike.
     """
+    if config.enable_prefix_caching is None:
+        can = why_not_cut is None and config.enable_chunked_prefill is not False
+        config = msgspec.structs.replace(config, enable_prefix_caching=shares_prefixes and can)
     positions = positions or model_limit
     _check_impl(config)
     device = _device(config.device, machine)
@@ -148,7 +155,7 @@ def resolve(
         model_impl="penstock" if config.model_impl == "auto" else config.model_impl,
         chunked=_chunked(config, limit, budget, why_not_cut),
         chunk_tokens=config.long_prefill_token_threshold or budget,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=bool(config.enable_prefix_caching),
         kv_cache_bytes=int((config.kv_cache_gb or (1 if on_cpu else 8)) * 2**30),
         share_identical=config.share_identical,
         document_cache_bytes=_document_cache(config.document_cache_gb),

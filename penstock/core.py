@@ -107,7 +107,7 @@ class Request:
     keep: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
     pairs: Ints | None = None  # [documents], the query row of each; queries stand before documents
     also: tuple[PoolingParams, ...] = ()  # further outputs of the same rows
-    adapter: int = -1  # which of the model's adapters; -1: none
+    adapters: Ints | None = None  # [rows], which of the model's adapters; -1: none
     priority: int = 0  # lower runs sooner
     arrival_s: float = 0.0  # monotonic clock, the same in every process of a machine
     deadline_s: float | None = None  # the same clock

@@ -150,3 +150,16 @@ def write_lexical(folder: Path) -> Path:
     weight = torch.randn((1, BERT_CONFIG["hidden_size"]), generator=torch.Generator().manual_seed(1))
     torch.save({"weight": weight, "bias": torch.full((1,), 0.3)}, folder / "sparse_linear.pt")
     return folder
+
+
+def write_cross_encoder(folder: Path, labels: int = 1, **config: Any) -> Path:
+    """A BERT that judges a pair of texts."""
+    size = BERT_CONFIG["hidden_size"]
+    tensors = {f"bert.{name}": tensor for name, tensor in bert_tensors(BERT_CONFIG).items()}
+    generator = torch.Generator().manual_seed(7)
+    for name, shape in {"bert.pooler.dense": (size, size), "classifier": (labels, size)}.items():
+        tensors[f"{name}.weight"] = torch.randn(shape, generator=generator)
+        tensors[f"{name}.bias"] = torch.randn(shape[0], generator=generator)
+    names = {str(label): f"LABEL_{label}" for label in range(labels)}
+    settings = {"architectures": ["BertForSequenceClassification"], "id2label": names} | config
+    return write_bert(folder, tensors=tensors, config=settings, modules=False)

@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.api import entities, native, openai, operation
-from penstock.api.endpoint import Call, Endpoint, Reply, openai_error
+from penstock.api import entities, native, openai, operation, ranking, tei
+from penstock.api.endpoint import Call, Dialect, Endpoint, ErrorShape, Reply, openai_error
 from penstock.api.metrics import ApiMetrics
 from penstock.api.schema import openapi
 from penstock.api.state import ServerState
@@ -29,6 +29,8 @@ class RouteSpec:
     handler: Callable[..., Awaitable[Reply]]
     group: str
     open_to_all: bool = False
+    error_shape: ErrorShape = openai_error
+    other: Dialect | None = None  # a second kind of body
 
 
 ROUTES = (
@@ -38,6 +40,18 @@ ROUTES = (
     RouteSpec("/classify", native.ClassifyRequest, native.classify, "native"),
     RouteSpec("/v1/entities", entities.EntitiesRequest, entities.entities, "native"),
     RouteSpec("/v1/sparse", native.SparseRequest, native.sparse, "native"),
+    RouteSpec("/score", ranking.ScoreRequest, ranking.score, "ranking"),
+    RouteSpec("/v1/score", ranking.ScoreRequest, ranking.score, "ranking"),
+    RouteSpec("/rerank", ranking.RerankRequest, ranking.rerank, "ranking", other=tei.RERANK),
+    RouteSpec("/v1/rerank", ranking.RerankRequest, ranking.rerank, "ranking"),
+    RouteSpec(
+        "/v2/rerank",
+        ranking.CohereRerankRequest,
+        ranking.cohere_rerank,
+        "ranking",
+        error_shape=ranking.cohere_error,
+    ),
+    RouteSpec("/similarity", tei.SimilarityRequest, tei.similarity, "ranking", error_shape=tei.tei_error),
     RouteSpec("/tokenize", native.TokenizeRequest, native.tokenize, "native"),
     RouteSpec("/detokenize", native.DetokenizeRequest, native.detokenize, "native"),
     RouteSpec("/health", None, operation.health, "operation", open_to_all=True),
@@ -63,6 +77,8 @@ def build_app(state: ServerState) -> Starlette:
             spec.path,
             spec.body,
             spec.handler,
+            error_shape=spec.error_shape,
+            other=spec.other,
             open_to_all=spec.open_to_all,
             limited=spec.body is not None,
         )

@@ -33,6 +33,9 @@ Body = TypeVar("Body")
 JSON = b"application/json"
 
 
+ErrorShape = Callable[[PenstockError], dict[str, Any]]
+
+
 @dataclass(slots=True)
 class Reply:
     body: bytes
@@ -53,6 +56,7 @@ class Call:
     queue_s: float = 0.0
     device_s: float = 0.0
     encode_s: float = 0.0
+    error_shape: ErrorShape | None = None  # of the dialect that was found in the body
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         total_s = time.monotonic() - self.began_s
@@ -68,9 +72,6 @@ class Call:
         return out
 
 
-ErrorShape = Callable[[PenstockError], dict[str, Any]]
-
-
 def openai_error(error: PenstockError) -> dict[str, Any]:
     return {
         "error": {
@@ -80,6 +81,22 @@ def openai_error(error: PenstockError) -> dict[str, Any]:
             "code": error.code,
         }
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Another kind of body on the same route, told apart by a field that only it has."""
+
+    mark: str
+    body: type[msgspec.Struct]
+    handler: Callable[..., Awaitable[Reply]]
+    error_shape: ErrorShape
+
+    def claims(self, raw: bytes) -> bool:
+        try:
+            return self.mark in msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
 
 
 class Endpoint:
@@ -94,6 +111,7 @@ class Endpoint:
         handler: Callable[..., Awaitable[Reply]],
         *,
         error_shape: ErrorShape = openai_error,
+        other: Dialect | None = None,
         open_to_all: bool = False,
         limited: bool = True,
     ) -> None:
@@ -103,6 +121,8 @@ class Endpoint:
         self.decoder = None if body is None else msgspec.json.Decoder(body)
         self.handler = handler
         self.error_shape = error_shape
+        self.other = other
+        self.other_decoder = None if other is None else msgspec.json.Decoder(other.body)
         self.open_to_all = open_to_all
         self.limited = limited
         self.methods: tuple[str, ...] = ("GET", "HEAD") if body is None else ("POST",)
@@ -131,8 +151,15 @@ class Endpoint:
     async def _limited(self, call: Call, scope: Scope, receive: Receive) -> Reply:
         self.state.admit()
         try:
-            arguments = [] if self.decoder is None else [self._decode(await self._read(scope, receive))]
-            return await unless_gone(self.handler(call, *arguments), receive)
+            if self.decoder is None:
+                return await unless_gone(self.handler(call), receive)
+            raw = await self._read(scope, receive)
+            if self.other is not None and self.other_decoder is not None and self.other.claims(raw):
+                call.error_shape = self.other.error_shape
+                work = self.other.handler(call, _decode(self.other_decoder, raw))
+            else:
+                work = self.handler(call, _decode(self.decoder, raw))
+            return await unless_gone(work, receive)
         finally:
             self.state.leave()
 
@@ -153,22 +180,23 @@ class Endpoint:
             if not message.get("more_body", False):
                 return b"".join(chunks) if len(chunks) > 1 else chunks[0]
 
-    def _decode(self, raw: bytes) -> Any:
-        assert self.decoder is not None
-        try:
-            return self.decoder.decode(raw)
-        except msgspec.ValidationError as error:
-            message, param = explain(str(error))
-            raise BadValue(message, param=param) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadValue(f"the body is not valid JSON: {error}") from None
-
     def _error(self, error: PenstockError, call: Call) -> Reply:
         headers = call.headers()
         if (retry_s := getattr(error, "retry_after_s", None)) is not None:
             headers.append((b"retry-after", str(retry_s).encode()))
         self.metrics.refused(error)
-        return Reply(msgspec.json.encode(self.error_shape(error)), JSON, error.status, headers)
+        shape = call.error_shape or self.error_shape
+        return Reply(msgspec.json.encode(shape(error)), JSON, error.status, headers)
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], raw: bytes) -> Any:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        message, param = explain(str(error))
+        raise BadValue(message, param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadValue(f"the body is not valid JSON: {error}") from None
 
 
 _PLACE = re.compile(r" - at `\$\.?(.*?)`$")

@@ -54,6 +54,8 @@ async def pooling(call: Call, body: PoolingRequest) -> Reply:
         if body.encoding_format != "float":
             raise BadValue("task 'sparse' answers as float only", param="encoding_format")
         return await _sparse_reply(call, body, params, body.min_weight or 0.0, "pooling", "data")
+    if task is Task.SCORE:
+        raise BadValue("task 'score' is of pairs; use /score or /rerank", param="task")
     if body.min_weight is not None:
         raise BadValue(f"min_weight means nothing to task {task.value!r}", param="min_weight")
     result = await run_chunked(call, body, params)

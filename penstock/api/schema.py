@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock import __version__
+from penstock.api.endpoint import Dialect
 
 
 class Described(Protocol):
@@ -20,6 +21,8 @@ class Described(Protocol):
     def handler(self) -> Callable[..., Any]: ...
     @property
     def group(self) -> str: ...
+    @property
+    def other(self) -> Dialect | None: ...
 
 
 _ERROR = {
@@ -49,12 +52,16 @@ _STATUSES = {
 
 
 def openapi(routes: Sequence[Described]) -> dict[str, Any]:
-    bodies = [route.body for route in routes if route.body is not None]
+    bodies = [body for route in routes for body in _bodies(route)]
     _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
+    names: set[str] = set()
     for route in routes:
-        method = "get" if route.body is None else "post"
-        paths[route.path] = {method: _operation(route)}
+        operation = _operation(route)
+        if operation["operationId"] in names:  # a handler that has several paths
+            operation["operationId"] += route.path.replace("/", "_")
+        names.add(operation["operationId"])
+        paths[route.path] = {"get" if route.body is None else "post": operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__},
@@ -66,6 +73,11 @@ def openapi(routes: Sequence[Described]) -> dict[str, Any]:
     }
 
 
+def _bodies(route: Described) -> list[type[msgspec.Struct]]:
+    other = [] if route.other is None else [route.other.body]
+    return [] if route.body is None else [route.body, *other]
+
+
 def _operation(route: Described) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "tags": [route.group],
@@ -74,7 +86,8 @@ def _operation(route: Described) -> dict[str, Any]:
         "responses": {"200": {"description": "the answer"}},
     }
     if route.body is not None:
-        reference = {"$ref": f"#/components/schemas/{route.body.__name__}"}
+        kinds = [{"$ref": f"#/components/schemas/{body.__name__}"} for body in _bodies(route)]
+        reference = kinds[0] if len(kinds) == 1 else {"oneOf": kinds}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
         for status, words in _STATUSES.items():

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
@@ -22,6 +22,15 @@ from penstock.outputs.encoders import as_bytes, encode_rows
 from penstock.outputs.sparse import SparseRow, sparse_rows
 from penstock.outputs.steps import check_steps, step_rows
 from penstock.outputs.tokens import token_rows
+
+
+class Scheduled(Protocol):
+    """The fields of a body that say when it runs, and how it is called."""
+
+    priority: int
+    timeout: float | None
+    request_id: str | None
+
 
 OCTETS = b"application/octet-stream"
 
@@ -91,13 +100,13 @@ async def _prepare(call: Call, model: ServedModel, body: InputFields, params: Po
     return request
 
 
-def check_rows(call: Call, rows: Sequence[Any]) -> None:
+def check_rows(call: Call, rows: Sequence[Any], name: str = "input") -> None:
     limit = call.state.config.max_rows
     if len(rows) > limit:
-        raise BadValue(f"input has {len(rows)} rows; at most {limit} go into one request", param="input")
+        raise BadValue(f"{name} has {len(rows)} rows; at most {limit} go into one request", param=name)
 
 
-async def run_request(call: Call, model: ServedModel, request: Request, body: InputFields) -> Answer:
+async def run_request(call: Call, model: ServedModel, request: Request, body: Scheduled) -> Answer:
     """Through the engine, no later than the caller is willing to wait."""
     if abs(body.priority) > MAX_PRIORITY:
         raise BadValue(
@@ -169,12 +178,12 @@ def _terms(row: SparseRow, tokens: list[str | None]) -> list[dict[str, Any]]:
     ]
 
 
-def head_of(body: InputFields, result: Result, prefix: str) -> dict[str, Any]:
+def head_of(body: Scheduled, result: Result, prefix: str) -> dict[str, Any]:
     name = f"{prefix}-{body.request_id or result.request.id}"
     return {"id": name, "created": int(time.time()), "model": result.model.spec.name}
 
 
-def json_reply(content: dict[str, Any]) -> Reply:
+def json_reply(content: Any) -> Reply:
     return Reply(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
 
 

@@ -16,6 +16,7 @@ from penstock.checkpoint.dense import DenseSpec, read_dense
 from penstock.checkpoint.files import integer, optional_json, read_json
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.late import MASK_MODULE, LateSpec, read_late
+from penstock.checkpoint.score import ScoreSpec, read_score
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.core import Task
 from penstock.errors import ModelLoadError
@@ -30,7 +31,7 @@ _OLD_FLAGS = {
     "pooling_mode_lasttoken": "last",
 }
 # Class names or model types of decoders begin so, and of those among them whose tokens see all others.
-_DECODERS = ("gemma3", "gritlm", "llama", "ministral", "mistral", "qwen2", "qwen3")
+_DECODERS = ("gemma", "gritlm", "llama", "ministral", "mistral", "qwen2", "qwen3")
 _LOOK_AHEAD = ("gritlm", "llamabidirectional", "llama_bidirec")
 _GRITLM_MARK = "<|embed|>\n"
 _GRITLM_TEMPLATE = "<|user|>\n{instruction}\n" + _GRITLM_MARK
@@ -48,7 +49,16 @@ _METHOD_NAMES = {
 }
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
-_KNOWN_MODULES = (*_TRANSFORMERS, "Pooling", "SpladePooling", "Dense", "Normalize", "Dropout", MASK_MODULE)
+_KNOWN_MODULES = (
+    *_TRANSFORMERS,
+    "Pooling",
+    "SpladePooling",
+    "Dense",
+    "Normalize",
+    "Dropout",
+    "LogitScore",
+    MASK_MODULE,
+)
 _REWARD_MODELS = ("ForRewardModel", "ForProcessRewardModel")
 _STEP = "step"  # a pooling type that adds rewards of steps
 _STEP_TAG = "<extra_0>"  # what process reward models end a step with, unless told
@@ -108,6 +118,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # of which a request may choose one
     late: LateSpec | None = None  # a vector a token, compared token by token
+    score: ScoreSpec | None = None  # of models that read a query and a document together
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows are expected to begin alike: a causal reranker's do, with instruction and query."""
+        return self.causal and self.score is not None
 
     @property
     def why_not_cut(self) -> str | None:
@@ -125,7 +141,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if self.late is not None:
             return "late"
-        return "bi" if Task.CLASSIFY not in self.tasks else "cross"
+        return "bi" if self.score is None else "cross"
 
     @property
     def step_tag(self) -> int:
@@ -141,10 +157,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """How many numbers a row of this task has."""
         if task is Task.EMBED:
             return self.embed_dim
-        if task is Task.SCORE:
-            return 1
         if task is Task.SPARSE:
             return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
+        if task is Task.SCORE:
+            return 1
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
@@ -152,9 +168,11 @@ def describe(config: EngineConfig) -> ModelSpec:
     """Find the model and read everything that its files say."""
     folder = find(config.model, config.revision)
     name = config.served_model_name or served_name(config.model)
-    spec = read_spec(folder, name, config.hf_overrides, config.pooler_config)
+    spec = read_spec(folder, name, config.hf_overrides, config.pooler_config, config.score_template)
     if config.model_impl == "transformers":  # its hidden states, but neither its heads nor its cache
-        plain = {"tasks": (Task.EMBED, Task.TOKEN_EMBED), "causal": False}
+        embeds = spec.tasks[0] is Task.EMBED
+        tasks = (Task.EMBED, Task.TOKEN_EMBED, *([Task.SCORE] if embeds else []))
+        plain = {"tasks": tasks, "causal": False, "score": None}
         if spec.late is not None:
             hidden = spec.late.dense[0].in_features if spec.late.dense else spec.token_dim
             plain |= {"late": None, "token_dim": hidden}
@@ -167,6 +185,7 @@ def read_spec(
     name: str,
     overrides: dict[str, Any] | None = None,
     pooler: PoolerConfig | None = None,
+    score_template: str | None = None,
 ) -> ModelSpec:
     pooler = pooler or PoolerConfig()
     config = read_json(folder / "config.json") | (overrides or {})
@@ -178,6 +197,15 @@ def read_spec(
     late = read_late(folder, config, modules, table, transformer, overrides or {}, hidden)
     pooling = _forced(_pooling(folder, modules, architecture, config, late), pooler)
     sparse = _sparse(folder, modules, architecture, pooler)
+    score = read_score(
+        folder,
+        modules,
+        architecture,
+        config,
+        label_count(config),
+        template=score_template,
+        score_labels=pooler.score_labels,
+    )
     causal = architecture.lower().startswith(_DECODERS) and is_causal(architecture, config)
     if late is not None and causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture}, which is causal")
@@ -200,9 +228,10 @@ def read_spec(
         default_prompt_name=table.get("default_prompt_name"),
         similarity=table.get("similarity_fn_name") or "cosine",
         lower_case=bool(transformer.get("do_lower_case", False)),
-        tasks=_tasks(architecture, config, sparse) if late is None else _late_tasks(modules),
+        tasks=_tasks(architecture, config, sparse, score) if late is None else _late_tasks(modules),
         labels=_labels(architecture, config),
         sparse=sparse,
+        score=score,
         reward=_reward(folder, architecture, config, pooler),
         late=late,
         adapters=adapter_names(config),
@@ -211,15 +240,23 @@ def read_spec(
     )
 
 
-def _tasks(architecture: str, config: Mapping[str, Any], sparse: SparseSpec | None) -> tuple[Task, ...]:
-    """What the weights allow; the task that the checkpoint was trained for stands first."""
+def _tasks(
+    architecture: str, config: Mapping[str, Any], sparse: SparseSpec | None, score: ScoreSpec | None
+) -> tuple[Task, ...]:
+    """What the weights allow; the task that the checkpoint was trained for stands first.
+
+    Scores come from models that read pairs, and from embedders, which compare vectors.
+    """
     if sparse is not None and sparse.kind == "splade":
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:
         return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)
+    if score is not None and score.tokens:
+        return (Task.SCORE, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForSequenceClassification"):
+        scores = () if score is None else (Task.SCORE,)
         judged = (Task.REWARD,) if label_count(config) == 1 else ()
-        return (Task.CLASSIFY, *judged, Task.EMBED, Task.TOKEN_EMBED)
+        return (Task.CLASSIFY, *scores, *judged, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith(_REWARD_MODELS):
         return (Task.REWARD, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForTokenClassification"):

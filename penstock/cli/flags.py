@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -96,6 +97,16 @@ HfOverridesJson = Annotated[
         "--hf-overrides", metavar="JSON", help="Overrides of keys in config.json.", rich_help_panel=_PANEL
     ),
 ]
+ScoreTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--score-template",
+        metavar="TEXT|FILE",
+        help="What a reranker reads, with {query} and {document}; \\n is a new line. Or a known name, "
+        "such as qwen3-reranker.",
+        rich_help_panel=_PANEL,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of dummy weights.", rich_help_panel=_PANEL)]
 
 
@@ -112,14 +123,27 @@ def json_object(flag: str, text: str | None) -> dict[str, Any] | None:
     return value
 
 
+def score_template(given: str | None) -> str | None:
+    """The value of --score-template: what a file holds, or the text itself."""
+    if given is None or "{document}" in given:
+        return None if given is None else given.replace("\\n", "\n").replace("\\t", "\t")
+    file = Path(given)
+    return file.read_text(encoding="utf-8").removesuffix("\n") if file.is_file() else given
+
+
 def engine_options(
-    *, pooler_config: str | None = None, hf_overrides: str | None = None, **given: Any
+    *,
+    pooler_config: str | None = None,
+    hf_overrides: str | None = None,
+    template: str | None = None,
+    **given: Any,
 ) -> dict[str, Any]:
     """`EngineConfig` by name, with what was left out absent."""
     options = {
         **given,
         "pooler_config": json_object("--pooler-config", pooler_config),
         "hf_overrides": json_object("--hf-overrides", hf_overrides),
+        "score_template": score_template(template),
     }
     plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in options.items()}
     return {name: value for name, value in plain.items() if value is not None}

@@ -16,6 +16,7 @@ from penstock.cli.bench import app as bench
 from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
 from penstock.cli.info import info
+from penstock.cli.rank import rerank, score
 from penstock.cli.serve import serve
 from penstock.errors import ClientError, PenstockError
 
@@ -70,6 +71,8 @@ def _options(
 
 app.command()(serve)
 app.command()(embed)
+app.command()(rerank)
+app.command()(score)
 app.command()(info)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -44,6 +44,7 @@ def serve(
     load_format: flags.LoadAs = flags.LoadFormat.AUTO,
     hf_overrides: flags.HfOverridesJson = None,
     pooler_config: flags.PoolerConfigJson = None,
+    score_template: flags.ScoreTemplate = None,
     enable_chunked_prefill: Annotated[
         bool | None,
         typer.Option(
@@ -55,12 +56,13 @@ def serve(
         int, typer.Option(min=0, help="Most tokens of one row in one step; 0: no such limit.")
     ] = 0,
     enable_prefix_caching: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Keep keys and values of shared prefixes (causal models, last-token pooling).",
+            help="Keep keys and values of shared prefixes (causal models, last-token pooling); by default "
+            "for rerankers.",
         ),
-    ] = False,
+    ] = None,
     share_identical: Annotated[
         bool, typer.Option(help="Compute rows that are alike and wait together once.")
     ] = True,
@@ -105,6 +107,7 @@ def serve(
         model_impl=model_impl,
         hf_overrides=hf_overrides,
         pooler_config=pooler_config,
+        template=score_template,
         enable_chunked_prefill=enable_chunked_prefill,
         long_prefill_token_threshold=long_prefill_token_threshold,
         enable_prefix_caching=enable_prefix_caching,

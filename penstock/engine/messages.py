@@ -43,7 +43,6 @@ class Entry(msgspec.Struct, array_like=True):
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
-    adapter: int
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -75,7 +74,7 @@ class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
     items: list[Done | Failed]
 
 
-OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs")  # arrays that a request may have
+OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
 
 ToEngine = Hello | Submit | Cancel
 FromEngine = Ready | Outcomes
@@ -103,7 +102,6 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.reuse_prefix,
                 request.cache_salt,
                 request.also,
-                request.adapter,
             )
         )
         parts += [request.lengths, request.token_ids, *arrays.values()]
@@ -134,7 +132,6 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
                 reuse_prefix=entry.reuse_prefix,
                 cache_salt=entry.cache_salt,
                 also=entry.also,
-                adapter=entry.adapter,
                 **{name: take(size) for name, size in entry.arrays.items()},
             )
         )

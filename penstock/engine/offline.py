@@ -19,6 +19,7 @@ from penstock.checkpoint.spec import ModelSpec, describe, with_limit
 from penstock.config import EngineConfig, from_mapping
 from penstock.core import Answer, Array, Chunks, Ints, OutputDtype, PoolingParams, Request, Task
 from penstock.engine.local import LocalEngine
+from penstock.engine.ranking import AsyncRanking, Ranking
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunker, Chunking, ChunkOptions
 from penstock.inputs.places import Places, prepare_located
@@ -50,7 +51,7 @@ T = TypeVar("T")
 _Prepare = Callable[[str, Any], tuple[Request, T]]  # with what is needed to read the answer
 
 
-class Engine:
+class Engine(Ranking):
     """A model in this process.
 
     `model` is a folder, a hub id, or nothing for the embedded default; every field of
@@ -371,9 +372,13 @@ class Engine:
     def _windows(
         self, inputs: Inputs, prepare: _Prepare[T], progress: bool | None, priority: int
     ) -> Iterator[tuple[Request, T, Answer]]:
-        """Answers by window, in order: one window is tokenised while the one before it runs."""
         texts, ids = split_inputs(inputs)
-        rows: Sequence[Any] = ids if texts is None else texts
+        return self._in_windows(ids if texts is None else texts, prepare, progress, priority)
+
+    def _in_windows(
+        self, rows: Sequence[Any], prepare: _Prepare[T], progress: bool | None, priority: int
+    ) -> Iterator[tuple[Request, T, Answer]]:
+        """Answers by window, in order: one window is tokenised while the one before it runs."""
         windows = [rows[i : i + WINDOW] for i in range(0, len(rows), WINDOW)]
         with _bar(len(rows), progress) as advance:
             running: list[tuple[Request, T, int, Future[Answer]]] = []
@@ -436,7 +441,7 @@ def _joined(answers: Iterator[tuple[Request, Answer]]) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncRanking):
     """`Engine` for asyncio programs: calls from many tasks share the engine's steps."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -565,7 +570,7 @@ class AsyncEngine:
         request, _, answer = await self._submit(texts, prepare, priority)
         return request, answer
 
-    async def _submit(self, texts: Inputs, prepare: _Prepare[T], priority: int) -> tuple[Request, T, Answer]:
+    async def _submit(self, texts: Any, prepare: _Prepare[T], priority: int) -> tuple[Request, T, Answer]:
         engine = self._open()
         request_id = f"local-{next(engine._numbers)}"
         request, beside = await asyncio.get_running_loop().run_in_executor(

@@ -101,6 +101,7 @@ def some_rows(request: Request, rows: Ints, request_id: str) -> Request:
         keep=of(request.keep, where),
         skip=of(request.skip, rows),
         keys=of(request.keys, rows),
+        adapters=of(request.adapters, rows),
     )
 
 

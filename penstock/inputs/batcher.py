@@ -4,12 +4,14 @@ event loop."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from penstock.core import Ints
 from penstock.inputs.tokenizer import Located, Tokenizer
 
+T = TypeVar("T")
 _Job = tuple[list[str], bool, "asyncio.Future[list[Ints]]"]
 
 
@@ -34,6 +36,10 @@ class BatchTokenizer:
         """As `Tokenizer.locate`, in turn with the batches."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self.tokenizer.locate, texts, add_special_tokens)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Something else that tokenises, in turn with the batches."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,7 @@ and blocking, to be called on a worker thread; `api` batches the texts of concur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -148,7 +148,7 @@ class InputProcessor:
             skip=self._skip(token_ids, lengths, options, from_text),
             reuse_prefix=self.reads_last_token_only(params),
             cache_salt=options.cache_salt,
-            adapter=choose_adapter(self.spec, options.adapter, options.prompt_name, options.input_type),
+            adapters=self._adapters(len(lengths), options),
         )
 
     def _late_request(
@@ -170,9 +170,14 @@ class InputProcessor:
         _refuse_empty(made.lengths)
         return Request(request_id, made.token_ids, made.lengths, params, keys=made.keys, keep=made.keep)
 
+    def _adapters(self, rows: int, options: InputOptions) -> Ints | None:
+        number = choose_adapter(self.spec, options.adapter, options.prompt_name, options.input_type)
+        return None if number < 0 else np.full(rows, number, dtype=np.int32)
+
     def reads_last_token_only(self, params: PoolingParams) -> bool:
         """Then earlier tokens may come from a cached prefix, whose hidden states are gone."""
-        if params.task is Task.EMBED:
+        vectors = params.task is Task.SCORE and self.spec.score is None  # which are then compared
+        if params.task is Task.EMBED or vectors:
             return self.spec.pooling.methods == ("last",)
         return self.spec.causal and not params.reads_tokens
 

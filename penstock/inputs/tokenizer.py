@@ -24,6 +24,19 @@ class Located(NamedTuple):
     words: Ints  # [tokens], number of the word; -1 for special tokens
 
 
+class PairFrame(NamedTuple):
+    """The special tokens before, between and after the two texts of a pair."""
+
+    before: Ints
+    between: Ints
+    after: Ints
+    segments: Ints  # of each of those tokens and of the two texts, in their order
+
+    @property
+    def size(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+
 class Tokenizer:
     """Encodes whole; cutting to a limit is `truncation`'s work, because it differs by request."""
 
@@ -81,6 +94,37 @@ class Tokenizer:
         added = self._rust.get_added_tokens_decoder()
         return np.array(sorted(number for number, token in added.items() if token.special), dtype=np.int32)
 
+    @cached_property
+    def frame(self) -> tuple[Ints, Ints]:
+        """The special tokens before and after a text."""
+        ids = np.array(self._rust.encode("a", add_special_tokens=True).ids, dtype=np.int32)
+        return ids[: self.prefix], ids[len(ids) - self.suffix :]
+
+    @cached_property
+    def pair_frame(self) -> PairFrame:
+        """What the tokenizer's own template puts around a pair."""
+        first, second = (self._rust.encode(text, add_special_tokens=False).ids for text in ("a", "b"))
+        whole = self._rust.encode("a", "b", add_special_tokens=True)
+        ids, kinds = whole.ids, whole.type_ids
+        at = _find(ids, first, 0)
+        then = -1 if at < 0 else _find(ids, second, at + len(first))
+        if then < 0:
+            raise ModelLoadError(
+                "the tokenizer's template for pairs changes the texts' own tokens; it is not supported"
+            )
+        ends = at + len(first), then + len(second)
+        before, between, after = ids[:at], ids[ends[0] : then], ids[ends[1] :]
+        segments = kinds[: at + 1] + kinds[ends[0] : then + 1] + kinds[ends[1] :]
+        return PairFrame(*(np.array(part, dtype=np.int32) for part in (before, between, after, segments)))
+
+    def cut(self, texts: Sequence[str], tokens: int) -> list[str]:
+        """The texts, each no longer than its first so many tokens."""
+        found = self.locate(texts, add_special_tokens=False)
+        return [
+            text if len(row.ids) <= tokens else text[: int(row.offsets[tokens - 1, 1])]
+            for text, row in zip(texts, found, strict=True)
+        ]
+
     def _special_frame(self) -> tuple[int, int]:
         """How many special tokens stand before and after a text."""
         bare = self._rust.encode("a", add_special_tokens=False).ids
@@ -89,3 +133,11 @@ class Tokenizer:
             if full[start : start + len(bare)] == bare:
                 return start, len(full) - len(bare) - start
         raise ModelLoadError("the tokenizer's template changes the text's own tokens; it is not supported")
+
+
+def _find(ids: list[int], part: list[int], start: int) -> int:
+    """Where `part` stands in `ids`, from `start` on; -1 if nowhere."""
+    for at in range(start, len(ids) - len(part) + 1):
+        if ids[at : at + len(part)] == part:
+            return at
+    return -1

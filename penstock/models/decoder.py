@@ -1,7 +1,7 @@
 """Decoders: norms before each part, rotary positions, grouped heads, gated MLPs.
 
-Llama, Mistral, Qwen2, Qwen3 and Gemma3 are one wiring with flags. So are the variants that were trained
-to look both ways (embeddinggemma, nemotron-embed, GritLM): only the kind of attention differs.
+Llama, Mistral, Qwen2, Qwen3, Gemma and Gemma3 are one wiring with flags. So are the variants that were
+trained to look both ways (embeddinggemma, nemotron-embed, GritLM): only the kind of attention differs.
 """
 
 from __future__ import annotations
@@ -204,6 +204,20 @@ def qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     bias = bool(config.get("attention_bias"))
     shape = replace(_qwen_shape("Qwen3", config, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """The first Gemma, as bge-reranker-v2-gemma has it."""
+    bias = bool(config.get("attention_bias"))
+    shape = replace(
+        _shape(config, is_causal("Gemma", config), None, lambda layer: False, head_dim=256),
+        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
+        qkv_bias=bias,
+        out_bias=bias,
+        norm_plus_one=True,
+        embedding_scale=math.sqrt(config["hidden_size"]),
+    )
     return _with_head(Decoder(build, shape), build, config, head)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.checkpoint.spec import label_count
 from penstock.core import Task
+from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
@@ -112,3 +114,26 @@ def add_two_step_head(
         add_head(model, build, config, head, "classifier.out_proj", dense)
     elif head is Task.TOKEN_CLASSIFY:
         add_head(model, build, config, head, "classifier")
+
+
+class WordTable(Protocol):
+    hidden_size: int
+    causal: bool
+    embedding: Tensor  # [vocabulary, hidden]
+    heads: dict[Task, TaskHead]
+
+
+def add_token_head(
+    model: WordTable, build: LayerBuilder, config: Mapping[str, Any], tokens: Sequence[int]
+) -> None:
+    """The logits of a few tokens after the last one, in fp32: no other row of the head is ever read."""
+    words = getattr(model, "embedding", None)
+    if not isinstance(words, Tensor) or not model.causal:
+        raise ModelLoadError("only decoders whose tokens see none after them answer with tokens")
+    if max(tokens) >= len(words):
+        raise ModelLoadError(f"token {max(tokens)} is beyond the vocabulary of {len(words)}")
+    own = "lm_head.weight"
+    if not config.get("tie_word_embeddings", not build.weights.has(own)):
+        words = build.weights.take(own, *words.shape)
+    rows = words[list(tokens)].float()
+    model.heads[Task.SCORE] = TaskHead("last", lambda x: F.linear(x.float(), rows), len(rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.checkpoint.late import STANFORD
@@ -24,6 +24,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "camembert": ("Camembert", "encoder:roberta"),
     "deberta-v2": ("DebertaV2", "deberta:deberta"),
     "distilbert": ("DistilBert", "encoder:distilbert"),
+    "gemma": ("Gemma", "decoder:gemma"),
     "gemma3": ("Gemma3", "decoder:gemma3"),
     "gemma3_text": ("Gemma3Text", "decoder:gemma3"),
     "GritLM": ("GritLM", "decoder:gritlm"),
@@ -77,14 +78,23 @@ class CausalModel(Model, Protocol):
 
 
 def build_model(
-    architecture: str, config: Mapping[str, Any], build: LayerBuilder, *, splade: bool = False
+    architecture: str,
+    config: Mapping[str, Any],
+    build: LayerBuilder,
+    *,
+    splade: bool = False,
+    score_tokens: Sequence[int] = (),
 ) -> Model:
     """Builder functions take (layer builder, config.json, head task or None).
 
-    `splade` asks for the masked-language head, which most checkpoints carry without a use for it.
+    `splade` asks for the masked-language head, which most checkpoints carry without a use for it;
+    `score_tokens`, for these rows of a decoder's language-model head.
     """
     builder, head = find_family(backbone_of(architecture, config))
-    head = Task.SPARSE if splade else head
+    if splade:
+        head = Task.SPARSE
+    elif score_tokens:
+        head = None
     module, function = builder.split(":")
     make = getattr(importlib.import_module(f"penstock.models.{module}"), function)
     model: Model = make(build, config, head)
@@ -96,6 +106,9 @@ def build_model(
         from penstock.models.heads import add_token_projection
 
         add_token_projection(model, build, config)
+    if score_tokens:
+        heads = importlib.import_module("penstock.models.heads")
+        heads.add_token_head(model, build, config, score_tokens)
     build.weights.finish(model.unneeded)
     return model
 

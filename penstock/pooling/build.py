@@ -16,6 +16,7 @@ from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, unit
 from penstock.pooling.methods import CARRIED, METHODS
+from penstock.pooling.score import Judge
 from penstock.pooling.sparse import Splade, lexical_head
 from penstock.scoring.pairs import PairScorer, PairTensors
 from penstock.weights.stream import open_weights
@@ -36,6 +37,7 @@ class Pooler:
         self.normalize_tokens = spec.pooling.normalize if spec.late is None else spec.late.normalize
         self.activate = softmax_or_sigmoid(spec.config)
         self.scorer: PairScorer | None = None  # given where the model scores pairs by their vectors
+        self.judge = None if spec.score is None else Judge(spec.score)
         self.splade: Splade | None = None
         if spec.sparse is not None and spec.sparse.kind == "splade":
             self.splade = Splade(heads[Task.SPARSE], spec.sparse)
@@ -95,10 +97,11 @@ class Pooler:
             return self._pool(hidden, batch)
         if task is Task.TOKEN_EMBED and task not in self.heads:
             return hidden.float()
-        head = self.heads[task]
+        head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which scores and rewards too
         all_tokens = steps or head.method == "all"
         read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)
-        return head.project(read).float()
+        values = head.project(read).float()
+        return self.judge(values) if task is Task.SCORE and self.judge is not None else values
 
     def _pool(self, hidden: Tensor, batch: Batch) -> Tensor:
         parts = [method(hidden, batch) for method in self.methods]
@@ -117,7 +120,8 @@ class Pooler:
             if normalize if params.normalize is None else params.normalize:
                 values = unit(values)
         elif params.task is not Task.SPARSE and self._activates(params):
-            values = self.activate(values)
+            judge = self.judge if params.task is Task.SCORE else None
+            values = self.activate(values) if judge is None else judge.activate(values)
         return values
 
     @staticmethod

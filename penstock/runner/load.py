@@ -38,6 +38,7 @@ def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
         positions=spec.positions,
         machine=this_machine(config.device),
         why_not_cut=spec.why_not_cut,
+        shares_prefixes=spec.shares_prefixes,
     )
 
 
@@ -118,7 +119,8 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     build = LayerBuilder(weights, settings.quantization)
-    return build_model(spec.architecture, spec.config, build, splade=splade)
+    tokens = () if spec.score is None else spec.score.tokens
+    return build_model(spec.architecture, spec.config, build, splade=splade, score_tokens=tokens)
 
 
 def make_cache(

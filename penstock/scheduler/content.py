@@ -12,16 +12,17 @@ def contents(request: Request) -> list[bytes]:
     for more in (request.type_ids, request.keep):
         if more is not None:
             keys = [key + part for key, part in zip(keys, _cut(more, request.starts, ends), strict=True)]
-    for number in (request.skip, request.keys):
-        if number is not None:
-            keys = [key + int(n).to_bytes(4, "little") for key, n in zip(keys, number.tolist(), strict=True)]
+    for numbers in (request.skip, request.keys, request.adapters):
+        if numbers is not None:
+            each = (n.to_bytes(4, "little", signed=True) for n in numbers.tolist())
+            keys = [key + number for key, number in zip(keys, each, strict=True)]
     return keys
 
 
 def context(request: Request) -> tuple[object, ...]:
     """What rows of different requests must share besides their contents."""
-    optional = (request.type_ids, request.keep, request.skip, request.keys)
-    return (request.adapter, request.cache_salt, *(array is not None for array in optional))
+    optional = (request.type_ids, request.keep, request.skip, request.keys, request.adapters)
+    return (request.cache_salt, *(array is not None for array in optional))
 
 
 def _cut(array: Ints, starts: Ints, ends: Ints) -> list[bytes]:

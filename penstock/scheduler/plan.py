@@ -106,10 +106,14 @@ def _attended(pieces: Sequence[_Piece], lengths: Ints) -> Ints | None:
 
 
 def _adapters(shares: Sequence[Share], order: Ints) -> Ints | None:
-    if all(share.request.adapter < 0 for share in shares):
+    if all(share.request.adapters is None for share in shares):
         return None
-    numbers = np.array([share.request.adapter for share in shares], dtype=np.int32)
-    return np.repeat(numbers, [len(share.rows) for share in shares])[order]
+    none = np.full(len(order), -1, dtype=np.int32)
+    parts = [
+        none[: len(share.rows)] if share.request.adapters is None else share.request.adapters[share.rows]
+        for share in shares
+    ]
+    return np.concatenate(parts)[order]
 
 
 def _joined(parts: list[Ints | None], sizes: list[int]) -> Ints | None:

@@ -168,3 +168,16 @@ def test_nested_settings_are_read_and_checked() -> None:
 def test_a_configuration_can_not_be_changed_from_behind() -> None:
     with pytest.raises(AttributeError):
         EngineConfig().model = "other"  # type: ignore[misc]
+
+
+def test_prefixes_are_cached_where_rows_begin_alike_unless_told_otherwise() -> None:
+    def caches(shares: bool, why_not_cut: str | None = None, **values: Any) -> bool:
+        options = {"shares_prefixes": shares, "why_not_cut": why_not_cut}
+        settings = resolve(EngineConfig(**values), model_limit=512, machine=CPU, **options)
+        assert settings.chunked or not settings.prefix_caching
+        return settings.prefix_caching
+
+    assert caches(True) and not caches(False)
+    assert not caches(True, enable_prefix_caching=False) and caches(False, enable_prefix_caching=True)
+    assert not caches(True, enable_chunked_prefill=False)
+    assert not caches(True, why_not_cut="it looks ahead")

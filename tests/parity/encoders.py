@@ -406,7 +406,7 @@ class Opened:
             ints([len(row) for row in rows]),
             PoolingParams(task, normalize=False),
             type_ids=None if segments is None else ints(segments),
-            adapter=adapter,
+            adapters=None if adapter < 0 else ints([adapter] * len(rows)),
         )
 
 

@@ -104,6 +104,7 @@ FAMILIES: dict[str, Family] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "gemma": Family("GemmaModel", {"head_dim": 16}, old=True),
     "gemma3": Family("Gemma3TextModel", GEMMA),
     "gemma3-causal-lm": Family("Gemma3ForCausalLM", GEMMA | {"attention_bias": True}, old=True),
     "embeddinggemma": Family("Gemma3TextModel", GEMMA | {"use_bidirectional_attention": True}, old=True),

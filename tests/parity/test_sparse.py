@@ -217,7 +217,7 @@ def test_bge_m3_weighs_the_tokens_of_the_text(save: Any, tmp_path: Path) -> None
     theirs = [m3_weights(tmp_path, layer, text) for text in texts]
     assert any(theirs)
     with open_engine(tmp_path, max_num_batched_tokens=64) as engine:
-        assert engine.spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE)
+        assert engine.spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)
         ours, two = engine.sparse(texts), engine.sparse(texts, top_k=2)
         ids = engine.sparse(engine.tokenize(texts))
         assert engine.embed(texts).shape == (13, 64)

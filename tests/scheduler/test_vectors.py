@@ -49,7 +49,11 @@ def test_salts_and_attended_keys_keep_queries_apart() -> None:
     places = VectorPlaces(64)
     places.hold(request("a", [[1, 2]], [[9]]))
     places.release("a", well=True)
-    for more in ({"cache_salt": "x"}, {"keys": np.array([1, 1], dtype=np.int32)}, {"adapter": 1}):
+    for more in (
+        {"cache_salt": "x"},
+        {"keys": np.array([1, 1], dtype=np.int32)},
+        {"adapters": np.array([1, 1], dtype=np.int32)},
+    ):
         held = places.hold(request("b", [[1, 2]], [[9]], **more))
         assert held is not None and not held.ready.any()
         places.release("b", well=False)

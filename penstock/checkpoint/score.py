@@ -1,0 +1,278 @@
+"""How a model that reads a query and a document together judges them: what its files say, and the prompts
+that rerankers made of decoders were trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from tokenizers import Tokenizer
+
+from penstock.checkpoint.convert import tokenizer_file
+from penstock.errors import ConfigError, ModelLoadError
+
+Activation = Literal["sigmoid", "identity"]
+
+
+class ScoreSpec(msgspec.Struct, frozen=True):
+    """A score is the first of the outputs less the second, if there is one, through the activation.
+
+    `template` is the row as texts that are tokenised each by itself; a single one is tokenised as any text
+    is. Without it, query and document become a pair by the tokenizer's own rule. `tokens` are rows of the
+    language-model head that take the place of a classifier's labels.
+    """
+
+    outputs: tuple[int, ...] = (0,)
+    activation: Activation = "sigmoid"
+    template: tuple[str, ...] = ()  # with {query}, {document} and perhaps {instruction}
+    instruction: str = ""  # unless the caller gives one
+    wording: str = "{instruction}"  # how an instruction stands in the row
+    tokens: tuple[int, ...] = ()
+    closed: bool = True  # special tokens stand at the end too, not only at the beginning
+
+
+class Prompt(NamedTuple):
+    """What a family of rerankers is asked, and the tokens it answers with: the right one, then the other."""
+
+    template: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
+    family: str = ""  # its class names begin so
+    mark: str = ""  # a phrase of its chat template
+    instruction: str = ""
+    wording: str = "{instruction}"
+    closed: bool = False
+
+
+_QWEN3_MARK = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
+)
+_MXBAI_TASK = (
+    "You are a search relevance expert who evaluates how well documents match search queries. For each "
+    "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+    "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:"
+)
+_GEMMA_TASK = (
+    "Given a query A and a passage B, determine whether the passage contains an answer to the query by "
+    "providing a prediction of either 'Yes' or 'No'."
+)
+_ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS: dict[str, Prompt] = {
+    "qwen3-reranker": Prompt(
+        (
+            f'<|im_start|>system\n{_QWEN3_MARK} Note that the answer can only be "yes" or "no".<|im_end|>\n'
+            "<|im_start|>user\n",
+            "<Instruct>: {instruction}\n<Query>: {query}\n",
+            "<Document>: {document}",
+            f"{_ANSWER}<think>\n\n</think>\n\n",
+        ),
+        ("yes", "no"),
+        "Qwen3",
+        _QWEN3_MARK,
+        "Given a web search query, retrieve relevant passages that answer the query",
+    ),
+    "mxbai-rerank-v2": Prompt(
+        (
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+            "<|im_end|>\n<|im_start|>user\n",
+            "{instruction}query: {query}",
+            "\n",
+            "document: {document}",
+            "\n",
+            _MXBAI_TASK,
+            _ANSWER,
+        ),
+        ("1", "0"),
+        "Qwen2",
+        "You are a search relevance expert who evaluates how well documents match search queries.",
+        wording="instruction: {instruction}\n",
+    ),
+    "bge-reranker-v2-gemma": Prompt(
+        ("A: {query}", "\n", "B: {document}", "\n", _GEMMA_TASK), ("Yes",), "Gemma", _GEMMA_TASK
+    ),
+    "nemotron-rerank": Prompt(
+        ("question:{query} \n \n passage:{document}",), family="LlamaBidirectional", closed=True
+    ),
+}
+
+
+def read_score(
+    folder: Path,
+    modules: Sequence[tuple[str, str]],
+    architecture: str,
+    config: Mapping[str, Any],
+    labels: int,
+    *,
+    template: str | None = None,
+    score_labels: Sequence[int] | None = None,
+) -> ScoreSpec | None:
+    """None where query and document are not read together."""
+    classifies = architecture.endswith("ForSequenceClassification")
+    vocabulary = _Vocabulary(folder)
+    tokens = _tokens(folder, modules, config, vocabulary)
+    prompt = _prompt(folder, architecture, classifies, tokens, vocabulary, template)
+    if not classifies and not tokens and prompt is not None and prompt.tokens:
+        tokens = tuple(vocabulary.number(text) for text in prompt.tokens)
+    outputs = _outputs(labels if classifies else 0, len(tokens), score_labels)
+    if not outputs:
+        if template is not None:
+            raise ConfigError(
+                f"score_template is for models that read query and document together; {architecture} with "
+                f"{labels} labels does not, unless score_labels of the pooler config says which to take",
+                param="score_template",
+            )
+        return None
+    score = ScoreSpec(outputs, _activation(folder, config), tokens=tokens)
+    if prompt is not None:
+        return msgspec.structs.replace(
+            score,
+            template=prompt.template,
+            instruction=prompt.instruction,
+            wording=prompt.wording,
+            closed=prompt.closed,
+        )
+    if tokens:
+        raise ModelLoadError(
+            f"{architecture} is to answer with the tokens {', '.join(vocabulary.texts(tokens))}, but what it "
+            "is asked is not known; give score_template",
+            param="score_template",
+        )
+    return score
+
+
+class _Vocabulary:
+    """The tokenizer, read when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._rust: Tokenizer | None = None
+
+    @property
+    def rust(self) -> Tokenizer:
+        if self._rust is None:
+            self._rust = Tokenizer.from_file(str(tokenizer_file(self.folder)))
+        return self._rust
+
+    def number(self, text: str) -> int:
+        if (number := self.rust.token_to_id(text)) is not None:
+            return int(number)
+        ids = self.rust.encode(text, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise ModelLoadError(f"{text!r} is not one token of this model, but {len(ids)}")
+        return int(ids[0])
+
+    def texts(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        return tuple(str(self.rust.id_to_token(number)) for number in tokens)
+
+
+def _tokens(
+    folder: Path, modules: Sequence[tuple[str, str]], config: Mapping[str, Any], vocabulary: _Vocabulary
+) -> tuple[int, ...]:
+    """The tokens that the files or the caller name, the right answer first."""
+    for kind, path in modules:
+        if kind == "LogitScore":
+            values = _json(folder / path / "config.json")
+            pair = (values.get("true_token_id"), values.get("false_token_id"))
+            return tuple(int(number) for number in pair if number is not None)
+    named = config.get("classifier_from_token")
+    if named is None and config.get("is_original_qwen3_reranker"):
+        named = list(reversed(PROMPTS["qwen3-reranker"].tokens))
+    if named is None:
+        return ()
+    if not isinstance(named, list) or not 1 <= len(named) <= 2 or not all(isinstance(n, str) for n in named):
+        raise ConfigError(
+            f'classifier_from_token is {named!r}; give one token, or two such as ["no", "yes"]',
+            param="hf_overrides",
+        )
+    return tuple(vocabulary.number(text) for text in reversed(named))
+
+
+def _prompt(
+    folder: Path,
+    architecture: str,
+    classifies: bool,
+    tokens: tuple[int, ...],
+    vocabulary: _Vocabulary,
+    template: str | None,
+) -> Prompt | None:
+    """The caller's, or the one whose tokens or whose chat template these are."""
+    if template is not None:
+        return PROMPTS.get(template) or _own(template)
+    texts = vocabulary.texts(tokens) if tokens else ()
+    chat = "" if texts else _chat_template(folder, architecture)
+    for prompt in PROMPTS.values():
+        if texts:
+            found = texts == prompt.tokens
+        else:
+            found = prompt.mark in chat if prompt.mark else classifies
+        if found and architecture.startswith(prompt.family):
+            return prompt
+    return None
+
+
+def _own(template: str) -> Prompt:
+    """A template of the caller's. What follows the document stays in place when the document is cut."""
+    if "{document}" not in template or "{query}" not in template:
+        raise ConfigError(
+            f"score_template is {template!r}; it needs {{query}} and {{document}}, or is one of "
+            + ", ".join(PROMPTS),
+            param="score_template",
+        )
+    before, _, after = template.rpartition("{document}")
+    parts = (before + "{document}", after) if after.strip() else (template,)
+    return Prompt(parts, closed=True)
+
+
+def _chat_template(folder: Path, architecture: str) -> str:
+    if not architecture.startswith(tuple(prompt.family for prompt in PROMPTS.values())):
+        return ""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(errors="replace")
+    said = _json(folder / "tokenizer_config.json").get("chat_template")
+    return said if isinstance(said, str) else ""
+
+
+def _outputs(labels: int, tokens: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    count = tokens or labels
+    if wanted is None:
+        return tuple(range(tokens)) or ((0,) if labels == 1 else ())
+    if not count:
+        raise ConfigError(
+            "score_labels is for models with a classifier, which this one has not", param=_LABELS
+        )
+    if not 1 <= len(wanted) <= 2 or not all(0 <= label < count for label in wanted):
+        raise ConfigError(
+            f"score_labels is {list(wanted)}; give one label or two, out of 0 to {count - 1}", param=_LABELS
+        )
+    return tuple(wanted)
+
+
+_LABELS = "pooler_config.score_labels"
+
+
+def _activation(folder: Path, config: Mapping[str, Any]) -> Activation:
+    """As sentence-transformers finds it; where nothing is said, a sigmoid."""
+    own = config.get("sentence_transformers")
+    said = own.get("activation_fn") if isinstance(own, Mapping) else None
+    said = said or config.get("sbert_ce_default_activation_function")
+    said = said or _json(folder / "config_sentence_transformers.json").get("activation_fn")
+    if said is None:
+        return "sigmoid"
+    name = str(said).rsplit(".", 1)[-1].lower()
+    if name == "sigmoid":
+        return "sigmoid"
+    if name == "identity":
+        return "identity"
+    raise ModelLoadError(f"scores through {said} are not supported; known: Sigmoid, Identity")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}") from None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,120 @@
+"""Scores of queries and documents for offline use: the part of `Engine` and `AsyncEngine` that ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core import Answer, PoolingParams, Request, Task
+from penstock.errors import BadValue
+from penstock.inputs.pairs import Pair, PairOptions, check_pairs, make_pairs, prepare_pairs
+from penstock.inputs.processor import InputProcessor
+from penstock.outputs.ranking import best, check_top_n
+
+Texts = str | Sequence[str]
+_Prepare = Callable[[str, Any], tuple[Request, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One document in its place."""
+
+    index: int  # in the caller's list
+    score: float
+    document: str
+
+
+class Ranking(ABC):
+    _processor: InputProcessor
+
+    @abstractmethod
+    def _in_windows(
+        self, rows: Sequence[Any], prepare: _Prepare, progress: bool | None, priority: int
+    ) -> Iterator[tuple[Request, None, Answer]]: ...
+
+    def score(
+        self,
+        queries: Texts,
+        documents: Texts,
+        *,
+        use_activation: bool | None = None,
+        progress: bool | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> NDArray[Any]:
+        """How well each document answers its query, [documents]: one query for all, or one a document.
+
+        Cross-encoders read each pair together, embedders compare vectors. `options` are those of
+        `PairOptions`: instruction, truncate_prompt_tokens (-1: cut at the model's limit),
+        truncation_side, max_tokens_per_query, max_tokens_per_doc. Without `use_activation` scores come
+        as the model's configuration says; false gives them raw.
+        """
+        pairs = make_pairs(queries, documents)
+        prepare = scoring(self._processor, use_activation, pair_options(options))
+        done = self._in_windows(pairs, prepare, progress, priority)
+        return np.concatenate([answer.values[:, 0] for _, _, answer in done])
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
+    ) -> list[Ranked]:
+        """The documents from best to worst, the first `top_n` of them; equals stay in their order."""
+        check_top_n(top_n)
+        return ranked(self.score(query, list(documents), **options), documents, top_n)
+
+
+class AsyncRanking(ABC):
+    @abstractmethod
+    def _open(self) -> Any: ...
+
+    @abstractmethod
+    async def _submit(self, texts: Any, prepare: _Prepare, priority: int) -> tuple[Request, None, Answer]: ...
+
+    async def score(
+        self,
+        queries: Texts,
+        documents: Texts,
+        *,
+        use_activation: bool | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> NDArray[Any]:
+        """As `Engine.score`."""
+        pairs = make_pairs(queries, documents)
+        prepare = scoring(self._open()._processor, use_activation, pair_options(options))
+        _, _, answer = await self._submit(pairs, prepare, priority)
+        return answer.values[:, 0]
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
+    ) -> list[Ranked]:
+        """As `Engine.rerank`."""
+        check_top_n(top_n)
+        return ranked(await self.score(query, list(documents), **options), documents, top_n)
+
+
+def scoring(processor: InputProcessor, use_activation: bool | None, options: PairOptions) -> _Prepare:
+    """Checks now, prepares later."""
+    params = PoolingParams(Task.SCORE, normalize=use_activation)
+    check_pairs(processor, params, options)
+
+    def prepare(request_id: str, pairs: Sequence[Pair]) -> tuple[Request, None]:
+        return prepare_pairs(processor, request_id, pairs, params, options), None
+
+    return prepare
+
+
+def ranked(scores: NDArray[Any], documents: Sequence[str], top_n: int | None) -> list[Ranked]:
+    return [Ranked(index, float(scores[index]), documents[index]) for index in best(scores, top_n)]
+
+
+def pair_options(values: dict[str, Any]) -> PairOptions:
+    try:
+        return PairOptions(**values)
+    except TypeError:
+        unknown = sorted(set(values) - set(PairOptions.__dataclass_fields__))
+        raise BadValue(f"unknown option {unknown[0]!r}", param=unknown[0]) from None

@@ -1,0 +1,23 @@
+"""Scores of models that read a query and a document together, out of the outputs of their heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.score import ScoreSpec
+
+
+class Judge:
+    """[rows, outputs] → [rows, 1]: the first output that counts, less the second where there are two."""
+
+    def __init__(self, spec: ScoreSpec) -> None:
+        self.outputs = spec.outputs
+        self.activation = spec.activation
+
+    def __call__(self, values: Tensor) -> Tensor:
+        first, *rest = (values[:, output : output + 1] for output in self.outputs)
+        return first - rest[0] if rest else first
+
+    def activate(self, scores: Tensor) -> Tensor:
+        return torch.sigmoid(scores) if self.activation == "sigmoid" else scores

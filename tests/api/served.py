@@ -1,0 +1,105 @@
+"""The whole application in this process, on an engine of its own instead of the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.testclient import TestClient
+
+from penstock.api.app import build_app
+from penstock.api.state import ServedModel, ServerState
+from penstock.checkpoint.spec import describe, with_limit
+from penstock.config import EngineConfig, ServerConfig
+from penstock.core import Answer, Request, Task
+from penstock.engine.local import LocalEngine
+from penstock.inputs.batcher import BatchTokenizer
+from penstock.inputs.processor import InputProcessor
+from penstock.inputs.tokenizer import Tokenizer
+from penstock.runner.load import settle
+
+
+class LocalClient:
+    """What an API process asks of `EngineClient`; counts the messages that it gets."""
+
+    ready: Any = object()
+
+    def __init__(self, engine: LocalEngine, similarity: str) -> None:
+        self.engine = engine
+        self.similarity = similarity
+        self.requests: list[Request] = []
+
+    def start(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    async def run(self, request: Request) -> Answer:
+        self.requests.append(request)
+        return await asyncio.wrap_future(self.submit(request))
+
+    def submit(self, request: Request) -> Future[Answer]:
+        return self.engine.submit(request)
+
+
+class ComparingClient(LocalClient):
+    """Compares vectors itself: what an engine does with `pairs`, told in NumPy."""
+
+    async def run(self, request: Request) -> Answer:
+        if request.pairs is None:
+            return await super().run(request)
+        self.requests.append(request)
+        embed = msgspec.structs.replace(request.params, task=Task.EMBED)
+        rows = Request(request.id, request.token_ids, request.lengths, embed, skip=request.skip)
+        answer = await asyncio.wrap_future(self.submit(rows))
+        queries = answer.values[: request.num_queries][request.pairs]
+        scores = compare(self.similarity, queries, answer.values[request.num_queries :])
+        return Answer(request.id, scores.astype(np.float32)[:, None], answer.timings)
+
+
+def compare(similarity: str, queries: Any, documents: Any) -> Any:
+    if similarity == "dot":
+        return (queries * documents).sum(1)
+    if similarity == "euclidean":
+        return -np.linalg.norm(queries - documents, axis=1)
+    if similarity == "manhattan":
+        return -np.abs(queries - documents).sum(1)
+    lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)
+    return (queries * documents).sum(1) / lengths
+
+
+@contextmanager
+def serving_here(
+    folder: Path,
+    *,
+    client: type[LocalClient] = LocalClient,
+    server: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[tuple[TestClient, LocalClient]]:
+    config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
+    described = describe(config)
+    settings = settle(config, described)
+    spec = with_limit(described, settings.max_model_len)
+    tokenizer = Tokenizer(spec.path)
+    engine = LocalEngine(spec, settings)
+    local = client(engine, spec.similarity)
+    model = ServedModel(
+        spec=spec,
+        processor=InputProcessor(spec, tokenizer),
+        tokenizer=BatchTokenizer(tokenizer),
+        client=local,  # type: ignore[arg-type]
+        created_s=0,
+    )
+    state = ServerState(ServerConfig(**(server or {})), {spec.name: model})
+    try:
+        with TestClient(build_app(state)) as http:
+            yield http, local
+    finally:
+        engine.close()

@@ -1,0 +1,309 @@
+"""Rerankers made of decoders against transformers: what each is asked, and the few logits that count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from tokenizers import processors
+
+from penstock import Engine
+from penstock.checkpoint.spec import describe
+from penstock.config import EngineConfig
+from penstock.core import Task
+from penstock.errors import ConfigError, ModelLoadError
+from tests.parity.reference import byte_level_bpe, make_texts
+from tests.parity.test_decoder_families import change_config, randomise
+
+LIMIT = 512
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 80,
+    "max_position_embeddings": LIMIT,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+QUERY = "how long is the water?"
+DOCUMENTS = [text for text in make_texts(14) if text] + ["{query} looks like a field", ""]
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QWEN3 = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+
+
+def write(folder: Path, name: str, *, seed: int = 0, bos: bool = False, **settings: Any) -> Path:
+    tokenizer = byte_level_bpe()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<think>", "</think>", "yes", "no", "Yes"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A" if bos else "$A", special_tokens=[("<s>", 0)]
+    )
+    kind = getattr(transformers, name)
+    model = kind(
+        kind.config_class(**SIZES | {"vocab_size": tokenizer.get_vocab_size() + 3} | settings)
+    ).eval()
+    randomise(model, seed)
+    model.get_input_embeddings().weight.data *= 0.3  # so that tied answers stay far from 0 and 1
+    model.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=LIMIT,
+        pad_token="<pad>",
+        eos_token="</s>",
+        bos_token="<s>",
+    ).save_pretrained(folder)
+    return folder
+
+
+class Reference:
+    """The next-token logits of a model on joined pieces of text."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        found: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0, -1]
+        return found
+
+
+def qwen3_rows(
+    reference: Reference, query: str, documents: Sequence[str], instruction: str
+) -> list[list[int]]:
+    """As the model's card has it."""
+    prefix = reference.ids(
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+        'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    suffix = reference.ids("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    texts = [f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}" for document in documents]
+    return [prefix + reference.ids(text)[: LIMIT - len(prefix) - len(suffix)] + suffix for text in texts]
+
+
+def qwen3_scores(folder: Path, instruction: str = INSTRUCTION) -> Any:
+    reference = Reference(folder)
+    yes, no = (reference.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    found = []
+    for row in qwen3_rows(reference, QUERY, DOCUMENTS, instruction):
+        logits = reference.logits(row)
+        found.append(torch.softmax(logits[[no, yes]], dim=0)[1].item())
+    return np.array(found)
+
+
+def open_engine(folder: Path, **options: Any) -> Engine:
+    return Engine(str(folder), device="cpu", threads=1, **options)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_qwen3_rerankers_answer_with_the_probability_of_yes(tmp_path: Path, tied: bool) -> None:
+    folder = write(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=tied)
+    expected = qwen3_scores(folder)
+    assert expected.std() > 1e-3
+    with open_engine(folder, hf_overrides=QWEN3 | {"is_original_qwen3_reranker": True}) as engine:
+        np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS), expected, atol=1e-5)
+        raw = engine.score(QUERY, DOCUMENTS, use_activation=False)
+        np.testing.assert_allclose(raw, np.log(expected / (1 - expected)), atol=1e-3)
+        told = engine.score(QUERY, DOCUMENTS, instruction="find words")
+        np.testing.assert_allclose(told, qwen3_scores(folder, "find words"), atol=1e-5)
+        assert engine.spec.tasks[0] is Task.SCORE and engine.settings.prefix_caching
+
+
+def test_only_the_rows_that_count_of_the_head_are_kept(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
+    with open_engine(folder, hf_overrides=QWEN3) as engine:
+        head = engine._engine._core.runner.model.heads[Task.SCORE]
+        assert head.outputs == 2 and head.method == "last"
+
+
+def test_sentence_transformers_layout_names_the_tokens(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=True)
+    expected = qwen3_scores(folder)
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)
+    yes, no = (tokens.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    kinds = ["base.modules.transformer.Transformer", "cross_encoder.modules.logit_score.LogitScore"]
+    rows = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, ["", "1_LogitScore"], strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(rows))
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore/config.json").write_text(json.dumps({"true_token_id": yes, "false_token_id": no}))
+    with open_engine(folder) as engine:
+        np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS), expected, atol=1e-5)
+
+
+def test_the_chat_template_of_a_reranker_is_recognised(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Qwen3ForCausalLM")
+    assert describe(EngineConfig(model=str(folder))).score is None
+    (folder / "chat_template.jinja").write_text(
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+        "Instruct provided. Note that …{{ messages }}"
+    )
+    with open_engine(folder) as engine:
+        np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS), qwen3_scores(folder), atol=1e-5)
+
+
+def test_converted_checkpoints_score_with_their_one_label(tmp_path: Path) -> None:
+    """The conversion that people publish: one row, yes less no."""
+    folder = write(tmp_path / "lm", "Qwen3ForCausalLM", tie_word_embeddings=True)
+    expected = qwen3_scores(folder)
+    reference = Reference(folder)
+    yes, no = (reference.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1)
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    model.model.load_state_dict(reference.model.model.state_dict())
+    rows = reference.model.lm_head.weight.data
+    model.score.weight.data = (rows[yes] - rows[no])[None]
+    model.save_pretrained(tmp_path / "seq")
+    reference.tokenizer.save_pretrained(tmp_path / "seq")
+    with open_engine(tmp_path / "seq", score_template="qwen3-reranker") as engine:
+        np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("instruction", [None, "be strict"])
+def test_mxbai_rerankers_answer_with_one_less_nought(tmp_path: Path, instruction: str | None) -> None:
+    folder = write(tmp_path, "Qwen2ForCausalLM")
+    reference = Reference(folder)
+    prefix = (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n"
+    )
+    task = (
+        "You are a search relevance expert who evaluates how well documents match search queries. For each "
+        "query-document pair, carefully analyze the semantic relationship between them, then provide your "
+        "binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:"
+    )
+    told = "" if instruction is None else f"instruction: {instruction}\n"
+    one, nought = reference.ids("1")[0], reference.ids("0")[0]
+    expected = []
+    for document in DOCUMENTS:
+        parts = (prefix, f"{told}query: {QUERY}", "\n", f"document: {document}", "\n", task)
+        ids = [token for part in parts for token in reference.ids(part)]
+        logits = reference.logits(ids + reference.ids("<|im_end|>\n<|im_start|>assistant\n"))
+        expected.append((logits[one] - logits[nought]).item())
+    overrides = {
+        "architectures": ["Qwen2ForSequenceClassification"],
+        "classifier_from_token": ["0", "1"],
+        "method": "from_2_way_softmax",
+    }
+    with open_engine(folder, hf_overrides=overrides) as engine:
+        raw = engine.score(QUERY, DOCUMENTS, use_activation=False, instruction=instruction)
+    np.testing.assert_allclose(raw, expected, atol=1e-4)
+
+
+def test_bge_gemma_answers_with_the_logit_of_yes(tmp_path: Path) -> None:
+    folder = write(tmp_path, "GemmaForCausalLM", bos=True)
+    reference = Reference(folder)
+    task = (
+        "Given a query A and a passage B, determine whether the passage contains an answer to the query by "
+        "providing a prediction of either 'Yes' or 'No'."
+    )
+    yes, line = reference.tokenizer.convert_tokens_to_ids("Yes"), reference.ids("\n")
+    expected = []
+    for document in DOCUMENTS:
+        ids = [0, *reference.ids(f"A: {QUERY}"), *line, *reference.ids(f"B: {document}"), *line]
+        expected.append(reference.logits(ids + reference.ids(task))[yes].item())
+    overrides = {
+        "architectures": ["GemmaForSequenceClassification"],
+        "classifier_from_token": ["Yes"],
+        "method": "no_post_processing",
+    }
+    with open_engine(folder, hf_overrides=overrides) as engine:
+        raw = engine.score(QUERY, DOCUMENTS, use_activation=False)
+    assert np.std(expected) > 0.01
+    np.testing.assert_allclose(raw, expected, atol=5e-4)
+
+
+def test_nemotron_reads_one_text_and_looks_both_ways(tmp_path: Path) -> None:
+    folder = write(tmp_path, "LlamaForSequenceClassification", bos=True, num_labels=1)
+    change_config(
+        folder,
+        lambda config: (
+            config
+            | {
+                "architectures": ["LlamaBidirectionalForSequenceClassification"],
+                "model_type": "llama_bidirec",
+                "pooling": "avg",
+                "temperature": 0.5,
+            }
+        ),
+    )
+    with open_engine(folder) as engine:
+        texts = [f"question:{QUERY} \n \n passage:{document}" for document in DOCUMENTS]
+        expected = engine.classify(texts, use_activation=False)[:, 0]
+        raw = engine.score(QUERY, DOCUMENTS, use_activation=False)
+        np.testing.assert_allclose(raw, expected, atol=1e-5)
+        assert not engine.settings.prefix_caching  # every token sees every other
+
+
+def test_instruction_and_query_are_computed_once_for_all_documents(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=True)
+    documents = [f"{text} {number}" for number, text in enumerate(DOCUMENTS * 3)]
+    with (
+        open_engine(folder, hf_overrides=QWEN3) as warm,
+        open_engine(folder, hf_overrides=QWEN3, enable_prefix_caching=False) as cold,
+    ):
+        expected = cold.score(QUERY, documents)
+        np.testing.assert_allclose(warm.score(QUERY, documents), expected, atol=1e-5)
+        rows = qwen3_rows(Reference(folder), QUERY, documents, INSTRUCTION)
+        alike = next(i for i, tokens in enumerate(zip(*rows, strict=False)) if len(set(tokens)) > 1)
+        pool = warm._engine._core.scheduler.chunking.pool
+        shared = alike // pool.block_size * pool.block_size
+        assert shared > 60
+        assert pool.hit_tokens >= (len(documents) - 1) * shared
+        before = pool.hit_tokens
+        np.testing.assert_allclose(warm.score(QUERY, documents[:5]), expected[:5], atol=1e-5)
+        assert pool.hit_tokens - before >= 5 * shared  # and again, from an earlier request
+
+
+def test_a_long_document_is_cut_and_the_prompt_stays(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=True)
+    long = " ".join(["water and oil"] * 400)
+    reference = Reference(folder)
+    yes, no = (reference.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    (row,) = qwen3_rows(reference, QUERY, [long], INSTRUCTION)
+    assert len(row) == LIMIT
+    logits = reference.logits(row)
+    with open_engine(folder, hf_overrides=QWEN3) as engine:
+        raw = engine.score(QUERY, [long], use_activation=False, truncate_prompt_tokens=-1)
+        np.testing.assert_allclose(raw, [(logits[yes] - logits[no]).item()], atol=1e-4)
+        with pytest.raises(Exception, match="document 0 with its query"):
+            engine.score(QUERY, [long])
+        with pytest.raises(Exception, match="no room for a document"):
+            engine.score(long, ["a"], truncate_prompt_tokens=-1)
+
+
+def test_what_cannot_be_asked_is_refused_when_the_model_is_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Qwen3ForCausalLM")
+
+    def read(**options: Any) -> Any:
+        return describe(EngineConfig(model=str(folder), **options))
+
+    with pytest.raises(ModelLoadError, match="give score_template"):
+        read(hf_overrides={"classifier_from_token": ["Yes", "no"]})
+    with pytest.raises(ModelLoadError, match="not one token"):
+        read(hf_overrides={"classifier_from_token": ["yes and no"]})
+    with pytest.raises(ConfigError, match="one token, or two"):
+        read(hf_overrides={"classifier_from_token": "yes"})
+    with pytest.raises(ConfigError, match=r"needs \{query\} and \{document\}"):
+        read(score_template="{query}", hf_overrides=QWEN3)
+    with pytest.raises(ConfigError, match="read query and document together"):
+        read(score_template="{query} {document}")
+    own = read(score_template="Q {query} D {document} A", hf_overrides={"classifier_from_token": ["Yes"]})
+    assert own.score.template == ("Q {query} D {document}", " A") and own.score.outputs == (0,)
