@@ -23,17 +23,11 @@ def test_importing_the_command_line_brings_no_heavy_library() -> None:
     assert not heavy & set(ran.stdout.split())
 
 
-def test_help_lists_every_command_and_starts_fast() -> None:
-    run("--help")  # compiled files are there from now on
-    times = []
-    for _ in range(3):
-        began_s = time.perf_counter()
-        ran = run("--help")
-        times.append(time.perf_counter() - began_s)
+def test_help_lists_every_command() -> None:
+    ran = run("--help")
     assert ran.returncode == 0
-    for command in (b"serve", b"embed", b"info", b"doctor"):
+    for command in (b"serve", b"embed", b"info", b"doctor", b"rerank", b"score", b"bench"):
         assert command in ran.stdout
-    assert min(times) < 1.0  # about 0.2 s on an idle machine
 
 
 def test_version() -> None:

@@ -196,3 +196,41 @@ def test_folders_of_the_multi_vector_encoder(name: str, strategy: str | None, tm
             encode = reference.encode_query if kind == "query" else reference.encode_document
             vectors = ours.token_embed(TEXTS, input_type=kind)
             assert worst(vectors, encode(TEXTS, convert_to_numpy=True)) <= 1e-5
+
+
+def by_hand(queries: list[Any], documents: list[Any]) -> list[float]:
+    """The sum over a query's vectors of the best product with one of the document's."""
+    return [
+        float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
+        for query, document in zip(queries, documents, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 64}, {"document_cache_gb": 0.001}], ids=["", "steps", "cache"]
+)
+def test_scores_are_the_references(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    reference = LATE[name].write(tmp_path)
+    documents = [*TEXTS, TEXTS[0], "...", "a"]  # one twice, one of punctuation alone, one of a word
+    vectors = reference.encode(documents, query=False)
+    (query,) = reference.encode([TEXTS[1]], query=True)
+    with engine(tmp_path, **options) as ours:
+        expected = by_hand([query] * len(documents), vectors)
+        for _ in range(2):  # the second finds the query's vectors
+            np.testing.assert_allclose(ours.score(TEXTS[1], documents), expected, atol=2e-4)
+        several = by_hand(reference.encode(TEXTS, query=True), reference.encode(TEXTS[::-1], query=False))
+        np.testing.assert_allclose(ours.score(TEXTS, TEXTS[::-1]), several, atol=2e-4)
+        best = ours.rerank(TEXTS[1], documents, top_n=3)
+        assert [row.index for row in best] == np.argsort(-np.array(expected), kind="stable")[:3].tolist()
+        places = ours._engine._core.scheduler.places
+        assert places is not None and places.query_hits > 0
+        places.check_integrity()
+        if places.documents:
+            assert places.document_hits > len(TEXTS)
+
+
+def test_an_instruction_has_no_place_in_a_late_model(tmp_path: Path) -> None:
+    LATE["stanford"].write(tmp_path)
+    with engine(tmp_path) as ours, pytest.raises(NotPossible, match="no place for an instruction"):
+        ours.score("a", ["b"], instruction="find")
