@@ -10,4 +10,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is fir
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 if find_spec("triton") is not None and not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined; tests/kernels runs them so
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when a kernel is defined; tests/kernels runs them so

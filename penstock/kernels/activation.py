@@ -5,8 +5,6 @@ GELU is exact where the model's is: the matrix library's own epilogue knows only
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,20 +41,24 @@ def gated_reference(x: Tensor, act: str, gate_first: bool) -> Tensor:
 
 
 @jit()
-def _activated(x: Any, KIND: tl.constexpr) -> Any:
+def _activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     if KIND == 0:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == 1:  # 0.5 · (1 + tanh(u)) is sigmoid(2u)
+    if KIND == 1:  # 0.5 · (1 + tanh(u)) is sigmoid(2u)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif KIND == 2:
+    if KIND == 2:
         return x * tl.sigmoid(x)
-    else:
-        return tl.maximum(x, 0.0)
+    return tl.maximum(x, 0.0)
 
 
 @jit()
 def _bias_act(
-    x: Any, bias: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr
+    x: tl.tensor,
+    bias: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    BIAS: tl.constexpr,
 ) -> None:
     parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -87,8 +89,8 @@ def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 @jit()
 def _gated(
-    x: Any,
-    out: Any,
+    x: tl.tensor,
+    out: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,

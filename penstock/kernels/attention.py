@@ -7,7 +7,7 @@ rows of any length and for keys that earlier steps have left.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,13 +72,13 @@ def attention_reference(
 
 @jit(loose=("cu_lengths", "limits"))
 def _short(
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    cu_lengths: Any,
-    limits: Any,
-    scale: Any,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out: tl.tensor,
+    cu_lengths: tl.tensor,
+    limits: tl.tensor,
+    scale: tl.tensor,
     QUERY_STRIDE: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
@@ -113,9 +113,7 @@ def _short(
     scores = tl.where(visible, scores, -1.0e30)
     weights = tl.exp2(scores - tl.max(scores, axis=1)[:, None])
     context = tl.dot(weights.to(v.dtype), v) / tl.sum(weights, axis=1)[:, None]
-    tl.store(
-        out + token * (HEADS * DIM) + head * DIM + comp, context.to(out.dtype.element_ty), mask=inside
-    )
+    tl.store(out + token * (HEADS * DIM) + head * DIM + comp, context.to(out.dtype.element_ty), mask=inside)
 
 
 def short_rows(
@@ -164,18 +162,18 @@ def short_rows(
 
 @jit()
 def _key_tile(
-    q: Any,
-    key: Any,
-    value: Any,
-    first_key: Any,
-    start: Any,
-    place: Any,
-    seen: Any,
-    comp: Any,
-    scale: Any,
-    total: Any,
-    largest: Any,
-    context: Any,
+    q: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    first_key: tl.tensor,
+    start: tl.tensor,
+    place: tl.tensor,
+    seen: tl.tensor,
+    comp: tl.tensor,
+    scale: tl.tensor,
+    total: tl.tensor,
+    largest: tl.tensor,
+    context: tl.tensor,
     KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
@@ -184,7 +182,7 @@ def _key_tile(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """One tile of keys taken into the running softmax."""
     other = start + tl.arange(0, KEYS)
     at = (first_key + other).to(tl.int64)
@@ -219,15 +217,15 @@ def _key_tile(
 
 @jit(loose=("cu_lengths", "cu_keys", "limits", "tiles"))
 def _flash(
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    cu_lengths: Any,
-    cu_keys: Any,
-    limits: Any,
-    tiles: Any,
-    scale: Any,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out: tl.tensor,
+    cu_lengths: tl.tensor,
+    cu_keys: tl.tensor,
+    limits: tl.tensor,
+    tiles: tl.tensor,
+    scale: tl.tensor,
     QUERY_STRIDE: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,16 +32,16 @@ def embed_reference(
 
 @jit(loose=("ids", "positions", "types"))
 def _embed(
-    ids: Any,
-    words: Any,
-    positions: Any,
-    position_table: Any,
-    types: Any,
-    type_table: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    eps: Any,
+    ids: tl.tensor,
+    words: tl.tensor,
+    positions: tl.tensor,
+    position_table: tl.tensor,
+    types: tl.tensor,
+    type_table: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr,

@@ -25,18 +25,18 @@ else:
 
 __all__ = ["FOUND", "INTERPRETED", "cdiv", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
 
-_on = True
+_devices = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
 
 
-def switch(on: bool) -> None:
-    """For comparisons: with False every layer takes its plain torch path."""
-    global _on
-    _on = on
+def switch(*devices: str) -> None:
+    """For comparisons and tests: kernels take the tensors of these devices alone; of none, if none is named."""
+    global _devices
+    _devices = devices
 
 
 def fused(x: Tensor) -> bool:
     """Whether work on this tensor goes to a kernel."""
-    return _on and FOUND and x.is_cuda
+    return x.device.type in _devices
 
 
 def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,13 +21,13 @@ def add_norm_reference(
 
 @jit()
 def _add_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    total: Any,
-    out: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     RMS: tl.constexpr,
@@ -97,13 +95,13 @@ def norm_add_norm_reference(
 
 @jit()
 def _norm_add_norm(
-    x: Any,
-    residual: Any,
-    before: Any,
-    weight: Any,
-    total: Any,
-    out: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    before: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

@@ -6,7 +6,7 @@ long rows the width is shared out between programs, and a second, small kernel n
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ def _pool_row(tokens: Tensor, method: str, skip: int) -> Tensor:
         case "mean":
             return kept.sum(dim=0) / max(len(kept), 1)
         case "mean_sqrt_len":
-            return kept.sum(dim=0) / max(len(kept), 1) ** 0.5
+            return kept.sum(dim=0) / math.sqrt(max(len(kept), 1))
         case "weighted_mean":
             weights = torch.arange(1, length + 1, device=tokens.device)[skip:, None].float()
             return (kept * weights).sum(dim=0) / weights.sum().clamp_min(1e-9)
@@ -65,12 +65,12 @@ def _pool_row(tokens: Tensor, method: str, skip: int) -> Tensor:
 
 @jit(loose=("cu_lengths", "skip", "chosen"))
 def _pool(
-    hidden: Any,
-    cu_lengths: Any,
-    skip: Any,
-    chosen: Any,
-    out: Any,
-    eps: Any,
+    hidden: tl.tensor,
+    cu_lengths: tl.tensor,
+    skip: tl.tensor,
+    chosen: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
     WIDTH: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -97,25 +97,29 @@ def _pool(
         token = tl.minimum(first, end - 1) if METHOD == 0 else end - 1
         value = tl.load(hidden + token.to(tl.int64) * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
     else:
-        value = tl.full([BLOCK], float("-inf") if METHOD == 5 else 0.0, tl.float32)
+        partial = tl.full([TILE, BLOCK], float("-inf") if METHOD == 5 else 0.0, tl.float32)
         for start in range(first, end, TILE):
             tokens = start + tl.arange(0, TILE)
             at = tokens.to(tl.int64)[:, None] * WIDTH + cols[None, :]
             taken = (tokens < end)[:, None] & inside[None, :]
             if METHOD == 5:
                 tile = tl.load(hidden + at, mask=taken, other=float("-inf")).to(tl.float32)
-                value = tl.maximum(value, tl.max(tile, axis=0))
+                partial = tl.maximum(partial, tile)
             else:
                 tile = tl.load(hidden + at, mask=taken, other=0.0).to(tl.float32)
                 if METHOD == 4:
                     tile *= (tokens - begin + 1).to(tl.float32)[:, None]
-                value += tl.sum(tile, axis=0)
+                partial += tile
+        if METHOD == 5:
+            value = tl.max(partial, axis=0)
+        else:
+            value = tl.sum(partial, axis=0)
         count = tl.maximum(end - first, 1).to(tl.float32)
         if METHOD == 2:
             value /= count
         if METHOD == 3:
             value /= tl.sqrt(count)
-        if METHOD == 4:  # the weights are begin + 1 … end of the row
+        if METHOD == 4:  # the weights are 1 … length, less those left out
             taken_from = (first - begin).to(tl.float32)
             length = (end - begin).to(tl.float32)
             weights = 0.5 * (length * (length + 1.0) - taken_from * (taken_from + 1.0))
@@ -175,7 +179,12 @@ def unit_reference(vectors: Tensor) -> Tensor:
 
 @jit(loose=("stride",))
 def _unit(
-    vectors: Any, out: Any, stride: Any, eps: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    vectors: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)

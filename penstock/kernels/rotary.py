@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,13 +64,13 @@ def rotate_fused_reference(
 
 @jit(loose=("positions",))
 def _rotate(
-    qkv: Any,
-    positions: Any,
-    cos: Any,
-    sin: Any,
-    query_norm: Any,
-    key_norm: Any,
-    eps: Any,
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    eps: tl.tensor,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     TURNED: tl.constexpr,
@@ -125,7 +125,7 @@ def rotate_fused_(
     interleaved: bool = False,
     norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, over `qkv` itself, with the tables of all positions. Norms need whole heads turned."""
+    """As the reference, over `qkv` itself, with the tables of all positions. With norms, whole heads turn."""
     tokens, total, dim = qkv.shape
     if norms is not None and size != dim:
         raise ValueError(f"head norms need the whole head turned, not {size} of {dim} components")

@@ -14,7 +14,7 @@ from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, unit
-from penstock.pooling.methods import CARRIED, METHODS
+from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
 from penstock.pooling.sparse import Splade, lexical_head
 from penstock.weights.stream import open_weights
 
@@ -26,6 +26,8 @@ class Pooler:
         self.methods = [METHODS[name] for name in spec.pooling.methods]
         self.carries = any(name in CARRIED for name in spec.pooling.methods)
         self.dense = dense
+        # Where pooling is one method and nothing else, it is finished in the same pass.
+        self.alone = spec.pooling.methods[0] if len(spec.pooling.methods) == 1 and not dense else None
         self.heads = heads
         self.normalize = spec.pooling.normalize
         self.activate = softmax_or_sigmoid(spec.config)
@@ -47,6 +49,10 @@ class Pooler:
             if task is Task.SPARSE and self.splade is not None:
                 out.append(self.splade(hidden, batch, variant, chosen))
                 continue
+            if task is Task.EMBED and self.alone is not None and has_kernel(hidden, batch):
+                dims, normalize = self._cut(variant.params)
+                out.append(pool(self.alone, hidden, batch, rows=chosen, dims=dims, normalize=normalize))
+                continue
             if task not in done:
                 done[task] = self._of_task(task, hidden, batch)
             values = done[task] if chosen is None else done[task].index_select(0, chosen)
@@ -54,11 +60,11 @@ class Pooler:
         return out
 
     def _of_task(self, task: Task, hidden: Tensor, batch: Batch) -> Tensor:
-        """fp32 values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""
+        """Values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""
         if task is Task.EMBED:
             return self._pool(hidden, batch)
         if task is Task.TOKEN_EMBED:
-            return hidden.float()
+            return hidden  # made fp32 once it is chosen and cut
         head = self.heads[task]
         read = hidden if head.method == "all" else METHODS[head.method](hidden, batch).to(hidden.dtype)
         return head.project(read).float()
@@ -71,16 +77,19 @@ class Pooler:
         return pooled
 
     def _finish(self, values: Tensor, params: PoolingParams) -> Tensor:
-        """Cut, normalise or activate, in fp32. A cut vector is renormalised unless the caller declines."""
+        """Cut, normalise or activate, in fp32."""
         if params.task in (Task.EMBED, Task.TOKEN_EMBED):
-            normalize = self.normalize or params.dimensions is not None
-            if params.dimensions is not None:
-                values = values[:, : params.dimensions]
-            if normalize if params.normalize is None else params.normalize:
-                values = unit(values)
+            dims, normalize = self._cut(params)
+            values = unit(values[:, :dims]) if normalize else values[:, :dims].float()
         elif params.task is not Task.SPARSE and params.normalize is not False:
             values = self.activate(values)
         return values
+
+    def _cut(self, params: PoolingParams) -> tuple[int | None, bool]:
+        """How many components stay, and whether the vector is normalised: a cut one is, unless the caller
+        declines."""
+        normalize = self.normalize or params.dimensions is not None
+        return params.dimensions, normalize if params.normalize is None else params.normalize
 
 
 def softmax_or_sigmoid(config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:

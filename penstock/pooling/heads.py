@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.core import OutputDtype
+from penstock.kernels import pooling as kernel
+from penstock.kernels.language import fused
 from penstock.layers.linear import LinearLayer
 
 
@@ -26,7 +28,8 @@ class Dense:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    return F.normalize(vectors, dim=-1)
+    """fp32 vectors of length 1."""
+    return kernel.unit(vectors) if fused(vectors) else kernel.unit_reference(vectors)
 
 
 def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:

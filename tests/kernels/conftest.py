@@ -1,4 +1,4 @@
-"""Kernels run for real on a CUDA device and in Triton's interpreter elsewhere; without Triton they are left out."""
+"""Kernels run on a CUDA device, or in Triton's interpreter where there is none; without Triton they are left out."""
 
 from __future__ import annotations
 
