@@ -127,6 +127,7 @@ def short_rows(
     causal: bool = False,
     limits: Tensor | None = None,
     out: Tensor | None = None,
+    warps: int | None = None,
 ) -> Tensor:
     """As the reference, for rows of at most `max_length` ≤ `SHORT` tokens. Tokens may lie apart (views of
     the fused output); the heads of one may not. Rows of length 0 are allowed. Only the tokens of the given
@@ -154,7 +155,7 @@ def short_rows(
             BLOCK_DIM=max(16, power_of_2(dim)),
             CAUSAL=causal,
             LIMITED=limits is not None,
-            num_warps=max(1, block // 16),
+            num_warps=max(1, block // 16) if warps is None else warps,
             num_stages=1,
         )
     return out

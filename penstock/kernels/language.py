@@ -29,7 +29,7 @@ _devices = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
 
 
 def switch(*devices: str) -> None:
-    """For comparisons and tests: kernels take the tensors of these devices alone; of none, if none is named."""
+    """For comparisons and tests: kernels take the tensors of these devices, of none if none is named."""
     global _devices
     _devices = devices
 

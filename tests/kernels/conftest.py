@@ -1,4 +1,4 @@
-"""Kernels run on a CUDA device, or in Triton's interpreter where there is none; without Triton they are left out."""
+"""Kernels run on a CUDA device, elsewhere in Triton's interpreter; without Triton they are not tested."""
 
 from __future__ import annotations
 
