@@ -28,7 +28,7 @@ from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
 from penstock.core import Request, StepPlan
-from penstock.kernels import activation, attention, embedding, language, norm, pooling, rotary
+from penstock.kernels import activation, attention, cast, embedding, language, norm, pooling, rotary, splade
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
@@ -337,6 +337,41 @@ def pools(bench: Bench) -> None:
         times = {"kernel": bench.us(ours), "torch": bench.us(plain)}
         moved = (rows if method == "cls" else rows * length) * width * 2 + rows * width * 4
         bench.report(f"pool {method}", f"{rows} × {length} × {width}", times, moved, worst(ours(), expected))
+
+
+@section
+def sparse(bench: Bench) -> None:
+    lengths = sorted(bench.integers(200, bench.size(32, 3)).add(5).tolist())
+    width = bench.size(30522, 300)
+    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=bench.device)
+    logits = bench.random(sum(lengths), width)
+    expected = splade.reduce_reference(logits, cu, logs=1, reduce="max")
+    error = worst(splade.reduce_rows(logits, cu, logs=1, reduce="max"), expected)
+
+    def plain() -> Tensor:
+        parts = [part.amax(dim=0) for part in logits.split(lengths)]
+        return splade.squashed(torch.stack(parts), 1)
+
+    times = {
+        "kernel": bench.us(lambda: splade.reduce_rows(logits, cu, logs=1, reduce="max")),
+        "torch": bench.us(plain),
+    }
+    bench.report("SPLADE max", f"{len(logits)} × {width}", times, logits.numel() * 2, error)
+
+
+@section
+def casts(bench: Bench) -> None:
+    vectors = bench.random(bench.size(4096, 4), 768, dtype=torch.float32)
+    for name, ours, plain in (
+        ("int8", cast.to_bytes, cast.to_bytes_reference),
+        ("binary", cast.to_bits, cast.to_bits_reference),
+    ):
+        error = float((ours(vectors, True).int() - plain(vectors, True).int()).abs().max())
+        times = {
+            "kernel": bench.us(bound(ours, vectors, True)),
+            "torch": bench.us(bound(plain, vectors, True)),
+        }
+        bench.report(f"to {name}", f"{len(vectors)} × 768", times, vectors.numel() * 5, error)
 
 
 TILES = {

@@ -25,7 +25,7 @@ else:
 
 __all__ = ["FOUND", "INTERPRETED", "cdiv", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
 
-_devices = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
+_devices: tuple[str, ...] = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
 
 
 def switch(*devices: str) -> None:

@@ -151,7 +151,7 @@ def pool(
     short = METHODS[method] < 2 or max_length <= _LONG or rows >= _MANY
     whole = short and dims <= _WHOLE
     block = power_of_2(dims) if whole else _SLICE
-    tile = max(1, min(8192 // block, 64, power_of_2(max_length)))
+    tile = max(1, min(8192 // block, 64))
     _pool[(rows * cdiv(dims, block),)](
         hidden,
         cu_lengths,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.spec import SparseSpec
 from penstock.core import PoolingParams, Task, Variant
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference
@@ -17,9 +18,11 @@ from penstock.layers import attention
 from penstock.layers.attention import AttentionKind
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
+from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
+from penstock.pooling.sparse import Splade
 from penstock.weights.stream import open_weights
 from tests.helpers import make_spec
 from tests.layers.test_attention import ordered_batch
@@ -148,3 +151,17 @@ def test_the_pooler_finishes_in_one_pass(method: str, request: pytest.FixtureReq
     for got, expected in zip(pooler(hidden, batch, variants, index), plain, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_sparse_weights_of_all_rows_are_reduced_by_the_kernel(
+    reduce: str, request: pytest.FixtureRequest
+) -> None:
+    layer = Linear(torch.randn(40, 8), torch.randn(40))
+    spec = SparseSpec(kind="splade", reduce=reduce, logs=1)
+    splade = Splade(TaskHead("all", layer, 40), spec, logits=40 * 12)
+    batch, hidden = ordered_batch([2, 3, 3, 5, 20]), torch.randn(33, 8)
+    variant = Variant(PoolingParams(task=Task.SPARSE, top_k=10), None)
+    plain = splade(hidden, batch, variant, None)
+    request.getfixturevalue("kernels")
+    torch.testing.assert_close(splade(hidden, batch, variant, None), plain, atol=1e-5, rtol=1e-5)
