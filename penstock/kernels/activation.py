@@ -74,6 +74,7 @@ def _bias_act(
 def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     """As the reference, over `x` itself (contiguous)."""
     tokens, width = x.shape
+    assert x.is_contiguous()
     if tokens:
         _bias_act[(tokens * cdiv(width, _BLOCK),)](
             x,
@@ -110,6 +111,7 @@ def _gated(
 def gated(x: Tensor, act: str, gate_first: bool) -> Tensor:
     """As the reference; `x` contiguous."""
     tokens, width = x.shape[0], x.shape[1] // 2
+    assert x.is_contiguous()
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if tokens:
         _gated[(tokens * cdiv(width, _BLOCK),)](

@@ -134,6 +134,7 @@ def short_rows(
     rows are written to `out` [tokens, heads · dim]."""
     tokens, heads, dim = query.shape
     rows = len(cu_lengths) - 1
+    assert all(x.stride()[1:] == (dim, 1) for x in (query, key, value)), "the heads of a token lie apart"
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
     block = max(16, power_of_2(max_length))
     if rows and tokens:
@@ -273,8 +274,11 @@ def _flash(
     total = tl.zeros([QUERIES], tl.float32)
     context = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
     whole = low  # up to here tiles need no mask
-    if not CAUSAL and WINDOW < 0:
-        whole = high // KEYS * KEYS
+    if WINDOW < 0:
+        if CAUSAL:  # what the first of these queries sees, all see
+            whole = tl.minimum(seen, tile * QUERIES + before + 1) // KEYS * KEYS
+        else:
+            whole = high // KEYS * KEYS
         for start in range(low, whole, KEYS):
             total, largest, context = _key_tile(
                 q, key, value, first_key, start, place, seen, comp, scale, total, largest, context,
@@ -312,6 +316,7 @@ def flash_rows(
     and `out` holds here too. With `limits` a row's tokens must all see a key."""
     tokens, heads, dim = query.shape
     rows = len(cu_lengths) - 1
+    assert all(x.stride()[1:] == (dim, 1) for x in (query, key, value)), "the heads of a token lie apart"
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
     chosen = tiles_for(dim) if tiles is None else tiles
     count = cdiv(max_length, chosen.queries)

@@ -63,6 +63,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """As the reference, for contiguous [tokens, width]. The sum is written over `x`, and with `keep` False
     not at all: then the first of the two is worthless."""
+    assert x.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(x)
     tokens, width = x.shape
     block = power_of_2(width)
@@ -122,6 +123,7 @@ def norm_add_norm(
     x: Tensor, residual: Tensor, before: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """As the reference, for contiguous [tokens, width]. The sum is written over `x`."""
+    assert x.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(x)
     tokens, width = x.shape
     block = power_of_2(width)

@@ -129,6 +129,7 @@ def rotate_fused_(
     tokens, total, dim = qkv.shape
     if norms is not None and size != dim:
         raise ValueError(f"head norms need the whole head turned, not {size} of {dim} components")
+    assert qkv.is_contiguous()
     queries, keys = heads
     pairs = power_of_2(size // 2)
     block = max(1, min(_ELEMENTS // pairs, power_of_2(queries + keys)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,11 @@ import torch
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if torch.cuda.is_available() and Path(__file__).parent in item.path.parents:
+        item.add_marker("gpu")
 
 
 @pytest.fixture
