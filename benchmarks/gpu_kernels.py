@@ -28,7 +28,18 @@ from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
 from penstock.core import Request, StepPlan
-from penstock.kernels import activation, attention, cast, embedding, language, norm, pooling, rotary, splade
+from penstock.kernels import (
+    activation,
+    attention,
+    cast,
+    embedding,
+    language,
+    norm,
+    pooling,
+    product,
+    rotary,
+    splade,
+)
 from penstock.layers import attention as layer
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
@@ -249,6 +260,9 @@ def norms(bench: Bench) -> None:
     print("norm + sum + norm: error", max(worst(a, b) for a, b in zip(got, expected, strict=True)))
 
 
+PRODUCTS = ((128, 256, 64, 8, 8, 3), (128, 256, 64, 8, 8, 4), (128, 128, 64, 8, 4, 4))
+
+
 @section
 def activations(bench: Bench) -> None:
     for tokens, width, inner in ((2048, 768, 3072), (16000, 768, 3072), (16384, 1024, 4096)):
@@ -274,10 +288,21 @@ def activations(bench: Bench) -> None:
             both["library's GELU epilogue"] = bound(
                 torch._addmm_activation, bias, x, weight.t(), use_gelu=True
             )
-        times = {name: bench.us(call) for name, call in both.items()}
+        for tiles in PRODUCTS[: bench.size(len(PRODUCTS), 0)]:
+            both["own " + "-".join(map(str, tiles))] = bound(
+                product.linear_act, x, weight, bias, "gelu", product.Tiles(*tiles)
+            )
+        times = {}
+        for name, call in both.items():
+            try:
+                times[name] = bench.us(call)
+            except Exception as error:
+                print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
         shape = f"{tokens} × {width} → {inner}"
         bench.report("linear + GELU", shape, times, (x.numel() + weight.numel() + raw.numel()) * 2, 0.0)
         if "library's GELU epilogue" in both:
+            expected = activation.bias_act_reference(raw.float(), bias.float(), "gelu")
+            print(f"  own product: error {worst(product.linear_act(x, weight, bias, 'gelu'), expected):.1e}")
             epilogue = both["library's GELU epilogue"]().float()
             for act in ("gelu", "gelu_pytorch_tanh"):
                 expected = activation.bias_act_reference(raw.float(), bias.float(), act)
