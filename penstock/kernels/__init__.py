@@ -1,1 +1,1 @@
-"""Kernels that the layers, poolers and scorers call; each file holds one beside its plain-torch reference."""
+"""Kernels, each beside its plain-torch reference: the reference is the CPU path and the test's oracle."""

@@ -1,13 +1,14 @@
 """Attention over a ragged run of tokens: a thin call that takes the cheapest correct path.
 
 Rows arrive ordered by length, so rows of equal length form a dense block without any padding. On a
-CPU each block is one library call; on CUDA one variable-length call serves the whole run, unless a
-bias is added to the scores.
+CPU each block is one library call. On CUDA the short rows, which stand first, go to a kernel of ours and
+one variable-length call serves the rest, unless a bias is added to the scores.
 """
 
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.core import LengthGroup
+from penstock.kernels.attention import SHORT, flash_rows, short_rows
+from penstock.kernels.language import fused
 from penstock.layers.batch import Batch, Limits
 
 ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added to the scores
@@ -34,6 +37,8 @@ class AttentionKind:
 
 
 _SHORT = 64  # tokens; rows up to here are faster by plain products on a CPU
+_OWN = SHORT  # tokens; on CUDA longer rows go to the library, those between `SHORT` and this to `flash_rows`
+_WIDEST = 128  # of the heads that our kernels are tuned for
 
 BIDIRECTIONAL = AttentionKind()
 CAUSAL = AttentionKind(causal=True)
@@ -54,7 +59,7 @@ def attend(
     if batch.memory is not None:
         key, value = batch.memory.recall(layer, key, value)
     if query.is_cuda and bias is None and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, batch, kind)
+        return _on_cuda(query, key, value, batch, kind)
     return _by_length(query, key, value, batch, kind, bias)
 
 
@@ -161,18 +166,80 @@ def _gqa_flag(grouped: bool) -> dict[str, Any]:
     return {"enable_gqa": True} if grouped and known else {}
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
+def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
+    dim = query.shape[-1]
+    if batch.memory is not None or dim > _WIDEST or not fused(query):
+        out = _varlen(query, key, value, batch, kind)
+    else:
+        out = _by_kernels(query, key, value, batch, kind)
+    if batch.limits is not None:
+        _redo_limited(out.view(query.shape), query, key, value, batch, batch.limits, kind)
+    return out
+
+
+def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
+    """Rows are ordered by length, so each kernel takes neighbours and writes their part of one output."""
+    tokens, heads, dim = query.shape
+    reaches_all = kind.window is None or kind.window >= SHORT - 1
+    short, longest = _rows_up_to(SHORT, batch) if reaches_all else (0, 0)
+    own, longest_own = _rows_up_to(_OWN, batch)
+    own = max(own, short)
+    if own < batch.num_rows:
+        out = _varlen(query, key, value, batch, kind, first_row=own)
+    else:
+        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+    scale = dim**-0.5 if kind.scale is None else kind.scale
+    if short:
+        short_rows(
+            query,
+            key,
+            value,
+            batch.cu_lengths[: short + 1],
+            max_length=longest,
+            scale=scale,
+            causal=kind.causal,
+            out=out,
+        )
+    if own > short:
+        flash_rows(
+            query,
+            key,
+            value,
+            batch.cu_lengths[short : own + 1],
+            max_length=longest_own,
+            scale=scale,
+            causal=kind.causal,
+            window=kind.window,
+            out=out,
+        )
+    return out
+
+
+def _rows_up_to(length: int, batch: Batch) -> tuple[int, int]:
+    """How many leading rows have at most so many tokens, and how many the longest of them has."""
+    groups = batch.groups
+    if batch.max_length <= length:
+        return batch.num_rows, batch.max_length
+    count = bisect_right(groups, length, key=lambda group: group.length)
+    return (groups[count].first_row, groups[count - 1].length) if count else (0, 0)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, first_row: int = 0
+) -> Tensor:
+    """By the library. The tokens of rows before `first_row` are left as they come."""
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if kind.window is None else kind.window
-    cu_keys, max_keys = batch.cu_lengths, batch.max_length
+    cu_lengths = batch.cu_lengths[first_row:]
+    cu_keys, max_keys = cu_lengths, batch.max_length
     if batch.memory is not None:
-        cu_keys, max_keys = batch.memory.cu_keys, batch.memory.max_keys
+        cu_keys, max_keys = batch.memory.cu_keys[first_row:], batch.memory.max_keys
     out = varlen_attn(
         query,
         key,
         value,
-        batch.cu_lengths,
+        cu_lengths,
         cu_keys,
         batch.max_length,
         max_keys,
@@ -181,8 +248,6 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: Atten
         **_gqa_flag(grouped=key.shape[1] != query.shape[1]),
     )
     assert isinstance(out, Tensor)
-    if batch.limits is not None:
-        _redo_limited(out, query, key, value, batch, batch.limits, kind)
     return out.flatten(1)
 
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.embedding import embed
+from penstock.kernels.language import fused
 from penstock.layers.batch import Batch
+from penstock.layers.norm import LayerNorm
 
 
 class EncoderEmbedding:
-    """word + position + segment, the last two where a family has them.
+    """norm(word + position + segment), all but the first where a family has them.
 
     Without segments in a batch, segment 0 is one vector for all.
     """
 
     def __init__(
-        self, words: Tensor, positions: Tensor | None, segments: Tensor | None, first_position: int = 0
+        self,
+        words: Tensor,
+        positions: Tensor | None,
+        segments: Tensor | None,
+        first_position: int = 0,
+        norm: LayerNorm | None = None,
     ) -> None:
         self.words = words  # [vocabulary, hidden]
         self.segments = segments  # [segments, hidden]
@@ -24,8 +32,22 @@ class EncoderEmbedding:
         if positions is not None:
             self.positions = positions[first_position:]
             self.plain_positions = self.positions if segments is None else self.positions + segments[0]
+        self.norm = norm
 
     def __call__(self, batch: Batch) -> Tensor:
+        if fused(self.words):
+            return self._fused(batch)
+        out = self.sum(batch)
+        return out if self.norm is None else self.norm(out)
+
+    def _fused(self, batch: Batch) -> Tensor:
+        norm = None if self.norm is None else (self.norm.weight, self.norm.bias, self.norm.eps)
+        return embed(
+            batch.token_ids, self.words, batch.positions, self.positions, batch.type_ids, self.segments, norm
+        )
+
+    def sum(self, batch: Batch) -> Tensor:
+        """What the norm reads."""
         out = F.embedding(batch.token_ids, self.words)
         if self.segments is not None and batch.type_ids is not None:
             out.add_(F.embedding(batch.type_ids, self.segments))

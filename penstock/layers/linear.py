@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.activation import KINDS, bias_act_
+from penstock.kernels.language import fused
 from penstock.layers.activation import activation
 
 _PACK_ROWS = 512  # the batch size that the packed layout is tuned for; any size runs
@@ -33,9 +35,13 @@ class Linear:
         self.weight = weight
         self.bias = bias
         self.act = activation(act)
+        self.kernel = act if act in KINDS else None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        out = self.act(F.linear(x, self.weight, self.bias))
+        if self.kernel is not None and fused(x):  # the bias goes with it; alone it costs the product nothing
+            out = bias_act_(F.linear(x, self.weight), self.bias, self.kernel)
+        else:
+            out = self.act(F.linear(x, self.weight, self.bias))
         return out if residual is None else out + residual
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from penstock.kernels.activation import KINDS, gated
+from penstock.kernels.language import fused
 from penstock.layers.activation import activation
 from penstock.layers.linear import LinearLayer
 
@@ -28,10 +30,14 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
         self.act = activation(act)
+        self.kernel = act if act in KINDS else None
         self.gate_first = gate_first
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
-        first, second = self.gate_up(x).chunk(2, dim=-1)  # views, [tokens, intermediate] each
+        both = self.gate_up(x)
+        if self.kernel is not None and fused(both):
+            return self.down(gated(both, self.kernel, self.gate_first), residual)
+        first, second = both.chunk(2, dim=-1)  # views, [tokens, intermediate] each
         gate, up = (first, second) if self.gate_first else (second, first)
         return self.down(self.act(gate).mul_(up), residual)

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
+from penstock.kernels.language import fused
+from penstock.kernels.rotary import HeadNorms, rotate_fused_, rotate_fused_reference, rotate_reference
 from penstock.layers.batch import Batch
+from penstock.layers.norm import RMSNorm
 
 
 class Rope(NamedTuple):
@@ -18,6 +21,16 @@ class Rope(NamedTuple):
 
     base: float
     scaling: Mapping[str, Any]  # config.json's `rope_scaling` or `rope_parameters`
+
+
+class Angles(NamedTuple):
+    """(cos, sin) for the tokens of a step, gathered to [tokens, 1, size / 2] in the model's precision, or the
+    whole fp32 tables [limit, size / 2] where a kernel looks them up by itself."""
+
+    positions: Tensor  # int32 [tokens]
+    cos: Tensor
+    sin: Tensor
+    gathered: bool = True
 
 
 class Rotary:
@@ -40,35 +53,56 @@ class Rotary:
     ) -> None:
         self.size = size
         self.interleaved = interleaved
+        self.dtype = dtype
         frequencies, magnitude = _frequencies(size, base, scaling or {}, limit)
         angles = torch.arange(limit, dtype=torch.float32)[:, None] * frequencies[None, :]  # [limit, size / 2]
-        self.cos = (angles.cos() * magnitude).to(device=device, dtype=dtype)
-        self.sin = (angles.sin() * magnitude).to(device=device, dtype=dtype)
+        self.cos = (angles.cos() * magnitude).to(device)
+        self.sin = (angles.sin() * magnitude).to(device)
 
-    def angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of every token, [tokens, 1, size / 2]; shared by all layers of a step."""
-        return (
-            self.cos.index_select(0, batch.positions)[:, None],
-            self.sin.index_select(0, batch.positions)[:, None],
+    def angles(self, batch: Batch) -> Angles:
+        """Those of every token; shared by all layers of a step."""
+        if fused(self.cos):
+            return Angles(batch.positions, self.cos, self.sin, gathered=False)
+        cos, sin = (x.index_select(0, batch.positions)[:, None].to(self.dtype) for x in (self.cos, self.sin))
+        return Angles(batch.positions, cos, sin)
+
+    def fused(
+        self,
+        qkv: Tensor,
+        heads: int,
+        angles: Angles,
+        kv_heads: int | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key turned, value as it is, each [tokens, heads, dim]; qkv [tokens, all heads · dim] may
+        be overwritten. `norms`, of queries and of keys, come first."""
+        sizes = (heads, kv_heads or heads)
+        parts = qkv.view(qkv.shape[0], sizes[0] + 2 * sizes[1], -1)
+        weights = None if norms is None else HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
+        if angles.gathered:
+            return rotate_fused_reference(
+                parts,
+                sizes,
+                angles.cos,
+                angles.sin,
+                size=self.size,
+                interleaved=self.interleaved,
+                norms=weights,
+            )
+        return rotate_fused_(
+            parts,
+            sizes,
+            angles.positions,
+            angles.cos,
+            angles.sin,
+            size=self.size,
+            interleaved=self.interleaved,
+            norms=weights,
         )
 
-    def fused(self, qkv: Tensor, heads: int, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key turned, value as it is, each [tokens, heads, dim]; qkv [tokens, 3 · heads · dim]."""
-        parts = qkv.view(qkv.shape[0], 3 * heads, -1)
-        query, key = self(parts[:, : 2 * heads], angles).split(heads, dim=1)
-        return query, key, parts[:, 2 * heads :]
-
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x [tokens, heads, dim], turned."""
-        cos, sin = angles
-        turned = x[..., : self.size]
-        if self.interleaved:
-            even, odd = turned[..., 0::2], turned[..., 1::2]
-            out = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-        else:
-            low, high = turned.chunk(2, dim=-1)
-            out = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-        return out if self.size == x.shape[-1] else torch.cat((out, x[..., self.size :]), dim=-1)
+    def __call__(self, x: Tensor, angles: Angles) -> Tensor:
+        """x [tokens, heads, dim], turned; by gathered angles."""
+        return rotate_reference(x, angles.cos, angles.sin, self.size, self.interleaved)
 
 
 def _frequencies(size: int, base: float, scaling: Mapping[str, Any], limit: int) -> tuple[Tensor, float]:

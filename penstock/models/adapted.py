@@ -13,7 +13,8 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP
-from penstock.models.rotary_encoder import Angles, Names, RotaryEncoder, RotaryEncoderLayer, Shape
+from penstock.layers.rotary import Angles
+from penstock.models.rotary_encoder import Names, RotaryEncoder, RotaryEncoderLayer, Shape
 from penstock.weights.adapters import AdapterSet, MergedSource
 
 
@@ -79,7 +80,7 @@ class AdaptedEncoder(RotaryEncoder):
     def __call__(self, batch: Batch) -> Tensor:
         if batch.adapters is None:
             return super().__call__(batch)
-        hidden = self.embedding(batch)
+        hidden = self.embedding.sum(batch)
         own = self.adapters
         sizes = (batch.num_tokens, own.count, own.rank, own.scale)
         select = selection(batch.adapters, batch.lengths, *sizes).to(hidden.dtype)
@@ -90,7 +91,7 @@ class AdaptedEncoder(RotaryEncoder):
                 batch.token_ids.new_zeros(batch.num_tokens) if batch.type_ids is None else batch.type_ids
             )
             hidden = hidden + self.segments.change(segments, select)
-        hidden = self.embedding_norm(hidden)
+        hidden = hidden if self.embedding.norm is None else self.embedding.norm(hidden)
         angles = None if self.rotary is None else self.rotary.angles(batch)
         for layer in self.layers:
             hidden = _run(layer, hidden, batch, angles, select)

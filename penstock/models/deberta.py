@@ -18,6 +18,7 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP
+from penstock.layers.residual import add_norm
 from penstock.models.heads import add_head
 from penstock.models.options import require
 
@@ -50,8 +51,8 @@ class DebertaLayer:
         else:
             query, key, value = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
             context = attend_disentangled(query, key, value, batch, self.terms, self.scale)
-        hidden = self.attention_norm(self.out(context, residual=hidden))
-        return self.output_norm(self.mlp(hidden, residual=hidden))
+        hidden = add_norm(self.out, self.attention_norm, context, hidden)
+        return add_norm(self.mlp, self.output_norm, hidden, hidden)
 
     def _project(
         self, build: LayerBuilder, own: str, config: Mapping[str, Any], relative: RelativeTable

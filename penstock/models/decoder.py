@@ -23,8 +23,9 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import RMSNorm
-from penstock.layers.rotary import Rope, Rotary
+from penstock.layers.norm import RMSNorm, sandwich
+from penstock.layers.residual import join_norm
+from penstock.layers.rotary import Angles, Rope, Rotary
 from penstock.models.options import require, rope_options
 
 # Heads and buffers that nothing here reads.
@@ -74,30 +75,24 @@ class DecoderAttention:
         self, build: LayerBuilder, prefix: str, shape: DecoderShape, layer: int, rotary: Rotary
     ) -> None:
         dim = shape.head_dim
-        self.sizes = [shape.heads, shape.kv_heads, shape.kv_heads]
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        widths = [heads * dim for heads in self.sizes]
+        widths = [heads * dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
         self.qkv = build.linear(names, shape.hidden, widths, bias=shape.qkv_bias)
         self.out = build.linear(prefix + "o_proj", shape.heads * dim, shape.hidden, bias=shape.out_bias)
-        self.query_norm = self.key_norm = None
+        self.norms = None
         if shape.qk_norm:
-            self.query_norm = _norm(build, prefix + "q_norm", dim, shape)
-            self.key_norm = _norm(build, prefix + "k_norm", dim, shape)
-        self.dim = dim
+            query_norm, key_norm = (_norm(build, prefix + name, dim, shape) for name in ("q_norm", "k_norm"))
+            self.norms = (query_norm, key_norm)
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads
         reach = shape.reach if shape.sliding[layer] else None
         self.kind = AttentionKind(shape.causal, reach, shape.scale)
         self.layer = layer
         self.rotary = rotary
 
-    def __call__(
-        self, hidden: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], residual: Tensor | None = None
-    ) -> Tensor:
-        heads = self.qkv(hidden).view(batch.num_tokens, -1, self.dim)
-        query, key, value = heads.split(self.sizes, dim=1)  # [tokens, heads, dim] each
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query, key = self.rotary(query, angles), self.rotary(key, angles)
-        return self.out(attend(query, key, value, batch, self.kind, layer=self.layer), residual)
+    def __call__(self, hidden: Tensor, batch: Batch, angles: Angles) -> Tensor:
+        """What `out` projects, [tokens, heads · dim]."""
+        query, key, value = self.rotary.fused(self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms)
+        return attend(query, key, value, batch, self.kind, layer=self.layer)
 
 
 class DecoderLayer:
@@ -108,7 +103,6 @@ class DecoderLayer:
             return _norm(build, prefix + name, shape.hidden, shape)
 
         self.sliding = shape.sliding[layer]
-        self.attention_norm = norm("input_layernorm")
         self.attention = DecoderAttention(build, prefix + "self_attn.", shape, layer, rotary)
         gate_up = [prefix + name for name in ("mlp.gate_proj", "mlp.up_proj")]
         self.mlp = GatedMLP(
@@ -124,12 +118,16 @@ class DecoderLayer:
         else:
             self.mlp_norm = norm("post_attention_layernorm")
 
-    def __call__(self, hidden: Tensor, batch: Batch, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, normed: Tensor, batch: Batch, angles: Angles, behind: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
+        out, context = self.attention.out, self.attention(normed, batch, angles)
         if self.after_attention is None or self.after_mlp is None:
-            hidden = self.attention(self.attention_norm(hidden), batch, angles, residual=hidden)
-            return self.mlp(self.mlp_norm(hidden), residual=hidden)
-        hidden = hidden + self.after_attention(self.attention(self.attention_norm(hidden), batch, angles))
-        return hidden + self.after_mlp(self.mlp(self.mlp_norm(hidden)))
+            hidden, normed = join_norm(out, self.mlp_norm, context, hidden)
+            return join_norm(self.mlp, behind, normed, hidden)
+        hidden, normed = sandwich(out(context), hidden, self.after_attention, self.mlp_norm)
+        return sandwich(self.mlp(normed), hidden, self.after_mlp, behind)
 
 
 class Decoder:
@@ -149,7 +147,9 @@ class Decoder:
             )
             for i, sliding in enumerate(shape.sliding)
         ]
-        self.norm = _norm(build, prefix + "norm", shape.hidden, shape)
+        # The norm before each layer's attention stands behind the layer before.
+        names = [*(f"layers.{i}.input_layernorm" for i in range(shape.layers)), "norm"]
+        self.norms = [_norm(build, prefix + name, shape.hidden, shape) for name in names]
         self.shape = shape
         self.hidden_size = shape.hidden
         self.causal = shape.causal
@@ -163,9 +163,10 @@ class Decoder:
             hidden.mul_(self.embedding_scale)
         angles = self.rotary.angles(batch)
         local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
-        for layer in self.layers:
-            hidden = layer(hidden, batch, local if layer.sliding else angles)
-        return self.norm(hidden)
+        normed = self.norms[0](hidden)
+        for layer, behind in zip(self.layers, self.norms[1:], strict=True):
+            hidden, normed = layer(hidden, normed, batch, local if layer.sliding else angles, behind)
+        return normed
 
 
 def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:

@@ -21,6 +21,7 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
+from penstock.layers.residual import add_norm
 from penstock.models.heads import (
     BERT_MLM,
     DISTILBERT_MLM,
@@ -101,8 +102,8 @@ class EncoderLayer:
 
     def __call__(self, hidden: Tensor, batch: Batch, bias: ScoreBias | None) -> Tensor:
         context = attend_fused(self.qkv(hidden), self.heads, batch, BIDIRECTIONAL, bias)
-        hidden = self.attention_norm(self.out(context, residual=hidden))
-        return self.output_norm(self.down(self.up(hidden), residual=hidden))
+        hidden = add_norm(self.out, self.attention_norm, context, hidden)
+        return add_norm(self.down, self.output_norm, self.up(hidden), hidden)
 
 
 class Encoder:
@@ -121,8 +122,8 @@ class Encoder:
             build.table(tables + "position_embeddings", shape.positions, shape.hidden),
             segments,
             shape.first_position,
+            build.norm(tables + "LayerNorm", shape.hidden, shape.eps),
         )
-        self.embedding_norm = build.norm(tables + "LayerNorm", shape.hidden, shape.eps)
         self.layers = [
             EncoderLayer(build, prefix + shape.names.layer.format(i), shape) for i in range(shape.layers)
         ]
@@ -134,7 +135,7 @@ class Encoder:
         self.unneeded = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
-        hidden = self.embedding_norm(self.embedding(batch))
+        hidden = self.embedding(batch)
         for layer in self.layers:
             hidden = layer(hidden, batch, self.bias)
         return hidden

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.core import Task
@@ -13,9 +12,12 @@ from penstock.errors import ModelLoadError
 from penstock.layers.attention import BIDIRECTIONAL, AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
+from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.rotary import Rotary
+from penstock.layers.norm import LayerNorm
+from penstock.layers.residual import join_norm
+from penstock.layers.rotary import Angles, Rotary
 from penstock.models.heads import add_head
 from penstock.models.options import rope_options
 
@@ -24,9 +26,7 @@ UNNEEDED = ("head.", "decoder.", "classifier.")
 
 
 class ModernBertLayer:
-    def __init__(
-        self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], first: bool, kind: str
-    ) -> None:
+    def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], kind: str) -> None:
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         eps, norm_bias = config.get("norm_eps", 1e-5), bool(config.get("norm_bias"))
         bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
@@ -34,9 +34,6 @@ class ModernBertLayer:
         self.heads: int = config["num_attention_heads"]
         window = AttentionKind(window=config.get("local_attention", 128) // 2)
         self.attention = window if kind == SLIDING else BIDIRECTIONAL
-        self.attention_norm = (
-            None if first else build.norm(prefix + "attn_norm", hidden, eps, bias=norm_bias)
-        )  # the embedding's norm stands before the first layer
         self.qkv = build.linear(prefix + "attn.Wqkv", hidden, 3 * hidden, bias=bias)
         self.out = build.linear(prefix + "attn.Wo", hidden, hidden, bias=bias)
         self.mlp_norm = build.norm(prefix + "mlp_norm", hidden, eps, bias=norm_bias)
@@ -46,11 +43,14 @@ class ModernBertLayer:
             config.get("hidden_activation", "gelu"),
         )
 
-    def __call__(self, hidden: Tensor, batch: Batch, rotary: Rotary, angles: tuple[Tensor, Tensor]) -> Tensor:
-        normed = hidden if self.attention_norm is None else self.attention_norm(hidden)
+    def __call__(
+        self, hidden: Tensor, normed: Tensor, batch: Batch, rotary: Rotary, angles: Angles, behind: LayerNorm
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
-        hidden = self.out(attend(query, key, value, batch, self.attention), residual=hidden)
-        return self.mlp(self.mlp_norm(hidden), residual=hidden)
+        context = attend(query, key, value, batch, self.attention)
+        hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
+        return join_norm(self.mlp, behind, normed, hidden)
 
 
 class ModernBert:
@@ -60,26 +60,32 @@ class ModernBert:
         hidden: int = config["hidden_size"]
         eps, norm_bias = config.get("norm_eps", 1e-5), bool(config.get("norm_bias"))
         self.prefix = build.weights.prefix_of("embeddings.tok_embeddings.weight")
-        self.words = build.table(self.prefix + "embeddings.tok_embeddings", config["vocab_size"], hidden)
-        self.embedding_norm = build.norm(self.prefix + "embeddings.norm", hidden, eps, bias=norm_bias)
+        self.embedding = EncoderEmbedding(
+            build.table(self.prefix + "embeddings.tok_embeddings", config["vocab_size"], hidden),
+            positions=None,
+            segments=None,
+            norm=build.norm(self.prefix + "embeddings.norm", hidden, eps, bias=norm_bias),
+        )
         kinds = _layer_kinds(config)
         self.rotary = {kind: _rotary(build, config, kind) for kind in set(kinds)}
         self.layers = [
-            ModernBertLayer(build, f"{self.prefix}layers.{i}.", config, i == 0, kind)
-            for i, kind in enumerate(kinds)
+            ModernBertLayer(build, f"{self.prefix}layers.{i}.", config, kind) for i, kind in enumerate(kinds)
         ]
-        self.final_norm = build.norm(self.prefix + "final_norm", hidden, eps, bias=norm_bias)
+        # The norm of a layer's attention stands behind the layer before; the first has the embedding's.
+        names = [*(f"layers.{i}.attn_norm" for i in range(1, len(kinds))), "final_norm"]
+        self.norms = [build.norm(self.prefix + name, hidden, eps, bias=norm_bias) for name in names]
         self.hidden_size = hidden
         self.causal = False
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
-        hidden = self.embedding_norm(F.embedding(batch.token_ids, self.words))
+        hidden = normed = self.embedding(batch)
         angles = {kind: rotary.angles(batch) for kind, rotary in self.rotary.items()}
-        for layer in self.layers:
-            hidden = layer(hidden, batch, self.rotary[layer.kind], angles[layer.kind])
-        return self.final_norm(hidden)
+        for layer, behind in zip(self.layers, self.norms, strict=True):
+            kind = layer.kind
+            hidden, normed = layer(hidden, normed, batch, self.rotary[kind], angles[kind], behind)
+        return normed
 
 
 def modernbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> ModernBert:

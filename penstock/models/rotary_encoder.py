@@ -19,9 +19,8 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP, GatedMLP
-from penstock.layers.rotary import Rope, Rotary
-
-Angles = tuple[Tensor, Tensor]
+from penstock.layers.residual import add_norm
+from penstock.layers.rotary import Angles, Rope, Rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,8 @@ class RotaryEncoderLayer:
             context = attend_fused(qkv, self.heads, batch)
         else:
             context = attend(*self.rotary.fused(qkv, self.heads, angles), batch)
-        hidden = self.attention_norm(self.out(context, residual=hidden))
-        return self.output_norm(self.mlp(hidden, residual=hidden))
+        hidden = add_norm(self.out, self.attention_norm, context, hidden)
+        return add_norm(self.mlp, self.output_norm, hidden, hidden)
 
 
 class RotaryEncoder:
@@ -123,8 +122,8 @@ class RotaryEncoder:
             if shape.segments
             else None,
             shape.first_position,
+            build.norm(self.prefix + names.embedding_norm, shape.hidden, shape.eps),
         )
-        self.embedding_norm = build.norm(self.prefix + names.embedding_norm, shape.hidden, shape.eps)
         self.rotary = None if shape.rope is None else _rotary(build, shape, shape.rope)
         self.layers = [
             RotaryEncoderLayer(build, self.prefix + names.layer.format(i), names, shape, self.rotary)
@@ -136,7 +135,7 @@ class RotaryEncoder:
         self.unneeded = unneeded
 
     def __call__(self, batch: Batch) -> Tensor:
-        hidden = self.embedding_norm(self.embedding(batch))
+        hidden = self.embedding(batch)
         angles = None if self.rotary is None else self.rotary.angles(batch)
         for layer in self.layers:
             hidden = layer(hidden, batch, angles)

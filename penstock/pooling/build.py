@@ -15,7 +15,7 @@ from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, unit
-from penstock.pooling.methods import CARRIED, METHODS
+from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
 from penstock.pooling.score import Judge
 from penstock.pooling.sparse import Splade, lexical_head
 from penstock.scoring.pairs import PairScorer, PairTensors
@@ -32,6 +32,8 @@ class Pooler:
         self.methods = [METHODS[name] for name in spec.pooling.methods]
         self.carries = any(name in CARRIED for name in spec.pooling.methods)
         self.dense = dense
+        # Where pooling is one method and nothing else, it is finished in the same pass.
+        self.alone = spec.pooling.methods[0] if len(spec.pooling.methods) == 1 and not dense else None
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
         self.normalize_tokens = spec.pooling.normalize if spec.late is None else spec.late.normalize
@@ -64,6 +66,10 @@ class Pooler:
             if task is Task.SPARSE and self.splade is not None:
                 out.append(self.splade(hidden, batch, variant, chosen))
                 continue
+            if task is Task.EMBED and self.alone is not None and has_kernel(hidden, batch):
+                dims, normalize = self._cut(variant.params)
+                out.append(pool(self.alone, hidden, batch, rows=chosen, dims=dims, normalize=normalize))
+                continue
             values = self._values((task, variant.params.steps), hidden, batch, done)
             if chosen is not None:
                 values = values.index_select(0, chosen)
@@ -87,7 +93,7 @@ class Pooler:
         return self.scorer(unit(vectors) if self.normalize or self.scorer.late else vectors, pairs)
 
     def _values(self, read: _Read, hidden: Tensor, batch: Batch, done: dict[_Read, Tensor]) -> Tensor:
-        """fp32 values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""
+        """Values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""
         if read not in done:
             done[read] = self._of_task(*read, hidden, batch)
         return done[read]
@@ -96,7 +102,7 @@ class Pooler:
         if task is Task.EMBED:
             return self._pool(hidden, batch)
         if task is Task.TOKEN_EMBED and task not in self.heads:
-            return hidden.float()
+            return hidden  # made fp32 once it is chosen and cut
         head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which scores and rewards too
         all_tokens = steps or head.method == "all"
         read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)
@@ -111,18 +117,21 @@ class Pooler:
         return pooled
 
     def _finish(self, values: Tensor, params: PoolingParams) -> Tensor:
-        """Cut, normalise or activate, in fp32. A cut vector is renormalised unless the caller declines."""
+        """Cut, normalise or activate, in fp32."""
         if params.task in (Task.EMBED, Task.TOKEN_EMBED):
-            own = self.normalize_tokens if params.task is Task.TOKEN_EMBED else self.normalize
-            normalize = own or params.dimensions is not None
-            if params.dimensions is not None:
-                values = values[:, : params.dimensions]
-            if normalize if params.normalize is None else params.normalize:
-                values = unit(values)
+            dims, normalize = self._cut(params)
+            values = unit(values[:, :dims]) if normalize else values[:, :dims].float()
         elif params.task is not Task.SPARSE and self._activates(params):
             judge = self.judge if params.task is Task.SCORE else None
             values = self.activate(values) if judge is None else judge.activate(values)
         return values
+
+    def _cut(self, params: PoolingParams) -> tuple[int | None, bool]:
+        """How many components stay, and whether the vector is normalised: a cut one is, unless the caller
+        declines."""
+        own = self.normalize_tokens if params.task is Task.TOKEN_EMBED else self.normalize
+        normalize = own or params.dimensions is not None
+        return params.dimensions, normalize if params.normalize is None else params.normalize
 
     @staticmethod
     def _activates(params: PoolingParams) -> bool:

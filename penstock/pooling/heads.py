@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.core import OutputDtype
+from penstock.kernels import cast as packing
+from penstock.kernels import pooling as kernel
+from penstock.kernels.language import fused
 from penstock.layers.linear import LinearLayer
 
 
@@ -26,7 +28,8 @@ class Dense:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    return F.normalize(vectors, dim=-1)
+    """fp32 vectors of length 1."""
+    return kernel.unit(vectors) if fused(vectors) else kernel.unit_reference(vectors)
 
 
 def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
@@ -43,23 +46,9 @@ def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
             return vectors.to(torch.float16)
         case OutputDtype.BFLOAT16:
             return vectors.to(torch.bfloat16).view(torch.uint16)
-        case OutputDtype.INT8:
-            return _scaled(vectors).to(torch.int8)
-        case OutputDtype.UINT8:
-            return (_scaled(vectors) + 128).to(torch.uint8)
-        case OutputDtype.UBINARY:
-            return _signs(vectors)
-        case OutputDtype.BINARY:
-            return (_signs(vectors).to(torch.int16) - 128).to(torch.int8)
-
-
-def _scaled(vectors: Tensor) -> Tensor:
-    largest = vectors.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
-    return (vectors * (127.0 / largest)).round()
-
-
-def _signs(vectors: Tensor) -> Tensor:
-    rows, width = vectors.shape
-    bits = F.pad((vectors > 0).to(torch.uint8), (0, -width % 8)).view(rows, -1, 8)
-    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
-    return (bits << places).sum(dim=-1, dtype=torch.uint8)
+        case OutputDtype.INT8 | OutputDtype.UINT8:
+            to_bytes = packing.to_bytes if fused(vectors) else packing.to_bytes_reference
+            return to_bytes(vectors, dtype is OutputDtype.INT8)
+        case OutputDtype.BINARY | OutputDtype.UBINARY:
+            to_bits = packing.to_bits if fused(vectors) else packing.to_bits_reference
+            return to_bits(vectors, dtype is OutputDtype.BINARY)

@@ -1,6 +1,7 @@
 """Pooling methods: from the hidden states of a ragged run to one vector a row, summed in fp32.
 
-A method is one function (hidden [tokens, width], batch) → [rows, width] and one line in `METHODS`.
+A method is one function (hidden [tokens, width], batch) → [rows, width] and one line in `METHODS`. On CUDA a
+kernel does the same in one pass.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from penstock.kernels import pooling as kernel
+from penstock.kernels.language import fused
 from penstock.layers.batch import Batch
 
 Method = Callable[[Tensor, Batch], Tensor]
@@ -52,7 +55,43 @@ def maximum(hidden: Tensor, batch: Batch) -> Tensor:
 
 CARRIED = ("mean", "mean_sqrt_len")  # methods that sum up over the chunks of a row
 
-METHODS: dict[str, Method] = {
+
+def pool(
+    method: str,
+    hidden: Tensor,
+    batch: Batch,
+    *,
+    rows: Tensor | None = None,
+    dims: int | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """A method's kernel, with what may follow it done in the same pass: a choice of rows (int32), a cut, a
+    normalisation."""
+    return kernel.pool(
+        hidden.contiguous(),
+        batch.cu_lengths,
+        method,
+        max_length=batch.max_length,
+        skip=batch.skip,
+        chosen=rows,
+        dims=dims,
+        normalize=normalize,
+    )
+
+
+def has_kernel(hidden: Tensor, batch: Batch) -> bool:
+    """Sums that go on over steps are left to the plain form."""
+    return batch.memory is None and fused(hidden)
+
+
+def _routed(name: str, plain: Method) -> Method:
+    def method(hidden: Tensor, batch: Batch) -> Tensor:
+        return pool(name, hidden, batch) if has_kernel(hidden, batch) else plain(hidden, batch)
+
+    return method
+
+
+_PLAIN: dict[str, Method] = {
     "cls": cls,
     "last": last,
     "mean": mean,
@@ -60,6 +99,7 @@ METHODS: dict[str, Method] = {
     "weighted_mean": weighted_mean,
     "max": maximum,
 }
+METHODS = {name: _routed(name, plain) for name, plain in _PLAIN.items()}
 
 
 def _sum(hidden: Tensor, batch: Batch) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor
 from penstock.checkpoint.spec import ModelSpec, SparseSpec
 from penstock.core import MAX_TERMS, Variant
 from penstock.errors import ModelLoadError
+from penstock.kernels.language import fused
+from penstock.kernels.splade import reduce_rows, squashed
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
@@ -51,16 +53,18 @@ class Splade:
             lengths = lengths[variant.rows]
         terms = min(variant.params.top_k or MAX_TERMS, self.head.outputs)
         out = hidden.new_empty((len(lengths), terms, 2), dtype=torch.float32)
+        # Where the rows begin is on the device already if all of them are wanted.
+        starts = batch.cu_lengths if variant.rows is None and fused(hidden) else None
         budget = self.logits or _LOGITS.get(hidden.device.type, _LOGITS["cuda"])
         tile = max(1, budget // self.head.outputs)
         for block in blocks(lengths.tolist(), tile):
-            weights, ids = self._reduced(hidden, block, tile).topk(terms, dim=-1)
+            weights, ids = self._reduced(hidden, block, tile, starts).topk(terms, dim=-1)
             place = out[block.first_row : block.first_row + len(block.lengths)]
             place[..., 0] = ids.masked_fill_(weights == 0, -1)
             place[..., 1] = weights
         return out
 
-    def _reduced(self, hidden: Tensor, block: Block, tile: int) -> Tensor:
+    def _reduced(self, hidden: Tensor, block: Block, tile: int, starts: Tensor | None) -> Tensor:
         """fp32 weights of the whole vocabulary, [rows of the block, vocabulary]."""
         at = block.first_token
         if len(block.lengths) == 1:  # perhaps longer than a tile
@@ -71,6 +75,15 @@ class Splade:
             total = parts[0]
             for part in parts[1:]:
                 total = torch.maximum(total, part) if self.spec.reduce == "max" else total + part
+        elif starts is not None:
+            first, count = block.first_row, len(block.lengths)
+            return reduce_rows(
+                self.head.project(hidden[at : at + sum(block.lengths)]),
+                starts[first : first + count + 1],
+                logs=self.spec.logs,
+                reduce=self.spec.reduce,
+                first_token=at,
+            )
         else:
             logits, parts, at = self._logits(hidden[at : at + sum(block.lengths)]), [], 0
             for length, equal in groupby(block.lengths):
@@ -90,10 +103,7 @@ class Splade:
 
     def _squashed(self, logits: Tensor) -> Tensor:
         """Grows with the logit, so the maximum may be taken before it."""
-        weights = logits.float().relu()
-        for _ in range(self.spec.logs):
-            weights = weights.log1p()
-        return weights
+        return squashed(logits, self.spec.logs)
 
 
 def blocks(lengths: list[int], tile: int) -> Iterator[Block]:

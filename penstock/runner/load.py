@@ -67,7 +67,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 
     from penstock.pooling.build import build_pooler
     from penstock.runner.model_runner import ModelRunner
-    from penstock.runner.warmup import warm_up
+    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, warm_up
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
@@ -81,7 +81,8 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     if settings.chunked:
         cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
     runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache)
-    warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens))
+    lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
+    warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens), lengths)
     return Loaded(runner, blocks, places)
 
 

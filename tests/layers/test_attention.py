@@ -136,7 +136,7 @@ def test_one_call_for_all_rows_and_one_for_the_limited(
     monkeypatch.setattr(varlen, "varlen_attn", _varlen_stand_in)
     qkv, kind = _limited_qkv(), AttentionKind(window=window)
     query, key, value = qkv.view(len(qkv), 3, 4, -1).unbind(1)
-    out = attention._varlen(query, key, value, ordered_batch(LIMITED, KEYS), kind)
+    out = attention._on_cuda(query, key, value, ordered_batch(LIMITED, KEYS), kind)
     torch.testing.assert_close(out, by_rows(qkv, 4, LIMITED, None, KEYS, window), atol=1e-5, rtol=1e-5)
 
 

@@ -13,11 +13,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from penstock.bench.kernels.cases import Case, Place, mixed_lengths, ragged, size
 from penstock.core import LengthGroup
+from penstock.kernels.activation import gated, gated_reference
+from penstock.kernels.language import fused
 from penstock.kernels.maxsim import maxsim_packed
 from penstock.layers.attention import attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.int8 import Int8Linear
 from penstock.layers.linear import Linear, LinearLayer, make_linear
+from penstock.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.pooling.methods import METHODS
 
 STEPS = (64, 1024)  # tokens of a step: a small one and a full one
@@ -154,10 +157,53 @@ def _pool_row(name: str, row: Tensor) -> Tensor:
     raise KeyError(f"pooling method {name} has no reference here")
 
 
+def norm(place: Place) -> Iterator[Case]:
+    """Residual and norm together, against one after the other."""
+    for width, rms in ((768, False), (1024, True)):
+        weight = place.random(width)
+        layer: Norm
+        layer = RMSNorm(weight, 1e-6) if rms else LayerNorm(weight, place.random(width, scale=0.1), 1e-6)
+        for tokens in STEPS:
+            x, residual = place.random(tokens, width), place.random(tokens, width, scale=2.0)
+            yield Case(
+                "norm",
+                f"{tokens} × {width} {'RMS' if rms else 'layer'}",
+                run=partial(_joined, layer, x, residual),
+                reference=partial(_one_by_one, layer, x, residual),
+                moved_bytes=3 * size(x),
+                flops=0,
+            )
+
+
+def _joined(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:
+    return layer.join(x, residual, keep=False)[1]
+
+
+def _one_by_one(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:
+    return layer(x + residual)
+
+
+def gate(place: Place) -> Iterator[Case]:
+    """What stands between the two products of a gated feed-forward block."""
+    for width, act in ((1152, "gelu"), (3072, "silu")):
+        for tokens in STEPS:
+            x = place.random(tokens, 2 * width)
+            yield Case(
+                "gate",
+                f"{tokens} × {width} {act}",
+                run=partial(gated if fused(x) else gated_reference, x, act, True),
+                reference=partial(gated_reference, x, act, True),
+                moved_bytes=size(x) * 3 // 2,
+                flops=0,
+            )
+
+
 KERNELS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "linear": linear,
     "linear_int8": linear_int8,
     "attention": attention,
+    "norm": norm,
+    "gate": gate,
     "pooling": pooling,
     "maxsim": late_interaction,
 }

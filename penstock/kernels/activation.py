@@ -1,0 +1,120 @@
+"""What stands between two products of a feed-forward block: bias and activation, or gate · up.
+
+GELU is exact where the model's is: the matrix library's own epilogue knows only the tanh form.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.language import cdiv, jit, tl
+
+# Names of `layers.activation` → the number that the kernels know them by.
+KINDS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}
+_BLOCK = 1024
+
+
+def act_reference(x: Tensor, act: str) -> Tensor:
+    match KINDS[act]:
+        case 0:
+            return F.gelu(x)
+        case 1:
+            return F.gelu(x, approximate="tanh")
+        case 2:
+            return F.silu(x)
+        case _:
+            return F.relu(x)
+
+
+def bias_act_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """act(x + bias), [tokens, width]."""
+    return act_reference(x if bias is None else x + bias, act)
+
+
+def gated_reference(x: Tensor, act: str, gate_first: bool) -> Tensor:
+    """act(gate) · up for the two side by side: [tokens, 2 · width] → [tokens, width]."""
+    first, second = x.chunk(2, dim=-1)
+    gate, up = (first, second) if gate_first else (second, first)
+    return act_reference(gate, act) * up
+
+
+@jit()
+def _activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    if KIND == 0:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if KIND == 1:  # 0.5 · (1 + tanh(u)) is sigmoid(2u)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    if KIND == 2:
+        return x * tl.sigmoid(x)
+    return tl.maximum(x, 0.0)
+
+
+@jit()
+def _bias_act(
+    x: tl.tensor,
+    bias: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    cols = (program % parts) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    at = x + (program // parts).to(tl.int64) * WIDTH + cols
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, _activated(value, KIND).to(x.dtype.element_ty), mask=inside)
+
+
+def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """As the reference, over `x` itself (contiguous)."""
+    tokens, width = x.shape
+    assert x.is_contiguous()
+    if tokens:
+        _bias_act[(tokens * cdiv(width, _BLOCK),)](
+            x,
+            x if bias is None else bias,
+            WIDTH=width,
+            BLOCK=_BLOCK,
+            KIND=KINDS[act],
+            BIAS=bias is not None,
+            num_warps=4,
+        )
+    return x
+
+
+@jit()
+def _gated(
+    x: tl.tensor,
+    out: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+) -> None:
+    parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    cols = (program % parts) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    token = (program // parts).to(tl.int64)
+    first = tl.load(x + token * (2 * WIDTH) + cols, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + token * (2 * WIDTH) + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    value = _activated(first, KIND) * second if GATE_FIRST else _activated(second, KIND) * first
+    tl.store(out + token * WIDTH + cols, value.to(out.dtype.element_ty), mask=inside)
+
+
+def gated(x: Tensor, act: str, gate_first: bool) -> Tensor:
+    """As the reference; `x` contiguous."""
+    tokens, width = x.shape[0], x.shape[1] // 2
+    assert x.is_contiguous()
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    if tokens:
+        _gated[(tokens * cdiv(width, _BLOCK),)](
+            x, out, WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], GATE_FIRST=gate_first, num_warps=4
+        )
+    return out

@@ -1,0 +1,349 @@
+"""Attention within the rows of a ragged run, read straight from the fused projection's output.
+
+`short_rows` holds a whole row's scores in registers: one program for each row and head, no loop. Library
+kernels spend most of their tiles on padding there. `flash_rows` walks over the keys tile by tile, for
+rows of any length and for keys that earlier steps have left.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.language import cdiv, jit, power_of_2, tl
+
+SHORT = 64  # tokens; the longest row whose scores one program holds
+_LOG2E = 1.4426950408889634
+
+
+class Tiles(NamedTuple):
+    """Queries and keys that a program holds at a time, and how it is compiled."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles_for(dim: int) -> Tiles:
+    if dim <= 64:
+        return Tiles(128, 64, 4, 3)
+    if dim <= 128:
+        return Tiles(128, 64, 8, 3)
+    return Tiles(64, 32, 4, 2)
+
+
+def attention_reference(
+    query: Tensor,  # [tokens, heads, dim]
+    key: Tensor,  # [keys, kv heads, dim]
+    value: Tensor,  # [keys, kv heads, dim]
+    cu_lengths: Tensor,  # int32 [rows + 1]
+    cu_keys: Tensor | None = None,  # int32 [rows + 1]; a row's last keys are its own tokens'. None: all are
+    *,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,  # how far a token sees to each side
+    limits: Tensor | None = None,  # int32 [rows], leading keys that the row's tokens see; None: all
+) -> Tensor:
+    """[tokens, heads · dim], row by row, in fp32."""
+    cu_keys = cu_lengths if cu_keys is None else cu_keys
+    group = query.shape[1] // key.shape[1]
+    out = torch.empty_like(query)
+    for row in range(len(cu_lengths) - 1):
+        mine, seen = (slice(int(cu[row]), int(cu[row + 1])) for cu in (cu_lengths, cu_keys))
+        q, k, v = (x.float().transpose(0, 1) for x in (query[mine], key[seen], value[seen]))
+        k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+        count, length = k.shape[1], q.shape[1]
+        places = torch.arange(count, device=query.device)
+        ahead = places[None, :] - places[count - length :, None]
+        visible = torch.ones_like(ahead, dtype=torch.bool)
+        if causal:
+            visible &= ahead <= 0
+        if window is not None:
+            visible &= ahead.abs() <= window
+        if limits is not None:
+            visible &= places[None, :] < int(limits[row])
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, float("-inf"))
+        out[mine] = (scores.softmax(dim=-1) @ v).transpose(0, 1).to(query.dtype)
+    return out.flatten(1)
+
+
+@jit(loose=("cu_lengths", "limits"))
+def _short(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out: tl.tensor,
+    cu_lengths: tl.tensor,
+    limits: tl.tensor,
+    scale: tl.tensor,
+    QUERY_STRIDE: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LIMITED: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    head = program % HEADS
+    row = program // HEADS
+    begin = tl.load(cu_lengths + row)
+    length = tl.load(cu_lengths + row + 1) - begin
+    place = tl.arange(0, BLOCK)
+    comp = tl.arange(0, BLOCK_DIM)[None, :]
+    token = (begin + place).to(tl.int64)[:, None]
+    inside = (place[:, None] < length) & (comp < DIM)
+    kv = (head // GROUP) * DIM
+    q = tl.load(query + token * QUERY_STRIDE + head * DIM + comp, mask=inside, other=0.0)
+    k = tl.load(key + token * KEY_STRIDE + kv + comp, mask=inside, other=0.0)
+    v = tl.load(value + token * VALUE_STRIDE + kv + comp, mask=inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k)) * scale
+    seen = length
+    if LIMITED:
+        seen = tl.minimum(seen, tl.load(limits + row))
+    visible = place[None, :] < seen
+    if CAUSAL:
+        visible = visible & (place[None, :] <= place[:, None])
+    scores = tl.where(visible, scores, -1.0e30)
+    weights = tl.exp2(scores - tl.max(scores, axis=1)[:, None])
+    context = tl.dot(weights.to(v.dtype), v) / tl.sum(weights, axis=1)[:, None]
+    tl.store(out + token * (HEADS * DIM) + head * DIM + comp, context.to(out.dtype.element_ty), mask=inside)
+
+
+def short_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_lengths: Tensor,
+    *,
+    max_length: int,
+    scale: float,
+    causal: bool = False,
+    limits: Tensor | None = None,
+    out: Tensor | None = None,
+    warps: int | None = None,
+) -> Tensor:
+    """As the reference, for rows of at most `max_length` ≤ `SHORT` tokens. Tokens may lie apart (views of
+    the fused output); the heads of one may not. Rows of length 0 are allowed. Only the tokens of the given
+    rows are written to `out` [tokens, heads · dim]."""
+    tokens, heads, dim = query.shape
+    rows = len(cu_lengths) - 1
+    assert all(x.stride()[1:] == (dim, 1) for x in (query, key, value)), "the heads of a token lie apart"
+    out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
+    block = max(16, power_of_2(max_length))
+    if rows and tokens:
+        _short[(rows * heads,)](
+            query,
+            key,
+            value,
+            out,
+            cu_lengths,
+            cu_lengths if limits is None else limits,
+            scale * _LOG2E,
+            QUERY_STRIDE=query.stride(0),
+            KEY_STRIDE=key.stride(0),
+            VALUE_STRIDE=value.stride(0),
+            HEADS=heads,
+            GROUP=heads // key.shape[1],
+            DIM=dim,
+            BLOCK=block,
+            BLOCK_DIM=max(16, power_of_2(dim)),
+            CAUSAL=causal,
+            LIMITED=limits is not None,
+            num_warps=max(1, block // 16) if warps is None else warps,
+            num_stages=1,
+        )
+    return out
+
+
+@jit()
+def _key_tile(
+    q: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    first_key: tl.tensor,
+    start: tl.tensor,
+    place: tl.tensor,
+    seen: tl.tensor,
+    comp: tl.tensor,
+    scale: tl.tensor,
+    total: tl.tensor,
+    largest: tl.tensor,
+    context: tl.tensor,
+    KEY_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """One tile of keys taken into the running softmax."""
+    other = start + tl.arange(0, KEYS)
+    at = (first_key + other).to(tl.int64)
+    if MASKED:
+        here = (other[:, None] < seen) & (comp[None, :] < DIM)
+        k = tl.load(key + at[:, None] * KEY_STRIDE + comp[None, :], mask=here, other=0.0)
+        v = tl.load(value + at[:, None] * VALUE_STRIDE + comp[None, :], mask=here, other=0.0)
+    elif DIM == BLOCK_DIM:
+        k = tl.load(key + at[:, None] * KEY_STRIDE + comp[None, :])
+        v = tl.load(value + at[:, None] * VALUE_STRIDE + comp[None, :])
+    else:
+        k = tl.load(key + at[:, None] * KEY_STRIDE + comp[None, :], mask=comp[None, :] < DIM, other=0.0)
+        v = tl.load(value + at[:, None] * VALUE_STRIDE + comp[None, :], mask=comp[None, :] < DIM, other=0.0)
+    scores = tl.dot(q, tl.trans(k))
+    if MASKED:
+        visible = other[None, :] < seen
+        if CAUSAL:
+            visible = visible & (other[None, :] <= place[:, None])
+        if WINDOW >= 0:
+            visible = visible & (other[None, :] - place[:, None] <= WINDOW)
+            visible = visible & (place[:, None] - other[None, :] <= WINDOW)
+        scores = tl.where(visible, scores, -1.0e30)
+    larger = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+    shrink = tl.exp2(largest - larger)
+    weights = tl.exp2(scores * scale - larger[:, None])
+    if MASKED and (CAUSAL or WINDOW >= 0):  # a query that has seen nothing yet must not count this tile
+        weights = tl.where(visible, weights, 0.0)
+    total = total * shrink + tl.sum(weights, axis=1)
+    context = tl.dot(weights.to(v.dtype), v, context * shrink[:, None])
+    return total, larger, context
+
+
+@jit(loose=("cu_lengths", "cu_keys", "limits", "tiles"))
+def _flash(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out: tl.tensor,
+    cu_lengths: tl.tensor,
+    cu_keys: tl.tensor,
+    limits: tl.tensor,
+    tiles: tl.tensor,
+    scale: tl.tensor,
+    QUERY_STRIDE: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LIMITED: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    head = program % HEADS
+    tile = (program // HEADS) % tiles
+    row = program // HEADS // tiles
+    begin = tl.load(cu_lengths + row)
+    length = tl.load(cu_lengths + row + 1) - begin
+    if tile * QUERIES >= length:
+        return
+    first_key = tl.load(cu_keys + row)
+    count = tl.load(cu_keys + row + 1) - first_key
+    before = count - length  # keys of earlier steps
+    seen = count
+    if LIMITED:
+        seen = tl.minimum(seen, tl.load(limits + row))
+    mine = tile * QUERIES + tl.arange(0, QUERIES)
+    comp = tl.arange(0, BLOCK_DIM)
+    token = (begin + mine).to(tl.int64)[:, None]
+    inside = (mine[:, None] < length) & (comp[None, :] < DIM)
+    q = tl.load(query + token * QUERY_STRIDE + head * DIM + comp[None, :], mask=inside, other=0.0)
+    place = mine + before  # of the queries among the keys
+    key += (head // GROUP) * DIM
+    value += (head // GROUP) * DIM
+    low = 0
+    high = seen
+    if CAUSAL:
+        high = tl.minimum(high, (tile + 1) * QUERIES + before)
+    if WINDOW >= 0:
+        low = tl.maximum(tile * QUERIES + before - WINDOW, 0) // KEYS * KEYS
+        high = tl.minimum(high, (tile + 1) * QUERIES + before + WINDOW)
+    largest = tl.full([QUERIES], -1.0e30, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    context = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+    whole = low  # up to here tiles need no mask
+    if WINDOW < 0:
+        if CAUSAL:  # what the first of these queries sees, all see
+            whole = tl.minimum(seen, tile * QUERIES + before + 1) // KEYS * KEYS
+        else:
+            whole = high // KEYS * KEYS
+        for start in range(low, whole, KEYS):
+            total, largest, context = _key_tile(
+                q, key, value, first_key, start, place, seen, comp, scale, total, largest, context,
+                KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, False,
+            )  # fmt: skip
+    for start in range(whole, high, KEYS):
+        total, largest, context = _key_tile(
+            q, key, value, first_key, start, place, seen, comp, scale, total, largest, context,
+            KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, True,
+        )  # fmt: skip
+    context = context / total[:, None]
+    tl.store(
+        out + token * (HEADS * DIM) + head * DIM + comp[None, :],
+        context.to(out.dtype.element_ty),
+        mask=inside,
+    )
+
+
+def flash_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_lengths: Tensor,
+    cu_keys: Tensor | None = None,
+    *,
+    max_length: int,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    limits: Tensor | None = None,
+    out: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """As the reference, for rows of at most `max_length` tokens; what `short_rows` says of views, empty rows
+    and `out` holds here too. With `limits` a row's tokens must all see a key."""
+    tokens, heads, dim = query.shape
+    rows = len(cu_lengths) - 1
+    assert all(x.stride()[1:] == (dim, 1) for x in (query, key, value)), "the heads of a token lie apart"
+    out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
+    chosen = tiles_for(dim) if tiles is None else tiles
+    count = cdiv(max_length, chosen.queries)
+    if rows and tokens:
+        _flash[(rows * heads * count,)](
+            query,
+            key,
+            value,
+            out,
+            cu_lengths,
+            cu_lengths if cu_keys is None else cu_keys,
+            cu_lengths if limits is None else limits,
+            count,
+            scale * _LOG2E,
+            QUERY_STRIDE=query.stride(0),
+            KEY_STRIDE=key.stride(0),
+            VALUE_STRIDE=value.stride(0),
+            HEADS=heads,
+            GROUP=heads // key.shape[1],
+            DIM=dim,
+            QUERIES=chosen.queries,
+            KEYS=chosen.keys,
+            BLOCK_DIM=max(16, power_of_2(dim)),
+            CAUSAL=causal,
+            WINDOW=-1 if window is None else window,
+            LIMITED=limits is not None,
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+        )
+    return out

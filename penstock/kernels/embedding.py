@@ -1,0 +1,109 @@
+"""Words, positions and segments gathered, added up and normalised in one pass."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.language import jit, power_of_2, tl, warps_for
+
+
+def embed_reference(
+    ids: Tensor,  # int32 [tokens]
+    words: Tensor,  # [vocabulary, width]
+    positions: Tensor,  # int32 [tokens]
+    position_table: Tensor | None,  # [limit, width]
+    types: Tensor | None,  # int32 [tokens]; None: all zero
+    type_table: Tensor | None,  # [types, width]
+    norm: tuple[Tensor, Tensor | None, float] | None,  # LayerNorm's weight, bias and epsilon
+) -> Tensor:
+    """[tokens, width]"""
+    out = F.embedding(ids, words)
+    if position_table is not None:
+        out.add_(F.embedding(positions, position_table))
+    if type_table is not None:
+        out.add_(type_table[0] if types is None else F.embedding(types, type_table))
+    if norm is None:
+        return out
+    weight, bias, eps = norm
+    return F.layer_norm(out, weight.shape, weight, bias, eps)
+
+
+@jit(loose=("ids", "positions", "types"))
+def _embed(
+    ids: tl.tensor,
+    words: tl.tensor,
+    positions: tl.tensor,
+    position_table: tl.tensor,
+    types: tl.tensor,
+    type_table: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    TYPES: tl.constexpr,  # 0: no table, 1: all tokens have type 0, 2: as `types` says
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    word = tl.load(ids + token).to(tl.int64)
+    value = tl.load(words + word * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    if POSITIONS:
+        place = tl.load(positions + token).to(tl.int64)
+        value += tl.load(position_table + place * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    if TYPES == 1:
+        value += tl.load(type_table + cols, mask=inside, other=0.0).to(tl.float32)
+    if TYPES == 2:
+        kind = tl.load(types + token).to(tl.int64)
+        value += tl.load(type_table + kind * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        mean = tl.sum(value, axis=0) / WIDTH
+        value = tl.where(inside, value - mean, 0.0)
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+        value *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            value += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * WIDTH + cols, value.to(out.dtype.element_ty), mask=inside)
+
+
+def embed(
+    ids: Tensor,
+    words: Tensor,
+    positions: Tensor,
+    position_table: Tensor | None,
+    types: Tensor | None,
+    type_table: Tensor | None,
+    norm: tuple[Tensor, Tensor | None, float] | None,
+) -> Tensor:
+    """As the reference; all tables contiguous."""
+    tokens, width = len(ids), words.shape[1]
+    out = torch.empty((tokens, width), dtype=words.dtype, device=words.device)
+    weight, bias, eps = norm or (words, None, 0.0)
+    block = power_of_2(width)
+    if tokens:
+        _embed[(tokens,)](
+            ids,
+            words,
+            positions,
+            words if position_table is None else position_table,
+            ids if types is None else types,
+            words if type_table is None else type_table,
+            weight,
+            words if bias is None else bias,
+            out,
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            POSITIONS=position_table is not None,
+            TYPES=0 if type_table is None else 1 if types is None else 2,
+            NORM=norm is not None,
+            BIAS=bias is not None,
+            num_warps=warps_for(block),
+        )
+    return out

@@ -1,0 +1,64 @@
+"""Triton, where it is there and something can run it, and whether a tensor is worth a kernel.
+
+Elsewhere (a CPU without Triton's interpreter) its names stand empty: a kernel's file can still be
+imported for the reference that it holds, and start-up does not pay for Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FOUND = importlib.util.find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
+
+if FOUND:
+    import triton
+    import triton.language as tl
+else:
+    triton = tl = None
+
+__all__ = ["FOUND", "INTERPRETED", "cdiv", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
+
+_devices: tuple[str, ...] = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
+
+
+def switch(*devices: str) -> None:
+    """For comparisons and tests: kernels take the tensors of these devices, of none if none is named."""
+    global _devices
+    _devices = devices
+
+
+def fused(x: Tensor) -> bool:
+    """Whether work on this tensor goes to a kernel."""
+    return x.device.type in _devices
+
+
+def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a kernel. Arguments in `loose` change from step to step: a kernel is not compiled anew because
+    a count became a multiple of 16, or a slice of the step's integers is aligned differently."""
+    if not FOUND:
+        return lambda function: function
+    made: Callable[[Callable[..., Any]], Any] = triton.jit(
+        do_not_specialize=list(loose), do_not_specialize_on_alignment=list(loose)
+    )
+    return made
+
+
+def power_of_2(size: int) -> int:
+    """The smallest one that is not less."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def cdiv(size: int, part: int) -> int:
+    return -(-size // part)
+
+
+def warps_for(elements: int) -> int:
+    """Warps for a program that holds so many elements: eight a thread, at most 16 warps."""
+    return min(max(elements // 256, 1), 16)

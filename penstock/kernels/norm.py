@@ -1,0 +1,134 @@
+"""Residual + normalisation in one pass: x + residual is read once, and written only where it goes on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.language import jit, power_of_2, tl, warps_for
+
+
+def add_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool
+) -> tuple[Tensor, Tensor]:
+    """(x + residual, the same normalised), both [tokens, width]."""
+    total = x + residual
+    if rms:
+        return total, F.rms_norm(total, weight.shape, weight, eps)
+    return total, F.layer_norm(total, weight.shape, weight, bias, eps)
+
+
+@jit()
+def _add_norm(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RMS: tl.constexpr,
+    BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * WIDTH
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    value = tl.load(x + at + cols, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + at + cols, mask=inside, other=0.0).to(tl.float32)
+    if KEEP:
+        tl.store(total + at + cols, value.to(total.dtype.element_ty), mask=inside)
+    if not RMS:
+        mean = tl.sum(value, axis=0) / WIDTH
+        value = tl.where(inside, value - mean, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at + cols, value.to(out.dtype.element_ty), mask=inside)
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As the reference, for contiguous [tokens, width]. The sum is written over `x`, and with `keep` False
+    not at all: then the first of the two is worthless."""
+    assert x.is_contiguous() and residual.is_contiguous()
+    out = torch.empty_like(x)
+    tokens, width = x.shape
+    block = power_of_2(width)
+    if tokens:
+        _add_norm[(tokens,)](
+            x,
+            residual,
+            weight,
+            weight if bias is None else bias,
+            x,
+            out,
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            RMS=rms,
+            BIAS=bias is not None,
+            KEEP=keep,
+            num_warps=warps_for(block),
+        )
+    return x, out
+
+
+def norm_add_norm_reference(
+    x: Tensor, residual: Tensor, before: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x) by `before` + residual, the same normalised by `weight`), both [tokens, width]."""
+    total = F.rms_norm(x, before.shape, before, eps) + residual
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+@jit()
+def _norm_add_norm(
+    x: tl.tensor,
+    residual: tl.tensor,
+    before: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * WIDTH
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    value = tl.load(x + at + cols, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value *= tl.load(before + cols, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + at + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + at + cols, value.to(total.dtype.element_ty), mask=inside)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at + cols, value.to(out.dtype.element_ty), mask=inside)
+
+
+def norm_add_norm(
+    x: Tensor, residual: Tensor, before: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As the reference, for contiguous [tokens, width]. The sum is written over `x`."""
+    assert x.is_contiguous() and residual.is_contiguous()
+    out = torch.empty_like(x)
+    tokens, width = x.shape
+    block = power_of_2(width)
+    if tokens:
+        _norm_add_norm[(tokens,)](
+            x, residual, before, weight, x, out, eps, WIDTH=width, BLOCK=block, num_warps=warps_for(block)
+        )
+    return x, out

@@ -1,0 +1,206 @@
+"""Ragged pooling, the Matryoshka cut and normalisation: from hidden states to vectors in one pass.
+
+A program takes a whole row where rows are short or many, and normalises it while it has it. For a few
+long rows the width is shared out between programs, and a second, small kernel normalises.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.language import cdiv, jit, power_of_2, tl, warps_for
+
+METHODS = {"cls": 0, "last": 1, "mean": 2, "mean_sqrt_len": 3, "weighted_mean": 4, "max": 5}
+_EPS = 1e-12  # as F.normalize
+_WHOLE = 4096  # components that one program can hold
+_LONG = 128  # tokens; up to here a program reads a row by itself
+_MANY = 264  # rows; from here on there are programs enough for any GPU
+_SLICE = 64  # components of a program that shares a row with others
+
+
+def pool_reference(
+    hidden: Tensor,  # [tokens, width]
+    cu_lengths: Tensor,  # int32 [rows + 1]
+    method: str,
+    *,
+    skip: Tensor | None = None,  # int32 [rows], leading tokens that are left out
+    chosen: Tensor | None = None,  # int32 [n], which rows; None: all
+    dims: int | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """fp32 [rows, dims], row by row."""
+    out = []
+    rows = range(len(cu_lengths) - 1) if chosen is None else chosen.tolist()
+    for row in rows:
+        begin, end = int(cu_lengths[row]), int(cu_lengths[row + 1])
+        left_out = 0 if skip is None else int(skip[row])
+        out.append(_pool_row(hidden[begin:end].float(), method, left_out))
+    pooled = torch.stack(out)[:, :dims] if out else hidden.new_empty((0, dims or hidden.shape[1])).float()
+    return F.normalize(pooled, dim=-1) if normalize else pooled
+
+
+def _pool_row(tokens: Tensor, method: str, skip: int) -> Tensor:
+    """[length, width] → [width]"""
+    length = len(tokens)
+    kept = tokens[skip:]
+    match method:
+        case "cls":
+            return tokens[min(skip, length - 1)]
+        case "last":
+            return tokens[-1]
+        case "mean":
+            return kept.sum(dim=0) / max(len(kept), 1)
+        case "mean_sqrt_len":
+            return kept.sum(dim=0) / math.sqrt(max(len(kept), 1))
+        case "weighted_mean":
+            weights = torch.arange(1, length + 1, device=tokens.device)[skip:, None].float()
+            return (kept * weights).sum(dim=0) / weights.sum().clamp_min(1e-9)
+        case _:
+            return kept.amax(dim=0)
+
+
+@jit(loose=("cu_lengths", "skip", "chosen"))
+def _pool(
+    hidden: tl.tensor,
+    cu_lengths: tl.tensor,
+    skip: tl.tensor,
+    chosen: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    METHOD: tl.constexpr,
+    SKIP: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+) -> None:
+    parts: tl.constexpr = (DIMS + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    place = program // parts
+    row = place
+    if CHOSEN:
+        row = tl.load(chosen + place)
+    cols = (program % parts) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < DIMS
+    begin = tl.load(cu_lengths + row)
+    end = tl.load(cu_lengths + row + 1)
+    first = begin
+    if SKIP:
+        first += tl.load(skip + row)
+    if METHOD < 2:
+        token = tl.minimum(first, end - 1) if METHOD == 0 else end - 1
+        value = tl.load(hidden + token.to(tl.int64) * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    else:
+        partial = tl.full([TILE, BLOCK], float("-inf") if METHOD == 5 else 0.0, tl.float32)
+        for start in range(first, end, TILE):
+            tokens = start + tl.arange(0, TILE)
+            at = tokens.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+            taken = (tokens < end)[:, None] & inside[None, :]
+            if METHOD == 5:
+                tile = tl.load(hidden + at, mask=taken, other=float("-inf")).to(tl.float32)
+                partial = tl.maximum(partial, tile)
+            else:
+                tile = tl.load(hidden + at, mask=taken, other=0.0).to(tl.float32)
+                if METHOD == 4:
+                    tile *= (tokens - begin + 1).to(tl.float32)[:, None]
+                partial += tile
+        if METHOD == 5:
+            value = tl.max(partial, axis=0)
+        else:
+            value = tl.sum(partial, axis=0)
+        count = tl.maximum(end - first, 1).to(tl.float32)
+        if METHOD == 2:
+            value /= count
+        if METHOD == 3:
+            value /= tl.sqrt(count)
+        if METHOD == 4:  # the weights are 1 … length, less those left out
+            taken_from = (first - begin).to(tl.float32)
+            length = (end - begin).to(tl.float32)
+            weights = 0.5 * (length * (length + 1.0) - taken_from * (taken_from + 1.0))
+            value /= tl.maximum(weights, 1e-9)
+    if NORMALIZE:
+        value = tl.where(inside, value, 0.0)
+        value /= tl.maximum(tl.sqrt(tl.sum(value * value, axis=0)), eps)
+    tl.store(out + place.to(tl.int64) * DIMS + cols, value, mask=inside)
+
+
+def pool(
+    hidden: Tensor,
+    cu_lengths: Tensor,
+    method: str,
+    *,
+    max_length: int,
+    skip: Tensor | None = None,
+    chosen: Tensor | None = None,
+    dims: int | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """As the reference; `hidden` contiguous. `max_length` decides how the work is shared out."""
+    rows = len(cu_lengths) - 1 if chosen is None else len(chosen)
+    width = hidden.shape[1]
+    dims = width if dims is None else min(dims, width)
+    out = torch.empty((rows, dims), dtype=torch.float32, device=hidden.device)
+    if not rows:
+        return out
+    short = METHODS[method] < 2 or max_length <= _LONG or rows >= _MANY
+    whole = short and dims <= _WHOLE
+    block = power_of_2(dims) if whole else _SLICE
+    tile = max(1, min(8192 // block, 64))
+    _pool[(rows * cdiv(dims, block),)](
+        hidden,
+        cu_lengths,
+        cu_lengths if skip is None else skip,
+        cu_lengths if chosen is None else chosen,
+        out,
+        _EPS,
+        WIDTH=width,
+        DIMS=dims,
+        BLOCK=block,
+        TILE=tile,
+        METHOD=METHODS[method],
+        SKIP=skip is not None,
+        CHOSEN=chosen is not None,
+        NORMALIZE=normalize and whole,
+        num_warps=warps_for(max(tile * block // 2, block)) if whole else 4,
+    )
+    return out if whole or not normalize else unit(out)
+
+
+def unit_reference(vectors: Tensor) -> Tensor:
+    """fp32 vectors of length 1, [n, width]."""
+    return F.normalize(vectors.float(), dim=-1)
+
+
+@jit(loose=("stride",))
+def _unit(
+    vectors: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    value = tl.load(vectors + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    value /= tl.maximum(tl.sqrt(tl.sum(value * value, axis=0)), eps)
+    tl.store(out + row * WIDTH + cols, value, mask=inside)
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """As the reference. Rows may lie apart (a cut of wider ones), the components of one may not."""
+    rows, width = vectors.shape
+    out = torch.empty((rows, width), dtype=torch.float32, device=vectors.device)
+    block = power_of_2(width)
+    if rows:
+        _unit[(rows,)](
+            vectors, out, vectors.stride(0), _EPS, WIDTH=width, BLOCK=block, num_warps=warps_for(block)
+        )
+    return out

@@ -1,0 +1,157 @@
+"""Norms of queries and keys and their rotation, in place on the fused output of the projection."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.language import cdiv, jit, power_of_2, tl, warps_for
+
+_ELEMENTS = 1024  # pairs that one program turns
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head by itself, before it is turned."""
+
+    query: Tensor  # [dim]
+    key: Tensor  # [dim]
+    eps: float
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, size: int, interleaved: bool) -> Tensor:
+    """x [tokens, heads, dim] with its first `size` components turned; cos and sin [tokens, 1, size / 2].
+
+    The pairs are (i, i + size / 2), or with `interleaved` (2i, 2i + 1).
+    """
+    turned = x[..., :size]
+    if interleaved:
+        even, odd = turned[..., 0::2], turned[..., 1::2]
+        out = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    else:
+        low, high = turned.chunk(2, dim=-1)
+        out = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    return out if size == x.shape[-1] else torch.cat((out, x[..., size:]), dim=-1)
+
+
+def rotate_fused_reference(
+    qkv: Tensor,  # [tokens, query heads + 2 · key heads, dim]
+    heads: tuple[int, int],  # of queries, of keys
+    cos: Tensor,  # [tokens, 1, size / 2]
+    sin: Tensor,
+    *,
+    size: int,
+    interleaved: bool = False,
+    norms: HeadNorms | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys normalised and turned, values as they are, each [tokens, heads, dim]."""
+    queries, keys = heads
+    if norms is None:  # both at once
+        turned = rotate_reference(qkv[:, : queries + keys], cos, sin, size, interleaved)
+        query, key = turned.split([queries, keys], dim=1)
+        return query, key, qkv[:, queries + keys :]
+    query, key, value = qkv.split([queries, keys, keys], dim=1)
+    query = F.rms_norm(query, norms.query.shape, norms.query, norms.eps)
+    key = F.rms_norm(key, norms.key.shape, norms.key, norms.eps)
+    return (
+        rotate_reference(query, cos, sin, size, interleaved),
+        rotate_reference(key, cos, sin, size, interleaved),
+        value,
+    )
+
+
+@jit(loose=("positions",))
+def _rotate(
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TURNED: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+) -> None:
+    parts: tl.constexpr = (TURNED + HEADS - 1) // HEADS
+    program = tl.program_id(0)
+    token = program // parts
+    head = (program % parts) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    inside = (head < TURNED) & (pair < HALF)
+    if INTERLEAVED:
+        low, high = 2 * pair, 2 * pair + 1
+    else:
+        low, high = pair, pair + HALF
+    at = qkv + token.to(tl.int64) * WIDTH + head * DIM
+    first = tl.load(at + low, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + high, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first + second * second, axis=1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        is_query = inside & (head < QUERIES)
+        is_key = inside & (head >= QUERIES)
+        first *= scale * (
+            tl.load(query_norm + low + head * 0, mask=is_query, other=0.0).to(tl.float32)
+            + tl.load(key_norm + low + head * 0, mask=is_key, other=0.0).to(tl.float32)
+        )
+        second *= scale * (
+            tl.load(query_norm + high + head * 0, mask=is_query, other=0.0).to(tl.float32)
+            + tl.load(key_norm + high + head * 0, mask=is_key, other=0.0).to(tl.float32)
+        )
+    angle = tl.load(positions + token).to(tl.int64) * HALF + pair
+    c = tl.load(cos + angle, mask=pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=pair < HALF, other=0.0).to(tl.float32)
+    tl.store(at + low, (first * c - second * s).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(at + high, (second * c + first * s).to(qkv.dtype.element_ty), mask=inside)
+
+
+def rotate_fused_(
+    qkv: Tensor,  # [tokens, query heads + 2 · key heads, dim], contiguous
+    heads: tuple[int, int],
+    positions: Tensor,  # int32 [tokens]
+    cos: Tensor,  # [limit, size / 2], of every position
+    sin: Tensor,
+    *,
+    size: int,
+    interleaved: bool = False,
+    norms: HeadNorms | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference, over `qkv` itself, with the tables of all positions. With norms, whole heads turn."""
+    tokens, total, dim = qkv.shape
+    if norms is not None and size != dim:
+        raise ValueError(f"head norms need the whole head turned, not {size} of {dim} components")
+    assert qkv.is_contiguous()
+    queries, keys = heads
+    pairs = power_of_2(size // 2)
+    block = max(1, min(_ELEMENTS // pairs, power_of_2(queries + keys)))
+    if tokens:
+        _rotate[(tokens * cdiv(queries + keys, block),)](
+            qkv,
+            positions,
+            cos,
+            sin,
+            qkv if norms is None else norms.query,
+            qkv if norms is None else norms.key,
+            0.0 if norms is None else norms.eps,
+            WIDTH=total * dim,
+            QUERIES=queries,
+            TURNED=queries + keys,
+            DIM=dim,
+            HALF=size // 2,
+            HEADS=block,
+            PAIRS=pairs,
+            INTERLEAVED=interleaved,
+            NORM=norms is not None,
+            num_warps=warps_for(2 * block * pairs),
+        )
+    query, key, value = qkv.split([queries, keys, keys], dim=1)
+    return query, key, value

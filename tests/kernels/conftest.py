@@ -1,0 +1,37 @@
+"""Kernels run on a CUDA device, elsewhere in Triton's interpreter; without Triton they are not tested."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if torch.cuda.is_available() and Path(__file__).parent in item.path.parents:
+        item.add_marker("gpu")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def loops_over_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter turns a loaded bound into an int in a way that NumPy 2.4 has ceased to allow."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

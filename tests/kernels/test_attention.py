@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.kernels.attention import Tiles, attention_reference, flash_rows, short_rows
+
+SMALL = Tiles(32, 16, 4, 2)
+
+
+def ragged(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+def projected(
+    tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of one fused buffer, as the layers hand them over."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter multiplies no bf16
+    fused = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).to(dtype)
+    return fused.split([heads, kv_heads, kv_heads], dim=1)  # type: ignore[return-value]
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    loose = {torch.bfloat16: 2e-2, torch.float16: 3e-3}[got.dtype]
+    torch.testing.assert_close(got, expected, atol=loose, rtol=loose)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(2, 2, 32), (2, 2, 64), (4, 2, 96), (2, 1, 128), (3, 3, 20)]
+)
+@pytest.mark.parametrize("lengths", [[1, 2, 9], [5, 17, 17], [33, 64]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_short_rows_equal_the_reference(
+    heads: int, kv_heads: int, dim: int, lengths: list[int], causal: bool, device: torch.device
+) -> None:
+    query, key, value = projected(sum(lengths), heads, kv_heads, dim, device)
+    cu = ragged(lengths, device)
+    expected = attention_reference(query, key, value, cu, scale=0.2, causal=causal)
+    got = short_rows(query, key, value, cu, max_length=lengths[-1], scale=0.2, causal=causal)
+    close(got, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_sees_no_more_keys_than_its_limit(causal: bool, device: torch.device) -> None:
+    lengths = [4, 9, 30]
+    query, key, value = projected(sum(lengths), 2, 2, 32, device)
+    cu, limits = ragged(lengths, device), torch.tensor([4, 5, 11], dtype=torch.int32, device=device)
+    options = {"scale": 0.3, "causal": causal, "limits": limits}
+    expected = attention_reference(query, key, value, cu, **options)
+    close(short_rows(query, key, value, cu, max_length=30, **options), expected)
+    close(flash_rows(query, key, value, cu, max_length=30, tiles=SMALL, **options), expected)
+
+
+def test_only_the_given_rows_are_written_and_empty_ones_harm_nothing(device: torch.device) -> None:
+    lengths = [3, 0, 5, 8]
+    query, key, value = projected(sum(lengths), 2, 2, 32, device)
+    cu = ragged(lengths, device)
+    expected = attention_reference(query, key, value, cu, scale=0.2)
+    for kernel in (short_rows, flash_rows):
+        out = torch.full((sum(lengths), 64), 7.0, device=device, dtype=query.dtype)
+        kernel(query, key, value, cu[:-1], max_length=8, scale=0.2, out=out)
+        close(out[:8], expected[:8])
+        assert (out[8:] == 7).all()
+        kernel(query, key, value, cu[3:], max_length=8, scale=0.2, out=out)
+        close(out, expected)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 64), (4, 2, 96), (2, 1, 20)])
+@pytest.mark.parametrize("lengths", [[1, 40], [16, 32, 100]])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 0, 7, 50])
+def test_long_rows_equal_the_reference(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    lengths: list[int],
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+) -> None:
+    query, key, value = projected(sum(lengths), heads, kv_heads, dim, device)
+    cu = ragged(lengths, device)
+    options = {"scale": 0.2, "causal": causal, "window": window}
+    expected = attention_reference(query, key, value, cu, **options)
+    close(flash_rows(query, key, value, cu, max_length=lengths[-1], tiles=SMALL, **options), expected)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_keys_of_earlier_steps_stand_before_the_rows_own(window: int | None, device: torch.device) -> None:
+    lengths, earlier = [3, 20], [37, 0]
+    query, _, _ = projected(sum(lengths), 2, 2, 32, device)
+    _, key, value = projected(sum(lengths) + sum(earlier), 2, 2, 32, device)
+    cu = ragged(lengths, device)
+    cu_keys = ragged([a + b for a, b in zip(lengths, earlier, strict=True)], device)
+    options = {"scale": 0.2, "causal": True, "window": window}
+    expected = attention_reference(query, key, value, cu, cu_keys, **options)
+    close(flash_rows(query, key, value, cu, cu_keys, max_length=20, tiles=SMALL, **options), expected)
+
+
+def test_the_library_agrees_with_the_reference() -> None:
+    query, key, value = (x.float() for x in projected(24, 4, 2, 16, torch.device("cpu")))
+    got = attention_reference(query, key, value, ragged([24], torch.device("cpu")), scale=0.25, causal=True)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=0.25, enable_gqa=True
+    )
+    torch.testing.assert_close(got, expected[0].transpose(0, 1).flatten(1))

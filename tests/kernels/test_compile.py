@@ -1,0 +1,98 @@
+"""What the interpreter lets pass the compiler may refuse. Compiling for a GPU needs none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import torch
+torch.cuda.is_available = lambda: True  # only so that the kernels are defined
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from penstock.kernels import activation, attention, cast, embedding, norm, pooling, product, rotary, splade
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
+compiled = []
+
+class Compiler:
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *args, num_warps, num_stages=3, **constants):
+        values = dict(zip(self.function.arg_names, args)) | constants
+        signature, fixed = {}, {}
+        for parameter in self.function.params:
+            value = values[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name], fixed[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = TYPES[value.dtype]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        source = ASTSource(self.function, signature, fixed)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled.append(self.function.__name__)
+
+kernels, helpers = set(), ("_activated", "_key_tile", "_squashed")
+for module in (activation, attention, cast, embedding, norm, pooling, product, rotary, splade):
+    for name, value in list(vars(module).items()):
+        if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
+            kernels.add(name)
+            setattr(module, name, Compiler(value))
+
+def x(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+def i(count):
+    return torch.zeros(count, dtype=torch.int32)
+
+for act in ("gelu", "gelu_new", "silu", "relu"):
+    activation.bias_act_(x(2, 3072), x(3072), act)
+activation.gated(x(2, 2304), "gelu", True)
+norm.add_norm(x(2, 768), x(2, 768), x(768), x(768), 1e-12, rms=False, keep=False)
+norm.add_norm(x(2, 4096), x(2, 4096), x(4096), None, 1e-6, rms=True)
+norm.norm_add_norm(x(2, 768), x(2, 768), x(768), x(768), 1e-6)
+product.linear_act(x(9, 768), x(3072, 768), x(3072), "gelu")
+tables = x(9, 64, dtype=torch.float32), x(9, 64, dtype=torch.float32)
+norms = rotary.HeadNorms(x(128), x(128), 1e-6)
+rotary.rotate_fused_(x(2, 32, 128), (16, 8), i(2), *tables, size=128, norms=norms)
+rotary.rotate_fused_(x(2, 9, 128), (3, 3), i(2), *tables, size=64, interleaved=True)
+embedding.embed(i(2), x(9, 768), i(2), x(9, 768), i(2), x(2, 768), (x(768), x(768), 1e-12))
+for method in pooling.METHODS:
+    pooling.pool(x(9, 768), i(2), method, max_length=9, skip=i(1), normalize=True)
+pooling.pool(x(9, 768), i(2), "mean", max_length=900, chosen=i(1), dims=100, normalize=True)
+cast.to_bytes(x(2, 768, dtype=torch.float32), True)
+cast.to_bits(x(2, 768, dtype=torch.float32), True)
+for reduce in ("max", "sum"):
+    splade.reduce_rows(x(9, 30522), i(2), logs=2, reduce=reduce)
+for heads, kv_heads, dim in ((12, 12, 64), (8, 2, 128), (4, 4, 96)):
+    qkv = x(99, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
+    for length in (16, 32, 64):
+        attention.short_rows(*qkv, i(2), max_length=length, scale=0.1, causal=True, limits=i(1))
+    attention.flash_rows(*qkv, i(2), max_length=99, scale=0.1)
+    attention.flash_rows(*qkv, i(2), i(2), max_length=99, scale=0.1, causal=True, window=9, limits=i(1))
+missed = kernels - set(compiled)
+assert not missed, missed
+print(len(compiled))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-"], input=SCRIPT, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]

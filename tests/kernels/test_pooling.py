@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.kernels import pooling
+from penstock.kernels.pooling import METHODS, pool, pool_reference, unit, unit_reference
+
+
+def ragged(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("width", [8, 37, 200])
+@pytest.mark.parametrize("long", [128, 2], ids=["row by row", "shared out"])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_every_method_equals_the_reference(
+    method: str, width: int, long: int, skipped: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooling, "_LONG", long)
+    torch.manual_seed(0)
+    lengths = [1, 3, 3, 17, 70]
+    cu = ragged(lengths, device)
+    hidden = torch.randn(sum(lengths), width, device=device)
+    skip = torch.tensor([0, 1, 2, 16, 5], dtype=torch.int32, device=device) if skipped else None
+    for dims, normalize, rows in ((None, False, None), (5, True, None), (None, True, [4, 0, 3])):
+        chosen = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
+        options = {"skip": skip, "chosen": chosen, "dims": dims, "normalize": normalize}
+        expected = pool_reference(hidden, cu, method, **options)
+        got = pool(hidden, cu, method, max_length=70, **options)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_that_is_skipped_whole_pools_to_zero(device: torch.device) -> None:
+    hidden = torch.randn(4, 8, device=device)
+    cu, skip = ragged([4], device), torch.tensor([4], dtype=torch.int32, device=device)
+    assert (pool(hidden, cu, "mean", max_length=4, skip=skip, normalize=True) == 0).all()
+    assert torch.equal(pool(hidden, cu, "cls", max_length=4, skip=skip)[0], hidden[3])
+
+
+def test_sums_of_half_precision_are_fp32(device: torch.device) -> None:
+    hidden = torch.full((1000, 8), 1.01, device=device).bfloat16()
+    out = pool(hidden, ragged([1000], device), "mean", max_length=1000)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out[0], hidden[0].float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("width", [1, 8, 37, 300])
+def test_unit_vectors_of_a_cut(width: int, device: torch.device) -> None:
+    wide = torch.randn(5, 400, device=device).bfloat16()
+    cut = wide[:, :width]
+    torch.testing.assert_close(unit(cut), unit_reference(cut), atol=1e-6, rtol=1e-5)
+    assert (unit(torch.zeros(2, 8, device=device)) == 0).all()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.kernels.rotary import HeadNorms, rotate_fused_, rotate_fused_reference
+
+LIMIT = 50
+
+
+def tables(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.rand(LIMIT, size // 2, device=device) * 6
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim", "size"),
+    [(4, 4, 32, 32), (6, 2, 64, 64), (3, 1, 48, 24), (12, 12, 64, 64), (32, 8, 128, 128), (1, 1, 6, 6)],
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_fused_rotation_equals_the_reference(
+    queries: int, keys: int, dim: int, size: int, interleaved: bool, normed: bool, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    tokens = 5
+    qkv = torch.randn(tokens, queries + 2 * keys, dim, device=device)
+    positions = torch.randint(0, LIMIT, (tokens,), dtype=torch.int32, device=device)
+    cos, sin = tables(size, device)
+    norms = None
+    if normed:
+        norms = HeadNorms(torch.rand(dim, device=device) + 0.5, torch.rand(dim, device=device) + 0.5, 1e-6)
+        if size != dim:
+            with pytest.raises(ValueError, match=f"{size} of {dim}"):
+                rotate_fused_(qkv, (queries, keys), positions, cos, sin, size=size, norms=norms)
+            return
+    gathered = [table.index_select(0, positions)[:, None] for table in (cos, sin)]
+    options = {"size": size, "interleaved": interleaved, "norms": norms}
+    expected = rotate_fused_reference(qkv.clone(), (queries, keys), *gathered, **options)
+    got = rotate_fused_(qkv, (queries, keys), positions, cos, sin, **options)
+    for name, mine, theirs in zip(("query", "key", "value"), got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert got[0].data_ptr() == qkv.data_ptr()  # in place: nothing was copied
