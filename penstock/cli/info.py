@@ -95,6 +95,7 @@ def gather(config: EngineConfig) -> dict[str, Any]:
         "max_tokens": spec.limit,
         "positions": spec.positions,
         "embedding_dimension": spec.embed_dim,
+        "late_interaction": _late(spec),
         "pooling": _pooling(spec),
         "similarity": spec.similarity,
         "prompts": spec.prompts,
@@ -117,6 +118,13 @@ def _pooling(spec: ModelSpec) -> dict[str, Any]:
             for dense in spec.pooling.dense
         ],
     }
+
+
+def _late(spec: ModelSpec) -> dict[str, Any] | None:
+    if (late := spec.late) is None:
+        return None
+    lengths = {"query_length": late.query_length, "document_length": late.document_length}
+    return {"dimension": late.dim, **lengths}
 
 
 def _supported(spec: ModelSpec, device: str) -> bool | None:
@@ -215,12 +223,24 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
         ("parameters", _number(facts["parameters"]) or "no weight files"),
         ("weight files", _files_line(facts)),
         ("max tokens", _limit_line(facts)),
-        ("dimension", _number(facts["embedding_dimension"])),
-        ("pooling", _pooling_line(facts["pooling"])),
+        *_vector_lines(facts),
         ("similarity", facts["similarity"]),
         ("prompts", _prompts_line(facts)),
         ("would load", _load_line(facts["load"])),
     ]
+
+
+def _vector_lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """What the vectors are: of texts, of their tokens, or both."""
+    lines: list[tuple[str, str | None]] = []
+    if (late := facts["late_interaction"]) is not None:
+        lengths = [late[name] or facts["max_tokens"] for name in ("query_length", "document_length")]
+        read = "queries of {:,} tokens, documents of {:,}".format(*lengths)
+        lines.append(("token vectors", f"{late['dimension']:,} numbers; {read}"))
+    if late is None or "embed" in facts["tasks"]:
+        lines.append(("dimension", _number(facts["embedding_dimension"])))
+        lines.append(("pooling", _pooling_line(facts["pooling"])))
+    return lines
 
 
 def _number(value: int | None) -> str | None:

@@ -274,6 +274,7 @@ def _redo_limited(
         limits.max_length,
         limits.max_keys,
         scale=kind.scale,
+        window_size=(-1, -1),
         **_gqa_flag(grouped=key.shape[1] != query.shape[1]),
     )
     assert isinstance(own, Tensor)

@@ -23,6 +23,7 @@ FILES = {
     "model.safetensors": b"weights",
     "tokenizer.json": b'{"model": {}}',
     "vocab.txt": b"a",
+    "artifact.metadata": b"{}",
     "pytorch_model.bin": b"pickle",
     "onnx/model.onnx": b"onnx",
     "onnx/config.json": b"{}",
@@ -36,6 +37,7 @@ WANTED = {
     "model.safetensors",
     "tokenizer.json",
     "vocab.txt",
+    "artifact.metadata",
 }
 
 FIND = """

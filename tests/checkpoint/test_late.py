@@ -134,6 +134,47 @@ def test_a_dense_module_after_the_pooling_is_no_late_interaction(tmp_path: Path)
     assert spec.late is None and len(spec.pooling.dense) == 1
 
 
+def multi_vector(folder: Path, mask: dict[str, Any], **transformer: Any) -> Path:
+    write_json(folder / "config.json", BERT_CONFIG)
+    write_modules(folder, [("Transformer", ""), ("MultiVectorMask", "1_Mask"), ("Normalize", "2_Normalize")])
+    write_json(folder / "1_Mask/config.json", mask)
+    write_json(folder / "sentence_bert_config.json", transformer)
+    write_json(folder / "tokenizer_config.json", {"mask_token": "[MASK]", "unk_token": "[UNK]"})
+    table = {"model_type": "MultiVectorEncoder", "prompts": {"query": "[Q] ", "document": "[D] "}}
+    write_json(folder / "config_sentence_transformers.json", table)
+    return folder
+
+
+def test_a_multi_vector_encoder_without_projection_and_with_a_floor(tmp_path: Path) -> None:
+    expansion = {"strategy": "min", "length": 16, "attend": True}
+    mask = {"skiplist_words": ["a"], "skiplist_tasks": ["query", "document"]}
+    spec = read_spec(multi_vector(tmp_path, mask, query_expansion=expansion, query_length=40), "m")
+    assert spec.late == LateSpec(
+        dense=(),
+        dim=32,
+        query_length=40,
+        document_length=None,
+        expand_to=16,
+        attend=True,
+        expansion_token="[MASK]",
+        skip_words=("a",),
+        skip_queries=True,
+        strip=False,
+    )
+    assert spec.token_dim == 32 and spec.prompts == {"query": "[Q] ", "document": "[D] "}
+    fixed = {"strategy": "fixed", "length": 20, "token": "[PAD]"}
+    late = late_of(tmp_path, query_expansion=fixed)
+    assert (late.query_length, late.expand_to, late.attend, late.expansion_token) == (20, 20, False, "[PAD]")
+    assert late_of(tmp_path, query_expansion=None).expand_to is None
+
+
+def test_what_a_multi_vector_encoder_may_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="strategy 'max' is not supported"):
+        read_spec(multi_vector(tmp_path, {}, query_expansion={"strategy": "max", "length": 8}), "m")
+    with pytest.raises(ModelLoadError, match="keep_only_token_ids"):
+        read_spec(multi_vector(tmp_path, {"keep_only_token_ids": [3]}), "m")
+
+
 def test_transformers_modules_give_hidden_states(tmp_path: Path) -> None:
     spec = describe(EngineConfig(model=str(stanford(tmp_path)), model_impl="transformers"))
     assert spec.late is None and spec.token_dim == 32 and Task.EMBED in spec.tasks

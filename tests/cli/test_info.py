@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.find import default_folder
+from tests.checkpoints import write_bert, write_json
 from tests.cli.runs import error_of, invoke, run
 
 
@@ -138,3 +139,14 @@ def test_an_architecture_that_cannot_run_is_still_described(model: Path) -> None
     assert facts(model, "--device", "cpu")["supported"] is False
     ran = run("info", model, "--device", "cpu")
     assert b"NoSuchModel (not supported by this version)" in ran.stdout
+
+
+def test_a_late_interaction_model_shows_its_token_vectors(tmp_path: Path) -> None:
+    config = {"architectures": ["HF_ColBERT"], "dim": 16}
+    write_bert(tmp_path, config=config, modules=False)
+    write_json(tmp_path / "artifact.metadata", {"query_maxlen": 24})
+    found = facts(tmp_path, "--device", "cpu")
+    assert found["supported"] and found["tasks"] == ["token_embed", "score"]
+    assert found["late_interaction"] == {"dimension": 16, "query_length": 24, "document_length": None}
+    shown = invoke("info", tmp_path, "--device", "cpu").stdout
+    assert "16 numbers; queries of 24 tokens, documents of 64" in shown and "pooling" not in shown

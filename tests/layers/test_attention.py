@@ -150,7 +150,7 @@ def _varlen_stand_in(
     max_keys: int,
     *,
     scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int],
 ) -> Tensor:
     assert max_length == cu_lengths.diff().max() and max_keys == cu_keys.diff().max()
     out = torch.empty_like(query)
