@@ -233,7 +233,7 @@ class Engine(Ranking):
             return [row.as_dict() for row in rows]
         if params.steps:
             return step_rows(request, values, self.spec.step_tag)
-        return np.split(values, request.starts[1:]) if params.per_token else values
+        return token_rows(request, values) if params.per_token else values
 
     @overload
     def sparse(
