@@ -13,7 +13,7 @@ from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.encoder import Encoder, roberta
-from penstock.models.heads import add_two_step_head
+from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_two_step_head
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
 from penstock.weights.adapters import Adapter, MergedSource
@@ -46,6 +46,9 @@ def jina(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> R
     build = LayerBuilder(MergedSource(build.weights, _adapter(config)), build.quantization)
     model = RotaryEncoder(build, _shape(config), (FLASH, PORTED), UNNEEDED)
     add_two_step_head(model, build, config, head)
+    if head is Task.SPARSE:
+        eps = config.get("layer_norm_eps", 1e-5)
+        add_masked_lm_head(model, build, config, ROBERTA_MLM, model.embedding.words, "gelu", eps)
     return model
 
 
