@@ -13,7 +13,7 @@ import orjson
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import InputFields, VectorFields
 from penstock.api.state import ServedModel
-from penstock.core import Answer, Array, PoolingParams, Request
+from penstock.core import Answer, Array, PoolingParams, Request, split_rows
 from penstock.errors import BadValue, DeadlineExceeded
 from penstock.inputs.processor import MAX_PRIORITY, split_inputs
 from penstock.outputs.encoders import as_bytes, encode_rows
@@ -34,8 +34,7 @@ class Result:
         values = self.answer.values
         if not self.request.params.per_token:
             return list(values)
-        starts, lengths = self.request.starts, self.request.lengths
-        return [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        return split_rows(values, self.request.lengths)
 
     @property
     def usage(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.spec import ModelSpec, describe, with_limit
 from penstock.config import EngineConfig, from_mapping
-from penstock.core import Answer, Chunks, Ints, OutputDtype, PoolingParams, Request, Task
+from penstock.core import Answer, Chunks, Ints, OutputDtype, PoolingParams, Request, Task, split_rows
 from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunker, Chunking, ChunkOptions
@@ -239,7 +239,7 @@ class Engine:
     ) -> list[NDArray[Any]]:
         rows: list[NDArray[Any]] = []
         for request, answer in self._answers(inputs, params, options, progress, priority):
-            rows += np.split(answer.values, request.starts[1:])
+            rows += split_rows(answer.values, request.lengths)
         return rows
 
     def _answers(
@@ -415,7 +415,7 @@ class AsyncEngine:
         """As `Engine.token_embed`."""
         params = PoolingParams(Task.TOKEN_EMBED, dimensions, normalize, _output_dtype(dtype))
         request, answer = await self._run(texts, params, _options(options), priority)
-        return list(np.split(answer.values, request.starts[1:]))
+        return split_rows(answer.values, request.lengths)
 
     async def classify(
         self, texts: Inputs, *, use_activation: bool = True, priority: int = 0, **options: Any
@@ -431,7 +431,7 @@ class AsyncEngine:
         """As `Engine.token_classify`."""
         params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
         request, answer = await self._run(texts, params, _options(options), priority)
-        return list(np.split(answer.values, request.starts[1:]))
+        return split_rows(answer.values, request.lengths)
 
     async def entities(
         self, texts: Inputs, *, aggregation: Aggregation = "simple", priority: int = 0, **options: Any
