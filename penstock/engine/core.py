@@ -24,6 +24,7 @@ from penstock.core import (
     StepResult,
     Timings,
     cumulative,
+    split_rows,
 )
 from penstock.errors import BadValue, DeadlineExceeded, PenstockError, RowFailed
 from penstock.runner.base import Runner
@@ -246,9 +247,7 @@ def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, Arr
         values = arrays[0]
         if not first.params.per_token:
             return [(piece, values[piece.slots]) for piece in plan.slices]
-        return [
-            (piece, values[tokens_of(piece.slots, plan.lengths, plan.cu_lengths)]) for piece in plan.slices
-        ]
+        return list(zip(plan.slices, _tokens_by_slice(plan, values), strict=True))
     at = dict.fromkeys((variant.params for variant in plan.variants), 0)
     of_params = {variant.params: array for variant, array in zip(plan.variants, arrays, strict=True)}
     out = []
@@ -261,6 +260,15 @@ def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, Arr
         out.append((piece, values))
         at[params] = first_row + count
     return out
+
+
+def _tokens_by_slice(plan: StepPlan, values: Array) -> list[Array]:
+    """One gather for the whole step, none where its order is already that of the slices, then views."""
+    slots = np.concatenate([piece.slots for piece in plan.slices])
+    if (np.diff(slots) != 1).any():
+        values = values[tokens_of(slots, plan.lengths, plan.cu_lengths)]
+    rows = cumulative(np.array([len(piece.slots) for piece in plan.slices], dtype=np.int32))
+    return split_rows(values, np.diff(cumulative(plan.lengths[slots])[rows]))
 
 
 _NOTHING: Array = np.empty((0, 0), dtype=np.float32)
