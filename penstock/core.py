@@ -93,6 +93,16 @@ def cumulative(lengths: Ints) -> Ints:
     return out
 
 
+def split_rows(values: Array, lengths: Ints) -> list[Array]:
+    """The pooling that keeps every token: a view of the ragged run [tokens, …] for each row."""
+    out, first = [], 0
+    for length in lengths.tolist():
+        end = first + length
+        out.append(values[first:end])
+        first = end
+    return out
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One client call: all its rows, flat. Rows share parameters, priority and deadline."""

@@ -16,8 +16,9 @@ from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_limit
 from penstock.engine.client import EngineClient
-from penstock.engine.process import prepare_child
+from penstock.engine.process import EXIT_BAD_MODEL, prepare_child
 from penstock.engine.supervisor import ApiLaunch
+from penstock.errors import ModelLoadError
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
@@ -40,8 +41,13 @@ def main() -> None:
     prepare_child()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
     logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
+    try:
+        state = build_state(launch)
+    except ModelLoadError as error:
+        print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+        sys.exit(EXIT_BAD_MODEL)
     config = uvicorn.Config(
-        build_app(build_state(launch)),
+        build_app(state),
         http="httptools",
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         ws="none",

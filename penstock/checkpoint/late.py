@@ -167,13 +167,13 @@ def _dense_modules(folder: Path, modules: list[tuple[str, str]]) -> tuple[DenseS
 def _stanford(folder: Path, config: Mapping[str, Any], values: Mapping[str, Any], hidden: int) -> LateSpec:
     query, document = _MARKERS.get(str(config.get("model_type")), _BERT_MARKERS)
     expand, tokens = _flag(values, "do_query_expansion", True), _special_tokens(folder)
-    length, dim = _length(values, "query_maxlen") or QUERY_LENGTH, integer(config, "dim")
+    length, dim = _length(values, "query_maxlen"), integer(config, "dim")
     return LateSpec(
         dense=(DenseSpec("", hidden, dim, bias=False, activation="identity"),),
         dim=dim,
         query_length=length,
         document_length=_length(values, "doc_maxlen"),
-        expand_to=length if expand else None,
+        expand_to=(length or QUERY_LENGTH) if expand else None,
         attend=expand and _flag(values, "attend_to_mask_tokens", False),
         expansion_token=tokens.expansion,
         query_marker=_text(values, "query_token_id", query),

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core import Array, Ints, PoolingParams, Request, RowSlice, StepPlan
+from penstock.core import (
+    Array,
+    Ints,
+    PoolingParams,
+    Request,
+    RowSlice,
+    StepPlan,
+    cumulative,
+    split_rows,
+)
 from penstock.scheduler.ragged import runs, tokens_of
 
 _NOTHING: Array = np.empty((0, 0), dtype=np.float32)
@@ -114,7 +123,7 @@ def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tup
         if not first.params.per_token:
             return [(piece, (values[piece.slots],)) for piece in plan.slices]
         return [
-            (piece, (values[tokens_of(piece.slots, plan.lengths, plan.cu_lengths)],)) for piece in plan.slices
+            (piece, (part,)) for piece, part in zip(plan.slices, _tokens_by_slice(plan, values), strict=True)
         ]
     takers = {
         variant.params: _Taker(array, variant.pairs.from_store if variant.pairs else 0)
@@ -124,6 +133,15 @@ def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tup
     for piece in plan.slices:  # a variant lists the slots of its slices in this same order
         out.append((piece, tuple(_taken(piece, params, plan, takers) for params in piece.request.wants)))
     return out
+
+
+def _tokens_by_slice(plan: StepPlan, values: Array) -> list[Array]:
+    """One gather for the whole step, none where its order is already that of the slices, then views."""
+    slots = np.concatenate([piece.slots for piece in plan.slices])
+    if (np.diff(slots) != 1).any():
+        values = values[tokens_of(slots, plan.lengths, plan.cu_lengths)]
+    rows = cumulative(np.array([len(piece.slots) for piece in plan.slices], dtype=np.int32))
+    return split_rows(values, np.diff(cumulative(plan.lengths[slots])[rows]))
 
 
 class _Taker:

@@ -168,11 +168,11 @@ class Supervisor:
 
         mark_process_dead(pid)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if code == EXIT_BAD_MODEL and not self._announced:
+            raise ModelLoadError("the model could not be loaded; the reason stands above")
         if child is not self._engine:
             log.error("an API process %s; starting it again", how)
             return
-        if code == EXIT_BAD_MODEL and not self._announced:
-            raise ModelLoadError("the model could not be loaded; the reason stands above")
         self._announced = False
         detail = f"the engine process {how}; restart {child.restarts} is under way"
         log.error("%s", detail)

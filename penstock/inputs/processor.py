@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.core import MAX_TERMS, MAX_TOP_K, Ints, OutputDtype, PoolingParams, Request, Task
-from penstock.errors import BadValue, NotPossible
+from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
@@ -51,6 +51,12 @@ class InputProcessor:
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         self.spec = spec
         self.tokenizer = tokenizer
+        if tokenizer.highest_id >= spec.vocab_size:
+            raise ModelLoadError(
+                f"the tokenizer has ids up to {tokenizer.highest_id}, but the embedding table of {spec.name} "
+                f"has {spec.vocab_size} rows; tokenizer.json and config.json are not of the same model",
+                param="model",
+            )
         if spec.lower_case:
             tokenizer.lower_case()
         after = spec.pooling.after

@@ -51,6 +51,11 @@ class Tokenizer:
         self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
         self.prefix, self.suffix = self._special_frame()
 
+    @property
+    def highest_id(self) -> int:
+        """The largest id that a text can turn into. Added tokens may stand beyond the count of all."""
+        return max(self.vocab_size - 1, *self._rust.get_added_tokens_decoder(), -1)
+
     def lower_case(self) -> None:
         """Lower-case texts before all else. Special tokens in a text stay what they are."""
         first, rest = normalizers.Lowercase(), self._rust.normalizer

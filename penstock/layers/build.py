@@ -33,9 +33,9 @@ class LayerBuilder:
             added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
         return make_linear(weight, added, act, self.quantization)
 
-    def tied(self, weight: Tensor, bias: str) -> LinearLayer:
-        """A layer on a weight that another layer already has, with a bias of its own."""
-        added = self.weights.take(bias, len(weight))
+    def tied(self, weight: Tensor, bias: str | None) -> LinearLayer:
+        """A layer on a weight that another layer already has, with a bias of its own or none."""
+        added = None if bias is None else self.weights.take(bias, len(weight))
         return make_linear(weight, added, "identity", self.quantization)
 
     def norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:

@@ -19,7 +19,7 @@ from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP
 from penstock.layers.residual import add_norm
-from penstock.models.heads import add_head
+from penstock.models.heads import BERT_MLM, DEBERTA_MLM, add_head, add_masked_lm_head
 from penstock.models.options import require
 
 UNNEEDED = ("pooler.", "cls.", "lm_predictions.", "mask_predictions.", "position_embeddings", "position_ids")
@@ -146,6 +146,10 @@ def deberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
         add_head(model, build, config, head, "classifier", dense)
     elif head is Task.TOKEN_CLASSIFY:
         add_head(model, build, config, head, "classifier")
+    elif head is Task.SPARSE:
+        names = DEBERTA_MLM if build.weights.has(f"{DEBERTA_MLM.dense}.weight") else BERT_MLM
+        act, eps = config.get("hidden_act", "gelu"), config.get("layer_norm_eps", 1e-7)
+        add_masked_lm_head(model, build, config, names, model.embedding.words, act, eps)
     return model
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.core import Task
 from penstock.layers.build import LayerBuilder
-from penstock.models.heads import add_pooler_head
+from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_pooler_head
 from penstock.models.options import require, rope_options
 from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
 
@@ -23,6 +23,7 @@ PACKED = Names(
 )
 UNPACKED = replace(PACKED, qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"))
 PORTED = ported(up=("mlp.up_proj", "mlp.gate_proj"), down="mlp.down_proj")
+ORIGINAL_MLM = replace(ROBERTA_MLM, norm="lm_head.norm")
 UNNEEDED = ("pooler.", "lm_head.")
 
 
@@ -34,10 +35,15 @@ def gte(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Ro
         logn_attention_scale=False,
     )
     # gte-multilingual-base is an embedder with a token classifier beside it
-    unneeded = UNNEEDED if head else (*UNNEEDED, "classifier.")
+    classifies = head in (Task.CLASSIFY, Task.TOKEN_CLASSIFY)
+    unneeded = UNNEEDED if classifies else (*UNNEEDED, "classifier.")
     packed = PACKED if config.get("pack_qkv", True) else UNPACKED
-    model = RotaryEncoder(build, _shape(config), (packed, PORTED), unneeded)
+    shape = _shape(config)
+    model = RotaryEncoder(build, shape, (packed, PORTED), unneeded)
     add_pooler_head(model, build, config, head)
+    if head is Task.SPARSE:
+        names = ORIGINAL_MLM if build.weights.has(f"{ORIGINAL_MLM.norm}.weight") else ROBERTA_MLM
+        add_masked_lm_head(model, build, config, names, model.embedding.words, shape.act, shape.eps)
     return model
 
 

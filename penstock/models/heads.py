@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.nn.functional as F
@@ -34,6 +34,14 @@ BERT_MLM = MaskedLMNames(
     "cls.predictions.bias",
 )
 ROBERTA_MLM = MaskedLMNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
+NOMIC_MLM = replace(BERT_MLM, norm="cls.predictions.transform.layer_norm")
+MODERNBERT_MLM = MaskedLMNames("head.dense", "head.norm", "decoder", "decoder.bias")
+DEBERTA_MLM = MaskedLMNames(  # the second of its layouts, always on the word table; the first is BERT's
+    "lm_predictions.lm_head.dense",
+    "lm_predictions.lm_head.LayerNorm",
+    "lm_predictions.lm_head",
+    "lm_predictions.lm_head.bias",
+)
 DISTILBERT_MLM = MaskedLMNames(
     "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"
 )
@@ -78,17 +86,21 @@ def add_masked_lm_head(
     words: Tensor,
     act: str,
     eps: float,
+    *,
+    dense_bias: bool = True,
+    norm_bias: bool = True,
+    decoder_bias: bool = True,
 ) -> None:
     """Logits of the vocabulary for every token, from the word table unless config.json unties the two."""
-    hidden, vocabulary = model.hidden_size, len(words)
+    vocabulary, width = words.shape
     tied = config.get("tie_word_embeddings", True)
-    weight = words if tied else build.table(names.decoder, vocabulary, hidden)
+    weight = words if tied else build.table(names.decoder, vocabulary, width)
     own = f"{names.decoder}.bias"  # the same as the head's where they are tied, and then often left out
     bias = names.bias if tied and build.weights.has(names.bias) else own
     project = Stack(
-        build.linear(names.dense, hidden, hidden, act),
-        build.norm(names.norm, hidden, eps),
-        build.tied(weight, bias),
+        build.linear(names.dense, model.hidden_size, width, act, bias=dense_bias),
+        build.norm(names.norm, width, eps, bias=norm_bias),
+        build.tied(weight, bias if decoder_bias else None),
     )
     model.heads[Task.SPARSE] = TaskHead("all", project, vocabulary)
 

@@ -15,7 +15,7 @@ from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.adapted import AdaptedBuilder, AdaptedEncoder
 from penstock.models.encoder import Encoder, roberta
-from penstock.models.heads import add_two_step_head
+from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_two_step_head
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
 from penstock.weights.adapters import Adapter, AdapterSet, MergedSource
@@ -55,6 +55,9 @@ def jina(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> R
         build = LayerBuilder(source, build.quantization)
         model = RotaryEncoder(build, shape, (FLASH, PORTED), UNNEEDED)
     add_two_step_head(model, build, config, head)
+    if head is Task.SPARSE:
+        eps = config.get("layer_norm_eps", 1e-5)
+        add_masked_lm_head(model, build, config, ROBERTA_MLM, model.embedding.words, "gelu", eps)
     return model
 
 

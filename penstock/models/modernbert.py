@@ -18,7 +18,7 @@ from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import LayerNorm
 from penstock.layers.residual import join_norm
 from penstock.layers.rotary import Angles, Rotary
-from penstock.models.heads import add_head
+from penstock.models.heads import MODERNBERT_MLM, add_head, add_masked_lm_head
 from penstock.models.options import rope_options
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -90,13 +90,25 @@ class ModernBert:
 
 def modernbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> ModernBert:
     model = ModernBert(build, config)
-    if head is not None:
-        hidden = model.hidden_size
-        act, bias = config.get("classifier_activation", "gelu"), bool(config.get("classifier_bias"))
-        dense = build.linear("head.dense", hidden, hidden, act, bias=bias)
-        norm = build.norm(
-            "head.norm", hidden, config.get("norm_eps", 1e-5), bias=bool(config.get("norm_bias"))
+    hidden, eps = model.hidden_size, config.get("norm_eps", 1e-5)
+    act = config.get("classifier_activation", "gelu")
+    bias, norm_bias = bool(config.get("classifier_bias")), bool(config.get("norm_bias"))
+    if head is Task.SPARSE:
+        add_masked_lm_head(
+            model,
+            build,
+            config,
+            MODERNBERT_MLM,
+            model.embedding.words,
+            act,
+            eps,
+            dense_bias=bias,
+            norm_bias=norm_bias,
+            decoder_bias=bool(config.get("decoder_bias", True)),
         )
+    elif head is not None:
+        dense = build.linear("head.dense", hidden, hidden, act, bias=bias)
+        norm = build.norm("head.norm", hidden, eps, bias=norm_bias)
         add_head(model, build, config, head, "classifier", dense, norm, method=_pooling(config))
     return model
 

@@ -10,7 +10,7 @@ from penstock.checkpoint.spec import positions_of
 from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
-from penstock.models.heads import add_pooler_head
+from penstock.models.heads import NOMIC_MLM, add_masked_lm_head, add_pooler_head
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
 
@@ -49,6 +49,8 @@ def nomic(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
     layouts = (GATED, PORTED) if shape.gated else (PLAIN,)
     model = RotaryEncoder(build, shape, layouts, UNNEEDED)
     add_pooler_head(model, build, config, head)
+    if head is Task.SPARSE:
+        add_masked_lm_head(model, build, config, NOMIC_MLM, model.embedding.words, shape.act, shape.eps)
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core import Array, Ints, Request
+from penstock.core import Array, Ints, Request, split_rows
 
 
 def kept_tokens(request: Request, values: Array) -> tuple[Array, Ints]:
@@ -18,4 +18,4 @@ def kept_tokens(request: Request, values: Array) -> tuple[Array, Ints]:
 def token_rows(request: Request, values: Array) -> list[Array]:
     """For each row a matrix [tokens, width]."""
     values, lengths = kept_tokens(request, values)
-    return np.split(values, np.cumsum(lengths)[:-1])
+    return split_rows(values, lengths)

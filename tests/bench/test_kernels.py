@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from penstock.bench.kernels.cases import Case, Place, mixed_lengths
+from penstock.bench.kernels.host import TOKENS, WIDTH, pooling_all, step_all
 from penstock.bench.kernels.registry import KERNELS
 from penstock.bench.kernels.run import Floor
 from penstock.cli.main import app
@@ -29,6 +31,30 @@ def test_every_kernel_agrees_with_its_reference(name: str) -> None:
 
 def test_every_pooling_method_is_measured() -> None:
     assert {case.kernel for case in KERNELS["pooling"](PLACE)} == {f"pooling {name}" for name in METHODS}
+
+
+def test_the_host_s_work_for_all_tokens_is_reported_with_its_growth(tmp_path: Path) -> None:
+    file = tmp_path / "k.json"
+    args = ["bench", "kernels", "--device", "cpu", "--only", "pooling_all", "step_all", "--min-time", "0"]
+    result = CliRunner().invoke(app, [*args, "--output-json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "host µs" in result.stdout and "growth" in result.stdout
+    rows = json.loads(file.read_text())["host"]
+    assert [(row["kernel"], row["rows"]) for row in rows] == [
+        (kernel, count) for kernel in ("pooling all", "step all") for count in (1, 64, 1024)
+    ]
+    assert all(row["host_us"] > 0 and row["growth"] > 0 for row in rows)
+    assert rows[0]["growth"] == rows[3]["growth"] == 1
+
+
+def test_host_cases_do_what_the_product_does() -> None:
+    for case in pooling_all():
+        rows: Any = case.run()
+        assert [row.shape for row in rows] == [(TOKENS, WIDTH)] * case.rows
+        assert rows[0].base is not None, "a view, not a copy"
+    for case in step_all():
+        given: Any = case.run()
+        assert [values.shape for _, values in given] == [(TOKENS, WIDTH)] * case.rows
 
 
 def test_the_floor_is_the_longer_of_bytes_and_operations() -> None:

@@ -130,10 +130,15 @@ def test_rows_of_several_tasks_share_one_step(engine: Engine) -> None:
 
 
 def test_a_task_that_the_model_has_not_is_a_422_that_says_which_it_has(moods: Server, server: Server) -> None:
-    for refused in (post(moods, "/pooling", task="token_classify"), post(server, "/classify")):
+    for refused, has in (
+        (post(moods, "/pooling", task="token_classify"), "classify, embed, token_embed"),
+        (post(moods, "/pooling", task="sparse"), "classify, embed, token_embed"),
+        (post(server, "/classify"), "embed, token_embed"),
+    ):
         assert refused.status_code == 422
-        assert "it has: " in refused.json()["error"]["message"]
+        assert refused.json()["error"]["message"].endswith(f"it has: {has}")
     assert post(moods, "/pooling", task="juggle").status_code == 400
     assert post(moods, "/pooling", task="classify", dimensions=2).status_code == 400
     too_many = post(moods, "/pooling", task="token_embed", dimensions=33)
     assert too_many.status_code == 400 and "32" in too_many.json()["error"]["message"]
+    assert post(moods, "/classify").status_code == post(server, "/v1/embeddings").status_code == 200

@@ -6,10 +6,12 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from penstock.core import Answer, PoolingParams, Request, StepPlan, StepResult
+from penstock.core import Answer, PoolingParams, Request, StepPlan, StepResult, Task
 from penstock.engine.core import EngineCore, Failure, Outcome, StepStats
+from penstock.engine.progress import rows_of
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull, RowFailed
-from penstock.scheduler.scheduler import Budget, Scheduler
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Budget, Scheduler, Share
 from tests.engine.fakes import (
     Clock,
     ManualRunner,
@@ -47,6 +49,19 @@ def test_a_request_is_answered_with_its_rows_in_their_own_order() -> None:
     runner.finish()
     assert answers(core.step()) == {"a": expected_values(request)}
     assert not core.busy
+
+
+@pytest.mark.parametrize("lengths", [[[4], [4], [4]], [[5, 1, 3], [2], [9, 2], [1]]])
+def test_token_values_of_a_step_reach_each_request_in_its_own_order(lengths: list[list[int]]) -> None:
+    params = PoolingParams(Task.TOKEN_EMBED)
+    requests = [
+        make_request(str(i), rows, first_token=100 * i, params=params) for i, rows in enumerate(lengths)
+    ]
+    plan = build_plan([Share(r, np.arange(r.num_rows, dtype=np.int32)) for r in requests])
+    handed = rows_of(plan, [plan.token_ids[:, None]])
+    assert [piece.request for piece, _ in handed] == requests
+    for request, (_, (values,)) in zip(requests, handed, strict=True):
+        assert values[:, 0].tolist() == request.token_ids.tolist()
 
 
 def test_rows_that_arrive_over_several_steps_are_put_together_in_order() -> None:

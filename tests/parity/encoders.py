@@ -143,7 +143,10 @@ def _stretch(model: nn.Module) -> None:
 def _under_new(tensors: Tensors) -> Tensors:
     """Everything below "new.", with the classifier for sparse weights that nothing asks for."""
     own = {name.replace("gte.", "new."): tensor for name, tensor in tensors.items()}
-    own = {name if name.startswith(("new.", "classifier.")) else f"new.{name}": own[name] for name in own}
+    own = {
+        name if name.startswith(("new.", "classifier.", "lm_head.")) else f"new.{name}": own[name]
+        for name in own
+    }
     spare = {"classifier.weight": torch.zeros(1, 64), "classifier.bias": torch.zeros(1)}
     return spare | own
 
@@ -166,7 +169,7 @@ def _flash(config: Settings) -> Settings:
 
 def _is_adapted(name: str) -> bool:
     norm = "norm" in name or "emb_ln" in name
-    return name.endswith(".weight") and not norm and not name.startswith("classifier")
+    return name.endswith(".weight") and not norm and not name.startswith(("classifier", "lm_head"))
 
 
 def _parametrised(tensors: Tensors) -> Tensors:
@@ -365,6 +368,12 @@ CASES: dict[str, Case] = {
         "DebertaV2", _DEBERTA_V3 | {"pos_att_type": ["p2c"], "share_att_key": False, "norm_rel_ebd": "none"}
     ),
 }
+# Heads of masked-language models in layouts that no case above has.
+MASKED_LM: dict[str, Case] = {
+    "deberta-lm-predictions": Case("DebertaV2", _DEBERTA_V3 | {"legacy": False}),
+    "modernbert-no-decoder-bias": Case("ModernBert", _MODERNBERT | {"decoder_bias": False}),
+    "gte-untied": Case("Gte", {"tie_word_embeddings": False}),
+}
 # Layouts that share their heads with one of the above, or whose reference has other heads.
 BACKBONES: dict[str, Case] = {
     "gte-unpacked": Case("Gte", rewrite=_unpacked, rename=lambda tensors: _split_qkv(_under_new(tensors))),
@@ -426,6 +435,20 @@ def opened(folder: Path, overrides: Settings | None = None, **options: Any) -> I
 def reference_hidden(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[Vectors]:
     """Of each row alone, so that the reference pads nothing."""
     return [model(input_ids=torch.tensor([row])).last_hidden_state[0].numpy() for row in rows]
+
+
+@torch.inference_mode()
+def reference_terms(model: nn.Module, rows: Sequence[Sequence[int]]) -> Vectors:
+    """SPLADE's weights of the vocabulary, [rows, vocabulary], by its formula."""
+    logits = [model(input_ids=torch.tensor([row])).logits[0].float() for row in rows]
+    return np.stack([torch.log1p(torch.relu(row)).amax(dim=0).numpy() for row in logits])
+
+
+def dense_terms(terms: Vectors, vocabulary: int) -> Vectors:
+    """[rows, terms, 2] of ids and weights → [rows, vocabulary]."""
+    out = np.zeros((len(terms), vocabulary + 1), dtype=np.float32)  # absent terms are -1: the last column
+    np.put_along_axis(out, terms[..., 0].astype(np.int64), terms[..., 1], axis=1)
+    return out[:, :vocabulary]
 
 
 @torch.inference_mode()

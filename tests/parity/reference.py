@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,12 @@ FAMILIES: dict[str, Family] = {
         more=_PAD_1 | {"layer_norm_eps": 1e-5},
     ),
 }
+
+
+def with_head(name: str, kind: str) -> Family:
+    """The family's class that ends in `kind`, such as ForMaskedLM, instead of the bare model."""
+    family = FAMILIES[name]
+    return replace(family, model=getattr(transformers, family.model.__name__.replace("Model", kind)))
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from torch import nn
 
+from penstock.config import PoolerConfig
 from penstock.core import Task
 from penstock.errors import ConfigError, ModelLoadError
 from tests.parity.encoders import (
@@ -22,11 +23,15 @@ from tests.parity.encoders import (
     BACKBONES,
     CASES,
     LENGTHS,
+    MASKED_LM,
+    VOCABULARY,
     Opened,
+    dense_terms,
     make_rows,
     opened,
     reference_hidden,
     reference_logits,
+    reference_terms,
 )
 from tests.parity.reference import Vectors, cosines
 
@@ -96,6 +101,16 @@ def test_classifiers_give_the_references_logits(name: str, kind: str, tmp_path: 
     expected = reference_logits(reference, ROWS)
     assert expected.std(0).min() > 0.05
     np.testing.assert_allclose(logits, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", CASES | MASKED_LM)
+def test_a_masked_language_head_gives_splade_by_the_formula(name: str, tmp_path: Path) -> None:
+    reference = (CASES | MASKED_LM)[name].write(tmp_path, "ForMaskedLM")
+    expected = reference_terms(reference, ROWS)
+    assert 0.05 < (expected > 0).mean() < 1, "some weights are zero, some are not"
+    with opened(tmp_path, pooler_config=PoolerConfig(pooling_type="splade")) as ours:
+        terms = ours.ask(ROWS, Task.SPARSE)
+    np.testing.assert_allclose(dense_terms(terms, VOCABULARY), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["nomic-original", "deberta-v2", "deberta-no-distances"])

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock import Engine
 from penstock.config import PoolerConfig
 from penstock.errors import BadValue, ModelLoadError, NotPossible
-from tests.parity.test_decoder_families import FAMILIES, change_config
+from tests.parity.decoders import FAMILIES, change_config
 
 TEXTS = ["a short text", "one step and then another, which is longer", "the end"]
 

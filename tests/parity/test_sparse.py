@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,27 +20,18 @@ from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladeP
 
 from penstock import AsyncEngine, Engine
 from penstock.core import PoolingParams, Task
-from penstock.engine.core import rows_of
+from penstock.engine.progress import rows_of
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
-from tests.parity.reference import FAMILIES, Vectors, make_texts, write_transformer
+from tests.parity.reference import FAMILIES, Vectors, make_texts, with_head, write_transformer
 
 TEXTS = [text for text in make_texts(40) if len(text) < 150]
 SPLADE = {"pooler_config": {"pooling_type": "splade"}}
-MASKED_LM = {
-    "bert": transformers.BertForMaskedLM,
-    "distilbert": transformers.DistilBertForMaskedLM,
-    "roberta": transformers.RobertaForMaskedLM,
-    "xlm-roberta": transformers.XLMRobertaForMaskedLM,
-    "camembert": transformers.CamembertForMaskedLM,
-    "mpnet": transformers.MPNetForMaskedLM,
-}
 
 
 def write_masked_lm(folder: Path, name: str, **config: Any) -> Path:
-    family = dataclasses.replace(FAMILIES[name], model=MASKED_LM[name])
-    return write_transformer(folder, family, seed=2, **config)
+    return write_transformer(folder, with_head(name, "ForMaskedLM"), seed=2, **config)
 
 
 def open_engine(folder: Path, **options: Any) -> Engine:
@@ -66,7 +56,7 @@ def by_the_formula(folder: Path, texts: list[str]) -> Vectors:
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("name", MASKED_LM)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_masked_language_model_forced_to_splade_follows_the_formula(name: str, tmp_path: Path) -> None:
     folder = write_masked_lm(tmp_path, name)
     theirs = by_the_formula(folder, TEXTS)
@@ -172,9 +162,9 @@ def test_a_step_of_mixed_rows_gives_each_what_it_gives_alone(tmp_path: Path) -> 
         shares = [Share(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
         plan = build_plan(shares)
         mixed = rows_of(plan, runner.launch(plan).result().outputs)
-        for share, (_, values) in zip(shares, mixed, strict=True):
+        for share, (_, (values,)) in zip(shares, mixed, strict=True):
             plan = build_plan([share])
-            ((_, alone),) = rows_of(plan, runner.launch(plan).result().outputs)
+            ((_, (alone,)),) = rows_of(plan, runner.launch(plan).result().outputs)
             np.testing.assert_allclose(values[..., -1], alone[..., -1], atol=2e-5)
             assert values.shape == alone.shape
 

@@ -1,7 +1,8 @@
 """`penstock bench kernels`: each kernel against its reference, and against the floor of this device.
 
 The floor is the longer of two times: the case's bytes at the speed of a plain copy of that many bytes,
-and its operations at the speed of a large matrix product; both are measured here.
+and its operations at the speed of a large matrix product; both are measured here. Before them comes the
+host's own work for the rows of a step, which has no floor but nought.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.kernels.cases import Case, Place
+from penstock.bench.kernels.host import HOST, HostMeasured, measure_host
 from penstock.bench.kernels.registry import KERNELS
 from penstock.bench.report.save import save_figures
 from penstock.bench.words import say, warn_if_busy
@@ -43,10 +45,31 @@ def bench_kernels(
     place = _place(device, dtype)
     if threads:
         torch.set_num_threads(threads)
-    if unknown := [name for name in only if name not in KERNELS]:
-        raise BadValue(f"--only {unknown[0]!r} is unknown; use {', '.join(KERNELS)}")
+    if unknown := [name for name in only if name not in (*KERNELS, *HOST)]:
+        raise BadValue(f"--only {unknown[0]!r} is unknown; use {', '.join((*KERNELS, *HOST))}")
     warn_if_busy()
+    host = _measure_host([name for name in only or HOST if name in HOST], min_time_s)
+    kernels = [name for name in only or KERNELS if name in KERNELS]
     floor = Floor(place, min_time_s)
+    found = _measure_kernels(kernels, floor, min_time_s) if kernels else []
+    _save(output_json, place, floor if kernels else None, found, host)
+    return 0
+
+
+def _measure_host(names: Sequence[str], min_time_s: float) -> list[HostMeasured]:
+    if not names:
+        return []
+    say(f"{'host work':<22} {'rows':>6} {'host µs':>9} {'growth':>9}")
+    found = []
+    for name in names:
+        for one in measure_host(HOST[name](), min_time_s):
+            found.append(one)
+            say(f"{one.kernel:<22} {one.rows:>6,} {one.host_us:>9.1f} {one.growth:>8.1f}×")
+    return found
+
+
+def _measure_kernels(names: Sequence[str], floor: Floor, min_time_s: float) -> list[Measured]:
+    place = floor.place
     say(f"{place.device} {place.dtype}: {floor.flops_per_s() / 1e9:,.0f} GFLOP/s in a large product")
     say(
         f"{'kernel':<22} {'shape':<40} {'µs':>9} {'reference':>10} {'speed-up':>9} {'floor':>9} "
@@ -54,12 +77,11 @@ def bench_kernels(
     )
     found = []
     with torch.inference_mode():
-        for name in only or KERNELS:
+        for name in names:
             for case in KERNELS[name](place):
                 found.append(one := measure(case, floor, min_time_s))
                 say(_row(one))
-    _save(output_json, place, floor, found)
-    return 0
+    return found
 
 
 def measure(case: Case, floor: Floor, min_time_s: float) -> Measured:
@@ -158,11 +180,18 @@ def _row(one: Measured) -> str:
     )
 
 
-def _save(path: str | None, place: Place, floor: Floor, found: Sequence[Measured]) -> None:
+def _save(
+    path: str | None,
+    place: Place,
+    floor: Floor | None,
+    found: Sequence[Measured],
+    host: Sequence[HostMeasured],
+) -> None:
     result = {
         "device": str(place.device),
         "dtype": str(place.dtype),
-        "flops_per_s": floor.flops_per_s(),
+        "flops_per_s": None if floor is None else floor.flops_per_s(),
         "kernels": [msgspec.to_builtins(one) for one in found],
+        "host": [msgspec.to_builtins(one) for one in host],
     }
     save_figures(path, result)

@@ -1,0 +1,79 @@
+"""Host work that a step's rows cost in Python: its time for a call, and how that grows with the rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from penstock.core import PoolingParams, Request, StepPlan, Task, split_rows
+from penstock.engine.progress import rows_of
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Share
+
+ROWS = (1, 64, 1024)
+TOKENS, WIDTH = 32, 128  # of a row, and of a token's vector
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostCase:
+    kernel: str
+    rows: int
+    run: Callable[[], object]
+
+
+class HostMeasured(msgspec.Struct, frozen=True):
+    kernel: str
+    rows: int
+    host_us: float
+    growth: float  # over the same work for one row
+
+
+def pooling_all() -> Iterator[HostCase]:
+    """A run of token vectors handed out row by row: one slice a row, by lengths that the host knows."""
+    for rows in ROWS:
+        lengths = np.full(rows, TOKENS, dtype=np.int32)
+        values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
+        yield HostCase("pooling all", rows, partial(split_rows, values, lengths))
+
+
+def step_all() -> Iterator[HostCase]:
+    """A whole step of token vectors given to as many requests of one row: what the engine does before `all`,
+    with the copy into the requests' order."""
+    for rows in ROWS:
+        values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
+        yield HostCase("step all", rows, partial(rows_of, _plan(rows), [values]))
+
+
+def _plan(rows: int) -> StepPlan:
+    params, lengths = PoolingParams(Task.TOKEN_EMBED), np.full(1, TOKENS, dtype=np.int32)
+    tokens = np.ones(TOKENS, dtype=np.int32)
+    requests = [Request(str(i), tokens, lengths, params) for i in range(rows)]
+    return build_plan([Share(request, np.zeros(1, dtype=np.int32)) for request in requests])
+
+
+HOST: dict[str, Callable[[], Iterator[HostCase]]] = {"pooling_all": pooling_all, "step_all": step_all}
+
+
+def measure_host(cases: Iterator[HostCase], min_time_s: float) -> list[HostMeasured]:
+    found: list[HostMeasured] = []
+    for case in cases:
+        host_us = host_clock(case.run, min_time_s) * 1e6
+        first = found[0].host_us if found else host_us
+        found.append(HostMeasured(case.kernel, case.rows, host_us, host_us / first))
+    return found
+
+
+def host_clock(run: Callable[[], object], min_time_s: float) -> float:
+    """Seconds of one call: the fastest tenth, since other work only ever adds time."""
+    times: list[int] = []
+    until = time.perf_counter() + min_time_s
+    while len(times) < 20 or time.perf_counter() < until:
+        began = time.perf_counter_ns()
+        run()
+        times.append(time.perf_counter_ns() - began)
+    return sorted(times)[len(times) // 10] / 1e9

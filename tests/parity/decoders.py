@@ -1,0 +1,223 @@
+"""Small seeded checkpoints of decoder families in their real layouts, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import processors
+from torch import nn
+
+from tests.parity.reference import Vectors, byte_level_bpe
+
+VOCABULARY = 400
+LIMIT = 256
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": LIMIT,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+MINISTRAL = {
+    "head_dim": 16,
+    "sliding_window": 10,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 6}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A transformers class, what its configuration has of its own, and what config.json says besides."""
+
+    model: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    says: dict[str, Any] = field(default_factory=dict)
+    full: bool = False  # the reference runs with every token in sight of every other
+    old: bool = False  # config.json in the form that files on the hub have
+
+    def write(self, folder: Path, seed: int = 0, **settings: Any) -> Path:
+        kind = getattr(transformers, self.model)
+        model = kind(kind.config_class(**SIZES | self.settings | settings)).eval()
+        randomise(model, seed)
+        model.save_pretrained(folder)
+        change_config(folder, lambda config: (old_form(config) if self.old else config) | self.says)
+        write_tokenizer(folder)
+        return folder
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family("Qwen3Model", {"head_dim": 16}),
+    "qwen3-causal-lm": Family("Qwen3ForCausalLM", {"head_dim": 12, "tie_word_embeddings": True}, old=True),
+    "qwen3-bias-yarn": Family(
+        "Qwen3ForCausalLM", {"head_dim": 8, "attention_bias": True, "rope_parameters": YARN}, old=True
+    ),
+    "qwen3-windows": Family(
+        "Qwen3Model",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+        old=True,
+    ),
+    "qwen2": Family("Qwen2Model", old=True),
+    "qwen2-causal-lm": Family("Qwen2ForCausalLM", {"num_key_value_heads": 3}),
+    "qwen2-windows": Family(
+        "Qwen2Model", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+    ),
+    "llama": Family("LlamaModel", {"num_key_value_heads": 6, "rms_norm_eps": 1e-5}, old=True),
+    "llama3": Family("LlamaForCausalLM", {"head_dim": 16, "rope_parameters": LLAMA3}, old=True),
+    "llama-biases": Family(
+        "LlamaModel", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 10}
+    ),
+    "llama-linear-rope": Family(
+        "LlamaModel", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, old=True
+    ),
+    "mistral": Family("MistralModel", {"sliding_window": 16, "rms_norm_eps": 1e-5}, old=True),
+    "mistral-no-window": Family("MistralForCausalLM", {"sliding_window": None, "head_dim": 16}),
+    "ministral": Family("MinistralModel", MINISTRAL),
+    "gemma": Family("GemmaModel", {"head_dim": 16}, old=True),
+    "gemma3": Family("Gemma3TextModel", GEMMA),
+    "gemma3-causal-lm": Family("Gemma3ForCausalLM", GEMMA | {"attention_bias": True}, old=True),
+    "embeddinggemma": Family("Gemma3TextModel", GEMMA | {"use_bidirectional_attention": True}, old=True),
+    "embeddinggemma-new": Family(
+        "Gemma3TextModel", GEMMA | {"use_bidirectional_attention": True, "sliding_window": 31}
+    ),
+    "nemotron": Family(
+        "LlamaModel",
+        {"rope_parameters": LLAMA3},
+        {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec", "pooling": "avg"},
+        full=True,
+        old=True,
+    ),
+    "gritlm": Family(
+        "MistralForCausalLM", {"sliding_window": 16}, {"architectures": ["GritLM"]}, full=True, old=True
+    ),
+    "qwen2-looking-ahead": Family("Qwen2ForCausalLM", {"is_causal": False}, old=True),
+    "mistral-looking-ahead": Family("MistralModel", {"is_causal": False, "sliding_window": 8}, old=True),
+}
+LOOK_AHEAD = ("embeddinggemma", "nemotron", "gritlm", "qwen2-looking-ahead", "mistral-looking-ahead")
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Every parameter far from its usual start, at a size that keeps the signal as strong as it was."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1:
+            plain = "norm" in name and type(model).__name__[:5] != "Gemma"  # Gemma's start from nought
+            parameter.data = 0.3 * noise + (1 if plain else 0)
+        else:
+            parameter.data = noise * (1 if "embed" in name else 0.8 * parameter.shape[1] ** -0.5)
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def old_form(config: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration as it was written before `rope_parameters`."""
+    rope, old = config.pop("rope_parameters"), dict(config)
+    old["torch_dtype"] = old.pop("dtype", "float32")
+    old.pop("layer_types", None)
+    if "sliding_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    old["rope_theta"] = rope.pop("rope_theta")
+    old["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    return old
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Qwen's way: nothing before a text, the end of text after it."""
+    tokenizer = byte_level_bpe()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=LIMIT, pad_token="<pad>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def make_rows() -> list[list[int]]:
+    draw = np.random.default_rng(7)
+    lengths = [1, 2, 3, 9, 16, 17, 33, 33, 64, 120, 200]
+    return [draw.integers(5, VOCABULARY, length).tolist() for length in lengths]
+
+
+ROWS = make_rows()
+
+
+def backbone(family: Family) -> Any:
+    name = family.model.replace("ForCausalLM", "Model").replace("Gemma3Model", "Gemma3TextModel")
+    return getattr(transformers, name)
+
+
+def open_backbone(family: Family, folder: Path) -> nn.Module:
+    model: nn.Module = backbone(family).from_pretrained(folder, dtype=torch.float32).eval()
+    return model
+
+
+@torch.inference_mode()
+def states_of(model: nn.Module, full: bool) -> list[Vectors]:
+    """Each row alone, so that no padding takes part; `full` lets every token see every other."""
+    found = []
+    for row in ROWS:
+        mask = None
+        if full:
+            mask = torch.zeros(1, 1, len(row), len(row), dtype=next(model.parameters()).dtype)
+        states = model(input_ids=torch.tensor([row]), attention_mask=mask).last_hidden_state
+        found.append(states[0].float().numpy())
+    return found
+
+
+def reference_states(family: Family, folder: Path) -> list[Vectors]:
+    return states_of(open_backbone(family, folder), family.full)
+
+
+def unit(vectors: Vectors) -> Vectors:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+HEADS = {
+    "qwen3": Family("Qwen3ForSequenceClassification", {"head_dim": 16}),
+    "qwen2": Family("Qwen2ForSequenceClassification", old=True),
+    "llama": Family("LlamaForSequenceClassification", {"rope_parameters": LLAMA3}, old=True),
+    "mistral": Family("MistralForSequenceClassification", {"sliding_window": 16}),
+    "ministral": Family("MinistralForSequenceClassification", MINISTRAL),
+    "gemma3": Family("Gemma3TextForSequenceClassification", GEMMA),
+    "reward": Family("Qwen2ForSequenceClassification", {"num_labels": 1}),
+    "qwen3-tokens": Family("Qwen3ForTokenClassification", {"head_dim": 16}, old=True),
+    "qwen2-tokens": Family("Qwen2ForTokenClassification"),
+    "llama-tokens": Family("LlamaForTokenClassification", {"num_labels": 9}),
+    "mistral-tokens": Family("MistralForTokenClassification", {"sliding_window": 16}),
+    "ministral-tokens": Family("MinistralForTokenClassification", MINISTRAL),
+}
+NEMOTRON_RERANKER = Family(  # pools before it projects, and divides by a temperature
+    "LlamaForSequenceClassification",
+    {"num_labels": 1},
+    {
+        "architectures": ["LlamaBidirectionalForSequenceClassification"],
+        "model_type": "llama_bidirec",
+        "pooling": "avg",
+        "temperature": 0.2,
+    },
+    full=True,
+)
