@@ -72,11 +72,12 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: OutputDtype = OutputDtype.FLOAT32
     top_k: int | None = None  # sparse: so many of the heaviest terms; None: at most `MAX_TERMS`
     lexical: bool = False  # sparse: the model weighs the given tokens; they are gathered by id afterwards
+    listwise: bool = False  # score: a row holds a whole list; its marked tokens are compared afterwards
 
     @property
     def per_token(self) -> bool:
         """Whether the engine gives a row for every token instead of one for the text."""
-        return self.lexical or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
+        return self.lexical or self.listwise or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
 
     @property
     def reads_tokens(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.checkpoint.find import find, served_name
-from penstock.checkpoint.score import ScoreSpec, read_score
+from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.core import Task
 from penstock.errors import ModelLoadError
@@ -28,7 +28,7 @@ _OLD_FLAGS = {
     "pooling_mode_lasttoken": "last",
 }
 # Class names or model types of decoders begin so, and of those among them whose tokens see all others.
-_DECODERS = ("gemma", "gritlm", "llama", "ministral", "mistral", "qwen2", "qwen3")
+_DECODERS = ("gemma", "gritlm", "jinaforranking", "llama", "ministral", "mistral", "qwen2", "qwen3")
 _LOOK_AHEAD = ("gritlm", "llamabidirectional", "llama_bidirec")
 _GRITLM_MARK = "<|embed|>\n"
 _GRITLM_TEMPLATE = "<|user|>\n{instruction}\n" + _GRITLM_MARK
@@ -109,7 +109,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shares_prefixes(self) -> bool:
         """Whether rows are expected to begin alike: a causal reranker's do, with instruction and query."""
-        return self.causal and self.score is not None
+        return self.causal and self.score is not None and not self.score.marks
 
     @property
     def why_not_cut(self) -> str | None:
@@ -131,7 +131,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if task is Task.SPARSE:
             return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
         if task is Task.SCORE:
-            return 1
+            return MARK_DIM if self.score is not None and self.score.marks else 1
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
@@ -209,7 +209,7 @@ def _tasks(architecture: str, sparse: SparseSpec | None, score: ScoreSpec | None
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:
         return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)
-    if score is not None and score.tokens:
+    if score is not None and (score.tokens or score.marks):
         return (Task.SCORE, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForSequenceClassification"):
         scores = () if score is None else (Task.SCORE,)
