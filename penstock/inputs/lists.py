@@ -27,8 +27,8 @@ _TASK = (
     "You are a search relevance expert who can determine a ranking of the passages based on how relevant "
     "they are to the query. If the query is a question, how relevant a passage is depends on how well it "
     "answers the question. If not, try to analyze the intent of the query and assess how well each passage "
-    "satisfies the intent. If an instruction is provided, you should follow the instruction when determining the "
-    "ranking.<|im_end|>\n<|im_start|>user\n"
+    "satisfies the intent. If an instruction is provided, you should follow the instruction when determining "
+    "the ranking.<|im_end|>\n<|im_start|>user\n"
 )
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 

@@ -347,8 +347,8 @@ class ListReference:
             "<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the "
             "passages based on how relevant they are to the query. If the query is a question, how relevant "
             "a passage is depends on how well it answers the question. If not, try to analyze the intent of "
-            "the query and assess how well each passage satisfies the intent. If an instruction is provided, you should "
-            "follow the instruction when determining the ranking.<|im_end|>\n<|im_start|>user\n"
+            "the query and assess how well each passage satisfies the intent. If an instruction is provided, "
+            "you should follow the instruction when determining the ranking.<|im_end|>\n<|im_start|>user\n"
             f"I will provide you with {len(documents)} passages, each indicated by a numerical identifier. "
             f"Rank the passages based on their relevance to query: {query}\n{told}"
             + "\n".join(passages)
