@@ -74,11 +74,13 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lexical: bool = False  # sparse: the model weighs the given tokens; they are gathered by id afterwards
     late: bool = False  # score: of token vectors, not of one vector a row
     steps: bool = False  # reward: of every token; those of the step tags are picked afterwards
+    listwise: bool = False  # score: a row holds a whole list; its marked tokens are compared afterwards
 
     @property
     def per_token(self) -> bool:
         """Whether the engine gives a row for every token instead of one for the text."""
-        return self.lexical or self.steps or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
+        gathered = self.lexical or self.steps or self.listwise
+        return gathered or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
 
     @property
     def reads_tokens(self) -> bool:

@@ -14,7 +14,8 @@ from penstock.api.endpoint import Call, Reply
 from penstock.api.work import Result, Scheduled, check_rows, head_of, json_reply, note_phases, run_request
 from penstock.core import Array, PoolingParams, Task
 from penstock.errors import BadValue, PenstockError
-from penstock.inputs.pairs import Pair, PairOptions, check_pairs, make_pairs, prepare_pairs
+from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
+from penstock.inputs.pairs import check_pairs, finish_pairs, prepare_pairs
 from penstock.outputs.ranking import best, check_top_n
 
 Document = str | dict[str, Any]
@@ -150,7 +151,8 @@ async def run_pairs(
     work = partial(prepare_pairs, model.processor, call.state.next_id(), pairs, params, options)
     request = await model.tokenizer.call(work)
     call.tokenize_s = time.monotonic() - began
-    return Result(model, request, await run_request(call, model, request, body))
+    answer = await run_request(call, model, request, body)
+    return Result(model, request, finish_pairs(model.spec, pairs, request, answer))
 
 
 def scores_of(result: Result) -> Array:

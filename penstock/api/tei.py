@@ -11,7 +11,8 @@ from penstock.api.endpoint import Call, Dialect, Reply
 from penstock.api.ranking import run_pairs, scores_of
 from penstock.api.work import json_reply, note_phases
 from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockError, QueueFull
-from penstock.inputs.pairs import PairOptions, make_pairs, score_kind
+from penstock.inputs.pair_options import PairOptions, make_pairs
+from penstock.inputs.pairs import score_kind
 from penstock.inputs.truncation import Side
 from penstock.outputs.ranking import best
 

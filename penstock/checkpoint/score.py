@@ -31,6 +31,12 @@ class ScoreSpec(msgspec.Struct, frozen=True):
     wording: str = "{instruction}"  # how an instruction stands in the row
     tokens: tuple[int, ...] = ()
     closed: bool = True  # special tokens stand at the end too, not only at the beginning
+    marks: tuple[int, ...] = ()  # of listwise models: the tokens that stand for a document and for the query
+
+
+LISTWISE = "JinaForRanking"
+DOCUMENT_MARK, QUERY_MARK = "<|embed_token|>", "<|rerank_token|>"
+MARK_DIM = 512  # of the vectors that stand for them
 
 
 class Prompt(NamedTuple):
@@ -110,6 +116,9 @@ def read_score(
     """None where query and document are not read together."""
     classifies = architecture.endswith("ForSequenceClassification")
     vocabulary = _Vocabulary(folder)
+    if architecture == LISTWISE:
+        marks = (vocabulary.number(DOCUMENT_MARK), vocabulary.number(QUERY_MARK))
+        return ScoreSpec((), "identity", marks=marks)
     tokens = _tokens(folder, modules, config, vocabulary)
     prompt = _prompt(folder, architecture, classifies, tokens, vocabulary, template)
     if not classifies and not tokens and prompt is not None and prompt.tokens:

@@ -16,7 +16,7 @@ from penstock.checkpoint.dense import DenseSpec, read_dense
 from penstock.checkpoint.files import integer, optional_json, read_json
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.late import MASK_MODULE, LateSpec, read_late
-from penstock.checkpoint.score import ScoreSpec, read_score
+from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.core import Task
 from penstock.errors import ModelLoadError
@@ -31,7 +31,7 @@ _OLD_FLAGS = {
     "pooling_mode_lasttoken": "last",
 }
 # Class names or model types of decoders begin so, and of those among them whose tokens see all others.
-_DECODERS = ("gemma", "gritlm", "llama", "ministral", "mistral", "qwen2", "qwen3")
+_DECODERS = ("gemma", "gritlm", "jinaforranking", "llama", "ministral", "mistral", "qwen2", "qwen3")
 _LOOK_AHEAD = ("gritlm", "llamabidirectional", "llama_bidirec")
 _GRITLM_MARK = "<|embed|>\n"
 _GRITLM_TEMPLATE = "<|user|>\n{instruction}\n" + _GRITLM_MARK
@@ -123,7 +123,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shares_prefixes(self) -> bool:
         """Whether rows are expected to begin alike: a causal reranker's do, with instruction and query."""
-        return self.causal and self.score is not None
+        return self.causal and self.score is not None and not self.score.marks
 
     @property
     def why_not_cut(self) -> str | None:
@@ -135,13 +135,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"{' + '.join(self.pooling.methods)} pooling needs the whole row at once"
 
     @property
-    def score_kind(self) -> Literal["cross", "bi", "late"] | None:
-        """How queries and documents are scored: read together, by one vector each, or token by token."""
+    def score_kind(self) -> Literal["cross", "list", "bi", "late"] | None:
+        """How queries and documents are scored: read in pairs or as a list, by one vector each, or token by
+        token."""
         if Task.SCORE not in self.tasks:
             return None
         if self.late is not None:
             return "late"
-        return "bi" if self.score is None else "cross"
+        if self.score is None:
+            return "bi"
+        return "list" if self.score.marks else "cross"
 
     @property
     def step_tag(self) -> int:
@@ -160,7 +163,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if task is Task.SPARSE:
             return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
         if task is Task.SCORE:
-            return 1
+            return MARK_DIM if self.score is not None and self.score.marks else 1
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
@@ -251,7 +254,7 @@ def _tasks(
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:
         return (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)
-    if score is not None and score.tokens:
+    if score is not None and (score.tokens or score.marks):
         return (Task.SCORE, Task.EMBED, Task.TOKEN_EMBED)
     if architecture.endswith("ForSequenceClassification"):
         scores = () if score is None else (Task.SCORE,)

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from penstock.core import Answer, PoolingParams, Request, Task
 from penstock.errors import BadValue
-from penstock.inputs.pairs import Pair, PairOptions, check_pairs, make_pairs, prepare_pairs
+from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
+from penstock.inputs.pairs import check_pairs, finish_pairs, prepare_pairs
 from penstock.inputs.processor import InputProcessor
 from penstock.outputs.ranking import best, check_top_n
 
 Texts = str | Sequence[str]
-_Prepare = Callable[[str, Any], tuple[Request, None]]
+_Pairs = Sequence[Pair]
+_Prepare = Callable[[str, Any], tuple[Request, _Pairs]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Ranking(ABC):
     @abstractmethod
     def _in_windows(
         self, rows: Sequence[Any], prepare: _Prepare, progress: bool | None, priority: int
-    ) -> Iterator[tuple[Request, None, Answer]]: ...
+    ) -> Iterator[tuple[Request, _Pairs, Answer]]: ...
 
     def score(
         self,
@@ -57,7 +59,7 @@ class Ranking(ABC):
         pairs = make_pairs(queries, documents)
         prepare = scoring(self._processor, use_activation, pair_options(options))
         done = self._in_windows(pairs, prepare, progress, priority)
-        return np.concatenate([answer.values[:, 0] for _, _, answer in done])
+        return np.concatenate([_scores(self._processor, *each) for each in done])
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
@@ -72,7 +74,9 @@ class AsyncRanking(ABC):
     def _open(self) -> Any: ...
 
     @abstractmethod
-    async def _submit(self, texts: Any, prepare: _Prepare, priority: int) -> tuple[Request, None, Answer]: ...
+    async def _submit(
+        self, texts: Any, prepare: _Prepare, priority: int
+    ) -> tuple[Request, _Pairs, Answer]: ...
 
     async def score(
         self,
@@ -85,9 +89,9 @@ class AsyncRanking(ABC):
     ) -> NDArray[Any]:
         """As `Engine.score`."""
         pairs = make_pairs(queries, documents)
-        prepare = scoring(self._open()._processor, use_activation, pair_options(options))
-        _, _, answer = await self._submit(pairs, prepare, priority)
-        return answer.values[:, 0]
+        processor: InputProcessor = self._open()._processor
+        prepare = scoring(processor, use_activation, pair_options(options))
+        return _scores(processor, *await self._submit(pairs, prepare, priority))
 
     async def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
@@ -102,10 +106,14 @@ def scoring(processor: InputProcessor, use_activation: bool | None, options: Pai
     params = PoolingParams(Task.SCORE, normalize=use_activation)
     check_pairs(processor, params, options)
 
-    def prepare(request_id: str, pairs: Sequence[Pair]) -> tuple[Request, None]:
-        return prepare_pairs(processor, request_id, pairs, params, options), None
+    def prepare(request_id: str, pairs: _Pairs) -> tuple[Request, _Pairs]:
+        return prepare_pairs(processor, request_id, pairs, params, options), pairs
 
     return prepare
+
+
+def _scores(processor: InputProcessor, request: Request, pairs: _Pairs, answer: Answer) -> NDArray[Any]:
+    return finish_pairs(processor.spec, pairs, request, answer).values[:, 0]
 
 
 def ranked(scores: NDArray[Any], documents: Sequence[str], top_n: int | None) -> list[Ranked]:

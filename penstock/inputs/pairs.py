@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -16,31 +17,15 @@ import numpy as np
 
 from penstock.checkpoint.score import ScoreSpec
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import Ints, PoolingParams, Request, Task
+from penstock.core import Answer, Ints, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
+from penstock.inputs.lists import list_scores, prepare_lists
+from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.truncation import Side, settle_limit
 
-Kind = Literal["cross", "late", "bi"]
-Pair = tuple[str, str]  # query, document
+Kind = Literal["cross", "list", "late", "bi"]
 _FIELD = re.compile(r"\{(instruction|query|document)\}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairOptions:
-    """How pairs become rows; the names are those of API.md."""
-
-    instruction: str | None = None
-    max_tokens_per_query: int | None = None
-    max_tokens_per_doc: int | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Side = "right"
-    cache_salt: str = ""
-    alike: bool = False  # of embedders: queries and documents are the same kind of text
-    prompt_name: str | None = None  # with `alike`: what goes before both
-
-
-DEFAULT_PAIR_OPTIONS = PairOptions()
 
 
 class _Rows(NamedTuple):
@@ -50,36 +35,13 @@ class _Rows(NamedTuple):
 
 
 def score_kind(spec: ModelSpec) -> Kind:
-    """How this model scores: pairs read together, token vectors compared, or whole vectors."""
+    """How this model scores: pairs or whole lists read together, token vectors compared, or whole vectors."""
     if (kind := spec.score_kind) is not None:
         return kind
     raise NotPossible(
         f"model {spec.name} cannot score pairs; it has: " + ", ".join(task.value for task in spec.tasks),
         param="model",
     )
-
-
-def make_pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[Pair]:
-    """One query for all documents, or one for each; anything but texts is refused by its place."""
-    firsts, seconds = _texts(queries, "queries"), _texts(documents, "documents")
-    if len(firsts) == 1:
-        firsts *= len(seconds)
-    if len(firsts) != len(seconds):
-        raise BadValue(
-            f"{len(firsts)} queries for {len(seconds)} documents; give one query, or one a document",
-            param="queries",
-        )
-    return list(zip(firsts, seconds, strict=True))
-
-
-def _texts(given: str | Sequence[str], name: str) -> list[str]:
-    texts = [given] if isinstance(given, str) else list(given)
-    if not texts:
-        raise BadValue(f"{name} is empty; give at least one text", param=name)
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise BadValue(f"{name} {index} is {type(text).__name__}, not a text", param=name)
-    return texts
 
 
 def prepare_pairs(
@@ -89,8 +51,13 @@ def prepare_pairs(
     params: PoolingParams,
     options: PairOptions = DEFAULT_PAIR_OPTIONS,
 ) -> Request:
-    """Everything at once, blocking: check, cut, tokenise, join. `params.task` is `score`."""
+    """Everything at once, blocking: check, cut, tokenise, join. `params.task` is `score`.
+
+    The answer's values go through `finish_pairs`.
+    """
     kind = check_pairs(processor, params, options)
+    if kind == "list":
+        return prepare_lists(processor, request_id, pairs, params, options)
     queries, which = _distinct([query for query, _ in pairs])
     documents = [document for _, document in pairs]
     tokenizer = processor.tokenizer
@@ -123,6 +90,15 @@ def prepare_pairs(
     )
 
 
+def finish_pairs(spec: ModelSpec, pairs: Sequence[Pair], request: Request, answer: Answer) -> Answer:
+    """An answer with a score for each pair, [pairs, 1]."""
+    if spec.score is None or not spec.score.marks:
+        return answer
+    sizes = [len(list(same)) for _, same in groupby(pairs, key=lambda pair: pair[0])]
+    scores = list_scores(request, answer.values, spec.score.marks, sizes)
+    return Answer(answer.id, scores, answer.timings)
+
+
 def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairOptions) -> Kind:
     """Refuse what the model cannot do, before any work is spent on it."""
     kind = score_kind(processor.spec)
@@ -132,7 +108,7 @@ def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairO
             raise BadValue(f"{name} is {value}; it must be at least 1", param=name)
     settle_limit(options.truncate_prompt_tokens, processor.spec.limit)
     score = processor.spec.score
-    takes = score is None or any("{instruction}" in part for part in score.template)
+    takes = kind in ("list", "bi") or score is None or any("{instruction}" in part for part in score.template)
     if options.instruction is not None and not takes:
         raise NotPossible(
             f"model {processor.spec.name} has no place for an instruction in what it reads",

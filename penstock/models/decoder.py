@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.checkpoint.score import MARK_DIM
 from penstock.checkpoint.spec import is_causal, label_count, pooling_method, reward_labels
 from penstock.core import Task
 from penstock.errors import ModelLoadError
@@ -206,6 +207,18 @@ def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
     bias = bool(config.get("attention_bias"))
     shape = replace(_qwen_shape("Qwen3", config, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
     return _with_head(Decoder(build, shape), build, config, head)
+
+
+def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """jina-reranker-v3: Qwen3 that reads a list at once, projecting the tokens that stand for texts."""
+    model = qwen3(build, config, None)
+    inner = model.hidden_size // 2
+    project = Stack(
+        build.linear("projector.0", model.hidden_size, inner, "relu", bias=False),
+        build.linear("projector.2", inner, MARK_DIM, bias=False),
+    )
+    model.heads[Task.SCORE] = TaskHead("all", project, MARK_DIM)
+    return model
 
 
 def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:

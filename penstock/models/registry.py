@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "gemma3_text": ("Gemma3Text", "decoder:gemma3"),
     "GritLM": ("GritLM", "decoder:gritlm"),
     "gte": ("Gte", "gte:gte"),
+    "JinaForRanking": ("JinaForRanking", "decoder:jina_ranking"),
     "jina_embeddings_v3": ("JinaEmbeddingsV3", "jina:jina"),
     "llama": ("Llama", "decoder:llama"),
     "llama_bidirec": ("LlamaBidirectional", "decoder:llama_bidirectional"),

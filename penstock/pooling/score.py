@@ -9,13 +9,18 @@ from penstock.checkpoint.score import ScoreSpec
 
 
 class Judge:
-    """[rows, outputs] → [rows, 1]: the first output that counts, less the second where there are two."""
+    """[rows, outputs] → [rows, 1]: the first output that counts, less the second where there are two.
+
+    Where none is named, the outputs leave as they are.
+    """
 
     def __init__(self, spec: ScoreSpec) -> None:
         self.outputs = spec.outputs
         self.activation = spec.activation
 
     def __call__(self, values: Tensor) -> Tensor:
+        if not self.outputs:
+            return values
         first, *rest = (values[:, output : output + 1] for output in self.outputs)
         return first - rest[0] if rest else first
 

@@ -16,7 +16,8 @@ from tokenizers import processors
 from penstock.checkpoint.score import ScoreSpec
 from penstock.core import PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.pairs import PairOptions, make_pairs, prepare_pairs, score_kind
+from penstock.inputs.pair_options import PairOptions, make_pairs
+from penstock.inputs.pairs import prepare_pairs, score_kind
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary

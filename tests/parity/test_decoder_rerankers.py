@@ -14,15 +14,17 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from penstock import Engine
 from penstock.checkpoint.spec import describe
 from penstock.config import EngineConfig
-from penstock.core import Task
-from penstock.errors import ConfigError, ModelLoadError
+from penstock.core import PoolingParams, Task
+from penstock.errors import BadValue, ConfigError, ModelLoadError
+from penstock.inputs.pairs import prepare_pairs
+from tests.parity.decoders import change_config, randomise
 from tests.parity.reference import byte_level_bpe, make_texts
-from tests.parity.test_decoder_families import change_config, randomise
 
 LIMIT = 512
 SIZES: dict[str, Any] = {
@@ -45,7 +47,7 @@ QWEN3 = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_t
 
 def write(folder: Path, name: str, *, seed: int = 0, bos: bool = False, **settings: Any) -> Path:
     tokenizer = byte_level_bpe()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|embed_token|>", "<|rerank_token|>"])
     tokenizer.add_tokens(["<think>", "</think>", "yes", "no", "Yes"])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A" if bos else "$A", special_tokens=[("<s>", 0)]
@@ -307,3 +309,104 @@ def test_what_cannot_be_asked_is_refused_when_the_model_is_read(tmp_path: Path) 
         read(score_template="{query} {document}")
     own = read(score_template="Q {query} D {document} A", hf_overrides={"classifier_from_token": ["Yes"]})
     assert own.score.template == ("Q {query} D {document}", " A") and own.score.outputs == (0,)
+
+
+LONG = 4096
+
+
+def write_listwise(folder: Path) -> Path:
+    write(folder, "Qwen3ForCausalLM", max_position_embeddings=LONG)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    generator = torch.Generator().manual_seed(3)
+    for name, shape in {"projector.0.weight": (24, 48), "projector.2.weight": (512, 24)}.items():
+        tensors[name] = torch.randn(shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    change_config(folder, lambda config: config | {"architectures": ["JinaForRanking"]})
+    change_tokenizer = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": LONG}
+    (folder / "tokenizer_config.json").write_text(json.dumps(change_tokenizer))
+    return folder
+
+
+class ListReference:
+    """jina-reranker-v3's own steps: a prompt for each block, cosines, a mean query over blocks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        self.projector = [tensors.pop(name) for name in ("projector.0.weight", "projector.2.weight")]
+        config = transformers.AutoConfig.from_pretrained(folder)
+        self.model = transformers.Qwen3Model(config).eval()
+        self.model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+
+    @torch.inference_mode()
+    def block(self, query: str, documents: Sequence[str], instruction: str | None) -> tuple[Any, Any]:
+        told = f"<instruct>\n{instruction}\n</instruct>\n" if instruction else ""
+        passages = [f'<passage id="{i}">\n{d}<|embed_token|>\n</passage>' for i, d in enumerate(documents)]
+        prompt = (
+            "<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the "
+            "passages based on how relevant they are to the query. If the query is a question, how relevant "
+            "a passage is depends on how well it answers the question. If not, try to analyze the intent of "
+            "the query and assess how well each passage satisfies the intent. If an instruction is provided, "
+            "you should follow the instruction when determining the ranking.<|im_end|>\n<|im_start|>user\n"
+            f"I will provide you with {len(documents)} passages, each indicated by a numerical identifier. "
+            f"Rank the passages based on their relevance to query: {query}\n{told}"
+            + "\n".join(passages)
+            + "\n"
+            f"<query>\n{query}<|rerank_token|>\n</query>"
+            "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        states = self.model(ids).last_hidden_state[0]
+        marks = [self.tokenizer.convert_tokens_to_ids(f"<|{name}_token|>") for name in ("embed", "rerank")]
+        found = torch.relu(states @ self.projector[0].T) @ self.projector[1].T
+        return found[ids[0] == marks[0]].numpy(), found[ids[0] == marks[1]].numpy()
+
+    def scores(self, query: str, blocks: list[list[str]], instruction: str | None = None) -> Any:
+        def cosines(one: Any, many: Any) -> Any:
+            return (many @ one) / (np.linalg.norm(one) * np.linalg.norm(many, axis=1))
+
+        done = [self.block(query, documents, instruction) for documents in blocks]
+        weights = [((1 + cosines(q[0], d)) / 2).max() for d, q in done]
+        mean = np.average([q[0] for _, q in done], axis=0, weights=weights)
+        return cosines(mean, np.concatenate([d for d, _ in done]))
+
+
+def test_jina_rerankers_read_the_whole_list(tmp_path: Path) -> None:
+    folder = write_listwise(tmp_path)
+    reference = ListReference(folder)
+    documents = [*DOCUMENTS[:8], "a mark <|embed_token|> in the text"]
+    clean = [*DOCUMENTS[:8], "a mark  in the text"]
+    expected = reference.scores(QUERY, [clean])
+    assert expected.std() > 1e-4
+    with open_engine(folder) as engine:
+        np.testing.assert_allclose(engine.score(QUERY, documents), expected, atol=1e-5)
+        told = engine.score(QUERY, documents, instruction="be strict")
+        np.testing.assert_allclose(told, reference.scores(QUERY, [clean], "be strict"), atol=1e-5)
+        order = [row.index for row in engine.rerank(QUERY, documents)]
+        assert order == np.argsort(-expected, kind="stable").tolist()
+        queries = ["oil", "oil", QUERY, "oil"]
+        several = engine.score(queries, clean[:4])
+        lists = [("oil", clean[:2]), (QUERY, clean[2:3]), ("oil", clean[3:4])]
+        each = np.concatenate([reference.scores(query, [block]) for query, block in lists])
+        np.testing.assert_allclose(several, each, atol=1e-5)
+
+
+def test_a_list_that_does_not_fit_is_read_in_blocks(tmp_path: Path) -> None:
+    folder = write_listwise(tmp_path)
+    documents = [f"{DOCUMENTS[i % 12]} number {i}" for i in range(90)]
+    with open_engine(folder) as engine:
+        request = prepare_pairs(
+            engine._processor, "r", [(QUERY, document) for document in documents], PoolingParams(Task.SCORE)
+        )
+        mark = engine._processor.tokenizer.encode(["<|embed_token|>"], add_special_tokens=False)[0][0]
+        rows = np.split(request.token_ids, request.starts[1:])
+        counts = [int((row == mark).sum()) for row in rows]
+        assert len(rows) > 1 and sum(counts) == 90 and request.lengths.max() <= LONG
+        ours = engine.score(QUERY, documents)
+        with pytest.raises(BadValue, match="a list of documents takes"):
+            engine.score(QUERY, ["water " * 5000])
+        assert engine.score(QUERY, ["water " * 5000], truncate_prompt_tokens=-1).shape == (1,)
+    blocks = np.split(np.array(documents, dtype=object), np.cumsum(counts)[:-1])
+    expected = ListReference(folder).scores(QUERY, [list(block) for block in blocks])
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
