@@ -36,7 +36,6 @@ from penstock.kernels import (
     language,
     norm,
     pooling,
-    product,
     rotary,
     splade,
 )
@@ -312,26 +311,6 @@ def activations(bench: Bench) -> None:
 
 
 @section
-def products(bench: Bench) -> None:
-    """The exact GELU inside the product. Only by name: the compiler takes long over it."""
-    for tokens, width, inner in ((16000, 768, 3072), (16384, 1024, 4096)):
-        x = bench.random(bench.size(tokens, 3), width)
-        weight, bias = bench.random(inner, width) * 0.02, bench.random(inner)
-        expected = product.linear_act_reference(x.float(), weight.float(), bias.float(), "gelu")
-        for tiles in ((128, 256, 64, 8, 8, 3), (128, 256, 64, 8, 8, 4), (128, 128, 64, 8, 4, 4)):
-            own = bound(product.linear_act, x, weight, bias, "gelu", product.Tiles(*tiles))
-            error = worst(own(), expected)
-            times = {
-                "own " + "-".join(map(str, tiles)): bench.us(own),
-                "library, kernel": bench.us(
-                    lambda: activation.bias_act_(F.linear(x, weight), bias, "gelu")  # noqa: B023
-                ),
-            }
-            moved = (x.numel() + weight.numel() + expected.numel()) * 2
-            bench.report("product + GELU", f"{len(x)} × {width} → {inner}", times, moved, error)
-
-
-@section
 def rotations(bench: Bench) -> None:
     for tokens, queries, keys, dim, normed in (
         (16000, 12, 12, 64, False),
@@ -552,7 +531,9 @@ class Rounded(DummySource):
 def make_runner(architecture: str, config: dict[str, Any], device: torch.device, source: Any) -> ModelRunner:
     with torch.inference_mode():
         model = build_model(architecture, config, LayerBuilder(source))
-        spec = SimpleNamespace(pooling=PoolingSpec(("mean",), normalize=True), config={}, sparse=None)
+        spec = SimpleNamespace(
+            pooling=PoolingSpec(("mean",), normalize=True), config={}, sparse=None, late=None, score=None
+        )
         return ModelRunner(model, Pooler(spec, model.heads, []), device, 2)  # type: ignore[arg-type]
 
 
@@ -665,7 +646,7 @@ def allow_loaded_bounds() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    usual = [name for name in SECTIONS if name != "products"]
+    usual = list(SECTIONS)
     parser.add_argument("--only", default=",".join(usual), help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--save", action="store_true")

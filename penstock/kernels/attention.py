@@ -27,11 +27,14 @@ class Tiles(NamedTuple):
     stages: int
 
 
+def _warps(block: int, dim: int) -> int:
+    """Of a program that holds a whole row; small ones gain nothing from sharing it."""
+    return 1 if block <= 32 and dim <= 64 else max(1, block // 16)
+
+
 def tiles_for(dim: int) -> Tiles:
-    if dim <= 64:
-        return Tiles(128, 64, 4, 3)
     if dim <= 128:
-        return Tiles(128, 64, 8, 3)
+        return Tiles(64, 64, 4, 3)
     return Tiles(64, 32, 4, 2)
 
 
@@ -156,7 +159,7 @@ def short_rows(
             BLOCK_DIM=max(16, power_of_2(dim)),
             CAUSAL=causal,
             LIMITED=limits is not None,
-            num_warps=max(1, block // 16) if warps is None else warps,
+            num_warps=_warps(block, dim) if warps is None else warps,
             num_stages=1,
         )
     return out

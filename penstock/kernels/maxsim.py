@@ -227,8 +227,10 @@ def choose_tiling(
     width = max(32, triton.next_power_of_2(dim))
     if width * dtype.itemsize > 512:
         return Tiling(query, 64, 128 // dtype.itemsize, warps=4, stages=4, group=group)
-    # Where programs are few, each must have more on its way to fill the bus.
-    stages = 5 if pairs <= 512 and width * dtype.itemsize <= 256 else 3
+    stages = 3
+    if pairs <= 2048 and width * dtype.itemsize <= 256:  # programs are few: found best by the benchmark
+        short = query <= 32 and max_document_length <= 512
+        stages, group = (2, 2 if one_query else 1) if short else (4, group)
     return Tiling(query, 64, width, warps=4, stages=stages, group=group)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.core import LengthGroup
 from penstock.kernels.attention import SHORT, flash_rows, short_rows
@@ -37,7 +38,9 @@ class AttentionKind:
 
 
 _SHORT = 64  # tokens; rows up to here are faster by plain products on a CPU
-_OWN = SHORT  # tokens; on CUDA longer rows go to the library, those between `SHORT` and this to `flash_rows`
+_OWN = (
+    1 << 30
+)  # tokens; on CUDA rows up to here go to our kernels, which benchmarks/gpu_kernels.py found faster
 _WIDEST = 128  # of the heads that our kernels are tuned for
 
 BIDIRECTIONAL = AttentionKind()
@@ -263,7 +266,8 @@ def _redo_limited(
 
     if kind.window is not None and kind.window < limits.max_length - 1:
         limited = [group for group in batch.groups if group.keys]
-        _fill(out.view(len(out), -1), limited, query, key, value, kind, None)
+        with sdpa_kernel(SDPBackend.MATH):  # only there a token that sees no key at all gives nothing
+            _fill(out.view(len(out), -1), limited, query, key, value, kind, None)
         return
     own = varlen_attn(
         query.index_select(0, limits.tokens),

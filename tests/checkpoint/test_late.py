@@ -54,7 +54,7 @@ def test_stanfords_defaults(tmp_path: Path) -> None:
     assert spec.late == LateSpec(
         dense=(DenseSpec("", 32, 16, False, "identity"),),
         dim=16,
-        query_length=32,
+        query_length=None,
         document_length=None,
         expand_to=32,
         attend=False,

@@ -14,7 +14,9 @@ import pytest
 
 from tests.e2e.server import Server, serving
 
-BIG = {"input": ["some words that take a while to embed " * 25] * 250}  # seconds of work
+BIG = {
+    "input": [f"{i} " + "some words that take a while to embed " * 25 for i in range(250)]
+}  # seconds of work
 
 
 def test_health_version_models_schema_and_pages_answer(http: httpx.Client) -> None:
@@ -144,7 +146,7 @@ def test_a_queue_beyond_its_tokens_says_429() -> None:
         )
         busy.start()
         time.sleep(0.5)
-        refused = http.post("/v1/embeddings", json={"input": ["word " * 200] * 20})
+        refused = http.post("/v1/embeddings", json={"input": [f"{i} " + "word " * 200 for i in range(20)]})
         assert refused.status_code == 429
         assert "retry-after" in refused.headers
         busy.join()

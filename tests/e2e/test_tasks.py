@@ -133,7 +133,7 @@ def test_a_task_that_the_model_has_not_is_a_422_that_says_which_it_has(moods: Se
     for refused, has in (
         (post(moods, "/pooling", task="token_classify"), "classify, embed, token_embed"),
         (post(moods, "/pooling", task="sparse"), "classify, embed, token_embed"),
-        (post(server, "/classify"), "embed, token_embed"),
+        (post(server, "/classify"), "embed, token_embed, score"),
     ):
         assert refused.status_code == 422
         assert refused.json()["error"]["message"].endswith(f"it has: {has}")

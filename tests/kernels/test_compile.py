@@ -15,7 +15,7 @@ torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.kernels import activation, attention, cast, embedding, norm, pooling, product, rotary, splade
+from penstock.kernels import activation, attention, cast, embedding, norm, pooling, rotary, splade
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
 compiled = []
@@ -44,7 +44,7 @@ class Compiler:
         compiled.append(self.function.__name__)
 
 kernels, helpers = set(), ("_activated", "_key_tile", "_squashed")
-for module in (activation, attention, cast, embedding, norm, pooling, product, rotary, splade):
+for module in (activation, attention, cast, embedding, norm, pooling, rotary, splade):
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
             kernels.add(name)
@@ -62,7 +62,6 @@ activation.gated(x(2, 2304), "gelu", True)
 norm.add_norm(x(2, 768), x(2, 768), x(768), x(768), 1e-12, rms=False, keep=False)
 norm.add_norm(x(2, 4096), x(2, 4096), x(4096), None, 1e-6, rms=True)
 norm.norm_add_norm(x(2, 768), x(2, 768), x(768), x(768), 1e-6)
-product.linear_act(x(9, 768), x(3072, 768), x(3072), "gelu")
 tables = x(9, 64, dtype=torch.float32), x(9, 64, dtype=torch.float32)
 norms = rotary.HeadNorms(x(128), x(128), 1e-6)
 rotary.rotate_fused_(x(2, 32, 128), (16, 8), i(2), *tables, size=128, norms=norms)

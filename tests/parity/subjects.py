@@ -188,6 +188,7 @@ def _ask_encoder(name: str, task: Task, folder: Path) -> Question:
 # Decoders.
 
 _DECODERS = {
+    "gemma": "gemma",
     "qwen3": "qwen3",
     "qwen2": "qwen2",
     "reward": "qwen2",

@@ -100,9 +100,14 @@ def test_without_metadata_the_defaults_hold_and_documents_have_the_models_limit(
     long = " ".join(["water"] * 250)
     with engine(tmp_path) as ours:
         late = ours.spec.late
-        assert late is not None and (late.query_length, late.document_length) == (32, None)
+        assert late is not None and (late.query_length, late.document_length, late.expand_to) == (
+            None,
+            None,
+            32,
+        )
         assert worst(ours.token_embed([long]), reference.encode([long], query=False)) <= 1e-5
         assert worst(ours.token_embed("a", input_type="query"), reference.encode(["a"], query=True)) <= 1e-5
+        assert len(ours.token_embed(long, input_type="query")[0]) > 250, "nothing is cut unasked"
         with pytest.raises(BadValue, match="303 tokens, but the model takes at most 256"):
             ours.token_embed(" ".join(["water"] * 300))
         assert len(ours.token_embed(" ".join(["water"] * 300), truncate_prompt_tokens=-1)[0]) == 256
