@@ -88,6 +88,29 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.per_token or self.task is Task.SPARSE
 
 
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a row is continued. Texts (stop strings, bad words) are token ids by the time they are here."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: the likeliest token
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that must not come
+    stop_token_ids: tuple[int, ...] = ()  # end the row, and are not shown
+    eos_token_ids: tuple[int, ...] = ()  # the same, unless `ignore_eos`
+    ignore_eos: bool = False
+    logprobs: int | None = None  # so many of the likeliest besides the chosen one
+    prompt_logprobs: int | None = None
+
+
 def cumulative(lengths: Ints) -> Ints:
     """Where each ragged row begins, and the end: [rows] → [rows + 1]."""
     out = np.zeros(len(lengths) + 1, dtype=np.int32)
@@ -319,6 +342,22 @@ class Answer:
     values: Array
     timings: Timings
     more: tuple[Array, ...] = ()  # of the request's further outputs, alike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """Further tokens of one row of a request; the last part says why it ended."""
+
+    id: str
+    row: int
+    token_ids: Ints  # [new]
+    finish: str | None = None  # "stop" | "length"
+    stop_token: int | None = None  # the token that ended it, where one did
+    # Where asked for: the chosen token first, then the likeliest, falling.
+    logprob_ids: Ints | None = None  # [new, 1 + logprobs]
+    logprobs: NDArray[np.float32] | None = None  # [new, 1 + logprobs]
+    ranks: Ints | None = None  # [new], of the chosen token, from 1
+    timings: Timings | None = None  # with the last part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
