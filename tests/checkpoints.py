@@ -152,6 +152,18 @@ def write_lexical(folder: Path) -> Path:
     return folder
 
 
+def write_m3(folder: Path) -> Path:
+    """The same with the layer behind its token vectors, as BGE-M3 is."""
+    write_lexical(folder)
+    width, generator = BERT_CONFIG["hidden_size"], torch.Generator().manual_seed(2)
+    tensors = {
+        "weight": torch.randn((width, width), generator=generator),
+        "bias": torch.randn(width, generator=generator),
+    }
+    torch.save(tensors, folder / "colbert_linear.pt")
+    return folder
+
+
 def write_cross_encoder(folder: Path, labels: int = 1, **config: Any) -> Path:
     """A BERT that judges a pair of texts."""
     size = BERT_CONFIG["hidden_size"]

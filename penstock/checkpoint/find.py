@@ -20,7 +20,7 @@ DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*/config.json", "*/*.safetensors"]
-_WANTED += ["sparse_linear.pt"]  # BGE-M3 keeps one of its heads so
+_WANTED += ["sparse_linear.pt", "colbert_linear.pt"]  # BGE-M3 keeps its heads so
 _WANTED += ["artifact.metadata"]  # how stanford's ColBERT models read texts
 _OTHER_RUNTIMES = ["onnx/*", "openvino/*", "tf_model*", "flax_model*", "rust_model*", "original/*"]
 

@@ -63,7 +63,8 @@ _REWARD_MODELS = ("ForRewardModel", "ForProcessRewardModel")
 _STEP = "step"  # a pooling type that adds rewards of steps
 _STEP_TAG = "<extra_0>"  # what process reward models end a step with, unless told
 _SPLADE = "splade"  # a pooling type that adds a task to a masked-language model
-_LEXICAL_FILES = ("sparse_linear.safetensors", "sparse_linear.pt")  # BGE-M3's
+_LEXICAL = "sparse_linear"  # BGE-M3's layers, each a file of its own
+_MULTI_VECTOR = "colbert_linear"
 
 
 class PoolingSpec(msgspec.Struct, frozen=True):
@@ -117,6 +118,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # of which a request may choose one
+    multi_vector: str | None = (
+        None  # BGE-M3's file with the layer behind its token vectors; the first has none
+    )
     late: LateSpec | None = None  # a vector a token, compared token by token
     score: ScoreSpec | None = None  # of models that read a query and a document together
 
@@ -234,6 +238,7 @@ def read_spec(
         tasks=_tasks(architecture, config, sparse, score) if late is None else _late_tasks(modules),
         labels=_labels(architecture, config),
         sparse=sparse,
+        multi_vector=_beside(folder, _MULTI_VECTOR) if sparse is not None and late is None else None,
         score=score,
         reward=_reward(folder, architecture, config, pooler),
         late=late,
@@ -441,11 +446,15 @@ def _sparse(
                 param="model",
             )
         return _splade(read_json(places[0] / "config.json")) if places else SparseSpec("splade")
-    if architecture.endswith(("Model", "ForMaskedLM")):
-        for file in _LEXICAL_FILES:
-            if (folder / file).is_file():
-                return SparseSpec("lexical", file=file)
-    return None
+    file = _beside(folder, _LEXICAL)
+    if file is None or not architecture.endswith(("Model", "ForMaskedLM")):
+        return None
+    return SparseSpec("lexical", file=file)
+
+
+def _beside(folder: Path, name: str) -> str | None:
+    names = (f"{name}.safetensors", f"{name}.pt")
+    return next((file for file in names if (folder / file).is_file()), None)
 
 
 def _is(pooler: PoolerConfig, kind: str) -> bool:

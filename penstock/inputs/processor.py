@@ -14,7 +14,16 @@ import msgspec
 import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import MAX_TERMS, MAX_TOP_K, Ints, OutputDtype, PoolingParams, Request, Task
+from penstock.core import (
+    MAX_TERMS,
+    MAX_TOP_K,
+    Ints,
+    OutputDtype,
+    PoolingParams,
+    Request,
+    Task,
+    cumulative,
+)
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.late import Framing, LateInputs
@@ -155,6 +164,7 @@ class InputProcessor:
             reuse_prefix=self.reads_last_token_only(params),
             cache_salt=options.cache_salt,
             adapters=self._adapters(len(lengths), options),
+            keep=self.kept(lengths) if params.task is Task.TOKEN_EMBED else None,
         )
 
     def _late_request(
@@ -175,6 +185,14 @@ class InputProcessor:
             made = late.document_rows(rows, options.truncate_prompt_tokens, framing)
         _refuse_empty(made.lengths)
         return Request(request_id, made.token_ids, made.lengths, params, keys=made.keys, keep=made.keep)
+
+    def kept(self, lengths: Ints) -> Ints | None:
+        """Which tokens have a vector in the answer: of BGE-M3 all but the first."""
+        if self.spec.multi_vector is None:
+            return None
+        keep = np.ones(int(lengths.sum()), dtype=np.int32)
+        keep[cumulative(lengths)[:-1]] = 0
+        return keep
 
     def _adapters(self, rows: int, options: InputOptions) -> Ints | None:
         number = choose_adapter(self.spec, options.adapter, options.prompt_name, options.input_type)

@@ -20,5 +20,7 @@ def want_also(processor: InputProcessor, request: Request, more: Sequence[Poolin
     """Ask for further outputs of a request's rows. Then no row may stand on a cached prefix alone, unless
     every output could."""
     request.also = tuple(processor.settled(params) for params in more)
+    if request.keep is None and any(params.task is Task.TOKEN_EMBED for params in more):
+        request.keep = processor.kept(request.lengths)
     last = all(map(processor.reads_last_token_only, request.also))
     request.reuse_prefix = request.reuse_prefix and last

@@ -14,10 +14,11 @@ from penstock.core import PoolingParams, Task, Variant
 from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
+from penstock.pooling.beside import lexical_head, multi_vector_head
 from penstock.pooling.heads import Dense, unit
 from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
 from penstock.pooling.score import Judge
-from penstock.pooling.sparse import Splade, lexical_head
+from penstock.pooling.sparse import Splade
 from penstock.scoring.pairs import PairScorer, PairTensors
 from penstock.weights.stream import open_weights
 
@@ -37,6 +38,7 @@ class Pooler:
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
         self.normalize_tokens = spec.pooling.normalize if spec.late is None else spec.late.normalize
+        self.normalize_tokens |= spec.multi_vector is not None
         self.activate = softmax_or_sigmoid(spec.config)
         self.scorer: PairScorer | None = None  # given where the model scores pairs by their vectors
         self.judge = None if spec.score is None else Judge(spec.score)
@@ -164,7 +166,10 @@ def build_pooler(
         layers = [_dense(spec, dense, load_format, seed, device, dtype) for dense in spec.late.dense]
         heads = {**heads, Task.TOKEN_EMBED: TaskHead("all", Stack(*layers), spec.late.dim)}
     if spec.sparse is not None and spec.sparse.kind == "lexical":
-        heads = {**heads, Task.SPARSE: lexical_head(spec, spec.sparse, load_format, seed, device)}
+        heads = {**heads, Task.SPARSE: lexical_head(spec, spec.sparse.file, load_format, seed, device)}
+    if spec.multi_vector is not None:
+        vectors = multi_vector_head(spec, spec.multi_vector, load_format, seed, device)
+        heads = {**heads, Task.TOKEN_EMBED: vectors}
     return Pooler(spec, heads, dense)
 
 

@@ -1,4 +1,4 @@
-"""Sparse weights on the device: SPLADE's terms, and BGE-M3's layer that weighs the given tokens."""
+"""Sparse weights on the device: SPLADE's terms."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.checkpoint.spec import ModelSpec, SparseSpec
+from penstock.checkpoint.spec import SparseSpec
 from penstock.core import MAX_TERMS, Variant
-from penstock.errors import ModelLoadError
 from penstock.kernels.language import fused
 from penstock.kernels.splade import reduce_rows, squashed
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
-from penstock.layers.linear import Linear
 
 # Logits that exist at a time. On a CPU they should not go far beyond the caches; a GPU wants large products.
 _LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
@@ -117,32 +114,3 @@ def blocks(lengths: list[int], tile: int) -> Iterator[Block]:
         tokens += length
     if block.lengths:
         yield block
-
-
-def lexical_head(
-    spec: ModelSpec, sparse: SparseSpec, load_format: str, seed: int, device: torch.device
-) -> TaskHead:
-    """relu(linear(hidden)), one weight a token. Small, so it stays in fp32 whatever the model runs in."""
-    if load_format == "dummy":
-        weight = torch.randn((1, spec.token_dim), generator=torch.Generator().manual_seed(seed)) * 0.02
-        tensors = {"weight": weight, "bias": torch.zeros(1)}
-    else:
-        tensors = _read_layer(spec, sparse.file)
-    layer = Linear(tensors["weight"].to(device).float(), tensors["bias"].to(device).float(), "relu")
-    return TaskHead("all", lambda hidden: layer(hidden.float()), 1)
-
-
-def _read_layer(spec: ModelSpec, name: str) -> dict[str, Tensor]:
-    file = spec.path / name
-    try:
-        if name.endswith(".safetensors"):
-            tensors = load_file(file)
-        else:
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    except Exception as error:  # both libraries raise many kinds
-        raise ModelLoadError(f"{file} cannot be read: {error}") from None
-    wanted = {"weight": (1, spec.token_dim), "bias": (1,)}
-    if shapes != wanted:
-        raise ModelLoadError(f"{file} holds tensors of shape {shapes}; BGE-M3's layer has {wanted}")
-    return dict(tensors)

@@ -9,15 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.checkpoint.spec import describe, with_limit
 from penstock.config import EngineConfig, ServerConfig
-from penstock.core import Answer, Request, Task
+from penstock.core import Answer, Request
 from penstock.engine.local import LocalEngine
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.processor import InputProcessor
@@ -30,9 +28,8 @@ class LocalClient:
 
     ready: Any = object()
 
-    def __init__(self, engine: LocalEngine, similarity: str) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
-        self.similarity = similarity
         self.requests: list[Request] = []
 
     def start(self) -> None:
@@ -49,32 +46,6 @@ class LocalClient:
         return self.engine.submit(request)
 
 
-class ComparingClient(LocalClient):
-    """Compares vectors itself: what an engine does with `pairs`, told in NumPy."""
-
-    async def run(self, request: Request) -> Answer:
-        if request.pairs is None:
-            return await super().run(request)
-        self.requests.append(request)
-        embed = msgspec.structs.replace(request.params, task=Task.EMBED)
-        rows = Request(request.id, request.token_ids, request.lengths, embed, skip=request.skip)
-        answer = await asyncio.wrap_future(self.submit(rows))
-        queries = answer.values[: request.num_queries][request.pairs]
-        scores = compare(self.similarity, queries, answer.values[request.num_queries :])
-        return Answer(request.id, scores.astype(np.float32)[:, None], answer.timings)
-
-
-def compare(similarity: str, queries: Any, documents: Any) -> Any:
-    if similarity == "dot":
-        return (queries * documents).sum(1)
-    if similarity == "euclidean":
-        return -np.linalg.norm(queries - documents, axis=1)
-    if similarity == "manhattan":
-        return -np.abs(queries - documents).sum(1)
-    lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)
-    return (queries * documents).sum(1) / lengths
-
-
 @contextmanager
 def serving_here(
     folder: Path,
@@ -89,7 +60,7 @@ def serving_here(
     spec = with_limit(described, settings.max_model_len)
     tokenizer = Tokenizer(spec.path)
     engine = LocalEngine(spec, settings)
-    local = client(engine, spec.similarity)
+    local = client(engine)
     model = ServedModel(
         spec=spec,
         processor=InputProcessor(spec, tokenizer),

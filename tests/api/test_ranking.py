@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock import Engine
-from tests.api.served import ComparingClient, LocalClient, serving_here
+from tests.api.served import LocalClient, serving_here
 from tests.checkpoints import WORDS, write_bert, write_cross_encoder, write_json
 
 QUERY = "the long water"
@@ -58,7 +58,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     prompts = {"query": "query: ", "passage": "passage: ", "plain": "a "}
     write_json(folder / "config_sentence_transformers.json", {"prompts": prompts})
     with (
-        serving_here(folder, client=ComparingClient) as (http, client),
+        serving_here(folder) as (http, client),
         Engine(str(folder), device="cpu", threads=1) as engine,
     ):
         yield Served(http, client, engine)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from penstock import Engine
-from tests.checkpoints import write_lexical, write_splade
+from tests.checkpoints import write_lexical, write_m3, write_splade
 from tests.e2e.server import serving
 
 TEXTS = ["the water of the people", "a long search", "the the the oil"]
 
 
-@pytest.fixture(scope="module", params=["splade", "lexical"])
+@pytest.fixture(scope="module", params=["splade", "lexical", "m3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    write = {"splade": write_splade, "lexical": write_lexical}[request.param]
+    write = {"splade": write_splade, "lexical": write_lexical, "m3": write_m3}[request.param]
     return write(tmp_path_factory.mktemp("models") / request.param)
 
 
@@ -58,6 +58,7 @@ def test_several_outputs_come_in_one_answer(sparse_http: httpx.Client, folder: P
         expected = engine.outputs(TEXTS, tasks, top_k=4, dimensions=8)
         np.testing.assert_allclose(expected["embed"], engine.embed(TEXTS, dimensions=8), atol=1e-6)
         assert expected["sparse"] == engine.sparse(TEXTS, top_k=4)
+        tokenized = engine.tokenize(TEXTS)
     body = {"input": TEXTS, "task": tasks, "top_k": 4, "dimensions": 8}
     answer = sparse_http.post("/pooling", json=body).json()
     rows = [row["data"] for row in answer["data"]]
@@ -67,7 +68,7 @@ def test_several_outputs_come_in_one_answer(sparse_http: httpx.Client, folder: P
         assert {
             term["token_id"]: pytest.approx(term["weight"], abs=1e-5) for term in row["sparse"]
         } == weights
-    tokens = sum(len(tokens) for tokens in expected["token_embed"])
+    tokens = sum(len(row) for row in tokenized)
     assert answer["usage"]["prompt_tokens"] == tokens, "each text ran once"
 
 

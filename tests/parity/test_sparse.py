@@ -24,6 +24,7 @@ from penstock.engine.progress import rows_of
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from tests.checkpoints import write_m3 as write_whole_m3
 from tests.parity.reference import FAMILIES, Vectors, make_texts, with_head, write_transformer
 
 TEXTS = [text for text in make_texts(40) if len(text) < 150]
@@ -255,3 +256,24 @@ def test_models_without_sparse_weights_and_wrong_values_are_refused(tmp_path: Pa
         for weight in (-0.1, float("nan"), float("inf")):
             with pytest.raises(BadValue, match="min_weight"):
                 engine.sparse(["a"], min_weight=weight)
+
+
+def test_bge_m3_gives_dense_sparse_and_token_vectors_of_one_forward(tmp_path: Path) -> None:
+    """By its own recipe: tokens but the first through a layer, normalised; weights by token; one vector."""
+    folder = write_whole_m3(tmp_path)
+    layer = torch.load(folder / "colbert_linear.pt", weights_only=True)
+    with Engine(str(folder), device="cpu", threads=1) as engine:
+        texts = ["the water of the people", "a long search"]
+        found = engine.outputs(texts, ["embed", "sparse", "token_embed"])
+        assert found["sparse"] == engine.sparse(texts)
+        np.testing.assert_allclose(found["embed"], engine.embed(texts), atol=1e-6)
+        alone = engine.token_embed(texts)
+        rows = engine.tokenize(texts)
+    reference = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    for row, ours, single in zip(rows, found["token_embed"], alone, strict=True):
+        with torch.inference_mode():
+            hidden = reference(input_ids=torch.tensor([row])).last_hidden_state[0, 1:]
+            expected = torch.nn.functional.normalize(hidden @ layer["weight"].T + layer["bias"], dim=-1)
+        assert ours.shape == (len(row) - 1, layer["weight"].shape[0])
+        np.testing.assert_allclose(ours, expected, atol=1e-5)
+        np.testing.assert_allclose(ours, single, atol=1e-6)

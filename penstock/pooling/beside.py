@@ -1,0 +1,55 @@
+"""Layers that lie in files of their own beside a checkpoint: BGE-M3's, which weigh and project its tokens.
+
+They are small, so they stay in fp32 whatever the model runs in.
+"""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.errors import ModelLoadError
+from penstock.layers.head import TaskHead
+from penstock.layers.linear import Linear
+
+
+def lexical_head(spec: ModelSpec, file: str, load_format: str, seed: int, device: torch.device) -> TaskHead:
+    """relu(linear(hidden)), one weight a token."""
+    return _head(spec, file, 1, "relu", load_format, seed, device)
+
+
+def multi_vector_head(
+    spec: ModelSpec, file: str, load_format: str, seed: int, device: torch.device
+) -> TaskHead:
+    """linear(hidden), one vector a token."""
+    return _head(spec, file, spec.token_dim, "identity", load_format, seed, device)
+
+
+def _head(
+    spec: ModelSpec, file: str, outputs: int, act: str, load_format: str, seed: int, device: torch.device
+) -> TaskHead:
+    shapes = {"weight": (outputs, spec.token_dim), "bias": (outputs,)}
+    if load_format == "dummy":
+        weight = torch.randn(shapes["weight"], generator=torch.Generator().manual_seed(seed)) * 0.02
+        tensors = {"weight": weight, "bias": torch.zeros(outputs)}
+    else:
+        tensors = _read(spec, file, shapes)
+    layer = Linear(tensors["weight"].to(device).float(), tensors["bias"].to(device).float(), act)
+    return TaskHead("all", lambda hidden: layer(hidden.float()), outputs)
+
+
+def _read(spec: ModelSpec, name: str, wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    file = spec.path / name
+    try:
+        if name.endswith(".safetensors"):
+            tensors = load_file(file)
+        else:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    except Exception as error:  # both libraries raise many kinds
+        raise ModelLoadError(f"{file} cannot be read: {error}") from None
+    if shapes != wanted:
+        raise ModelLoadError(f"{file} holds tensors of shape {shapes}; BGE-M3's layer has {wanted}")
+    return dict(tensors)
