@@ -172,6 +172,21 @@ class Request:
         return 0 if self.pairs is None else self.num_rows - len(self.pairs)
 
 
+@dataclass(slots=True, eq=False)
+class Comparison:
+    """Late interaction of vectors that the caller brings; `pairs` names the query of each document."""
+
+    id: str
+    queries: Array  # [query vectors, dim]
+    query_lengths: Ints  # [queries]
+    documents: Array  # [document vectors, dim]
+    document_lengths: Ints  # [documents]
+    pairs: Ints  # [documents]
+    query_scales: Array | None = None  # [query vectors], of vectors in int8
+    document_scales: Array | None = None  # [document vectors]
+    arrival_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Where a request's time went inside the engine, in seconds."""

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.core import Answer, Request
+from penstock.core import Answer, Comparison, Request
 from penstock.engine.messages import (
     Cancel,
     Hello,
@@ -23,6 +23,7 @@ from penstock.engine.messages import (
     Ready,
     decode_from_engine,
     encode,
+    pack_comparison,
     pack_requests,
     unpack_outcomes,
 )
@@ -73,20 +74,31 @@ class EngineClient:
 
     async def run(self, request: Request) -> Answer:
         """The answer to one request. Cancelling the caller cancels the request's rows."""
+        return await self._ask(request.id, lambda: self._enqueue(request))
+
+    async def compare(self, comparison: Comparison) -> Answer:
+        """The scores of vectors that the caller brought."""
+        return await self._ask(comparison.id, lambda: self._send(pack_comparison(comparison)))
+
+    async def _ask(self, request_id: str, send: Callable[[], None]) -> Answer:
+        """Register the waiter, then send."""
         if self.ready is None:
             raise EngineUnavailable(self.reason())
         future: asyncio.Future[Answer] = self._loop.create_future()
-        self._waiters[request.id] = future
-        if not self._outgoing:
-            self._loop.call_soon(self._flush)
-        self._outgoing.append(request)
+        self._waiters[request_id] = future
+        send()
         try:
             return await future
         except asyncio.CancelledError:
-            self._cancel(request.id)
+            self._cancel(request_id)
             raise
         finally:
-            self._waiters.pop(request.id, None)
+            self._waiters.pop(request_id, None)
+
+    def _enqueue(self, request: Request) -> None:
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(request)
 
     def _cancel(self, request_id: str) -> None:
         if not self._cancelled:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core import Answer, Request, StepPlan, StepResult, Timings
+from penstock.core import Answer, Array, Comparison, Request, StepPlan, StepResult, Timings
 from penstock.engine.progress import Follower, Progress, rows_of
 from penstock.engine.twins import Twins, some_rows
 from penstock.errors import BadValue, DeadlineExceeded, PenstockError, RowFailed
@@ -77,12 +77,13 @@ class EngineCore:
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
         self._relays = 0
+        self._comparisons: dict[str, tuple[Comparison, Future[Array]]] = {}
         self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart
         self._block_size = scheduler.chunking.pool.block_size if scheduler.chunking else 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._progress) or bool(self._flights)
+        return bool(self._progress or self._flights or self._comparisons)
 
     @property
     def running(self) -> int:
@@ -102,6 +103,12 @@ class EngineCore:
             self.scheduler.add(split.job)
         self._progress[request.id] = self.twins.begin(request, split)
 
+    def compare(self, comparison: Comparison) -> None:
+        """Take on vectors to be compared; they wait for no step."""
+        future = self.runner.compare(comparison)
+        self._comparisons[comparison.id] = (comparison, future)
+        future.add_done_callback(lambda _: self.wake())
+
     def cancel(self, request_id: str) -> None:
         """Forget a request. Rows that are in flight run to their end and are dropped."""
         if (progress := self._progress.get(request_id)) is not None:
@@ -111,6 +118,7 @@ class EngineCore:
         """One turn: let go of what is late, collect what is done, launch what fits."""
         outcomes = self._expire()
         outcomes += self._collect()
+        outcomes += self._compared()
         self._launch()
         return outcomes
 
@@ -159,6 +167,20 @@ class EngineCore:
             result = flight.future.result()
             outcomes += self._hand_out(flight.plan, result)
             self.observe(self._stats(flight, result))
+        return outcomes
+
+    def _compared(self) -> list[Outcome]:
+        done = [key for key, (_, future) in self._comparisons.items() if future.done()]
+        outcomes: list[Outcome] = []
+        for key in done:
+            comparison, future = self._comparisons.pop(key)
+            if (error := future.exception()) is not None:
+                outcomes.append(
+                    Failure(key, RowFailed(f"the comparison failed: {type(error).__name__}: {error}"))
+                )
+                continue
+            waited = max(0.0, self.clock() - comparison.arrival_s)
+            outcomes.append(Answer(key, future.result(), Timings(device_s=waited)))
         return outcomes
 
     def _hand_out(self, plan: StepPlan, result: StepResult) -> list[Outcome]:

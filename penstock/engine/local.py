@@ -9,7 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import Answer, Request
+from penstock.core import Answer, Comparison, Request
 from penstock.engine.build import build_core
 from penstock.engine.core import Outcome
 from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
@@ -19,7 +19,9 @@ class LocalEngine:
     """submit → future. Safe to call from any thread."""
 
     def __init__(self, spec: ModelSpec, settings: Resolved) -> None:
-        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()  # str: cancel, None: wake
+        self._inbox: queue.SimpleQueue[Request | Comparison | str | None] = (
+            queue.SimpleQueue()
+        )  # str: cancel, None: wake
         self._waiters: dict[str, Future[Answer]] = {}
         self._closing = False
         self._why = "the engine is closed"
@@ -28,7 +30,7 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> Future[Answer]:
+    def submit(self, request: Request | Comparison) -> Future[Answer]:
         future: Future[Answer] = Future()
         with self._gate:
             if self._closing:
@@ -67,8 +69,10 @@ class LocalEngine:
                 _settle(future, EngineUnavailable(self._why))
             raise
 
-    def _take(self, message: Request | str | None) -> None:
-        if isinstance(message, Request):
+    def _take(self, message: Request | Comparison | str | None) -> None:
+        if isinstance(message, Comparison):
+            self._core.compare(message)
+        elif isinstance(message, Request):
             try:
                 self._core.add(message)
             except PenstockError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.core import Answer, Array, Ints, PoolingParams, Request, Timings
+from penstock.core import Answer, Array, Comparison, Ints, PoolingParams, Request, Timings
 from penstock.engine.core import Failure, Outcome
 from penstock.errors import revive
 
@@ -49,6 +49,14 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     entries: list[Entry]
 
 
+class Compare(msgspec.Struct, tag="compare", array_like=True):
+    """Vectors to be compared; their arrays lie in a frame each, in the order of these."""
+
+    id: str
+    arrival_s: float
+    arrays: dict[str, tuple[str, tuple[int, ...]]]  # name → dtype, shape
+
+
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
     ids: list[str]
 
@@ -76,7 +84,7 @@ class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
 
 OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
 
-ToEngine = Hello | Submit | Cancel
+ToEngine = Hello | Submit | Compare | Cancel
 FromEngine = Ready | Outcomes
 
 encode = msgspec.msgpack.Encoder().encode
@@ -136,6 +144,33 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
             )
         )
     return requests
+
+
+_COMPARED = (
+    "queries",
+    "query_lengths",
+    "documents",
+    "document_lengths",
+    "pairs",
+    "query_scales",
+    "document_scales",
+)
+
+
+def pack_comparison(comparison: Comparison) -> list[Any]:
+    """Frames of one `Compare`: the header, then one for each array."""
+    arrays = {name: array for name in _COMPARED if (array := getattr(comparison, name)) is not None}
+    shapes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+    frames = [np.ascontiguousarray(array) for array in arrays.values()]
+    return [encode(Compare(comparison.id, comparison.arrival_s, shapes)), *frames]
+
+
+def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
+    arrays = {
+        name: np.frombuffer(frame, dtype=np.dtype(dtype)).reshape(shape)
+        for (name, (dtype, shape)), frame in zip(header.arrays.items(), frames, strict=True)
+    }
+    return Comparison(header.id, **arrays, arrival_s=header.arrival_s)
 
 
 def pack_outcomes(outcomes: Sequence[Outcome]) -> list[Any]:

@@ -285,6 +285,9 @@ class Engine(Ranking):
     def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [row.tolist() for row in self._processor.tokenizer.encode(texts, add_special_tokens)]
 
+    def _new_id(self) -> str:
+        return f"local-{next(self._numbers)}"
+
     def close(self) -> None:
         self._tokenize.shutdown()
         self._engine.close()

@@ -25,12 +25,14 @@ from penstock.engine.build import build_core
 from penstock.engine.core import EngineCore, Failure, Outcome
 from penstock.engine.messages import (
     Cancel,
+    Compare,
     Hello,
     Ready,
     Submit,
     decode_to_engine,
     encode,
     pack_outcomes,
+    unpack_comparison,
     unpack_requests,
 )
 from penstock.errors import PenstockError
@@ -110,6 +112,9 @@ class EngineServer:
             message = decode_to_engine(header)
             if isinstance(message, Submit):
                 refused += self._submit(sender, message, bulk[0])
+            elif isinstance(message, Compare):
+                self._owner[message.id] = sender
+                self._core.compare(unpack_comparison(message, bulk))
             elif isinstance(message, Cancel):
                 for request_id in message.ids:
                     self._core.cancel(request_id)

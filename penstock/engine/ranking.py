@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core import Answer, PoolingParams, Request, Task
+from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
 from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
 from penstock.inputs.pairs import check_pairs, finish_pairs, prepare_pairs
 from penstock.inputs.processor import InputProcessor
+from penstock.inputs.vectors import DTYPES, make_comparison
 from penstock.outputs.ranking import best, check_top_n
 
 Texts = str | Sequence[str]
@@ -33,6 +35,10 @@ class Ranked:
 
 class Ranking(ABC):
     _processor: InputProcessor
+    _engine: LocalEngine
+
+    @abstractmethod
+    def _new_id(self) -> str: ...
 
     @abstractmethod
     def _in_windows(
@@ -60,6 +66,31 @@ class Ranking(ABC):
         prepare = scoring(self._processor, use_activation, pair_options(options))
         done = self._in_windows(pairs, prepare, progress, priority)
         return np.concatenate([_scores(self._processor, *each) for each in done])
+
+    def maxsim(
+        self,
+        queries: Any,
+        documents: Sequence[Any],
+        *,
+        query_scales: Sequence[Any] | None = None,
+        document_scales: Sequence[Any] | None = None,
+    ) -> NDArray[Any]:
+        """Late-interaction scores of token vectors that the caller has, [documents]: `queries` is one
+        matrix [tokens, dim] for all documents, or a list with one for each; `documents` is a list of
+        matrices. float32, float16, or int8 with optional scales, one a vector."""
+        one = isinstance(queries, np.ndarray) and queries.ndim == 2
+        given = [queries] if one else list(queries)
+        kinds = {np.asarray(matrix).dtype for matrix in (*given, *documents) if len(matrix)}
+        dtype = str(next(iter(kinds))) if len(kinds) == 1 else "float32"
+        comparison = make_comparison(
+            self._new_id(),
+            given,
+            documents,
+            dtype=dtype if dtype in DTYPES else "float32",
+            query_scales=query_scales,
+            document_scales=document_scales,
+        )
+        return self._engine.submit(comparison).result().values[:, 0]
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from penstock.core import StepPlan, StepResult
+from penstock.core import Array, Comparison, StepPlan, StepResult
 
 
 class Runner(Protocol):
@@ -15,6 +15,10 @@ class Runner(Protocol):
         Steps complete in the order of their launch. A result's arrays are valid until
         `pipeline_depth` further steps have been launched. A step that fails raises from the future.
         """
+        ...
+
+    def compare(self, comparison: Comparison) -> Future[Array]:
+        """Score vectors that came from outside, fp32 [documents, 1]; independent of steps."""
         ...
 
     def close(self) -> None: ...

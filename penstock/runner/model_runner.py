@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.core import (
     Array,
+    Comparison,
     Ints,
     KeyLimits,
     KVPlan,
@@ -30,6 +31,7 @@ from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import cast
 from penstock.runner.staging import Staging
+from penstock.scoring.brought import compare
 from penstock.scoring.pairs import PairTensors
 
 
@@ -55,6 +57,9 @@ class ModelRunner:
         if self.device.type == "cpu":
             return self._thread.submit(self._run_on_cpu, plan)
         return self._launch_on_cuda(plan)
+
+    def compare(self, comparison: Comparison) -> Future[Array]:
+        return self._thread.submit(compare, comparison, self.device)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

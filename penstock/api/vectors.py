@@ -1,0 +1,63 @@
+"""Late interaction of vectors that the caller brings: `/v1/maxsim`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal
+
+import msgspec
+
+from penstock.api.endpoint import Call, Reply
+from penstock.api.work import check_rows, json_reply
+from penstock.errors import BadValue, DeadlineExceeded
+from penstock.inputs.vectors import make_comparison
+
+Matrix = list[list[float]] | str  # rows of numbers, or base64 of them
+
+
+class MaxsimRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /v1/maxsim`: `queries` has one matrix for all documents, or one for each."""
+
+    queries: list[Matrix]
+    documents: list[Matrix]
+    model: str | None = None
+    dtype: Literal["float32", "float16", "int8"] = "float32"
+    dim: int | None = None
+    query_scales: list[list[float]] | None = None
+    document_scales: list[list[float]] | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+    user: str | None = None
+
+
+async def maxsim(call: Call, body: MaxsimRequest) -> Reply:
+    """The late-interaction score of each document."""
+    call.request_id = body.request_id
+    model = call.state.model(body.model)
+    check_rows(call, body.documents)
+    if body.timeout is not None and not 0 < body.timeout < 86_400:
+        raise BadValue(f"timeout is {body.timeout}; use seconds above 0 and below 86400", param="timeout")
+    began = time.monotonic()
+    comparison = await asyncio.to_thread(
+        make_comparison,
+        call.state.next_id(),
+        body.queries,
+        body.documents,
+        dtype=body.dtype,
+        dim=body.dim,
+        query_scales=body.query_scales,
+        document_scales=body.document_scales,
+    )
+    comparison.arrival_s = call.began_s
+    call.tokenize_s = time.monotonic() - began
+    try:
+        async with asyncio.timeout(body.timeout):
+            answer = await model.client.compare(comparison)
+    except TimeoutError:
+        raise DeadlineExceeded(f"not finished within the timeout of {body.timeout} s") from None
+    call.device_s = answer.timings.device_s
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(answer.values[:, 0])]
+    name = f"maxsim-{body.request_id or comparison.id}"
+    head = {"id": name, "created": int(time.time()), "model": model.spec.name}
+    return json_reply({"object": "list", **head, "data": data})

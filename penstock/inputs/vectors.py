@@ -1,0 +1,125 @@
+"""Token vectors that a caller brings: numbers, base64 or arrays, joined for one comparison."""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.core import Array, Comparison, Ints
+from penstock.errors import BadValue
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
+
+
+def make_comparison(
+    request_id: str,
+    queries: Sequence[Any],
+    documents: Sequence[Any],
+    *,
+    dtype: str = "float32",
+    dim: int | None = None,
+    query_scales: Sequence[Any] | None = None,
+    document_scales: Sequence[Any] | None = None,
+) -> Comparison:
+    """One query for all documents, or one for each. `dim` is needed for base64, which has no shape."""
+    if dtype not in DTYPES:
+        raise BadValue(f"dtype {dtype!r} is unknown; use {', '.join(DTYPES)}", param="dtype")
+    if dim is not None and dim < 1:
+        raise BadValue(f"dim is {dim}; it must be at least 1", param="dim")
+    sides = {}
+    for name, given in (("queries", queries), ("documents", documents)):
+        if not len(given):
+            raise BadValue(f"{name} is empty; give at least one matrix", param=name)
+        sides[name] = [_matrix(rows, f"{name} {i}", name, dtype, dim) for i, rows in enumerate(given)]
+    width = _width([*sides["queries"], *sides["documents"]])
+    sides = {name: [_widened(matrix, width) for matrix in side] for name, side in sides.items()}
+    if len(queries) not in (1, len(documents)):
+        raise BadValue(
+            f"{len(queries)} queries for {len(documents)} documents; give one query, or one a document",
+            param="queries",
+        )
+    which = np.arange(len(documents), dtype=np.int32) if len(queries) > 1 else _zeros(len(documents))
+    return Comparison(
+        request_id,
+        np.concatenate(sides["queries"]),
+        _lengths(sides["queries"]),
+        np.concatenate(sides["documents"]),
+        _lengths(sides["documents"]),
+        which,
+        _scales(query_scales, sides["queries"], "query_scales"),
+        _scales(document_scales, sides["documents"], "document_scales"),
+    )
+
+
+def _matrix(given: Any, which: str, name: str, dtype: str, dim: int | None) -> Array:
+    kind = DTYPES[dtype]
+    if isinstance(given, str | bytes):
+        return _from_base64(given, which, name, np.dtype(kind), dim)
+    if not isinstance(given, np.ndarray) and not len(given):
+        return np.zeros((0, dim or 0), dtype=kind)
+    try:
+        matrix = np.asarray(given)
+    except ValueError:
+        raise BadValue(f"{which} has rows of different lengths", param=name) from None
+    if matrix.ndim != 2 or matrix.dtype.kind not in "fiu":
+        raise BadValue(f"{which} is not a matrix of numbers", param=name)
+    if dtype == "int8" and matrix.size and (matrix.min() < -128 or matrix.max() > 127):
+        raise BadValue(f"{which} holds numbers beyond int8", param=name)
+    if dtype == "int8" and matrix.dtype.kind == "f" and (matrix != np.rint(matrix)).any():
+        raise BadValue(f"{which} holds fractions, which int8 has not", param=name)
+    return _finite(np.ascontiguousarray(matrix, dtype=kind), which, name)
+
+
+def _from_base64(given: str | bytes, which: str, name: str, kind: np.dtype[Any], dim: int | None) -> Array:
+    if dim is None:
+        raise BadValue(f"{which} is base64, which needs dim", param="dim")
+    try:
+        raw = binascii.a2b_base64(given, strict_mode=True)
+    except (binascii.Error, ValueError):
+        raise BadValue(f"{which} is not valid base64", param=name) from None
+    if len(raw) % (dim * kind.itemsize):
+        raise BadValue(f"{which} has {len(raw)} bytes, which are no rows of {dim} {kind.name}", param=name)
+    return _finite(np.frombuffer(raw, dtype=kind).reshape(-1, dim), which, name)
+
+
+def _finite(matrix: Array, which: str, name: str) -> Array:
+    if matrix.dtype.kind == "f" and not np.isfinite(matrix).all():
+        raise BadValue(f"{which} holds values that are not finite", param=name)
+    return matrix
+
+
+def _width(matrices: list[Array]) -> int:
+    widths = sorted({matrix.shape[1] for matrix in matrices if len(matrix)})
+    if len(widths) > 1:
+        raise BadValue(
+            f"vectors have {widths[0]} and {widths[1]} numbers; all must have the same", param="documents"
+        )
+    return widths[0] if widths else 1
+
+
+def _widened(matrix: Array, width: int) -> Array:
+    """An empty matrix takes the width of the others."""
+    return matrix if len(matrix) else np.zeros((0, width), dtype=matrix.dtype)
+
+
+def _scales(given: Sequence[Any] | None, matrices: list[Array], name: str) -> Array | None:
+    if given is None:
+        return None
+    parts = [np.asarray(part, dtype=np.float32).reshape(-1) for part in given]
+    if [len(part) for part in parts] != [len(matrix) for matrix in matrices]:
+        raise BadValue(f"{name} must have one number for each vector of each matrix", param=name)
+    joined = np.concatenate(parts)
+    if not np.isfinite(joined).all() or (joined < 0).any():
+        raise BadValue(f"{name} must be finite and not negative", param=name)
+    return joined
+
+
+def _lengths(matrices: list[Array]) -> Ints:
+    return np.array([len(matrix) for matrix in matrices], dtype=np.int32)
+
+
+def _zeros(count: int) -> Ints:
+    return np.zeros(count, dtype=np.int32)
