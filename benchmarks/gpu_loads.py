@@ -1,0 +1,592 @@
+"""The loads of the H200 through HTTP: a server for each model, `penstock bench` as the client beside it.
+
+    python benchmarks/gpu_loads.py --models DIR [--rounds 3] [--only PATTERN] [--save PATH]
+
+DIR holds model folders (configuration and tokenizer; weights are made). Every load runs for a few seconds
+after a discarded warm-up; a load that fails says so, with the end of the server's log, and the others go on.
+`--list` names the loads. `--serve-flags "--device null"` tries all of it on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from http.client import HTTPConnection
+from importlib import metadata
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CLIENTS = 6  # load processes
+WARM_UP_S = 1.5
+
+
+@dataclass(frozen=True)
+class Load:
+    """One row of the table: what is sent to a server, and what it is held against."""
+
+    name: str
+    title: str
+    kind: str  # ids | rerank | file | s2 | latency
+    tokens: int = 0
+    concurrency: int | None = None
+    documents: int = 1  # in one request
+    goal: float | None = None  # req/s, of latency ms
+    floor: float | None = None  # req/s that the GEMMs alone allow
+    vllm: str = "–"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A server, and the loads it gets one after another."""
+
+    name: str
+    model: str
+    loads: tuple[Load, ...]
+    flags: tuple[str, ...] = ()
+    apis: int | None = None  # None: --api-server-count
+    default: bool = True
+    show_processes: bool = False
+
+
+S4_FLAGS = ("--enforce-eager", "--max-model-len", "4096", "--max-num-batched-tokens", "4096")
+S2_FLAGS = (
+    *("--enable-chunked-prefill", "--max-num-batched-tokens", "512"),
+    *("--long-prefill-token-threshold", "128"),
+)
+
+
+def _s4(name: str, title: str, goal: float, floor: float) -> Load:
+    return Load(name, f"S4 ColBERT 24 × 1024, {title}", "rerank", 2048, 64, 1, goal, floor, "150")
+
+
+SETUPS = (
+    Setup(
+        "bge",
+        "bge-base",
+        (
+            Load("bge-latency", "bge-base, 32 tokens, one at a time", "latency", 32, 1, goal=2.5),
+            Load("bge-32x64", "bge-base, 32 tokens, 64 at a time", "ids", 32, 64, 1, 7000, 113_000, "1,783"),
+            Load("bge-32x256", "bge-base, 32 tokens, 256", "ids", 32, 256, 1, 10_000, 113_000, "2,772"),
+            Load("bge-256x256", "bge-base, 256 tokens, 256", "ids", 256, 256, 1, 6000, 12_500, "1,496"),
+            Load("bge-500x64", "bge-base, 500 tokens, 64", "ids", 500, 64, 1, 3000, 5200, "788"),
+        ),
+    ),
+    Setup(
+        "e5",
+        "e5-base",
+        (Load("e5-500x64", "e5-base, 500 tokens, 64", "ids", 500, 64, 1, 3000, 5200, "788"),),
+        default=False,
+    ),
+    Setup(
+        "xlmr",
+        "xlmr-large",
+        (Load("xlmr-256x256", "XLM-R-large, 256 tokens, 256", "ids", 256, 256, 1, 2800, 3700, "1,239"),),
+    ),
+    Setup(
+        "cross",
+        "cross-bert-base",
+        (Load("cross", "cross-encoder, 32 × 200 tokens, 64", "rerank", 200, 64, 32, 250, 469, "31"),),
+    ),
+    Setup(
+        "s4-given",
+        "colbert-large",
+        (_s4("s4-given-1", "as given, 1 API process", 260, 496),),
+        S4_FLAGS,
+        apis=1,
+        show_processes=True,
+    ),
+    Setup(
+        "s4-given-4",
+        "colbert-large",
+        (_s4("s4-given-4", "as given, 4 API processes", 260, 496),),
+        S4_FLAGS,
+        apis=4,
+        show_processes=True,
+    ),
+    Setup(
+        "s4-own",
+        "colbert-large",
+        (_s4("s4-own", "own defaults", 330, 583),),
+        ("--max-model-len", "4096"),  # else documents are cut where the model says
+        apis=4,
+        show_processes=True,
+    ),
+    Setup(
+        "s2-given",
+        "qwen3-embed-0.6b",
+        (Load("s2-given", "S2 token vectors, 512-token steps", "s2", 0, 4, 16, 30, 51, "3.3"),),
+        S2_FLAGS,
+        apis=1,
+    ),
+    Setup(
+        "s2-own",
+        "qwen3-embed-0.6b",
+        (Load("s2-own", "S2 token vectors, own step size", "s2", 0, 4, 16, 60, 160, "–"),),
+        apis=4,
+    ),
+    Setup(
+        "s1",
+        "gritlm-7b",
+        (Load("s1", "S1 GritLM-7B, 2,000 at once, bf16", "file", 45, None, 1, 1000, 1280, "542–838"),),
+        ("--max-model-len", "4000"),
+    ),
+    Setup(
+        "s1-fp8",
+        "gritlm-7b",
+        (Load("s1-fp8", "S1 GritLM-7B, 2,000 at once, FP8", "file", 45, None, 1, 1600, 2250, "–"),),
+        ("--max-model-len", "4000", "--quantization", "fp8"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one run of a load gave."""
+
+    rate: float  # req/s
+    p50_ms: float
+    p99_ms: float
+    token_rate: float
+    failed: int = 0
+
+
+@dataclass
+class Row:
+    load: Load
+    start_s: float = 0.0
+    apis: int = 0
+    memory_mib: int = 0
+    runs: list[Figures] = field(default_factory=list)
+    problem: str | None = None
+
+
+class Failed(Exception):
+    """A server or a client did not do what it was started for."""
+
+
+class Memory(threading.Thread):
+    """The most device memory in use while a setup runs, as the driver counts it."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak_mib = 0
+        self._process: subprocess.Popen[str] | None = None
+        if shutil.which("nvidia-smi"):
+            query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
+            self._process = subprocess.Popen(
+                query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            self.start()
+
+    def run(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip().isdigit():
+                self.peak_mib = max(self.peak_mib, int(line))
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+
+class Server:
+    """`penstock serve` in a process of its own, with its log in a file."""
+
+    def __init__(self, setup: Setup, options: argparse.Namespace, logs: Path) -> None:
+        self.name = setup.model
+        self.port = options.port or _free_port()
+        self.apis = _apis(setup, options)
+        self.log = logs / f"{setup.name}.log"
+        self.command = [sys.executable, "-m", "penstock", "serve", str(folder_of(setup.model, options))]
+        self.command += ["--load-format", "dummy", "--runner", "pooling", "--port", str(self.port)]
+        self.command += ["--served-model-name", setup.model, "--api-server-count", str(self.apis)]
+        self.command += ["--drain", "2", *setup.flags, *shlex.split(options.serve_flags)]
+        if setup.name.startswith("s2") and not options.share:
+            self.command.append("--no-share-identical")  # four clients send one body: compute it each time
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, patience_s: float) -> float:
+        """Seconds from the command to the first `200` of /ready."""
+        began = time.perf_counter()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        while not self._ready():
+            if self._process.poll() is not None:
+                raise Failed(f"the server ended with status {self._process.returncode}")
+            if time.perf_counter() - began > patience_s:
+                raise Failed(f"the server was not ready after {patience_s:g} s")
+            time.sleep(0.02)
+        return time.perf_counter() - began
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # what it started ends with it
+            self._process.wait()
+        self._process = None
+
+    def tail(self, lines: int = 12) -> list[str]:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines() if line.strip()][-lines:]
+
+    def processes(self) -> list[tuple[int, str]]:
+        """(pid, module) of the supervisor and all that it started."""
+        assert self._process is not None
+        return list(_tree(self._process.pid))
+
+    def _ready(self) -> bool:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=1.0)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+
+def folder_of(model: str, options: argparse.Namespace) -> Path:
+    """The model's folder; the cross-encoder's is made of bge-base's shape where it is not there."""
+    folder = Path(options.models) / model
+    if folder.is_dir() or model != "cross-bert-base":
+        return folder
+    base, made = Path(options.models) / "bge-base", Path(options.work) / model
+    if not base.is_dir():
+        return folder
+    made.mkdir(exist_ok=True)
+    for file in base.iterdir():
+        if file.is_file() and file.name not in ("config.json", "modules.json", "sentence_bert_config.json"):
+            shutil.copy(file, made / file.name)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
+    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    (made / "config.json").write_text(json.dumps(config, indent=1))
+    return made
+
+
+def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> Figures:
+    """One run of one load, in processes of its own."""
+    if load.kind == "s2":
+        return _run_s2(load, server, seconds)
+    result = Path(options.work) / f"{load.name}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "penstock", "bench", "serve", "--base-url", server.url]
+    command += ["--model", str(folder_of(server.name, options)), "--served-model-name", server.name]
+    command += _data_flags(load, options, seconds)
+    command += ["--percentile-metrics", "e2el", "--metric-percentiles", "50,95,99", "--save-result"]
+    command += ["--result-dir", str(result.parent), "--result-filename", result.name]
+    command += shlex.split(options.bench_flags)
+    text = _client(command, seconds)
+    if not result.exists():
+        raise Failed("the client gave no result: " + " / ".join(text.strip().splitlines()[-3:]))
+    found = json.loads(result.read_text())
+    if not found["completed"]:
+        raise Failed(f"no request succeeded: {next((e for e in found['errors'] if e), 'no reason given')}")
+    return Figures(
+        found["request_throughput"],
+        found["median_e2el_ms"],
+        found["p99_e2el_ms"],
+        found["total_token_throughput"],
+        found["failed"],
+    )
+
+
+def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list[str]:
+    length = ["--random-input-len", str(load.tokens)]
+    if load.kind == "latency":
+        data = ["--backend", "openai-embeddings", "--dataset-name", "random", "--send-token-ids", *length]
+        return [*data, "--num-prompts", "500", "--max-concurrency", "1", "--num-processes", "1"]
+    clients = ["--num-processes", str(options.clients)]
+    if load.concurrency is not None:
+        clients += ["--max-concurrency", str(load.concurrency)]
+    if load.kind == "file":
+        data = ["--backend", "openai-embeddings", "--dataset-name", "custom", "--skip-chat-template"]
+        data += ["--dataset-path", options.s1_file, "--custom-output-len", "1"]
+        return [*data, *clients, "--num-prompts", "2000", "--num-warmups", "100"]
+    if load.kind == "rerank":
+        data = ["--backend", "vllm-rerank", "--dataset-name", "random-rerank", "--seed", "0", *length]
+        if load.documents > 1:
+            data += ["--random-batch-size", str(load.documents)]
+        else:
+            data += ["--random-range-ratio", "0.5"]
+        if options.full and load.documents == 1:
+            return [*data, *clients, "--num-prompts", "2000"]
+        prompts = 256 * load.documents if load.documents > 1 else 512
+        return [*data, *clients, "--num-prompts", str(prompts), "--duration", str(seconds)]
+    data = ["--backend", "openai-embeddings", "--dataset-name", "random", "--send-token-ids", *length]
+    return [*data, *clients, "--num-prompts", "4096", "--duration", str(seconds)]
+
+
+def _run_s2(load: Load, server: Server, seconds: float) -> Figures:
+    command = [sys.executable, str(HERE / "scenario_s2.py"), "--base-url", server.url]
+    command += ["--model", server.name, "--seconds", str(seconds), "--clients", str(load.concurrency)]
+    text = _client(command, seconds)
+    number = r"([\d,.]+)"
+    pattern = rf"errors {number}, {number} req/s, {number} input tokens/s.*p50 {number}.*p99 {number}"
+    found = re.search(pattern, text, re.DOTALL)
+    if found is None:
+        raise Failed("the client gave no result: " + " / ".join(text.strip().splitlines()[-3:]))
+    failed, rate, tokens, p50, p99 = (float(value.rstrip(",.").replace(",", "")) for value in found.groups())
+    return Figures(rate, p50, p99, tokens, int(failed))
+
+
+def _client(command: list[str], seconds: float) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90 + 3 * seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"the client did not end within {90 + 3 * seconds:g} s") from None
+    return done.stdout + done.stderr
+
+
+def _tree(pid: int) -> Iterator[tuple[int, str]]:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        yield pid, words[words.index("-m") + 1] if "-m" in words else words[0]
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from _tree(int(child))
+
+
+def gpu_report(server: Server) -> list[str]:
+    """Who holds device memory: the driver's own list, and which of the server's processes opened a device.
+
+    In a container the driver may count processes by other numbers, so both are shown.
+    """
+    lines = []
+    for pid, name in server.processes():
+        opened = set()
+        with contextlib.suppress(OSError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = str(link.readlink())
+                    if re.match(r"/dev/nvidia(\d+|-uvm)", target):
+                        opened.add(target)
+        lines.append(
+            f"  {pid} {name}: {'opened ' + ', '.join(sorted(opened)) if opened else 'no device open'}"
+        )
+        if opened and name == "penstock.api.process":
+            lines.append("  WRONG: an API process must not open the device")
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+        found = [line for line in done.stdout.splitlines() if line.strip()]
+        lines.append(f"  nvidia-smi, processes with memory: {'; '.join(found) or 'none listed'}")
+    return lines
+
+
+def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace) -> list[Row]:
+    server = Server(setup, options, Path(options.work))
+    rows = [Row(load, apis=server.apis) for load in loads]
+    if not folder_of(setup.model, options).is_dir():
+        for row in rows:
+            row.problem = f"there is no {setup.model} under --models"
+        return rows
+    memory = Memory()
+    try:
+        start_s = server.start(options.start_timeout)
+        _say(f"{setup.name}: ready after {start_s:.1f} s, {server.apis} API processes")
+        for row in rows:
+            row.start_s = start_s
+            _measure(row, server, options)
+            row.memory_mib = memory.peak_mib
+        if setup.show_processes:
+            _say("\n".join(gpu_report(server)))
+    except Failed as error:
+        unknown = next(
+            (line for line in server.tail(40) if "--quantization" in line and "Usage" not in line), None
+        )
+        why = f"skipped: {unknown.strip(' │|')}" if unknown else f"failed: {error}"
+        for row in rows:
+            row.problem = row.problem or (why if not row.runs else None)
+        _say(f"{setup.name}: {why}\n  " + "\n  ".join(server.tail()))
+    finally:
+        server.stop()
+        memory.stop()
+    return rows
+
+
+def _measure(row: Row, server: Server, options: argparse.Namespace) -> None:
+    try:
+        run_load(row.load, server, options, WARM_UP_S)
+        for _ in range(options.rounds):
+            row.runs.append(run_load(row.load, server, options, options.seconds))
+            run = row.runs[-1]
+            _say(f"  {row.load.name}: {run.rate:,.1f} req/s, p50 {run.p50_ms:.2f}, p99 {run.p99_ms:.2f} ms")
+    except Failed as error:
+        row.problem = f"failed: {error}"
+        _say(f"  {row.load.name}: {error}\n    " + "\n    ".join(server.tail()))
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Medians over the rounds; the shares are of the medians."""
+    lines = [
+        "| load | req/s median (min–max) | p50 ms | p99 ms | tok/s | goal | vLLM's best | share of floor "
+        "| start s | API processes | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        load = row.load
+        if not row.runs:
+            lines.append(f"| {load.title} | {row.problem} | | | | | | | | | |")
+            continue
+        rates = [run.rate for run in row.runs]
+        rate = statistics.median(rates)
+        spread = f" ({_short(min(rates))}–{_short(max(rates))})" if len(rates) > 1 else ""
+        pairs = f" = {rate * load.documents:,.0f} pairs/s" if load.name == "cross" else ""
+        failed = sum(run.failed for run in row.runs)
+        short = f"; {failed} failed" if failed else ""
+        p50, p99 = (statistics.median(getattr(r, name) for r in row.runs) for name in ("p50_ms", "p99_ms"))
+        tokens = statistics.median(run.token_rate for run in row.runs)
+        share = f"{rate / load.floor:.0%}" if load.floor else ""
+        lines.append(
+            f"| {load.title} | {_short(rate)}{spread}{pairs}{short} | {p50:.2f} | {p99:.2f} | {tokens:,.0f} "
+            f"| {_goal(load, rate, p50)} | {load.vllm} | {share} | {row.start_s:.1f} | {row.apis} "
+            f"| {row.memory_mib or ''} |"
+        )
+    return lines
+
+
+def _goal(load: Load, rate: float, p50: float) -> str:
+    if load.goal is None:
+        return ""
+    if load.kind == "latency":
+        return f"p50 ≤ {load.goal} ms {'✓' if p50 <= load.goal else '✗'}"
+    return f"≥ {load.goal:,.0f} {'✓' if rate >= load.goal else '✗'}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _short(value: float) -> str:
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _apis(setup: Setup, options: argparse.Namespace) -> int:
+    chosen = dict(pair.split("=") for pair in options.api)
+    return int(chosen.get(setup.name, setup.apis or options.api_server_count))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _versions() -> str:
+    found = []
+    for package in ("penstock", "torch", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    device = "no GPU"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        device = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or device
+    cores = len(os.sched_getaffinity(0))
+    return f"{device} · {cores} cores · Python {platform.python_version()} · {' · '.join(found)}"
+
+
+def _selected(options: argparse.Namespace) -> list[tuple[Setup, list[Load]]]:
+    """Loads whose name matches --only; without it, all of the default run."""
+    if options.only is None:
+        return [(setup, list(setup.loads)) for setup in SETUPS if setup.default]
+    pattern = re.compile(options.only)
+    chosen = [(setup, [load for load in setup.loads if pattern.search(load.name)]) for setup in SETUPS]
+    return [(setup, loads) for setup, loads in chosen if loads]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", help="where the model folders are")
+    parser.add_argument("--s1-file", help="prompts of S1; by default gritlm_bench.jsonl in or beside DIR")
+    parser.add_argument("--only", metavar="PATTERN", help="regular expression over the loads' names")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of a load that is bounded by time")
+    parser.add_argument("--full", action="store_true", help="S4 with all its 2,000 requests")
+    parser.add_argument("--api-server-count", type=int, default=8, help="where a load sets none itself")
+    parser.add_argument("--api", action="append", default=[], metavar="SETUP=N", help="for one setup")
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="load processes")
+    parser.add_argument("--share", action="store_true", help="S2 with its identical rows computed once")
+    parser.add_argument("--serve-flags", default="", help="more flags for every server")
+    parser.add_argument("--bench-flags", default="", help="more flags for every client but S2's")
+    parser.add_argument("--start-timeout", type=float, default=90.0)
+    parser.add_argument("--port", type=int, default=0, help="by default a free one")
+    parser.add_argument("--logs", help="keep logs and results of the runs here")
+    parser.add_argument("--save", metavar="PATH", help="write the table as Markdown")
+    parser.add_argument("--list", action="store_true", help="name the loads and end")
+    options = parser.parse_args()
+    if options.list:
+        for setup in SETUPS:
+            for load in setup.loads:
+                _say(
+                    f"{load.name:<14} {setup.name:<11} {load.title}{'' if setup.default else ' (by --only)'}"
+                )
+        return
+    if options.models is None:
+        parser.error("--models is needed")
+    if options.s1_file is None:
+        places = [Path(options.models), Path(options.models).resolve().parent]
+        found = next((p for place in places if (p := place / "gritlm_bench.jsonl").exists()), None)
+        options.s1_file = str(found or "gritlm_bench.jsonl")
+    began = time.perf_counter()
+    rows: list[Row] = []
+    with contextlib.ExitStack() as stack:
+        options.work = options.logs or stack.enter_context(tempfile.TemporaryDirectory(prefix="loads-"))
+        Path(options.work).mkdir(parents=True, exist_ok=True)
+        try:
+            for setup, loads in _selected(options):
+                rows += run_setup(setup, loads, options)
+        except KeyboardInterrupt:
+            _say("stopped; the table holds what was measured")
+        finally:
+            lines = table(rows)
+            seconds = time.perf_counter() - began
+            _say("\n" + "\n".join(lines) + f"\n\n{seconds:.0f} s in all")
+            if options.save:
+                _save(Path(options.save), lines, options)
+
+
+def _save(path: Path, lines: list[str], options: argparse.Namespace) -> None:
+    places = {options.models: "DIR", options.s1_file: "FILE", options.logs: "DIR", options.save: "PATH"}
+    own = [places.get(word, word) for word in sys.argv[1:]]
+    head = f"# Loads through HTTP\n\n{datetime.now():%Y-%m-%d %H:%M} · {_versions()}\n\n"
+    head += f"`python benchmarks/gpu_loads.py {shlex.join(own)}`\n\n"
+    notes = (
+        f"{options.rounds} rounds of {options.seconds:g} s, {options.clients} load processes beside the "
+        "server, dummy weights; rows of `random` loads are token ids, one in a request. S2 computes every row"
+        f"{' once for all clients' if options.share else ', though its clients send the same ones'}. "
+        "The floor is the matrix products alone.\n\n"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head + notes + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
