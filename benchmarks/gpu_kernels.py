@@ -532,7 +532,12 @@ def make_runner(architecture: str, config: dict[str, Any], device: torch.device,
     with torch.inference_mode():
         model = build_model(architecture, config, LayerBuilder(source))
         spec = SimpleNamespace(
-            pooling=PoolingSpec(("mean",), normalize=True), config={}, sparse=None, late=None, score=None
+            pooling=PoolingSpec(("mean",), normalize=True),
+            config={},
+            sparse=None,
+            late=None,
+            score=None,
+            multi_vector=None,
         )
         return ModelRunner(model, Pooler(spec, model.heads, []), device, 2)  # type: ignore[arg-type]
 

@@ -340,7 +340,7 @@ def serve(folder: Path, options: argparse.Namespace, report: Report) -> None:
             draw = np.random.default_rng(0)
             while bench.poll() is None:
                 chosen = draw.integers(0, len(texts), 4)
-                answers = request(server.port, folder, [texts[i] for i in chosen])
+                answers = request(server.port, [texts[i] for i in chosen])
                 lowest = float(np.minimum(lowest, worst(answers, vectors[chosen])))  # keeps nan
                 asked += len(chosen)
                 time.sleep(0.05)
@@ -386,10 +386,10 @@ def bench_command(port: int, folder: Path, seconds: float) -> list[str]:
     return [sys.executable, "-m", "penstock", "bench", "serve", *words, "--save-result"]
 
 
-def request(port: int, folder: Path, texts: list[str]) -> Vectors:
+def request(port: int, texts: list[str]) -> Vectors:
     from urllib.request import Request, urlopen
 
-    body = json.dumps({"model": str(folder), "input": texts}).encode()
+    body = json.dumps({"input": texts}).encode()
     told = Request(f"http://127.0.0.1:{port}/v1/embeddings", body, {"Content-Type": "application/json"})
     with urlopen(told, timeout=30) as response:
         answer = json.load(response)

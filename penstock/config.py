@@ -50,7 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     long_prefill_token_threshold: int = 0  # most tokens of one row in a step; 0: no such limit
     enable_prefix_caching: bool | None = None  # None: where rows are expected to begin alike
     kv_cache_gb: float | None = None  # memory for keys and values of rows that go on over steps
-    share_identical: bool = True  # rows that are alike and in flight together are computed once
+    share_identical: bool = True  # rows that are alike and in flight together, and queries, are computed once
     document_cache_gb: float = 0.0  # memory for vectors of documents that may be scored again
     enforce_eager: bool = False
     seed: int = 0

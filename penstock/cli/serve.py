@@ -64,7 +64,10 @@ def serve(
         ),
     ] = None,
     share_identical: Annotated[
-        bool, typer.Option(help="Compute rows that are alike and wait together once.")
+        bool,
+        typer.Option(
+            help="Compute rows that are alike and wait together once, and keep the vectors of queries."
+        ),
     ] = True,
     document_cache_gb: Annotated[
         float, typer.Option(help="Memory for vectors of documents that may be scored again.")

@@ -27,7 +27,11 @@ def build_core(
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
     places = None
     if loaded.num_places:
-        places = VectorPlaces(loaded.num_places, documents=settings.document_cache_bytes > 0)
+        places = VectorPlaces(
+            loaded.num_places,
+            documents=settings.document_cache_bytes > 0,
+            reuse=settings.share_identical,
+        )
     return EngineCore(
         loaded.runner,
         Scheduler(budget, chunking, places),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from penstock.config import available_cpus
 from penstock.core import Ints
 from penstock.inputs.tokenizer import Located, Tokenizer
 
@@ -23,6 +24,7 @@ class BatchTokenizer:
         self._waiting: list[_Job] = []
         self._running = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-tokenize")
+        self._others = ThreadPoolExecutor(min(4, available_cpus()), thread_name_prefix="penstock-inputs")
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
         loop = asyncio.get_running_loop()
@@ -33,16 +35,17 @@ class BatchTokenizer:
         return await future
 
     async def locate(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Located]:
-        """As `Tokenizer.locate`, in turn with the batches."""
+        """As `Tokenizer.locate`, beside the batches."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self.tokenizer.locate, texts, add_special_tokens)
+        return await loop.run_in_executor(self._others, self.tokenizer.locate, texts, add_special_tokens)
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Something else that tokenises, in turn with the batches."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Something else that tokenises, beside the batches: long pairs keep several cores busy."""
+        return await asyncio.get_running_loop().run_in_executor(self._others, work)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._thread, self._others):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         jobs = [job for job in self._waiting if not job[2].cancelled()]

@@ -58,9 +58,10 @@ class FreeRanges:
 class VectorPlaces:
     """Holds ranges for requests. An entry is found by others once its request has ended well."""
 
-    def __init__(self, size: int, *, documents: bool = False) -> None:
+    def __init__(self, size: int, *, documents: bool = False, reuse: bool = True) -> None:
         self.size = size
         self.documents = documents  # whether vectors of documents are kept too
+        self.reuse = reuse  # whether anything is found again
         self.query_hits = self.query_asked = 0
         self.document_hits = self.document_asked = 0
         self._free = FreeRanges(size)
@@ -99,7 +100,7 @@ class VectorPlaces:
     def release(self, request_id: str, *, well: bool) -> None:
         """The request has ended; `well` says that its vectors can be relied on."""
         entries = self._of_request.pop(request_id, ())
-        for entry in entries if well else ():
+        for entry in entries if well and self.reuse else ():
             if not entry.published and entry.key not in self._known:
                 self._known[entry.key] = entry
                 entry.published = True

@@ -99,3 +99,13 @@ def test_no_place_is_lost_or_given_twice(
     for name in list(held):
         places.release(name, well=True)
     places.check_integrity()
+
+
+def test_without_reuse_nothing_is_found_again() -> None:
+    places = VectorPlaces(16, reuse=False)
+    places.hold(request("a", [[1, 2, 3]], [[9]]))
+    places.release("a", well=True)
+    held = places.hold(request("b", [[1, 2, 3]], [[9]]))
+    assert held is not None and not held.ready.any()
+    places.release("b", well=True)
+    places.check_integrity()
