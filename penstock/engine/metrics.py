@@ -49,6 +49,9 @@ SCORE_ASKED = Gauge(
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
 
 
+SHOWN_EVERY_S = 0.1
+
+
 class EngineMetrics:
     def __init__(self, model: str) -> None:
         self.step_seconds = STEP_SECONDS.labels(model)
@@ -66,6 +69,7 @@ class EngineMetrics:
         self.document_asked = SCORE_ASKED.labels(model, "document")
         self.prefix_hit_tokens = PREFIX_HIT_TOKENS.labels(model)
         self.prefix_asked_tokens = PREFIX_ASKED_TOKENS.labels(model)
+        self._shown_s = 0.0
 
     def step(self, stats: StepStats) -> None:
         self.step_seconds.observe(stats.step_s)
@@ -75,7 +79,11 @@ class EngineMetrics:
         self.batch_fill.observe(stats.fill)
 
     def turn(self, core: EngineCore) -> None:
-        """The state of the line, after every turn of the loop."""
+        """The state of the line: after a turn that leaves nothing to do, and ten times a second under load."""
+        now = core.clock()
+        if core.busy and now < self._shown_s + SHOWN_EVERY_S:
+            return
+        self._shown_s = now
         line = core.scheduler.line
         self.queued_rows.set(line.rows)
         self.queued_tokens.set(line.tokens)

@@ -83,7 +83,8 @@ class EngineServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell_out.fileno(), zmq.POLLIN)
         while not self._stopping or core.busy:
-            poller.poll(self._patience_ms())
+            if self._bell_out.fileno() in dict(poller.poll(self._patience_ms())):
+                self._hush()
             self._answer(self._receive())
             self._answer(core.step())
             observe(core)
@@ -96,11 +97,13 @@ class EngineServer:
             return self.IDLE_MS
         return max(1, min(self.IDLE_MS, int((deadline - self._core.clock()) * 1000) + 1))
 
+    def _hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while len(self._bell_out.recv(4096)) == 4096:
+                pass
+
     def _receive(self) -> list[Outcome]:
         """Take every message that has arrived; what cannot be taken on fails at once."""
-        with contextlib.suppress(BlockingIOError):
-            while self._bell_out.recv(4096):
-                pass
         refused: list[Outcome] = []
         while True:
             try:
@@ -128,13 +131,14 @@ class EngineServer:
         return refused
 
     def _answer(self, outcomes: list[Outcome]) -> None:
-        """All outcomes of one turn, one message for each API process."""
+        """All outcomes of one turn, one message for each API process. Sending never waits: an API process
+        that reads slowly has its messages kept for it."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
             if (owner := self._owner.pop(outcome.id, None)) is not None:
                 by_owner[owner].append(outcome)
         for owner, theirs in by_owner.items():
-            self._socket.send_multipart([owner, *pack_outcomes(theirs)], copy=False)
+            self._socket.send_multipart([owner, *pack_outcomes(theirs)], zmq.NOBLOCK, copy=False)
 
 
 def prepare_child() -> None:
