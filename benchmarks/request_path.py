@@ -1,7 +1,7 @@
 """The request path around the model: what each stage costs for a request of one row, in microseconds.
 
 No socket and no model: the engine's side is fed in process and runs on the null runner, the API's side is
-called as an ASGI application whose engine answers at once. Medians over many turns.
+called as an ASGI application whose engine answers at once. CPU time, medians over many turns.
 
 python benchmarks/request_path.py [--save FILE.json] [--against FILE.json]
 """
@@ -70,9 +70,9 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
     spent: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
+        began = time.thread_time()
         out = work()
-        spent.setdefault(name, []).append(time.perf_counter() - began)
+        spent.setdefault(name, []).append(time.thread_time() - began)
         return out
 
     def add_all(requests: list[Request]) -> None:
@@ -226,13 +226,13 @@ def client_stages(turns: int) -> Figures:
         header, *frames = pack_outcomes(answers)
         for turn in range(turns):
             requests = requests_of(count, rng, turn)
-            began = time.perf_counter()
+            began = time.thread_time()
             pack_requests(requests)
-            pack.append(time.perf_counter() - began)
-            began = time.perf_counter()
+            pack.append(time.thread_time() - began)
+            began = time.thread_time()
             message: Any = decode_from_engine(header)
             unpack_outcomes(message.items, frames)
-            unpack.append(time.perf_counter() - began)
+            unpack.append(time.thread_time() - began)
         out.setdefault("pack requests", {})[str(count)] = statistics.median(pack) / count * 1e6
         out.setdefault("unpack answers", {})[str(count)] = statistics.median(unpack) / count * 1e6
     return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -53,6 +54,7 @@ class EngineServer:
     """Owns the core and the socket; one thread, which sleeps until a message or a finished step."""
 
     IDLE_MS = 1000
+    UNSHOWN_MS = 100  # the same, while the metrics do not show how things stand
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -76,26 +78,30 @@ class EngineServer:
         self._stopping = True
         self.wake()
 
-    def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], None]) -> None:
+    def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], bool]) -> None:
         self._core, self._ready = core, ready
+        gc.collect()
+        gc.freeze()  # what is there now stays: no later collection has to look at it
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell_out.fileno(), zmq.POLLIN)
+        shown = True
         while not self._stopping or core.busy:
-            if self._bell_out.fileno() in dict(poller.poll(self._patience_ms())):
+            if self._bell_out.fileno() in dict(poller.poll(self._patience_ms(shown))):
                 self._hush()
             self._answer(self._receive())
             self._answer(core.step())
-            observe(core)
+            shown = observe(core)
         core.close()
         self._context.destroy(linger=2000)
 
-    def _patience_ms(self) -> int:
+    def _patience_ms(self, shown: bool) -> int:
+        idle_ms = self.IDLE_MS if shown else self.UNSHOWN_MS
         deadline = self._core.scheduler.line.next_deadline_s()
         if deadline is None:
-            return self.IDLE_MS
-        return max(1, min(self.IDLE_MS, int((deadline - self._core.clock()) * 1000) + 1))
+            return idle_ms
+        return max(1, min(idle_ms, int((deadline - self._core.clock()) * 1000) + 1))
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
