@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -63,7 +64,7 @@ _NUMPY_OF = {
 }
 
 
-class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     """What a row wants of the pooler. Hashable: rows with equal parameters are finished together."""
 
     task: Task = Task.EMBED
@@ -111,6 +112,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     prompt_logprobs: int | None = None
 
 
+ONE_ROW: Ints = np.zeros(1, dtype=np.int32)  # the number, and the beginning, of the only row there is
+ONE_ROW.flags.writeable = False
+
+
 def cumulative(lengths: Ints) -> Ints:
     """Where each ragged row begins, and the end: [rows] → [rows + 1]."""
     out = np.zeros(len(lengths) + 1, dtype=np.int32)
@@ -151,7 +156,7 @@ class Request:
     starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
 
     def __post_init__(self) -> None:
-        self.starts = cumulative(self.lengths)[:-1]
+        self.starts = ONE_ROW if len(self.lengths) == 1 else cumulative(self.lengths)[:-1]
 
     @property
     def num_rows(self) -> int:
@@ -204,8 +209,7 @@ class Held:
     ready: NDArray[np.bool_]  # [rows], they were there before the request came
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowSlice:
+class RowSlice(NamedTuple):
     """Some rows of one request and the places that they take in a step."""
 
     request: Request
@@ -220,7 +224,7 @@ class RowSlice:
     def finished(self) -> Ints:
         """The places of this slice whose rows end in this step."""
         if self.ends is None:
-            return np.arange(len(self.rows), dtype=np.int32)
+            return ONE_ROW if len(self.rows) == 1 else np.arange(len(self.rows), dtype=np.int32)
         return np.flatnonzero(self.ends == self.request.lengths[self.rows]).astype(np.int32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -64,6 +65,18 @@ ROUTES = (
 )
 
 
+class App(Starlette):
+    """Routes have no parameters, so a path is looked up; what else a server sends goes the long way."""
+
+    def __init__(self, endpoints: dict[str, Endpoint], **options: Any) -> None:
+        super().__init__(routes=[Route(path, endpoint=each) for path, each in endpoints.items()], **options)
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
+        await (super().__call__ if endpoint is None else endpoint)(scope, receive, send)
+
+
 def build_app(state: ServerState) -> Starlette:
     metrics = ApiMetrics()
     schema = msgspec.json.encode(openapi(ROUTES))
@@ -71,8 +84,8 @@ def build_app(state: ServerState) -> Starlette:
     async def serve_schema(call: Call) -> Reply:
         return Reply(schema)
 
-    def route(spec: RouteSpec) -> Route:
-        endpoint = Endpoint(
+    def endpoint(spec: RouteSpec) -> Endpoint:
+        return Endpoint(
             state,
             metrics,
             spec.path,
@@ -83,10 +96,10 @@ def build_app(state: ServerState) -> Starlette:
             open_to_all=spec.open_to_all,
             limited=spec.body is not None,
         )
-        return Route(spec.path, endpoint=endpoint)
 
     described = RouteSpec("/openapi.json", None, serve_schema, "operation", open_to_all=True)
-    app = Starlette(routes=[route(spec) for spec in (*ROUTES, described)], lifespan=partial(_lifespan, state))
+    endpoints = {spec.path: endpoint(spec) for spec in (*ROUTES, described)}
+    app = App(endpoints, lifespan=partial(_lifespan, state))
     app.router.default = _not_found(state, metrics)
     app.router.redirect_slashes = False
     return app
@@ -96,6 +109,8 @@ def build_app(state: ServerState) -> Starlette:
 async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
         model.client.start()
+    gc.collect()
+    gc.freeze()  # what is there now stays: no later collection has to look at it
     yield
     for model in state.models.values():
         model.client.close()

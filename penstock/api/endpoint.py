@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from penstock.api.body import Body as ReplyBody
+from penstock.api.body import sized
 from penstock.api.metrics import ApiMetrics
 from penstock.api.state import ServerState
 from penstock.errors import (
@@ -38,7 +40,7 @@ ErrorShape = Callable[[PenstockError], dict[str, Any]]
 
 @dataclass(slots=True)
 class Reply:
-    body: bytes
+    body: ReplyBody
     content_type: bytes = JSON
     status: int = 200
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -60,13 +62,12 @@ class Call:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         total_s = time.monotonic() - self.began_s
-        times = {
-            "tokenize": self.tokenize_s,
-            "queue": self.queue_s,
-            "device": self.device_s,
-            "total": total_s,
-        }
-        out = [(f"x-{name}-ms".encode(), b"%.3f" % (value * 1000)) for name, value in times.items()]
+        out = [
+            (b"x-tokenize-ms", b"%.3f" % (self.tokenize_s * 1000)),
+            (b"x-queue-ms", b"%.3f" % (self.queue_s * 1000)),
+            (b"x-device-ms", b"%.3f" % (self.device_s * 1000)),
+            (b"x-total-ms", b"%.3f" % (total_s * 1000)),
+        ]
         if self.request_id is not None:
             out.append((b"x-request-id", self.request_id.encode("latin-1", "replace")))
         return out
@@ -229,27 +230,53 @@ def check_key(scope: Scope, key: str | None) -> None:
     raise Unauthorized("a valid API key is needed: send `Authorization: Bearer …`")
 
 
+WATCH_AFTER_S = 0.005  # most requests are answered sooner, and need nobody who watches their client
+
+
 async def unless_gone(work: Awaitable[Reply], receive: Receive) -> Reply:
     """The handler's reply; if the client disconnects first, the handler is cancelled."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(receive())
+    loop, handling = asyncio.get_running_loop(), asyncio.current_task()
+    assert handling is not None
+    watcher: asyncio.Task[None] | None = None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        await receive()  # the body has been read: all that can come is the end of the connection
+        gone = True
+        handling.cancel()
+
+    def begin() -> None:
+        nonlocal watcher
+        watcher = loop.create_task(watch())
+
+    timer = loop.call_later(WATCH_AFTER_S, begin)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-            raise Cancelled("the client went away")
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        handling.uncancel()
+        raise Cancelled("the client went away") from None
     finally:
-        gone.cancel()
-        task.cancel()
+        timer.cancel()
+        if watcher is not None:
+            watcher.cancel()
 
 
 async def _send(send: Send, reply: Reply, head_only: bool) -> None:
+    body = reply.body
+    size, pieces = (len(body), iter(())) if isinstance(body, bytes) else await sized(body)
     headers = [
         (b"content-type", reply.content_type),
-        (b"content-length", str(len(reply.body)).encode()),
+        (b"content-length", b"%d" % size),
         *reply.headers,
     ]
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": b"" if head_only else reply.body})
+    if isinstance(body, bytes) or head_only:
+        await send({"type": "http.response.body", "body": b"" if head_only else body})
+        return
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)  # others take their turn, even where the client reads as fast as we write
+    await send({"type": "http.response.body", "body": b""})

@@ -50,11 +50,12 @@ def _chunk(index: int, vector: Any, tokens: list[int], chars: Any) -> dict[str, 
 
 async def run_chunked(call: Call, body: ChunkFields, params: PoolingParams) -> Result:
     """As `run_task`, with the texts chunked as the body says."""
+    body.chunk_options().check()
+    if body.chunking == "none":
+        return await run_task(call, body, params)
     model = call.state.model(body.model)
     chunker = Chunker(model.processor)
     chunker.check(params, body.options(), body.chunk_options())
-    if body.chunking == "none":
-        return await run_task(call, body, params)
     if body.chunking == "late" and body.encoding_format == "bytes":
         raise BadValue("chunking 'late' answers as float or base64, not as bytes", param="encoding_format")
     call.request_id = body.request_id

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from penstock.engine.tally import Tallies
 from penstock.errors import Cancelled, PenstockError, QueueFull
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -29,13 +31,26 @@ CANCELLED = Counter("penstock_cancelled", "Requests whose client went away")
 ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemin")
 
 
+SHOWN_EVERY_S = 0.1
+
+
 class ApiMetrics:
+    """What happens is counted at once and shown to all processes a moment later."""
+
     def __init__(self) -> None:
-        self._phases = {name: PHASES.labels(name) for name in ("tokenize", "queue", "device", "encode")}
+        self._tallies = Tallies()
+        self._due = False
+        self._phases = [
+            self._tallies.histogram(PHASES, name) for name in ("tokenize", "queue", "device", "encode")
+        ]
+        self._queue = self._tallies.histogram(QUEUE_SECONDS)
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        REQUESTS.labels(route, str(status)).inc()
-        REQUEST_SECONDS.labels(route).observe(seconds)
+        self._tallies.counter(REQUESTS, route, str(status)).inc()
+        self._tallies.histogram(REQUEST_SECONDS, route).observe(seconds)
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_later(SHOWN_EVERY_S, self.show)
 
     def refused(self, error: PenstockError) -> None:
         if isinstance(error, QueueFull):
@@ -44,18 +59,17 @@ class ApiMetrics:
             CANCELLED.inc()
 
     def work(self, model: str, rows: int, tokens: int) -> None:
-        ROWS.labels(model).inc(rows)
-        TOKENS.labels(model).inc(tokens)
+        self._tallies.counter(ROWS, model).inc(rows)
+        self._tallies.counter(TOKENS, model).inc(tokens)
 
     def phases(self, *, tokenize_s: float, queue_s: float, device_s: float, encode_s: float) -> None:
-        for name, seconds in (
-            ("tokenize", tokenize_s),
-            ("queue", queue_s),
-            ("device", device_s),
-            ("encode", encode_s),
-        ):
-            self._phases[name].observe(seconds)
-        QUEUE_SECONDS.observe(queue_s)
+        for phase, seconds in zip(self._phases, (tokenize_s, queue_s, device_s, encode_s), strict=True):
+            phase.observe(seconds)
+        self._queue.observe(queue_s)
+
+    def show(self) -> None:
+        self._due = False
+        self._tallies.flush()
 
 
 def render(in_flight: int, engine_up: bool) -> bytes:

@@ -29,6 +29,7 @@ async def ready(call: Call) -> Reply:
 
 async def metrics(call: Call) -> Reply:
     """Prometheus metrics of all processes of this server."""
+    call.metrics.show()
     text = render(call.state.in_flight, call.state.ready)
     return Reply(text, b"text/plain; version=0.0.4; charset=utf-8")
 

@@ -54,6 +54,7 @@ def main() -> None:
         lifespan="on",
         log_config=None,
         access_log=launch.server.access_log,
+        proxy_headers=False,  # nothing here asks for the client's address
         server_header=False,
         date_header=False,
         timeout_keep_alive=75,

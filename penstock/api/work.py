@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
+from penstock.api.body import json_body
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import InputFields, VectorFields
 from penstock.api.state import ServedModel
@@ -18,7 +19,7 @@ from penstock.core import Answer, Array, PoolingParams, Request, Task
 from penstock.errors import BadValue, DeadlineExceeded
 from penstock.inputs.processor import MAX_PRIORITY, split_inputs
 from penstock.inputs.several import want_also
-from penstock.outputs.encoders import as_bytes, encode_rows
+from penstock.outputs.encoders import LARGE, LargeRow, as_bytes, encode_rows
 from penstock.outputs.sparse import SparseRow, sparse_rows
 from penstock.outputs.steps import check_steps, step_rows
 from penstock.outputs.tokens import token_rows
@@ -120,19 +121,20 @@ async def run_request(call: Call, model: ServedModel, request: Request, body: Sc
     if timeout_s is not None:
         request.deadline_s = call.began_s + timeout_s
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
-    try:
-        async with asyncio.timeout_at(_loop_time(request.deadline_s)):
-            answer = await model.client.run(request)
-    except TimeoutError:
-        raise DeadlineExceeded(f"not finished within the timeout of {timeout_s} s") from None
+    if request.deadline_s is None:
+        answer = await model.client.run(request)
+    else:
+        try:
+            async with asyncio.timeout_at(_loop_time(request.deadline_s)):
+                answer = await model.client.run(request)
+        except TimeoutError:
+            raise DeadlineExceeded(f"not finished within the timeout of {timeout_s} s") from None
     call.queue_s = max(0.0, answer.timings.queue_s - call.tokenize_s)  # counted from the arrival
     call.device_s = answer.timings.device_s
     return answer
 
 
-def _loop_time(deadline_s: float | None) -> float | None:
-    if deadline_s is None:
-        return None
+def _loop_time(deadline_s: float) -> float:
     return asyncio.get_running_loop().time() + deadline_s - time.monotonic()
 
 
@@ -184,7 +186,7 @@ def head_of(body: Scheduled, result: Result, prefix: str) -> dict[str, Any]:
 
 
 def json_reply(content: Any) -> Reply:
-    return Reply(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+    return Reply(json_body(content))
 
 
 def _bytes_reply(body: VectorFields, result: Result, head: dict[str, Any]) -> Reply:
@@ -199,8 +201,10 @@ def _bytes_reply(body: VectorFields, result: Result, head: dict[str, Any]) -> Re
     metadata = orjson.dumps({"object": "list", **head, "data": data, "usage": result.usage})
     values = result.answer.values
     whole = values if at == values.nbytes else np.concatenate(rows)  # not every token has a row
-    raw = as_bytes(whole, body.endianness)
-    return Reply(raw, OCTETS, headers=[(b"metadata", metadata)])
+    headers = [(b"metadata", metadata)]
+    if at >= LARGE:
+        return Reply([LargeRow(whole, "bytes", body.embed_dtype, body.endianness)], OCTETS, headers=headers)
+    return Reply(as_bytes(whole, body.endianness), OCTETS, headers=headers)
 
 
 def note_phases(call: Call, began: float) -> None:

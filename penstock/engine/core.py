@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core import Answer, Array, Comparison, Request, StepPlan, StepResult, Timings
-from penstock.engine.progress import Follower, Progress, rows_of
+from penstock.engine.progress import Follower, Progress, rows_of, sound
 from penstock.engine.twins import Twins, some_rows
 from penstock.errors import BadValue, DeadlineExceeded, PenstockError, RowFailed
 from penstock.runner.base import Runner
@@ -186,12 +186,12 @@ class EngineCore:
     def _hand_out(self, plan: StepPlan, result: StepResult) -> list[Outcome]:
         """Give each request its rows; those that are complete become answers."""
         outcomes: list[Outcome] = []
-        finite = rows_of(plan, result.finite or result.outputs)
-        for (piece, values), (_, checked) in zip(rows_of(plan, result.outputs), finite, strict=True):
+        unsound = self._unsound(plan, result)
+        for piece, values in rows_of(plan, result.outputs):
             progress = self._progress.get(piece.request.id)
             if progress is None or progress.job is not piece.request:
                 continue  # cancelled meanwhile
-            if not all((c if result.finite else np.isfinite(c)).all() for c in checked):
+            if unsound and piece.request.id in unsound:
                 outcomes += self._fail(progress, RowFailed("the model gave values that are not finite"))
                 continue
             progress.store(piece, values)
@@ -199,6 +199,14 @@ class EngineCore:
             if progress.complete:
                 outcomes += self._finish(progress)
         return outcomes
+
+    @staticmethod
+    def _unsound(plan: StepPlan, result: StepResult) -> set[str]:
+        """The requests that have values which are not finite: asked of the whole step first."""
+        checked, flags = result.finite or result.outputs, bool(result.finite)
+        if sound(checked, flags):
+            return set()
+        return {piece.request.id for piece, parts in rows_of(plan, checked) if not sound(parts, flags)}
 
     def _finish(self, progress: Progress) -> list[Outcome]:
         """The answer of a complete request, and of those that waited for nothing but its rows."""

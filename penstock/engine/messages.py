@@ -7,6 +7,7 @@ together, and all answers of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -118,31 +119,28 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
 
 def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
     flat: Ints = np.frombuffer(frame, dtype=np.int32)
-    at = 0
-
-    def take(count: int) -> Ints:
-        nonlocal at
-        at += count
-        return flat[at - count : at]
-
-    requests = []
+    same: dict[PoolingParams, PoolingParams] = {}  # equal parameters become one object: quick to compare
+    requests, at = [], 0
     for entry in entries:
-        lengths, token_ids = take(entry.rows), take(entry.tokens)
-        requests.append(
-            Request(
-                entry.id,
-                token_ids,
-                lengths,
-                entry.params,
-                priority=entry.priority,
-                arrival_s=entry.arrival_s,
-                deadline_s=entry.deadline_s,
-                reuse_prefix=entry.reuse_prefix,
-                cache_salt=entry.cache_salt,
-                also=entry.also,
-                **{name: take(size) for name, size in entry.arrays.items()},
-            )
+        tokens_at = at + entry.rows
+        end = tokens_at + entry.tokens
+        request = Request(
+            entry.id,
+            flat[tokens_at:end],
+            flat[at:tokens_at],
+            same.setdefault(entry.params, entry.params),
+            also=entry.also,
+            priority=entry.priority,
+            arrival_s=entry.arrival_s,
+            deadline_s=entry.deadline_s,
+            reuse_prefix=entry.reuse_prefix,
+            cache_salt=entry.cache_salt,
         )
+        at = end
+        for name, size in entry.arrays.items():
+            setattr(request, name, flat[at : at + size])
+            at += size
+        requests.append(request)
     return requests
 
 
@@ -185,7 +183,7 @@ def pack_outcomes(outcomes: Sequence[Outcome]) -> list[Any]:
             arrays, timings = (outcome.values, *outcome.more), outcome.timings
             shapes, dtypes = [array.shape for array in arrays], [array.dtype.str for array in arrays]
             items.append(Done(outcome.id, shapes, dtypes, timings.queue_s, timings.device_s))
-            frames += [np.ascontiguousarray(array) for array in arrays]
+            frames += arrays
     return [encode(Outcomes(items)), *_joined(frames)]
 
 
@@ -193,9 +191,9 @@ _JOIN_BELOW = 1 << 16  # small answers travel in one frame, large ones by refere
 
 
 def _joined(frames: list[Array]) -> list[Any]:
-    small = [frame for frame in frames if frame.nbytes < _JOIN_BELOW]
-    large = [frame for frame in frames if frame.nbytes >= _JOIN_BELOW]
-    return [b"".join(frame.data.cast("B") if frame.size else b"" for frame in small), *large]
+    small = [frame.tobytes() for frame in frames if frame.nbytes < _JOIN_BELOW]
+    large = [np.ascontiguousarray(frame) for frame in frames if frame.nbytes >= _JOIN_BELOW]
+    return [b"".join(small), *large]
 
 
 def unpack_outcomes(items: Iterable[Done | Failed], frames: Sequence[Any]) -> list[Outcome]:
@@ -207,7 +205,7 @@ def unpack_outcomes(items: Iterable[Done | Failed], frames: Sequence[Any]) -> li
             continue
         arrays = []
         for shape, dtype in zip(item.shapes, map(np.dtype, item.dtypes), strict=True):
-            count = int(np.prod(shape)) * dtype.itemsize
+            count = math.prod(shape) * dtype.itemsize
             if count < _JOIN_BELOW:
                 raw: Any = small[at : at + count]
                 at += count

@@ -6,6 +6,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from penstock.engine.core import EngineCore, StepStats
+from penstock.engine.tally import Tallies
 
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
@@ -49,13 +50,17 @@ SCORE_ASKED = Gauge(
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
 
 
+SHOWN_EVERY_S = 0.1
+
+
 class EngineMetrics:
     def __init__(self, model: str) -> None:
-        self.step_seconds = STEP_SECONDS.labels(model)
-        self.device_seconds = DEVICE_SECONDS.labels(model)
-        self.step_tokens = STEP_TOKENS.labels(model)
-        self.step_rows = STEP_ROWS.labels(model)
-        self.batch_fill = BATCH_FILL.labels(model)
+        self._tallies = Tallies()
+        self.step_seconds = self._tallies.histogram(STEP_SECONDS, model)
+        self.device_seconds = self._tallies.counter(DEVICE_SECONDS, model)
+        self.step_tokens = self._tallies.histogram(STEP_TOKENS, model)
+        self.step_rows = self._tallies.counter(STEP_ROWS, model)
+        self.batch_fill = self._tallies.histogram(BATCH_FILL, model)
         self.queued_rows = QUEUED_ROWS.labels(model)
         self.queued_tokens = QUEUED_TOKENS.labels(model)
         self.running_rows = RUNNING_ROWS.labels(model)
@@ -66,6 +71,7 @@ class EngineMetrics:
         self.document_asked = SCORE_ASKED.labels(model, "document")
         self.prefix_hit_tokens = PREFIX_HIT_TOKENS.labels(model)
         self.prefix_asked_tokens = PREFIX_ASKED_TOKENS.labels(model)
+        self._shown_s = 0.0
 
     def step(self, stats: StepStats) -> None:
         self.step_seconds.observe(stats.step_s)
@@ -74,8 +80,13 @@ class EngineMetrics:
         self.step_rows.inc(stats.rows)
         self.batch_fill.observe(stats.fill)
 
-    def turn(self, core: EngineCore) -> None:
-        """The state of the line, after every turn of the loop."""
+    def turn(self, core: EngineCore) -> bool:
+        """Show how things stand, at most ten times a second; whether they are shown as they are now."""
+        now = core.clock()
+        if now < self._shown_s + SHOWN_EVERY_S:
+            return False
+        self._shown_s = now
+        self._tallies.flush()
         line = core.scheduler.line
         self.queued_rows.set(line.rows)
         self.queued_tokens.set(line.tokens)
@@ -90,3 +101,4 @@ class EngineMetrics:
         if core.scheduler.chunking is not None:
             self.prefix_hit_tokens.set(core.scheduler.chunking.pool.hit_tokens)
             self.prefix_asked_tokens.set(core.scheduler.chunking.pool.asked_tokens)
+        return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -55,6 +56,7 @@ class EngineServer:
     """Owns the core and the socket; one thread, which sleeps until a message or a finished step."""
 
     IDLE_MS = 1000
+    UNSHOWN_MS = 100  # the same, while the metrics do not show how things stand
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -78,31 +80,38 @@ class EngineServer:
         self._stopping = True
         self.wake()
 
-    def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], None]) -> None:
+    def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], bool]) -> None:
         self._core, self._ready = core, ready
+        gc.collect()
+        gc.freeze()  # what is there now stays: no later collection has to look at it
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell_out.fileno(), zmq.POLLIN)
+        shown = True
         while not self._stopping or core.busy:
-            poller.poll(self._patience_ms())
+            if self._bell_out.fileno() in dict(poller.poll(self._patience_ms(shown))):
+                self._hush()
             self._answer(self._receive())
             self._answer(core.step())
-            observe(core)
+            shown = observe(core)
         core.close()
         self._context.destroy(linger=2000)
 
-    def _patience_ms(self) -> int:
+    def _patience_ms(self, shown: bool) -> int:
+        idle_ms = self.IDLE_MS if shown else self.UNSHOWN_MS
         deadline = self._core.scheduler.line.next_deadline_s()
         if deadline is None:
-            return self.IDLE_MS
-        return max(1, min(self.IDLE_MS, int((deadline - self._core.clock()) * 1000) + 1))
+            return idle_ms
+        return max(1, min(idle_ms, int((deadline - self._core.clock()) * 1000) + 1))
+
+    def _hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while len(self._bell_out.recv(4096)) == 4096:
+                pass
 
     def _receive(self) -> list[Outcome]:
         """Take every message that has arrived; what cannot be taken on fails at once."""
-        with contextlib.suppress(BlockingIOError):
-            while self._bell_out.recv(4096):
-                pass
         refused: list[Outcome] = []
         while True:
             try:
@@ -133,13 +142,14 @@ class EngineServer:
         return refused
 
     def _answer(self, outcomes: list[Outcome]) -> None:
-        """All outcomes of one turn, one message for each API process."""
+        """All outcomes of one turn, one message for each API process. Sending never waits: an API process
+        that reads slowly has its messages kept for it."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
             if (owner := self._owner.pop(outcome.id, None)) is not None:
                 by_owner[owner].append(outcome)
         for owner, theirs in by_owner.items():
-            self._socket.send_multipart([owner, *pack_outcomes(theirs)], copy=False)
+            self._socket.send_multipart([owner, *pack_outcomes(theirs)], zmq.NOBLOCK, copy=False)
 
 
 def prepare_child() -> None:

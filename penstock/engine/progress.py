@@ -7,18 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core import (
-    Array,
-    Ints,
-    PoolingParams,
-    Request,
-    RowSlice,
-    StepPlan,
-    cumulative,
-    split_rows,
-)
-from penstock.scheduler.ragged import runs, tokens_of
+from penstock.core import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
+from penstock.scheduler.ragged import runs
 
+Part = Array | list[Array]  # what a slice gets of an output: its rows, or for each of them its tokens
 _NOTHING: Array = np.empty((0, 0), dtype=np.float32)
 
 
@@ -40,7 +32,8 @@ class Progress:
     received: list[tuple[Progress, Follower]] = field(default_factory=list)  # whose rows have come
     followers: list[Follower] = field(default_factory=list)
     hidden: bool = False  # run for its followers alone; nobody asked under this id
-    keys: list[bytes] = field(default_factory=list)  # of the rows that others may follow
+    kind: tuple[object, ...] = ()  # with `keys`, how others find the rows that they may follow
+    keys: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Request, job: Request | None = None, source: Ints | None = None) -> Progress:
@@ -51,20 +44,24 @@ class Progress:
         needed = self.job.num_rows - self.job.num_queries
         return self.rows_done == needed and not self.waits_for
 
-    def store(self, piece: RowSlice, values: Sequence[Array]) -> None:
-        """Rows of a step, each array for one of `wants`."""
+    def store(self, piece: RowSlice, values: Sequence[Part]) -> None:
+        """Rows of a step, each part for one of `wants`. They are copied: the step's memory is used again."""
         if piece.request.pairs is not None:
             rows = documents_of(piece)
             self.rows_done += len(rows)
-            self._put(0, rows - self.job.num_queries, values[0], len(piece.request.pairs))
+            self._put(0, rows - self.job.num_queries, _rows(values[0]), len(piece.request.pairs))
+            return
+        if piece.ends is None and self.job.num_rows == 1:
+            self.rows_done = 1
+            self.values = [(part[0] if isinstance(part, list) else part).copy() for part in values]
             return
         finished = piece.finished
         self.rows_done += len(finished)
-        for number, (params, array) in enumerate(zip(self.job.wants, values, strict=True)):
-            if params.per_token:
-                self._put(number, token_places(piece), array, self.job.num_tokens)
+        for number, part in enumerate(values):
+            if isinstance(part, list):
+                self._put_tokens(number, piece, part)
             else:
-                self._put(number, piece.rows[finished], array, self.job.num_rows)
+                self._put(number, piece.rows[finished], part, self.job.num_rows)
 
     def _put(self, number: int, places: Ints, array: Array, size: int) -> None:
         if not len(array):
@@ -72,6 +69,17 @@ class Progress:
         if (values := self.values[number]) is None:
             values = self.values[number] = np.empty((size, *array.shape[1:]), dtype=array.dtype)
         values[places] = array
+
+    def _put_tokens(self, number: int, piece: RowSlice, rows: list[Array]) -> None:
+        """Row by row from the step into the answer: one copy of each byte, however rows were ordered."""
+        starts = piece.request.starts[piece.rows]
+        if piece.begins is not None:
+            starts = starts + piece.begins
+        for start, row in zip(starts.tolist(), rows, strict=True):
+            if (values := self.values[number]) is None:
+                size = (self.job.num_tokens, *row.shape[1:])
+                values = self.values[number] = np.empty(size, dtype=row.dtype)
+            values[start : start + len(row)] = row
 
     def spread(self) -> None:
         """From the rows that were run, and those of others, to all rows of the request."""
@@ -116,15 +124,13 @@ class Follower:
     theirs: Ints
 
 
-def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Array, ...]]]:
+def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Part, ...]]]:
     """Each slice of the plan with its part of the variants' arrays, one for each output it wants."""
     if plan.variants and (first := plan.variants[0]).rows is None:
         values = arrays[0]
-        if not first.params.per_token:
-            return [(piece, (values[piece.slots],)) for piece in plan.slices]
-        return [
-            (piece, (part,)) for piece, part in zip(plan.slices, _tokens_by_slice(plan, values), strict=True)
-        ]
+        if first.params.per_token:
+            return [(piece, (_tokens(plan, values, piece.slots),)) for piece in plan.slices]
+        return [(piece, (_vectors(values, piece.slots),)) for piece in plan.slices]
     takers = {
         variant.params: _Taker(array, variant.pairs.from_store if variant.pairs else 0)
         for variant, array in zip(plan.variants, arrays, strict=True)
@@ -135,13 +141,17 @@ def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tup
     return out
 
 
-def _tokens_by_slice(plan: StepPlan, values: Array) -> list[Array]:
-    """One gather for the whole step, none where its order is already that of the slices, then views."""
-    slots = np.concatenate([piece.slots for piece in plan.slices])
-    if (np.diff(slots) != 1).any():
-        values = values[tokens_of(slots, plan.lengths, plan.cu_lengths)]
-    rows = cumulative(np.array([len(piece.slots) for piece in plan.slices], dtype=np.int32))
-    return split_rows(values, np.diff(cumulative(plan.lengths[slots])[rows]))
+def _vectors(values: Array, slots: Ints) -> Array:
+    if len(slots) == 1:
+        slot = int(slots[0])
+        return values[slot : slot + 1]
+    return values[slots]
+
+
+def _tokens(plan: StepPlan, values: Array, slots: Ints) -> list[Array]:
+    """For each row a view of its tokens."""
+    begins, ends = plan.cu_lengths[slots].tolist(), plan.cu_lengths[slots + 1].tolist()
+    return [values[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
 class _Taker:
@@ -163,15 +173,15 @@ class _Taker:
 
 def _taken(
     piece: RowSlice, params: PoolingParams, plan: StepPlan, takers: dict[PoolingParams, _Taker]
-) -> Array:
+) -> Part:
     if piece.request.pairs is not None:
         stored = 0 if piece.stored is None else len(piece.stored)
         run = takers[params].take(len(documents_of(piece)) - stored)
         return np.concatenate([run, takers[params].take_stored(stored)]) if stored else run
     if params.per_token:
-        count = int(plan.lengths[piece.slots].sum())
-    else:
-        count = len(piece.finished)
+        lengths = plan.lengths[piece.slots]
+        return split_rows(takers[params].take(int(lengths.sum())), lengths)
+    count = len(piece.finished)
     return takers[params].take(count) if count else _NOTHING
 
 
@@ -182,9 +192,12 @@ def documents_of(piece: RowSlice) -> Ints:
     return rows if piece.stored is None else np.concatenate([rows, piece.stored])
 
 
-def token_places(piece: RowSlice) -> Ints:
-    """Where the tokens of a slice stand among all tokens of its request."""
-    request = piece.request
-    if piece.begins is None or piece.ends is None:
-        return tokens_of(piece.rows, request.lengths, request.starts)
-    return runs(request.starts[piece.rows] + piece.begins, piece.ends - piece.begins)
+def _rows(part: Part) -> Array:
+    assert not isinstance(part, list), "scores are of rows, not of tokens"
+    return part
+
+
+def sound(parts: Sequence[Part], flags: bool) -> bool:
+    """Whether all values are finite; `flags` says that they are not values but what tells so."""
+    arrays = [array for part in parts for array in (part if isinstance(part, list) else [part])]
+    return all((array if flags else np.isfinite(array)).all() for array in arrays)

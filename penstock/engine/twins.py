@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import Ints, Request
+from penstock.core import ONE_ROW, Ints, Request
 from penstock.engine.progress import Follower, Progress
 from penstock.scheduler.content import contents, context
 from penstock.scheduler.ragged import runs
 
 _Rows = dict[bytes, tuple[Progress, int]]
+_Kind = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Split:
+class Split(NamedTuple):
     """What of a request has to be run, and what comes from requests that are on their way."""
 
+    kind: _Kind  # what rows must have in common to be the same work
     job: Request
     source: Ints | None  # [rows], the row of the job that each is; -1: from elsewhere; None: as they are
     keys: list[bytes]  # of the job's rows
@@ -30,10 +32,16 @@ class Twins:
 
     def __init__(self) -> None:
         self.shared_rows = 0
-        self._rows: dict[tuple[object, ...], _Rows] = {}
+        self._rows: dict[_Kind, _Rows] = {}
 
     def split(self, request: Request) -> Split:
-        known = self._rows.get(_kind(request), {})
+        kind = _kind(request)
+        known = self._rows.get(kind, {})
+        if request.num_rows == 1:
+            (key,) = contents(request)
+            leader = known.get(key)
+            if leader is None or leader[0].request.priority > request.priority:
+                return Split(kind, request, None, [key], ONE_ROW, [])
         own: dict[bytes, int] = {}  # content → row of the job
         first_rows: list[int] = []
         source = np.empty(request.num_rows, dtype=np.int32)
@@ -53,9 +61,9 @@ class Twins:
         rows = np.array(first_rows, dtype=np.int32)
         keys = list(own)
         if len(rows) == request.num_rows:
-            return Split(request, None, keys, rows, [])
+            return Split(kind, request, None, keys, rows, [])
         leaders = [(p, _ints(mine), _ints(theirs)) for p, mine, theirs in found.values()]
-        return Split(some_rows(request, rows, request.id), source, keys, rows, leaders)
+        return Split(kind, some_rows(request, rows, request.id), source, keys, rows, leaders)
 
     def begin(self, request: Request, split: Split) -> Progress:
         """The request is on its way: others may follow its rows, and it follows those it found."""
@@ -64,7 +72,8 @@ class Twins:
         for leader, rows, theirs in split.leaders:
             leader.followers.append(Follower(progress, rows, theirs))
             progress.waits_for += 1
-        known = self._rows.setdefault(_kind(request), {})
+        progress.kind = split.kind
+        known = self._rows.setdefault(split.kind, {})
         for key, row in zip(split.keys, split.first_rows.tolist(), strict=True):
             if key not in known:
                 known[key] = (progress, row)
@@ -75,13 +84,12 @@ class Twins:
         """No row can follow this request any more."""
         if not progress.keys:
             return
-        kind = _kind(progress.request)
-        known = self._rows[kind]
+        known = self._rows[progress.kind]
         for key in progress.keys:
             del known[key]
         progress.keys = []
         if not known:
-            del self._rows[kind]
+            del self._rows[progress.kind]
 
 
 def some_rows(request: Request, rows: Ints, request_id: str) -> Request:
@@ -105,7 +113,7 @@ def some_rows(request: Request, rows: Ints, request_id: str) -> Request:
     )
 
 
-def _kind(request: Request) -> tuple[object, ...]:
+def _kind(request: Request) -> _Kind:
     return (request.wants, *context(request))
 
 

@@ -1,5 +1,5 @@
-"""Tokenising for many concurrent callers: texts that wait together are encoded together, off the
-event loop."""
+"""Tokenising for many concurrent callers: short texts at once, long ones together with all that wait, off
+the event loop."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from penstock.core import Ints
 from penstock.inputs.tokenizer import Located, Tokenizer
 
 T = TypeVar("T")
+AT_ONCE = 1024  # characters that take less time to encode than a thread takes to be asked
 _Job = tuple[list[str], bool, "asyncio.Future[list[Ints]]"]
 
 
@@ -27,6 +28,8 @@ class BatchTokenizer:
         self._others = ThreadPoolExecutor(min(4, available_cpus()), thread_name_prefix="penstock-inputs")
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
+        if sum(map(len, texts)) <= AT_ONCE:
+            return self.tokenizer.encode(texts, add_special_tokens)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Ints]] = loop.create_future()
         self._waiting.append((list(texts), add_special_tokens, future))

@@ -27,37 +27,37 @@ def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
     """Lay the rows of all shares out as one ragged run, ordered by length and then by context or keys."""
     pieces = [_piece(share) for share in shares]
     lengths = np.concatenate([piece.lengths for piece in pieces])
-    context = _joined([piece.context for piece in pieces], [len(p.lengths) for p in pieces])
-    keys = _attended(pieces, lengths)
+    context = _joined(pieces, "context")
+    keys = _attended(_joined(pieces, "keys"), lengths)
     if context is not None and keys is not None:
         raise ValueError("a row that may be cut has no key limit: its tokens attend to all before them")
+    token_ids = np.concatenate([piece.token_ids for piece in pieces])
+    type_ids, skip, adapters = (_joined(pieces, name) for name in ("type_ids", "skip", "adapters"))
     second = context if keys is None else keys
-    if second is None:
-        order = np.argsort(lengths, kind="stable").astype(np.int32)
-    else:
-        order = np.lexsort((second, lengths)).astype(np.int32)
-        context = None if context is None else context[order]
-        keys = None if keys is None else keys[order]
-    slot_of = np.empty_like(order)
-    slot_of[order] = np.arange(len(order), dtype=np.int32)
-
-    source = cumulative(lengths)[:-1][order]  # where each row begins in the joined pieces
-    lengths = lengths[order]
+    order = slot_of = np.arange(len(lengths), dtype=np.int32)
     cu_lengths = cumulative(lengths)
-    where = ragged_arange(source, lengths, cu_lengths)
+    if second is not None or (lengths[1:] < lengths[:-1]).any():  # not in order as they come
+        order = np.lexsort((lengths,) if second is None else (second, lengths)).astype(np.int32)
+        slot_of = np.empty_like(order)
+        slot_of[order] = np.arange(len(order), dtype=np.int32)
+        source = cu_lengths[:-1][order]  # where each row begins in the joined pieces
+        lengths = lengths[order]
+        context, keys, skip, adapters = (
+            None if each is None else each[order] for each in (context, keys, skip, adapters)
+        )
+        cu_lengths = cumulative(lengths)
+        where = ragged_arange(source, lengths, cu_lengths)
+        token_ids, type_ids = token_ids[where], None if type_ids is None else type_ids[where]
     first = cu_lengths[:-1] if context is None else cu_lengths[:-1] - context
     slices = _slices(shares, slot_of)
-    tokens = [len(piece.token_ids) for piece in pieces]
-    type_ids = _joined([piece.type_ids for piece in pieces], tokens)
-    skip = _joined([piece.skip for piece in pieces], [len(piece.lengths) for piece in pieces])
     return StepPlan(
-        token_ids=np.concatenate([piece.token_ids for piece in pieces])[where],
-        positions=np.arange(len(where), dtype=np.int32) - np.repeat(first, lengths),
+        token_ids=token_ids,
+        positions=np.arange(len(token_ids), dtype=np.int32) - np.repeat(first, lengths),
         cu_lengths=cu_lengths,
         lengths=lengths,
-        type_ids=None if type_ids is None else type_ids[where],
-        skip=None if skip is None else skip[order],
-        adapters=_adapters(shares, order),
+        type_ids=type_ids,
+        skip=skip,
+        adapters=adapters,
         groups=_groups(lengths, cu_lengths, context, keys),
         slices=slices,
         variants=_variants(slices, lengths, cu_lengths),
@@ -75,13 +75,14 @@ class _Piece(NamedTuple):
     type_ids: Ints | None
     skip: Ints | None
     keys: Ints | None
+    adapters: Ints | None
 
 
 def _piece(share: Share) -> _Piece:
     request, rows = share.request, share.rows
     if share.begins is None and request.num_rows == 1:
-        whole = (request.type_ids, request.skip, request.keys)
-        return _Piece(request.token_ids, request.lengths, None, *whole)
+        whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.keys)
+        return _Piece(*whole, request.adapters)
     lengths, starts = request.lengths[rows], request.starts[rows]
     if share.begins is not None and share.ends is not None:
         lengths, starts = share.ends - share.begins, starts + share.begins
@@ -93,75 +94,72 @@ def _piece(share: Share) -> _Piece:
         None if request.type_ids is None else request.type_ids[where],
         None if request.skip is None else request.skip[rows],
         None if request.keys is None else request.keys[rows],
+        None if request.adapters is None else request.adapters[rows],
     )
 
 
-def _attended(pieces: Sequence[_Piece], lengths: Ints) -> Ints | None:
+def _attended(keys: Ints | None, lengths: Ints) -> Ints | None:
     """How many leading tokens of each row are attended to; None where it is all of every row."""
-    keys = _joined([piece.keys for piece in pieces], [len(piece.lengths) for piece in pieces])
     if keys is None:
         return None
     keys = np.where(keys > 0, np.minimum(keys, lengths), lengths)
     return None if (keys == lengths).all() else keys
 
 
-def _adapters(shares: Sequence[Share], order: Ints) -> Ints | None:
-    if all(share.request.adapters is None for share in shares):
-        return None
-    none = np.full(len(order), -1, dtype=np.int32)
-    parts = [
-        none[: len(share.rows)] if share.request.adapters is None else share.request.adapters[share.rows]
-        for share in shares
-    ]
-    return np.concatenate(parts)[order]
+_ABSENT = {"type_ids": 0, "skip": 0, "keys": 0, "context": 0, "adapters": -1}
 
 
-def _joined(parts: list[Ints | None], sizes: list[int]) -> Ints | None:
-    """Optional integers of all pieces; absent parts are zeros, and all absent is None."""
+def _joined(pieces: Sequence[_Piece], name: str) -> Ints | None:
+    """Optional integers of all pieces; those that a piece lacks mean "none", and all lacking is None."""
+    parts: list[Ints | None] = [getattr(piece, name) for piece in pieces]
     if all(part is None for part in parts):
         return None
+    sizes = (len(piece.token_ids if name == "type_ids" else piece.lengths) for piece in pieces)
     return np.concatenate(
-        [np.zeros(n, dtype=np.int32) if part is None else part for part, n in zip(parts, sizes, strict=True)]
+        [
+            np.full(size, _ABSENT[name], dtype=np.int32) if part is None else part
+            for part, size in zip(parts, sizes, strict=True)
+        ]
     )
 
 
 def _slices(shares: Sequence[Share], slot_of: Ints) -> tuple[RowSlice, ...]:
     slices, at = [], 0
     for share in shares:
-        slots = slot_of[at : at + len(share.rows)]
+        end = at + len(share.rows)
+        slots = slot_of[at:end]
         slices.append(
             RowSlice(share.request, share.rows, slots, share.begins, share.ends, share.held, share.stored)
         )
-        at += len(share.rows)
+        at = end
     return tuple(slices)
 
 
 def _groups(
     lengths: Ints, cu_lengths: Ints, context: Ints | None, limited: Ints | None
 ) -> tuple[LengthGroup, ...]:
-    changes = np.diff(lengths, prepend=-1) != 0
+    changes = lengths[1:] != lengths[:-1]
     if limited is not None:
-        changes |= np.diff(limited, prepend=-1) != 0
+        changes |= limited[1:] != limited[:-1]
         limited = np.where(limited < lengths, limited, 0)
     if context is not None:
-        changes |= np.diff(context, prepend=-1) != 0
-    firsts = np.flatnonzero(changes)
-    counts = np.diff(firsts, append=len(lengths))
-    if context is None:
-        context, keys = np.zeros_like(lengths), cu_lengths
-    else:
-        keys = cumulative(lengths + context)
+        changes |= context[1:] != context[:-1]
+    if not len(lengths):
+        return ()
+    firsts = [0, *(np.flatnonzero(changes) + 1).tolist()]
+    ends = [*firsts[1:], len(lengths)]
+    keys = cu_lengths if context is None else cumulative(lengths + context)
     return tuple(
         LengthGroup(
-            int(first),
-            int(count),
+            first,
+            end - first,
             int(lengths[first]),
             int(cu_lengths[first]),
-            int(context[first]),
+            0 if context is None else int(context[first]),
             int(keys[first]),
             0 if limited is None else int(limited[first]),
         )
-        for first, count in zip(firsts, counts, strict=True)
+        for first, end in zip(firsts, ends, strict=True)
     )
 
 

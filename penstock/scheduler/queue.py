@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core import Held, Ints, Request
+from penstock.core import ONE_ROW, Held, Ints, Request
 
 HEAD_START_S = 1.0  # what one level of priority is worth
 
@@ -46,7 +46,8 @@ class Waiting:
 
     @property
     def rows_left(self) -> int:
-        return self.unopened + len(self.open) + (0 if self.stored is None else len(self.stored))
+        left = len(self.order) - self.cursor + len(self.open)
+        return left if self.stored is None else left + len(self.stored)
 
     @property
     def unopened(self) -> int:
@@ -97,14 +98,16 @@ class Waiting:
 
     def take(self, max_tokens: int, max_rows: int) -> Ints:
         """Up to so many further rows, as row numbers of the request."""
+        if len(self.order) == 1:  # most requests have one row
+            if self.cursor or max_rows < 1 or self.ends[0] > max_tokens:
+                return self.order[1:]
+            self.cursor = 1
+            return self.order
         fits = int(np.searchsorted(self.ends, self.tokens_taken + max_tokens, side="right"))
         stop = min(fits, self.cursor + max_rows)
         taken = self.order[self.cursor : max(stop, self.cursor)]
         self.cursor += len(taken)
         return taken
-
-
-_ONE_ROW = np.zeros(1, dtype=np.int32)
 
 
 def _order(request: Request) -> Ints:
@@ -138,7 +141,7 @@ class WaitingLine:
     def join(self, request: Request) -> None:
         place = (request.arrival_s + request.priority * HEAD_START_S, next(self._count))
         if request.num_rows == 1:
-            order, ends = _ONE_ROW, request.lengths
+            order, ends = ONE_ROW, request.lengths
         else:
             order = _order(request)
             ends = np.cumsum(request.lengths[order], dtype=np.int32)
@@ -159,13 +162,15 @@ class WaitingLine:
         self.tokens -= tokens
         self.rows -= rows
 
-    def sweep(self) -> None:
-        """Let go of the requests that have no rows left."""
-        gone = [waiting for waiting in self if not waiting.rows_left]
-        for waiting in gone:
-            del self._by_id[waiting.request.id]
-        if gone:
-            self._line = [entry for entry in self._line if entry[1].rows_left]
+    def sweep(self, visited: int | None = None) -> None:
+        """Let go of the requests that have no rows left, among the first `visited` or all of the line."""
+        stay = []
+        for entry in self._line[:visited]:
+            if entry[1].rows_left:
+                stay.append(entry)
+            else:
+                del self._by_id[entry[1].request.id]
+        self._line[:visited] = stay
 
     def find(self, request_id: str) -> Waiting | None:
         return self._by_id.get(request_id)

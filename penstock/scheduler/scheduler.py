@@ -30,8 +30,7 @@ class Chunking:
     prefixes: bool = False  # keep the keys and values of prefixes for later rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class Share(NamedTuple):
     """The rows that one request runs in the coming step: whole, or the tokens begins…ends of each."""
 
     request: Request
@@ -121,9 +120,10 @@ class Scheduler:
 
     def schedule(self) -> list[Share]:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be cut."""
-        room, passed_over = _Room(self.budget.tokens, self.budget.rows), 0
+        room, passed_over, visited = _Room(self.budget.tokens, self.budget.rows), 0, 0
         shares: list[Share] = []
         for waiting in self.line:
+            visited += 1
             share = None
             if waiting.held is not None or waiting.request.pairs is None or self._hold(waiting):
                 if self.chunking is None:
@@ -137,7 +137,7 @@ class Scheduler:
             if room.full or passed_over > self.LOOK_AHEAD:
                 break
         if shares:
-            self.line.sweep()
+            self.line.sweep(visited)
             self._release(self._finished)
             self._finished = []
         return shares
@@ -148,7 +148,7 @@ class Scheduler:
         taken = waiting.take(room.tokens, room.rows)
         if not len(taken) and alone:
             taken = waiting.take(waiting.tokens_left, 1)
-        stored = self._take_stored(waiting)
+        stored = None if waiting.stored is None else self._take_stored(waiting)
         if not len(taken) and stored is None:
             return None
         self._use(room, waiting.tokens_taken - before, len(taken), finished=len(taken))

@@ -61,7 +61,7 @@ def test_token_values_of_a_step_reach_each_request_in_its_own_order(lengths: lis
     handed = rows_of(plan, [plan.token_ids[:, None]])
     assert [piece.request for piece, _ in handed] == requests
     for request, (_, (values,)) in zip(requests, handed, strict=True):
-        assert values[:, 0].tolist() == request.token_ids.tolist()
+        assert np.concatenate(values)[:, 0].tolist() == request.token_ids.tolist()
 
 
 def test_rows_that_arrive_over_several_steps_are_put_together_in_order() -> None:

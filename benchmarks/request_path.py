@@ -1,0 +1,323 @@
+"""The request path around the model: what each stage costs for a request of one row, in microseconds.
+
+No socket and no model: the engine's side is fed in process and runs on the null runner, the API's side is
+called as an ASGI application whose engine answers at once. CPU time, medians over many turns.
+
+python benchmarks/request_path.py [--save FILE.json] [--against FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="penstock-bench-"))
+
+import numpy as np  # noqa: E402
+
+from penstock.api.app import build_app  # noqa: E402
+from penstock.api.state import ServedModel, ServerState  # noqa: E402
+from penstock.checkpoint.spec import describe  # noqa: E402
+from penstock.config import EngineConfig, ServerConfig  # noqa: E402
+from penstock.core import Answer, PoolingParams, Request, Task, Timings  # noqa: E402
+from penstock.engine.core import EngineCore  # noqa: E402
+from penstock.engine.messages import (  # noqa: E402
+    decode_from_engine,
+    decode_to_engine,
+    pack_outcomes,
+    pack_requests,
+    unpack_outcomes,
+    unpack_requests,
+)
+from penstock.engine.metrics import EngineMetrics  # noqa: E402
+from penstock.inputs.batcher import BatchTokenizer  # noqa: E402
+from penstock.inputs.processor import InputProcessor  # noqa: E402
+from penstock.inputs.tokenizer import Tokenizer  # noqa: E402
+from penstock.runner.null import NullRunner  # noqa: E402
+from penstock.scheduler.plan import build_plan  # noqa: E402
+from penstock.scheduler.scheduler import Budget, Scheduler  # noqa: E402
+
+SIZES = (1, 16, 64, 256)
+TOKENS = 32
+WIDTH = 768
+BUDGET = Budget(16384, 1024, 1 << 24)
+Figures = dict[str, dict[str, float]]
+
+
+def requests_of(count: int, rng: np.random.Generator, turn: int) -> list[Request]:
+    ids = rng.integers(0, 30000, (count, TOKENS), dtype=np.int32)
+    lengths = np.array([TOKENS], dtype=np.int32)
+    return [
+        Request(f"0-{turn}-{i}", row, lengths, PoolingParams(), arrival_s=time.monotonic())
+        for i, row in enumerate(ids)
+    ]
+
+
+def engine_stages(count: int, turns: int) -> dict[str, float]:
+    """Microseconds a request of each stage, and of the whole turn as the engine's loop makes it."""
+    rng = np.random.default_rng(0)
+    metrics = EngineMetrics("bench")
+    core = EngineCore(NullRunner({Task.EMBED: WIDTH}), Scheduler(BUDGET), observe=metrics.step)
+    apart = Scheduler(BUDGET)
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        began = time.thread_time()
+        out = work()
+        spent.setdefault(name, []).append(time.thread_time() - began)
+        return out
+
+    def add_all(requests: list[Request]) -> None:
+        for request in requests:
+            core.add(request)
+
+    def whole(frames: list[Any]) -> None:
+        message: Any = decode_to_engine(frames[0])
+        add_all(unpack_requests(message.entries, frames[1]))
+        core.step()
+        outcomes = core.step()
+        pack_outcomes(outcomes)
+        metrics.turn(core)
+        assert len(outcomes) == count
+
+    for turn in range(turns):
+        header, bulk = pack_requests(requests_of(count, rng, turn))
+        frame = bytes(bulk)
+        message: Any = timed("receive: decode the header", lambda header=header: decode_to_engine(header))
+        requests = timed("receive: unpack", lambda m=message, f=frame: unpack_requests(m.entries, f))
+        timed("take on", lambda r=requests: add_all(r))
+        for request in requests:
+            apart.add(request)
+        shares = timed("schedule", apart.schedule)
+        timed("plan", lambda s=shares: build_plan(s))
+        timed("launch turn (schedule, plan, null step)", core.step)
+        outcomes = timed("collect turn (hand out)", core.step)
+        timed("answer: pack", lambda o=outcomes: pack_outcomes(o))
+        timed("metrics of a turn", lambda: metrics.turn(core))
+        header, bulk = pack_requests(requests_of(count, rng, turn))
+        timed("whole turn", lambda f=[header, bytes(bulk)]: whole(f))
+    return {name: statistics.median(each) / count * 1e6 for name, each in spent.items()}
+
+
+class NullClient:
+    """Answers at once, by way of the same messages that cross the wire."""
+
+    ready: Any = object()
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.values = np.random.default_rng(0).standard_normal((rows, width), dtype=np.float32)
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def run(self, request: Request) -> Answer:
+        per_token = request.params.per_token
+        values = self.values[: request.num_tokens if per_token else request.num_rows]
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer = Answer(request.id, values, Timings(0.001, 0.001))
+        asyncio.get_running_loop().call_soon(future.set_result, answer)
+        return await future
+
+
+def make_app(client: NullClient) -> Any:
+    spec = describe(EngineConfig(device="null"))
+    tokenizer = Tokenizer(spec.path)
+    model = ServedModel(
+        spec=spec,
+        processor=InputProcessor(spec, tokenizer),
+        tokenizer=BatchTokenizer(tokenizer),
+        client=client,  # type: ignore[arg-type]
+        created_s=0,
+    )
+    return build_app(ServerState(ServerConfig(), {spec.name: model}))
+
+
+async def post(app: Any, path: str, body: bytes) -> int:
+    """One request as uvicorn would hand it over; how many bytes came back."""
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "http_version": "1.1",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+    }
+    state = {"read": False, "bytes": 0, "status": 0}
+    gone = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not state["read"]:
+            state["read"] = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            state["status"] = message["status"]
+        else:
+            state["bytes"] += len(message["body"])
+
+    await app(scope, receive, send)
+    if state["status"] != 200:
+        raise SystemExit(f"{path} answered {state['status']}")
+    return state["bytes"]
+
+
+async def api_load(app: Any, bodies: list[bytes], concurrent: int) -> float:
+    """CPU microseconds of the whole process (threads too) for one request."""
+    waiting = iter(bodies)
+
+    async def client() -> None:
+        for body in waiting:
+            await post(app, "/v1/embeddings", body)
+
+    began = time.process_time()
+    await asyncio.gather(*(client() for _ in range(concurrent)))
+    return (time.process_time() - began) / len(bodies) * 1e6
+
+
+def api_stages(rounds: int) -> Figures:
+    """CPU of an API process for a request of one row, all but the HTTP parser and the socket."""
+    import uvloop
+
+    rng = np.random.default_rng(0)
+    words = ["water", "stone", "gate", "mill", "turbine", "river", "lake", "field", "wheel", "north"]
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {
+        "text, float": lambda: {"input": " ".join(rng.choice(words, 28))},
+        "text, base64": lambda: {"input": " ".join(rng.choice(words, 28)), "encoding_format": "base64"},
+        "token ids, base64": lambda: {
+            "input": rng.integers(1000, 20000, TOKENS).tolist(),
+            "encoding_format": "base64",
+        },
+    }
+    out: Figures = {}
+    for name, make in kinds.items():
+        for concurrent in SIZES:
+            bodies = [json.dumps(make()).encode() for _ in range(max(256, 2 * concurrent))]
+
+            async def measure(bodies: list[bytes] = bodies, concurrent: int = concurrent) -> float:
+                app = make_app(NullClient(64, 384))
+                await api_load(app, bodies, concurrent)
+                return statistics.median([await api_load(app, bodies, concurrent) for _ in range(rounds)])
+
+            out.setdefault(name, {})[str(concurrent)] = uvloop.run(measure())
+    return out
+
+
+def client_stages(turns: int) -> Figures:
+    """The API's side of the wire: requests packed, answers unpacked."""
+    rng = np.random.default_rng(0)
+    out: Figures = {}
+    for count in SIZES:
+        pack, unpack = [], []
+        answers = [Answer(f"0-{i}", np.ones((1, WIDTH), np.float32), Timings()) for i in range(count)]
+        header, *frames = pack_outcomes(answers)
+        for turn in range(turns):
+            requests = requests_of(count, rng, turn)
+            began = time.thread_time()
+            pack_requests(requests)
+            pack.append(time.thread_time() - began)
+            began = time.thread_time()
+            message: Any = decode_from_engine(header)
+            unpack_outcomes(message.items, frames)
+            unpack.append(time.thread_time() - began)
+        out.setdefault("pack requests", {})[str(count)] = statistics.median(pack) / count * 1e6
+        out.setdefault("unpack answers", {})[str(count)] = statistics.median(unpack) / count * 1e6
+    return out
+
+
+def big_answer(rounds: int) -> Figures:
+    """Token vectors of 16 texts, about 22 MB of base64: milliseconds from answer to the last part, and the
+    longest time for which the event loop could do nothing else."""
+    import uvloop
+
+    text = "retrieval benchmark sentence " * 80
+    body = json.dumps(
+        {"input": [text] * 16, "task": "token_embed", "encoding_format": "base64", "truncate_prompt_tokens": -1}
+    ).encode()
+
+    async def measure() -> tuple[float, float, float]:
+        app = make_app(NullClient(16 * 512, 1024))
+        await post(app, "/pooling", body)
+        stall = 0.0
+
+        async def watch() -> None:
+            nonlocal stall
+            while True:
+                began = time.perf_counter()
+                await asyncio.sleep(0)
+                stall = max(stall, time.perf_counter() - began)
+
+        walls, size = [], 0
+        for _ in range(rounds):
+            began = time.perf_counter()
+            size = await post(app, "/pooling", body)
+            walls.append(time.perf_counter() - began)
+        watcher = asyncio.create_task(watch())
+        stalls = []
+        for _ in range(rounds):
+            stall = 0.0
+            await post(app, "/pooling", body)
+            stalls.append(stall)
+        watcher.cancel()
+        return statistics.median(walls) * 1e3, statistics.median(stalls) * 1e3, size / 1e6
+
+    wall_ms, stall_ms, size_mb = uvloop.run(measure())
+    return {
+        "one answer": {"MB": size_mb, "ms": wall_ms, "GB/s": size_mb / wall_ms},
+        "event loop held": {"ms": stall_ms},
+    }
+
+
+def table(title: str, figures: Figures, before: Figures) -> list[str]:
+    columns = list(dict.fromkeys(name for row in figures.values() for name in row))
+    lines = [f"### {title}", "", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in figures.items():
+        cells = []
+        for column in columns:
+            cell = f"{row[column]:.1f}" if column in row else ""
+            if (old := before.get(name, {}).get(column)) is not None and column != "MB" and row[column]:
+                cell = f"{old:.1f} → {cell} ({old / row[column]:.1f}×)"
+            cells.append(cell)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--save", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--against", type=Path, help="earlier figures, shown beside these")
+    options = parser.parse_args()
+    engine: Figures = {}
+    for size in SIZES:
+        for name, value in engine_stages(size, options.turns).items():
+            engine.setdefault(name, {})[str(size)] = value
+    figures = {
+        "Engine process, µs a request, by requests in a turn": engine,
+        "Wire in the API process, µs a request, by requests in a message": client_stages(options.turns),
+        "API process, CPU µs a request, by concurrent requests": api_stages(options.rounds),
+        "A large answer": big_answer(options.rounds),
+    }
+    before = json.loads(options.against.read_text()) if options.against else {}
+    for title, part in figures.items():
+        print("\n".join(table(title, part, before.get(title, {}))))
+    if options.save:
+        options.save.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
