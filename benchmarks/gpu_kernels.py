@@ -623,7 +623,7 @@ def _step_ms(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[float, 
         runner.launch(plan).result()
     eager = statistics.median(runner.launch(plan).result().device_s * 1000 for _ in range(9))
     with torch.inference_mode():
-        batch, index = runner._prepare(plan)
+        batch, index, _ = runner._prepare(plan)
 
         def step() -> list[Tensor]:
             return runner.pooler(runner.model(batch), batch, plan.variants, index)

@@ -91,6 +91,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int = 0
     share_identical: bool = True
     document_cache_bytes: int = 0
+    graphs: bool = False  # small steps are replayed as CUDA graphs
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -159,6 +160,7 @@ def resolve(
         kv_cache_bytes=int((config.kv_cache_gb or (1 if on_cpu else 8)) * 2**30),
         share_identical=config.share_identical,
         document_cache_bytes=_document_cache(config.document_cache_gb),
+        graphs=_graphs(config, on_cpu, dtype),
     )
     for name in ("max_num_seqs", "max_queued_tokens", "pipeline_depth", "threads"):
         _positive(name, getattr(resolved, name))
@@ -217,6 +219,11 @@ def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None)
         return False
     wanted = config.enable_chunked_prefill or config.enable_prefix_caching or limit > budget
     return bool(wanted) and why_not is None
+
+
+def _graphs(config: EngineConfig, on_cpu: bool, dtype: str) -> bool:
+    """In fp32, and by transformers, attention goes from length to length, which no graph can."""
+    return not (on_cpu or config.enforce_eager or dtype == "float32" or config.model_impl == "transformers")
 
 
 def _document_cache(size_gb: float) -> int:

@@ -49,6 +49,16 @@ SCORE_ASKED = Gauge(
 )
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
 
+GRAPHS = Gauge(
+    "penstock_graphs",
+    "Shapes of steps that are captured as CUDA graphs",
+    ["model"],
+    multiprocess_mode="livesum",
+)
+GRAPH_STEPS = Gauge(
+    "penstock_graph_steps", "Steps that ran as CUDA graphs", ["model"], multiprocess_mode="livesum"
+)
+
 
 SHOWN_EVERY_S = 0.1
 
@@ -64,6 +74,8 @@ class EngineMetrics:
         self.queued_rows = QUEUED_ROWS.labels(model)
         self.queued_tokens = QUEUED_TOKENS.labels(model)
         self.running_rows = RUNNING_ROWS.labels(model)
+        self.graphs = GRAPHS.labels(model)
+        self.graph_steps = GRAPH_STEPS.labels(model)
         self.shared_rows = SHARED_ROWS.labels(model)
         self.query_hits = SCORE_HITS.labels(model, "query")
         self.query_asked = SCORE_ASKED.labels(model, "query")
@@ -91,6 +103,9 @@ class EngineMetrics:
         self.queued_rows.set(line.rows)
         self.queued_tokens.set(line.tokens)
         self.running_rows.set(core.running)
+        if (graphs := getattr(core.runner, "graphs", None)) is not None:
+            self.graphs.set(len(graphs.captured))
+            self.graph_steps.set(graphs.replays)
         if core.twins is not None:
             self.shared_rows.set(core.twins.shared_rows)
         if (places := core.scheduler.places) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.core import OutputDtype
+from penstock.core import OutputDtype, Variant
 from penstock.kernels import cast as packing
 from penstock.kernels import pooling as kernel
 from penstock.kernels.language import fused
@@ -52,3 +52,13 @@ def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
         case OutputDtype.BINARY | OutputDtype.UBINARY:
             to_bits = packing.to_bits if fused(vectors) else packing.to_bits_reference
             return to_bits(vectors, dtype is OutputDtype.BINARY)
+
+
+def leave(values: list[Tensor], variants: tuple[Variant, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Each variant's values in the form that it wants, and uint8 flags of what was finite before: none where
+    all leave as fp32, which show it themselves."""
+    dtypes = [variant.params.dtype for variant in variants]
+    outputs = [cast(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
+    if all(dtype is OutputDtype.FLOAT32 for dtype in dtypes):
+        return outputs, []
+    return outputs, [value.isfinite().all(dim=-1).to(torch.uint8) for value in values]

@@ -67,7 +67,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 
     from penstock.pooling.build import build_pooler
     from penstock.runner.model_runner import ModelRunner
-    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, warm_up
+    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, capture_graphs, warm_up
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
@@ -80,9 +80,12 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     cache, blocks = None, 0
     if settings.chunked:
         cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
-    runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache)
+    runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache, graphs=settings.graphs)
     lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
-    warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens), lengths)
+    longest = min(settings.max_model_len, settings.max_num_batched_tokens)
+    warm_up(runner, longest, lengths)
+    if runner.graphs is not None and not settings.chunked:  # rows that may be cut never run as graphs
+        capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
     return Loaded(runner, blocks, places)
 
 

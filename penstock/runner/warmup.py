@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from penstock.core import Request
+from penstock.core import PoolingParams, Request, StepPlan, Task
 from penstock.runner.base import Runner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
 
+if TYPE_CHECKING:
+    from penstock.runner.graphs import Graphs
+
+log = logging.getLogger("penstock.warmup")
 LENGTHS = (1, 64)
 # On CUDA kernels are compiled on their first use: each of these lengths takes another of their forms.
 KERNEL_LENGTHS = (1, 17, 64, 256)
+# Steps that are captured before the first request: lone rows, and short ones that come together. Others
+# are captured when they are seen to come again.
+SHAPES = ((1, 16), (1, 32), (1, 64), (1, 128), (1, 256), (1, 512), (16, 32), (32, 32), (64, 32))
+CAPTURE_S = 3.0
 
 
 def warm_up(runner: Runner, max_tokens: int, lengths: tuple[int, ...] = LENGTHS) -> None:
     for length in sorted({min(length, max_tokens) for length in lengths}):
-        tokens = np.ones(length, dtype=np.int32)
-        request = Request("warm-up", tokens, np.array([length], dtype=np.int32))
-        runner.launch(build_plan([Share(request, np.zeros(1, dtype=np.int32))])).result()
+        runner.launch(_plan(1, length, PoolingParams())).result()
+
+
+def capture_graphs(
+    runner: Runner, graphs: Graphs, task: Task, longest: int, max_tokens: int, seconds: float = CAPTURE_S
+) -> None:
+    """Those of the model's first task, as many as can be had in so many seconds."""
+    began = time.perf_counter()
+    shapes = [(rows, length) for rows, length in SHAPES if length <= longest and rows * length <= max_tokens]
+    with graphs.at_once():
+        for done, (rows, length) in enumerate(shapes):
+            if time.perf_counter() - began > seconds:
+                break
+            runner.launch(_plan(rows, length, PoolingParams(task))).result()
+            _show(done + 1, len(shapes))
+    took = time.perf_counter() - began
+    log.info("captured %d of %d graphs in %.1f s", len(graphs.captured), len(shapes), took)
+
+
+def _show(done: int, total: int) -> None:
+    """A bar, where somebody is looking."""
+    if sys.stderr.isatty():
+        bar = "█" * (20 * done // total)
+        end = "\n" if done == total else ""
+        print(f"\rcapturing graphs {bar:<20} {done}/{total}", end=end, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _plan(rows: int, length: int, params: PoolingParams) -> StepPlan:
+    tokens = np.ones(rows * length, dtype=np.int32)
+    request = Request("warm-up", tokens, np.full(rows, length, dtype=np.int32), params)
+    return build_plan([Share(request, np.arange(rows, dtype=np.int32))])

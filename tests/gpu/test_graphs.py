@@ -1,0 +1,286 @@
+"""Graphs against the eager step on a device: the same values at every border, no wait, no growth.
+
+pytest -m gpu tests/gpu/test_graphs.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import Engine
+from penstock.core import OutputDtype, PoolingParams, Request, StepPlan, Task
+from penstock.runner.buckets import TOKENS
+from penstock.runner.model_runner import ModelRunner
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Share
+from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
+from tests.helpers import ints
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CONFIG = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 1024,
+}
+DECODER = {
+    "architectures": ["Qwen3Model"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "vocab_size": len(wordpiece_vocabulary()),
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("models") / "bert", config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    write_json(folder / "config.json", DECODER)
+    wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(bert: Path) -> Iterator[Engine]:
+    with Engine(str(bert), device="cuda", dtype="bfloat16") as engine:
+        yield engine
+
+
+def runner_of(engine: Engine) -> ModelRunner:
+    runner = engine._engine._core.runner
+    assert isinstance(runner, ModelRunner) and runner.graphs is not None
+    return runner
+
+
+def plan_of(lengths: Sequence[int], *params: PoolingParams, seed: int = 0, **more: Any) -> StepPlan:
+    tokens = np.random.default_rng(seed).integers(5, 100, sum(lengths)).astype(np.int32)
+    shares = []
+    for number, wanted in enumerate(params or (PoolingParams(),)):
+        request = Request(str(number), tokens, ints(lengths), wanted, **more)
+        shares.append(Share(request, ints(range(len(lengths)))))
+    return build_plan(shares)
+
+
+def by_graph(runner: ModelRunner, plan: StepPlan) -> list[np.ndarray]:
+    graphs = runner.graphs
+    assert graphs is not None
+    before = graphs.replays
+    with graphs.at_once():
+        values = [np.array(output) for output in runner.launch(plan).result().outputs]
+    assert graphs.replays == before + 1, "the step ran without a graph"
+    return values
+
+
+def eager(runner: ModelRunner, plan: StepPlan) -> list[np.ndarray]:
+    with torch.inference_mode():
+        outputs, _ = runner._step(plan)
+        torch.cuda.synchronize()
+        return [np.array(output) for output in outputs]
+
+
+def check(runner: ModelRunner, plan: StepPlan) -> None:
+    for mine, theirs in zip(by_graph(runner, plan), eager(runner, plan), strict=True):
+        assert mine.shape == theirs.shape and np.isfinite(mine).all()
+        a, b = mine.reshape(-1, mine.shape[-1]), theirs.reshape(-1, mine.shape[-1])
+        if mine.shape[-1] > 8:
+            cosine = (a * b).sum(1) / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-9)
+            assert cosine.min() > 0.9999
+        else:
+            assert np.abs(a - b).max() <= 5e-3
+
+
+@pytest.mark.parametrize("tokens", [t + more for t in TOKENS if t < 4096 for more in (-1, 0, 1)])
+def test_replay_equals_eager_at_every_border(engine: Engine, tokens: int) -> None:
+    rest, lengths = tokens, []
+    while rest:
+        lengths.append(min(rest, 500))
+        rest -= lengths[-1]
+    check(runner_of(engine), plan_of(lengths))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (1,),
+        (1,) * 16,
+        (1,) * 17,
+        (64,) * 4,
+        (63, 64, 65),
+        (3, 17, 17, 40, 64, 65, 130, 300),
+        (32,) * 64,
+        (500, 1),
+        (128,) * 7,
+        (20,) * 33,
+    ],
+)
+@pytest.mark.parametrize("name", ["bert", "qwen"])
+def test_replay_equals_eager_for_mixed_lengths(name: str, lengths: tuple[int, ...], request: Any) -> None:
+    folder = request.getfixturevalue(name)
+    options: dict[str, Any] = {"load_format": "dummy"} if name == "qwen" else {}
+    with Engine(str(folder), device="cuda", dtype="bfloat16", **options) as engine:
+        runner = runner_of(engine)
+        for seed in range(3):
+            check(runner, plan_of(lengths, seed=seed))
+        check(runner, plan_of(lengths, PoolingParams(Task.TOKEN_EMBED)))
+        check(runner, plan_of(lengths, PoolingParams(), PoolingParams(Task.TOKEN_EMBED)))
+        check(runner, plan_of(lengths, PoolingParams(dimensions=32)))
+        check(runner, plan_of(lengths, skip=ints([int(n > 1) for n in lengths])))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"])
+def test_every_pooling_method_ends_inside(bert: Path, pooling: str) -> None:
+    options: dict[str, Any] = {"pooler_config": {"pooling_type": pooling}}
+    with Engine(str(bert), device="cuda", dtype="bfloat16", **options) as engine:
+        for lengths in ((5,), (16,), (3, 9, 40, 65), (16, 16, 16), (200, 3)):
+            check(runner_of(engine), plan_of(lengths))
+
+
+@pytest.mark.parametrize("dtype", OutputDtype)
+def test_every_output_form_leaves_a_graph(engine: Engine, dtype: OutputDtype) -> None:
+    runner = runner_of(engine)
+    plan = plan_of((5, 9, 40), PoolingParams(dtype=dtype))
+    (mine,), (theirs,) = by_graph(runner, plan), eager(runner, plan)
+    assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+    assert (mine == theirs).mean() > 0.9
+    finite = runner.launch(plan).result().finite
+    assert all((flag == 1).all() and len(flag) == 3 for flag in finite)
+
+
+def test_segments_go_in(engine: Engine) -> None:
+    types = ints([0, 1] * 10)
+    check(runner_of(engine), plan_of((12, 8), type_ids=types))
+
+
+def test_rubbish_in_the_padding_reaches_no_row(engine: Engine) -> None:
+    """Memory that graphs and steps take next is filled with NaN between replays."""
+    runner = runner_of(engine)
+    plan = plan_of((7, 30, 41))
+    expected = by_graph(runner, plan)[0]
+    for _ in range(5):
+        rubbish = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]
+        del rubbish
+        by_graph(runner, plan_of((64, 64, 64, 64), seed=3))
+        assert (by_graph(runner, plan)[0] == expected).all()
+
+
+def test_two_steps_in_flight_and_eager_ones_between_keep_their_own_results(engine: Engine) -> None:
+    runner = runner_of(engine)
+    shapes = [(5,), (20, 30), (64,) * 20, (7, 300), (10,) * 900, (400, 401)]
+    plans = [plan_of(lengths, seed=i) for i, lengths in enumerate(shapes)]
+    plans.append(plan_of((9, 10, 11), PoolingParams(dimensions=16)))
+    plans.append(plan_of((500,) * 20))  # too large for a graph
+    expected = [eager(runner, plan)[0] for plan in plans]
+    graphs = runner.graphs
+    assert graphs is not None
+    draw = np.random.default_rng(0)
+    before: Any = None
+    with graphs.at_once():
+        for number in draw.integers(0, len(plans), 300).tolist():
+            future = runner.launch(plans[number])
+            if before is not None:
+                which, earlier = before
+                got = earlier.result().outputs[0]
+                assert (got * expected[which]).sum(1).min() / (expected[which] ** 2).sum(1).max() > 0.999
+            before = (number, future)
+        before[1].result()
+
+
+@pytest.mark.parametrize("wanted", [(PoolingParams(),), (PoolingParams(), PoolingParams(Task.TOKEN_EMBED))])
+def test_a_replayed_step_never_waits_between_launch_and_collect(
+    engine: Engine, wanted: tuple[PoolingParams, ...]
+) -> None:
+    runner = runner_of(engine)
+    plan = plan_of((5, 20, 70), *wanted)
+    for _ in range(4):  # buffers are made on their first use
+        by_graph(runner, plan)
+    assert runner.graphs is not None
+    before = runner.graphs.replays
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        futures = [runner.launch(plan) for _ in range(2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(len(future.result().outputs) == len(wanted) for future in futures)
+    assert runner.graphs.replays == before + 2
+
+
+def test_memory_does_not_grow_over_many_steps(engine: Engine) -> None:
+    runner = runner_of(engine)
+    draw = np.random.default_rng(1)
+
+    def steps(count: int) -> None:
+        for seed in range(count):
+            lengths = draw.integers(1, int(draw.choice([20, 64, 300])), int(draw.integers(1, 24)))
+            runner.launch(plan_of(lengths.tolist(), seed=seed)).result()
+
+    steps(1000)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_reserved()
+    graphs = runner.graphs
+    assert graphs is not None
+    captured = len(graphs.captured)
+    steps(2000)
+    grown = torch.cuda.memory_reserved() - held
+    assert grown <= (64 << 20) + (len(graphs.captured) - captured) * (4 << 20)
+    assert graphs.captured, "small steps are captured without being told to"
+
+
+def test_answers_are_the_same_alone_and_under_load(bert: Path) -> None:
+    draw = np.random.default_rng(2)
+    inputs = [draw.integers(5, 100, int(draw.integers(1, 200))).tolist() for _ in range(200)]
+    with Engine(str(bert), device="cuda", dtype="bfloat16", max_num_batched_tokens=2048) as engine:
+        alone = np.concatenate([engine.embed([row]) for row in inputs])
+        with ThreadPoolExecutor(16) as pool:
+            for _ in range(4):
+                crowd = np.concatenate(list(pool.map(lambda row: engine.embed([row]), inputs)))
+                assert (alone * crowd).sum(1).min() > 0.9995
+        graphs = runner_of(engine).graphs
+        assert graphs is not None and graphs.replays > 200
+
+
+def test_enforce_eager_has_no_graphs(bert: Path) -> None:
+    with Engine(str(bert), device="cuda", dtype="bfloat16", enforce_eager=True) as engine:
+        assert engine._engine._core.runner.graphs is None
+        assert np.isfinite(engine.embed([[5, 6, 7]])).all()
+
+
+@pytest.mark.parametrize("name", ["mpnet", "deberta-v3"])
+def test_a_model_that_goes_by_length_falls_back(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.parity.encoders import BACKBONES, CASES, make_rows, opened
+
+    case = (CASES | BACKBONES).get(name)
+    if case is None:
+        pytest.skip(f"no such case: {name}")
+    case.write(tmp_path, "Model", scale=0.1)
+    with opened(tmp_path) as cpu, opened(tmp_path, device="cuda", dtype="bfloat16") as cuda:
+        runner = cuda.engine._core.runner
+        assert isinstance(runner, ModelRunner)
+        rows = make_rows()
+        for mine, theirs in zip(cuda.ask(rows, Task.EMBED), cpu.ask(rows, Task.EMBED), strict=True):
+            assert float(mine @ theirs) / float(np.linalg.norm(mine) * np.linalg.norm(theirs)) > 0.999
+        assert runner.graphs is None or not runner.graphs.captured

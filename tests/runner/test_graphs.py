@@ -1,0 +1,344 @@
+"""Shapes, layouts and the choice between graph and eager, with a capture that only remembers its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.spec import PoolingSpec
+from penstock.config import EngineConfig, Machine, resolve
+from penstock.core import OutputDtype, PoolingParams, StepPlan, Task
+from penstock.layers.batch import Batch
+from penstock.layers.head import TaskHead
+from penstock.pooling.build import Pooler
+from penstock.runner import graphs as module
+from penstock.runner.buckets import LONGEST, ROWS, TOKENS, Bucket, Layout, NoGroups, bucket_of, largest_size
+from penstock.runner.graphs import FAILURES, USES, Graphs, Work
+from penstock.runner.model_runner import ModelRunner
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Share
+from tests.helpers import ints, make_request
+
+CPU = torch.device("cpu")
+
+
+def plan_of(*lengths: int, params: PoolingParams | None = None, **more: Any) -> StepPlan:
+    request = make_request("r", lengths, params=params, **more)
+    return build_plan([Share(request, ints(range(len(lengths))))])
+
+
+class Model:
+    """Each token by itself; what belongs to no row becomes NaN, as uninitialised memory may be."""
+
+    hidden_size = 8
+    causal = False
+    unneeded = ()
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.words, self.places = torch.randn(2000, 8, generator=draw), torch.randn(600, 8, generator=draw)
+        weight = torch.randn(3, 8, generator=draw)
+        self.heads = {Task.CLASSIFY: TaskHead("cls", lambda x: x @ weight.T, 3)}
+        self.seen: list[Batch] = []
+
+    def __call__(self, batch: Batch) -> Tensor:
+        self.seen.append(batch)
+        hidden = self.words[batch.token_ids] + self.places[batch.positions]
+        if batch.type_ids is not None:
+            hidden = hidden + batch.type_ids[:, None]
+        used = torch.arange(len(hidden)) < batch.cu_lengths[-1]
+        return hidden.masked_fill(~used[:, None], float("nan"))
+
+
+def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
+    """Replays by doing the work again and writing the results where the first ones were."""
+    kept = [tensor.clone() for tensor in work()]
+
+    def replay() -> None:
+        for old, new in zip(kept, work(), strict=True):
+            old.copy_(new)
+
+    return replay, kept
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_runner(method: str = "mean", capture: Any = fake, clock: Any = None) -> tuple[ModelRunner, Graphs]:
+    model = Model()
+    spec = SimpleNamespace(
+        pooling=PoolingSpec((method,), normalize=True),
+        config={"num_labels": 3},
+        sparse=None,
+        late=None,
+        score=None,
+    )
+    pooler = Pooler(spec, model.heads, [])  # type: ignore[arg-type]
+    runner = ModelRunner(model, pooler, CPU, 2)  # type: ignore[arg-type]
+    graphs = Graphs(model, pooler, runner.staging, capture, clock or Clock())  # type: ignore[arg-type]
+    return runner, graphs
+
+
+def replayed(runner: ModelRunner, graphs: Graphs, plan: StepPlan) -> Any:
+    key = graphs.key_of(plan)
+    assert key is not None
+    with graphs.at_once():
+        results = runner._replayed(graphs, key, plan)
+    assert results is not None
+    return results
+
+
+@pytest.mark.parametrize("tokens", [size + more for size in TOKENS for more in (-1, 0, 1)])
+def test_the_smallest_size_that_holds_a_step_is_taken(tokens: int) -> None:
+    bucket = bucket_of(tokens, 1, tokens)
+    if tokens > TOKENS[-1]:
+        assert bucket is None
+        return
+    assert bucket is not None and bucket.rows == 1
+    assert bucket.tokens == bucket.longest == min(size for size in TOKENS if size >= tokens)
+
+
+def test_any_step_fits_its_bucket_and_no_bucket_is_much_larger() -> None:
+    draw = np.random.default_rng(0)
+    found = 0
+    for _ in range(3000):
+        lengths = draw.integers(1, int(draw.integers(2, 600)), int(draw.integers(1, 300)))
+        tokens, rows, longest = int(lengths.sum()), len(lengths), int(lengths.max())
+        bucket = bucket_of(tokens, rows, longest)
+        if bucket is None:
+            continue
+        found += 1
+        assert bucket.tokens >= tokens and bucket.rows >= rows and bucket.longest >= longest
+        assert bucket.rows <= bucket.tokens and bucket.longest <= bucket.tokens
+        if tokens > 256:
+            assert bucket.tokens < tokens * 1.5
+        assert bucket.rows < 4 * rows + 1
+    assert found > 500
+
+
+def test_buckets_are_few() -> None:
+    pairs = {bucket_of(t, r, n) for t in TOKENS for r in ROWS for n in LONGEST if r <= t and n <= t}
+    assert len(pairs) < len(TOKENS) * len(ROWS) * len(LONGEST) / 2
+
+
+def test_one_long_row_among_many_short_ones_is_not_padded() -> None:
+    assert bucket_of(8000, 1000, 4000) is None
+    assert bucket_of(8000, 1000, 60) == Bucket(8192, 1024, 64)
+    assert bucket_of(100, 2000, 1) is None
+    assert bucket_of(0, 0, 0) is None
+
+
+@pytest.mark.parametrize("types", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_layout_holds_the_step_and_leaves_the_rest_empty(types: bool, skip: bool) -> None:
+    plan = plan_of(
+        5, 3, 9, type_ids=[1] * 17 if types else None, skip=[2, 1, 3] if skip else None, first_token=7
+    )
+    layout = Layout(Bucket(32, 4, 16), types, skip)
+    out = np.full(layout.size, -99, dtype=np.int32)
+    layout.write(out, plan)
+    parts = {name: out[begin : begin + room].tolist() for name, (begin, room) in layout.places.items()}
+    assert parts["cu_lengths"] == [0, 3, 8, 17, 17]
+    assert parts["lengths"] == [3, 5, 9, 0]
+    assert parts["token_ids"] == [*plan.token_ids.tolist(), *[0] * 15]
+    assert parts["positions"] == [*plan.positions.tolist(), *[0] * 15]
+    assert parts.get("type_ids") == ([1] * 17 + [0] * 15 if types else None)
+    assert parts.get("skip") == ([1, 2, 3, 0] if skip else None)
+    begins = sorted(layout.places.values())
+    assert all(a + room <= b for (a, room), (b, _) in pairwise(begins))
+    assert all(begin % 4 == 0 for begin, _ in begins) and layout.size <= largest_size()
+
+
+def test_groups_of_an_unknown_step_cannot_be_walked_over() -> None:
+    assert not NoGroups()
+    with pytest.raises(RuntimeError, match="equal length"):
+        list(NoGroups())
+
+
+@pytest.mark.parametrize("method", ["mean", "cls", "last", "mean_sqrt_len"])
+@pytest.mark.parametrize("lengths", [(1,), (16,), (17,), (3, 9, 1), (40,) * 5, (1, 2, 64, 65), (500, 1)])
+def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
+    method: str, lengths: tuple[int, ...]
+) -> None:
+    runner, graphs = make_runner(method)
+    for first in (1, 50, 400):  # the graph of the first step serves the others
+        plan = plan_of(*lengths, first_token=first)
+        expected, _ = runner._step(plan)
+        (values,), flags = replayed(runner, graphs, plan)
+        assert values.shape == expected[0].shape and not flags
+        np.testing.assert_allclose(values, expected[0], atol=1e-6)
+    assert len(graphs.captured) == 1 and graphs.replays == 3
+
+
+def test_a_graph_serves_steps_of_other_shapes_of_its_bucket() -> None:
+    runner, graphs = make_runner()
+    for lengths in ((20, 30), (5, 60, 7), (64, 64, 64, 64), (33,), (200,), (60, 61, 62, 63)):
+        plan = plan_of(*lengths)
+        (values,), _ = replayed(runner, graphs, plan)
+        np.testing.assert_allclose(values, runner._step(plan)[0][0], atol=1e-6)
+    assert len(graphs.captured) < 6
+
+
+@pytest.mark.parametrize("dtype", OutputDtype)
+def test_every_output_leaves_in_its_own_form_with_flags(dtype: OutputDtype) -> None:
+    runner, graphs = make_runner()
+    plan = plan_of(3, 8, 5, params=PoolingParams(dtype=dtype))
+    outputs, finite = runner._step(plan)
+    (values,), flags = replayed(runner, graphs, plan)
+    assert values.dtype == outputs[0].dtype and (values == outputs[0]).all()
+    assert len(flags) == len(finite)
+    assert all((flag == 1).all() and flag.shape == (3,) for flag in flags)
+
+
+@pytest.mark.parametrize("task", [Task.TOKEN_EMBED, Task.CLASSIFY, Task.EMBED])
+def test_each_task_that_is_alone_is_finished_inside(task: Task) -> None:
+    runner, graphs = make_runner()
+    plan = plan_of(3, 8, 4, params=PoolingParams(task))
+    key = graphs.key_of(plan)
+    assert key is not None and key.params == PoolingParams(task)
+    (values,), _ = replayed(runner, graphs, plan)
+    np.testing.assert_allclose(values, runner._step(plan)[0][0], atol=1e-6)
+
+
+def test_mixed_steps_share_the_graph_of_the_model_alone() -> None:
+    runner, graphs = make_runner()
+    wants = (PoolingParams(), PoolingParams(dimensions=4), PoolingParams(Task.TOKEN_EMBED))
+    requests = [make_request(str(i), [3, 8], params=params, skip=[1, 0]) for i, params in enumerate(wants)]
+    mixed = build_plan([Share(request, ints([0, 1])) for request in requests])
+    cut = plan_of(10, 23, params=PoolingParams(dimensions=4), skip=[1, 2])
+    for plan in (mixed, cut, mixed):
+        key = graphs.key_of(plan)
+        assert key is not None and key.params is None
+        values, _ = replayed(runner, graphs, plan)
+        for mine, theirs in zip(values, runner._step(plan)[0], strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    assert graphs.replays == 3
+
+
+def test_the_host_decides_by_the_bucket_alone() -> None:
+    runner, graphs = make_runner()
+    replayed(runner, graphs, plan_of(20, 30, 7))
+    batch = runner.model.seen[-1]  # type: ignore[attr-defined]
+    assert (batch.num_tokens, batch.num_rows, batch.max_length) == (64, 4, 32)
+    assert isinstance(batch.groups, NoGroups)
+
+
+def test_a_shape_is_captured_when_it_comes_again_and_waits_for_the_host() -> None:
+    _, graphs = make_runner()
+    plan = plan_of(20, 30)
+    key = graphs.key_of(plan)
+    assert key is not None
+    for _ in range(USES + 3):
+        assert graphs.place(key, plan) is None, "nothing is known of how long it takes"
+    graphs.observe(key, host_s=0.001, device_s=0.004)
+    assert graphs.place(key, plan) is None, "the device is the limit"
+    graphs.observe(key, host_s=0.004, device_s=0.0041)
+    assert graphs.place(key, plan) is None, "the least of each counts"
+    other = plan_of(200, 300)
+    busy = graphs.key_of(other)
+    assert busy is not None and graphs.place(busy, other) is None
+    graphs.observe(busy, host_s=0.004, device_s=0.0041)
+    assert [graphs.place(busy, other) is not None for _ in range(3)] == [False, True, True]
+
+
+def test_captures_leave_most_of_the_time_to_steps() -> None:
+    clock = Clock()
+
+    def slow(work: Work) -> Any:
+        clock.now += 1.0
+        return fake(work)
+
+    _, graphs = make_runner(capture=slow, clock=clock)
+    plans = [plan_of(20), plan_of(100), plan_of(400)]
+    for plan in plans * (USES + 1):
+        key = graphs.key_of(plan)
+        assert key is not None
+        graphs.place(key, plan)
+        graphs.observe(key, 0.01, 0.01)
+    assert len(graphs.captured) == 1
+    clock.now += 3.0
+    graphs.place(graphs.key_of(plans[1]), plans[1])  # type: ignore[arg-type]
+    assert len(graphs.captured) == 1
+    clock.now += 1.1
+    graphs.place(graphs.key_of(plans[1]), plans[1])  # type: ignore[arg-type]
+    assert len(graphs.captured) == 2
+
+
+def test_a_capture_that_fails_is_not_tried_again_and_the_step_runs() -> None:
+    tries = []
+
+    def broken(work: Work) -> Any:
+        tries.append(work)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    runner, graphs = make_runner(capture=broken)
+    with graphs.at_once():
+        for length in (10, 10, 20, 20, 40, 100, 200):
+            plan = plan_of(length)
+            key = graphs.key_of(plan)
+            assert key is not None and runner._replayed(graphs, key, plan) is None
+    assert len(tries) == FAILURES and not graphs.captured
+
+
+def test_a_model_that_needs_the_step_itself_is_asked_once() -> None:
+    asked = []
+
+    def by_groups(work: Work) -> Any:
+        asked.append(list(NoGroups()))
+
+    _, graphs = make_runner(capture=by_groups)
+    with graphs.at_once():
+        for length in (10, 20):
+            plan = plan_of(length)
+            assert graphs.place(graphs.key_of(plan), plan) is None  # type: ignore[arg-type]
+    assert graphs._failures == FAILURES and not graphs.refused
+
+
+def test_no_more_than_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST", 2)
+    _, graphs = make_runner()
+    with graphs.at_once():
+        for length in (10, 20, 40, 100):
+            plan = plan_of(length)
+            graphs.place(graphs.key_of(plan), plan)  # type: ignore[arg-type]
+    assert len(graphs.captured) == 2
+
+
+def test_what_cannot_be_replayed_has_no_key() -> None:
+    _, graphs = make_runner()
+    assert graphs.key_of(plan_of(4, 5, keys=[2, 5])) is None
+    adapted = make_request("a", [3])
+    adapted.adapters = ints([0])
+    assert graphs.key_of(build_plan([Share(adapted, ints([0]))])) is None
+    kept = Share(make_request("k", [6]), ints([0]), ints([0]), ints([3]), ((0,),))
+    assert graphs.key_of(build_plan([kept], block_size=16)) is None
+    assert graphs.key_of(plan_of(TOKENS[-1] + 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, True),
+        ({"enforce_eager": True}, False),
+        ({"dtype": "float32"}, False),
+        ({"dtype": "float16"}, True),
+        ({"model_impl": "transformers"}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_graphs_are_for_native_models_in_half_precision_on_cuda(
+    changes: dict[str, Any], wanted: bool
+) -> None:
+    machine = Machine(cpus=2, cuda=True, bf16=True)
+    assert resolve(EngineConfig(**changes), model_limit=512, machine=machine).graphs is wanted
