@@ -38,6 +38,7 @@ from penstock.runner.load import settle
 
 log = logging.getLogger("penstock.engine")
 EXIT_BAD_MODEL = 3  # restarting would fail in the same way
+EXIT_DEVICE_FAILED = 4  # only a new process can use the device again
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -82,12 +83,13 @@ class EngineServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell_out.fileno(), zmq.POLLIN)
-        while not self._stopping or core.busy:
+        while core.broken is None and (not self._stopping or core.busy):
             poller.poll(self._patience_ms())
             self._answer(self._receive())
             self._answer(core.step())
             observe(core)
-        core.close()
+        if core.broken is None:  # else its threads may wait for the device for ever
+            core.close()
         self._context.destroy(linger=2000)
 
     def _patience_ms(self) -> int:
@@ -163,6 +165,10 @@ def main() -> None:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(EXIT_BAD_MODEL)
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.turn)
+    if core.broken is not None:
+        log.error("%s", core.broken.message)
+        logging.shutdown()
+        os._exit(EXIT_DEVICE_FAILED)  # a lost device must not be tidied up
 
 
 if __name__ == "__main__":

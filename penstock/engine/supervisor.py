@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
-from penstock.engine.process import EXIT_BAD_MODEL, Launch
+from penstock.engine.process import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, Launch
 from penstock.errors import ConfigError, ModelLoadError
 
 log = logging.getLogger("penstock")
@@ -174,6 +174,8 @@ class Supervisor:
             log.error("an API process %s; starting it again", how)
             return
         self._announced = False
+        if code == EXIT_DEVICE_FAILED:
+            how = "ended because its device failed"
         detail = f"the engine process {how}; restart {child.restarts} is under way"
         log.error("%s", detail)
         self._write_state("restarting", detail)

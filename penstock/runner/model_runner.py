@@ -29,6 +29,7 @@ from penstock.layers.batch import Batch, Limits, Memory
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import cast
+from penstock.runner.faults import typed_faults
 from penstock.runner.staging import Staging
 from penstock.scoring.pairs import PairTensors
 
@@ -126,19 +127,22 @@ class ModelRunner:
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        outputs, finite = self._step(plan)
+        with typed_faults(self.device):
+            outputs, finite = self._step(plan)
         return StepResult(outputs, time.perf_counter() - began, finite)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Future[StepResult]:
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        outputs, finite = self._step(plan)
-        end.record()
+        with typed_faults(self.device):
+            begin.record()
+            outputs, finite = self._step(plan)
+            end.record()
 
         def collect() -> StepResult:
-            end.synchronize()
-            return StepResult(outputs, begin.elapsed_time(end) / 1000, finite)
+            with typed_faults(self.device):
+                end.synchronize()
+                return StepResult(outputs, begin.elapsed_time(end) / 1000, finite)
 
         return self._thread.submit(collect)
 
