@@ -35,6 +35,7 @@ from penstock.engine.messages import (
 )
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
+from penstock.runner.profile import ProfiledRunner
 
 log = logging.getLogger("penstock.engine")
 EXIT_BAD_MODEL = 3  # restarting would fail in the same way
@@ -143,7 +144,9 @@ def prepare_child() -> None:
     """What every child of the supervisor does first: die with it, take signals, leave ctrl-C to it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2}
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -164,6 +167,8 @@ def main() -> None:
     except PenstockError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(EXIT_BAD_MODEL)
+    if isinstance(profiled := core.runner, ProfiledRunner):
+        signal.signal(signal.SIGUSR2, lambda *_: profiled.again())
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.turn)
     if core.broken is not None:
         log.error("%s", core.broken.message)

@@ -173,6 +173,17 @@ def test_a_killed_engine_gives_503_with_a_reason_and_comes_back() -> None:
         assert http.post("/v1/embeddings", json={"input": "back again"}).status_code == 200
 
 
+def test_a_signal_writes_a_profile_of_the_next_steps(tmp_path: Path) -> None:
+    flags = ("--device", "cpu", "--profile", str(tmp_path), "--profile-steps", "1")
+    with serving(*flags) as server, server.client() as http:
+        server.wait_for(lambda: any("is ready at" in line for line in server.log))
+        os.kill(server.process.pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+        server.wait_for(lambda: len(list(tmp_path.glob("*.json"))) == 1)
+        assert http.post("/v1/embeddings", json={"input": "b"}).status_code == 200
+
+
 LOSE_THE_DEVICE = """
 from pathlib import Path
 from penstock.errors import DeviceFailed
