@@ -53,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     share_identical: bool = True  # rows that are alike and in flight together, and queries, are computed once
     document_cache_gb: float = 0.0  # memory for vectors of documents that may be scored again
     enforce_eager: bool = False
+    profile: str | None = None  # folder for traces of what steps do
+    profile_steps: int = 20  # in one trace
     seed: int = 0
 
 
@@ -92,6 +94,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     share_identical: bool = True
     document_cache_bytes: int = 0
     graphs: bool = False  # small steps are replayed as CUDA graphs
+    profile: str = ""  # folder; empty: no profile
+    profile_steps: int = 20
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -117,12 +121,14 @@ def resolve(
     positions: int | None = None,
     why_not_cut: str | None = None,
     shares_prefixes: bool = False,
+    hidden: int | None = None,
+    layers: int | None = None,
 ) -> Resolved:
     """Settle every "auto"; raise `ConfigError` for what cannot work together.
 
     `model_limit` is what the model is meant for, `positions` what it could take at most;
     `why_not_cut` says, where it is so, why its rows cannot be spread over steps; `shares_prefixes`, whether
-    they are expected to begin alike.
+    they are expected to begin alike. `hidden` and `layers` are the model's size, where it is known.
     """
     if config.enable_prefix_caching is None:
         can = why_not_cut is None and config.enable_chunked_prefill is not False
@@ -139,7 +145,8 @@ def resolve(
             f"max_model_len is {limit}, but the model has positions for {positions} tokens",
             param="max_model_len",
         )
-    budget = _given(config.max_num_batched_tokens, CPU_STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
+    best = CPU_STEP_TOKENS if on_cpu else cuda_step_tokens(hidden, layers, config.quantization)
+    budget = _given(config.max_num_batched_tokens, best)
     _positive("max_num_batched_tokens", budget)
     resolved = Resolved(
         device=device,
@@ -161,14 +168,34 @@ def resolve(
         share_identical=config.share_identical,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         graphs=_graphs(config, on_cpu, dtype),
+        profile=config.profile or "",
+        profile_steps=config.profile_steps,
     )
-    for name in ("max_num_seqs", "max_queued_tokens", "pipeline_depth", "threads"):
+    for name in ("profile_steps", "max_num_seqs", "max_queued_tokens", "pipeline_depth", "threads"):
         _positive(name, getattr(resolved, name))
     return resolved
 
 
 CPU_STEP_TOKENS = 1024  # activations of a step stay in the cache; measured by benchmarks/cpu_profile.py
-CUDA_STEP_TOKENS = 16_384
+CUDA_STEP_TOKENS = 16_384  # of a model whose size is not known
+_KNEE = 1 << 24  # tokens × hidden size at which matrix products reach nine tenths of their best rate
+_STEP_FLOPS = 6e13  # what a step may cost: a tenth of a second of a large GPU
+_EIGHT_BIT = ("fp8",)  # twice the rate, so twice the tokens for both
+
+
+def cuda_step_tokens(hidden: int | None, layers: int | None, quantization: str | None = None) -> int:
+    """Tokens of a step at the model's knee: fewer leave the device idle, more only make others wait.
+
+    Narrow models need many tokens to fill the device, wide ones few; deep and wide ones are kept to a tenth of
+    a second a step. Measured on an H200: 384 wide, still rising at 16,384; 768–1,024 wide, best at 16,384;
+    4,096 wide, best at 4,096 and slower beyond.
+    """
+    if not hidden or not layers:
+        return CUDA_STEP_TOKENS
+    flops_a_token = 24 * layers * hidden * hidden  # projections and a feed-forward four times as wide
+    tokens = min(_KNEE / hidden, _STEP_FLOPS / flops_a_token)
+    tokens *= 2 if quantization in _EIGHT_BIT else 1
+    return min(32_768, max(1024, 1 << (int(tokens).bit_length() - 1)))
 
 
 def _device(wanted: str, machine: Machine) -> str:

@@ -117,6 +117,18 @@ class EngineUnavailable(EngineError):
     retry_after_s: ClassVar[int] = 2
 
 
+class DeviceOutOfMemory(EngineError):
+    """A step needs more memory than the device has left; smaller steps may fit."""
+
+    code = "out_of_memory"
+
+
+class DeviceFailed(EngineUnavailable):
+    """The device can no longer be used by this process; a new one is needed."""
+
+    code = "device_failed"
+
+
 def _tree(cls: type[PenstockError]) -> list[type[PenstockError]]:
     return [cls] + [leaf for child in cls.__subclasses__() for leaf in _tree(child)]
 

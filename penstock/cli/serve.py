@@ -76,6 +76,13 @@ def serve(
         float | None, typer.Option(min=0.0, help="Memory for keys and values of rows that go on over steps.")
     ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Write traces of the engine's steps here, soon and at each SIGUSR2."
+        ),
+    ] = None,
+    profile_steps: Annotated[int, typer.Option(min=1, help="Steps in one trace.")] = 20,
     seed: flags.Seed = 0,
     runner: Annotated[str, typer.Option(help="Accepted for familiarity; found out by itself.")] = "auto",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -118,6 +125,8 @@ def serve(
         share_identical=share_identical,
         document_cache_gb=document_cache_gb,
         enforce_eager=enforce_eager,
+        profile=profile,
+        profile_steps=profile_steps,
         seed=seed,
     )
     engine = from_mapping(EngineConfig, options)

@@ -10,14 +10,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.core import Answer, Array, Comparison, Request, StepPlan, StepResult, Timings
 from penstock.engine.progress import Follower, Progress, rows_of, sound
+from penstock.engine.relief import Pressure, halves
 from penstock.engine.twins import Twins, some_rows
-from penstock.errors import BadValue, DeadlineExceeded, PenstockError, RowFailed
+from penstock.errors import (
+    BadValue,
+    DeadlineExceeded,
+    DeviceFailed,
+    DeviceOutOfMemory,
+    PenstockError,
+    RowFailed,
+)
 from penstock.runner.base import Runner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Scheduler, Share
@@ -49,8 +57,10 @@ class StepStats:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
     plan: StepPlan
+    shares: list[Share]
     future: Future[StepResult]
     launched_s: float
+    apart: bool  # nothing else is in flight
 
 
 class EngineCore:
@@ -78,7 +88,9 @@ class EngineCore:
         self._flights: deque[_Flight] = deque()
         self._relays = 0
         self._comparisons: dict[str, tuple[Comparison, Future[Array]]] = {}
-        self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart
+        self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart, in order
+        self._pressure = Pressure.of(scheduler.budget)
+        self.broken: DeviceFailed | None = None  # the device is lost: nothing can be run any more
         self._block_size = scheduler.chunking.pool.block_size if scheduler.chunking else 0
 
     @property
@@ -119,6 +131,8 @@ class EngineCore:
         outcomes = self._expire()
         outcomes += self._collect()
         outcomes += self._compared()
+        if self.broken is not None:
+            return outcomes + self._give_up(self.broken)
         self._launch()
         return outcomes
 
@@ -135,7 +149,7 @@ class EngineCore:
         return outcomes
 
     def _launch(self) -> None:
-        while len(self._flights) < self.depth and (shares := self._next_shares()):
+        while self._may_launch() and (shares := self._next_shares()):
             plan, now = build_plan(shares, self._block_size), self.clock()
             for share in shares:
                 progress = self._progress[share.request.id]
@@ -146,8 +160,18 @@ class EngineCore:
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
-            self._flights.append(_Flight(plan, future, now))
+            self._flights.append(_Flight(plan, shares, future, now, apart=not self._flights))
             future.add_done_callback(lambda _: self.wake())
+
+    def _may_launch(self) -> bool:
+        """Parts of a failed step run one at a time: the next may need what the one before it wrote. So does
+        whatever would follow a step that has just failed."""
+        if not self._flights:
+            return True
+        if self._suspects or len(self._flights) >= self.depth:
+            return False
+        last = self._flights[-1].future
+        return not last.done() or last.exception() is None
 
     def _next_shares(self) -> list[Share]:
         while self._suspects:
@@ -162,9 +186,12 @@ class EngineCore:
             flight = self._flights.popleft()
             error = flight.future.exception()
             if error is not None:
-                outcomes += self._isolate(flight.plan, error)
+                outcomes += self._recover(flight, error)
                 continue
             result = flight.future.result()
+            if self._pressure.now < self._pressure.full:
+                self._pressure.went_well()
+                self._set_budget()
             outcomes += self._hand_out(flight.plan, result)
             self.observe(self._stats(flight, result))
         return outcomes
@@ -229,6 +256,55 @@ class EngineCore:
         assert first is not None and progress.first_launch_s is not None
         timings = Timings(max(0.0, progress.first_launch_s - request.arrival_s), progress.device_s)
         return Answer(request.id, first, timings, tuple(array for array in more if array is not None))
+
+    def _recover(self, flight: _Flight, error: BaseException) -> list[Outcome]:
+        if isinstance(error, DeviceFailed):
+            self.broken = error
+            return []
+        if isinstance(error, DeviceOutOfMemory) and not (flight.plan.kv is not None and self._flights):
+            return self._divide(flight, error)
+        return self._isolate(flight.plan, error)
+
+    def _divide(self, flight: _Flight, error: DeviceOutOfMemory) -> list[Outcome]:
+        """Memory ran out: run the rows again in two parts, and smaller steps for a while. A row that is not
+        to be divided gets the device for itself before it is given up.
+
+        Rows that go on over steps keep their memory meanwhile: nothing is planned before the parts have run.
+        """
+        shares = [share for share in flight.shares if share.request.id in self._progress]
+        if not shares:
+            return []
+        self._pressure.ran_out(flight.plan.num_tokens)
+        self._set_budget()
+        if (parts := halves(shares)) is not None:
+            self._suspects.extendleft(part for part in reversed(parts) if part)
+            return []
+        if not flight.apart:
+            self._suspects.appendleft(shares)
+            return []
+        outcomes: list[Outcome] = []
+        for share in shares:
+            tokens = int(share.request.lengths[share.rows].sum())
+            message = f"a row of {tokens} tokens needs more memory than the device has: {error.message}"
+            outcomes += self._fail(self._progress[share.request.id], RowFailed(message))
+        return outcomes
+
+    def _set_budget(self) -> None:
+        self.scheduler.budget = replace(self.scheduler.budget, tokens=self._pressure.now)
+
+    def _give_up(self, error: DeviceFailed) -> list[Outcome]:
+        """Every request fails; whoever owns this engine has to build another."""
+        outcomes: list[Outcome] = [
+            Failure(progress.request.id, error) for progress in self._progress.values() if not progress.hidden
+        ]
+        for progress in list(self._progress.values()):
+            self.scheduler.cancel(progress.request.id)
+            self._forget(progress, well=False)
+        outcomes += [Failure(key, error) for key in self._comparisons]
+        self._comparisons.clear()
+        self._flights.clear()
+        self._suspects.clear()
+        return outcomes
 
     def _isolate(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
         """A step failed: run its requests again in halves until the one at fault stands alone."""

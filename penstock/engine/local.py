@@ -62,12 +62,17 @@ class LocalEngine:
                     while True:
                         self._take(self._inbox.get_nowait())
                 self._settle(self._core.step())
+                if self._core.broken is not None:
+                    return self._end(self._core.broken)
         except BaseException as error:
-            self._why = f"the engine stopped: {error!r}"
-            self._closing = True
-            for future in list(self._waiters.values()):
-                _settle(future, EngineUnavailable(self._why))
+            self._end(error)
             raise
+
+    def _end(self, error: BaseException) -> None:
+        self._why = f"the engine stopped: {error!r}"
+        self._closing = True
+        for future in list(self._waiters.values()):
+            _settle(future, EngineUnavailable(self._why))
 
     def _take(self, message: Request | Comparison | str | None) -> None:
         if isinstance(message, Comparison):

@@ -38,9 +38,11 @@ from penstock.engine.messages import (
 )
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
+from penstock.runner.profile import ProfiledRunner
 
 log = logging.getLogger("penstock.engine")
 EXIT_BAD_MODEL = 3  # restarting would fail in the same way
+EXIT_DEVICE_FAILED = 4  # only a new process can use the device again
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -89,13 +91,14 @@ class EngineServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell_out.fileno(), zmq.POLLIN)
         shown = True
-        while not self._stopping or core.busy:
+        while core.broken is None and (not self._stopping or core.busy):
             if self._bell_out.fileno() in dict(poller.poll(self._patience_ms(shown))):
                 self._hush()
             self._answer(self._receive())
             self._answer(core.step())
             shown = observe(core)
-        core.close()
+        if core.broken is None:  # else its threads may wait for the device for ever
+            core.close()
         self._context.destroy(linger=2000)
 
     def _patience_ms(self, shown: bool) -> int:
@@ -156,7 +159,9 @@ def prepare_child() -> None:
     """What every child of the supervisor does first: die with it, take signals, leave ctrl-C to it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2}
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -177,7 +182,13 @@ def main() -> None:
     except PenstockError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(EXIT_BAD_MODEL)
+    if isinstance(profiled := core.runner, ProfiledRunner):
+        signal.signal(signal.SIGUSR2, lambda *_: profiled.again())
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.turn)
+    if core.broken is not None:
+        log.error("%s", core.broken.message)
+        logging.shutdown()
+        os._exit(EXIT_DEVICE_FAILED)  # a lost device must not be tidied up
 
 
 if __name__ == "__main__":

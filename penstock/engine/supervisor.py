@@ -23,11 +23,11 @@ import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
-from penstock.engine.process import EXIT_BAD_MODEL, Launch
+from penstock.engine.process import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, Launch
 from penstock.errors import ConfigError, ModelLoadError
 
 log = logging.getLogger("penstock")
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2}
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -122,6 +122,7 @@ class Supervisor:
                 for index in range(server.api_server_count)
             )
         ]
+        self._profiles = engine.profile is not None
         self._began_s = time.monotonic()
         self._announced = False
 
@@ -134,7 +135,9 @@ class Supervisor:
                 child.start()
             while True:
                 info = signal.sigtimedwait(_SIGNALS, 0.05 if not self._announced else 0.5)
-                if info is not None and info.si_signo != signal.SIGCHLD:
+                if info is not None and info.si_signo == signal.SIGUSR2:
+                    self._profile()
+                elif info is not None and info.si_signo != signal.SIGCHLD:
                     return self._drain(signal.Signals(info.si_signo).name)
                 self._tend()
         finally:
@@ -174,9 +177,18 @@ class Supervisor:
             log.error("an API process %s; starting it again", how)
             return
         self._announced = False
+        if code == EXIT_DEVICE_FAILED:
+            how = "ended because its device failed"
         detail = f"the engine process {how}; restart {child.restarts} is under way"
         log.error("%s", detail)
         self._write_state("restarting", detail)
+
+    def _profile(self) -> None:
+        """Another trace, where the server was started with --profile and the engine runs."""
+        if not self._profiles:
+            log.warning("SIGUSR2: there is nothing to write without --profile DIR")
+        elif self._announced and self._engine.process is not None:
+            self._engine.process.send_signal(signal.SIGUSR2)
 
     def _drain(self, why: str) -> int:
         """Take no new connection, finish what was begun, leave."""

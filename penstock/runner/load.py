@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
@@ -39,7 +41,13 @@ def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
         machine=this_machine(config.device),
         why_not_cut=spec.why_not_cut,
         shares_prefixes=spec.shares_prefixes,
+        hidden=_number(spec.config, "hidden_size", "n_embd", "dim", "d_model"),
+        layers=_number(spec.config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     )
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 
 def this_machine(device: str) -> Machine:
@@ -53,6 +61,17 @@ def this_machine(device: str) -> Machine:
 
 
 def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
+    loaded = _load(spec, settings)
+    if not settings.profile:
+        return loaded
+    from penstock.runner.profile import ProfiledRunner
+
+    return replace(
+        loaded, runner=ProfiledRunner(loaded.runner, Path(settings.profile), settings.profile_steps)
+    )
+
+
+def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
     if settings.device == "null":
         from penstock.runner.null import NullRunner
 

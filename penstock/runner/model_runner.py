@@ -30,6 +30,7 @@ from penstock.layers.batch import Batch, Limits, Memory
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
+from penstock.runner.faults import typed_faults
 from penstock.runner.graphs import Graphs, Key
 from penstock.runner.staging import Staging
 from penstock.scoring.brought import compare
@@ -147,26 +148,29 @@ class ModelRunner:
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        outputs, finite = self._step(plan)
+        with typed_faults(self.device):
+            outputs, finite = self._step(plan)
         return StepResult(outputs, time.perf_counter() - began, finite)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Future[StepResult]:
         began = time.perf_counter()
         events = self._next_events()
-        events.begin.record()
         graphs = self.graphs
         key = None if graphs is None else graphs.key_of(plan)
         results = None
-        if graphs is not None and key is not None:
-            results = self._replayed(graphs, key, plan)
-        replayed = results is not None
-        outputs, finite = self._step(plan) if results is None else results
-        events.end.record()
+        with typed_faults(self.device):
+            events.begin.record()
+            if graphs is not None and key is not None:
+                results = self._replayed(graphs, key, plan)
+            replayed = results is not None
+            outputs, finite = self._step(plan) if results is None else results
+            events.end.record()
         host_s = time.perf_counter() - began
 
         def collect() -> StepResult:
-            events.end.synchronize()
-            device_s = events.begin.elapsed_time(events.end) / 1000
+            with typed_faults(self.device):
+                events.end.synchronize()
+                device_s = events.begin.elapsed_time(events.end) / 1000
             if graphs is not None and key is not None and not replayed:
                 graphs.observe(key, host_s, device_s)
             return StepResult(outputs, device_s, finite)

@@ -11,6 +11,7 @@ from penstock.config import (
     Resolved,
     ServerConfig,
     available_cpus,
+    cuda_step_tokens,
     from_mapping,
     resolve,
 )
@@ -135,6 +136,34 @@ def test_what_is_asked_for_is_kept() -> None:
     }
     resolved = settle(**values)
     assert {name: getattr(resolved, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "quantization", "tokens"),
+    [
+        (384, 6, None, 32_768),  # MiniLM
+        (768, 12, None, 16_384),  # BERT-base
+        (1024, 24, None, 16_384),  # XLM-R-large
+        (1024, 28, None, 16_384),  # Qwen3-0.6B
+        (2560, 36, None, 4096),  # Qwen3-4B
+        (4096, 32, None, 4096),  # 7B
+        (4096, 32, "fp8", 8192),
+        (5120, 64, None, 1024),  # 32B
+        (None, 12, None, 16_384),
+        (768, None, None, 16_384),
+    ],
+)
+def test_a_step_on_cuda_is_as_large_as_the_model_is_narrow(
+    hidden: int | None, layers: int | None, quantization: str | None, tokens: int
+) -> None:
+    assert cuda_step_tokens(hidden, layers, quantization) == tokens
+    found = resolve(EngineConfig(), model_limit=512, machine=GPU, hidden=hidden, layers=layers)
+    assert quantization or found.max_num_batched_tokens == tokens
+    given = EngineConfig(max_num_batched_tokens=99)
+    resolved = resolve(given, model_limit=512, machine=GPU, hidden=hidden, layers=layers)
+    assert resolved.max_num_batched_tokens == 99
+    on_cpu = resolve(EngineConfig(), model_limit=512, machine=CPU, hidden=hidden, layers=layers)
+    assert on_cpu.max_num_batched_tokens == settle().max_num_batched_tokens
 
 
 def test_threads_follow_the_cores_that_may_be_used() -> None:

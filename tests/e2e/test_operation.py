@@ -173,6 +173,50 @@ def test_a_killed_engine_gives_503_with_a_reason_and_comes_back() -> None:
         assert http.post("/v1/embeddings", json={"input": "back again"}).status_code == 200
 
 
+def test_a_signal_writes_a_profile_of_the_next_steps(tmp_path: Path) -> None:
+    flags = ("--device", "cpu", "--profile", str(tmp_path), "--profile-steps", "1")
+    with serving(*flags) as server, server.client() as http:
+        server.wait_for(lambda: any("is ready at" in line for line in server.log))
+        os.kill(server.process.pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+        server.wait_for(lambda: len(list(tmp_path.glob("*.json"))) == 1)
+        assert http.post("/v1/embeddings", json={"input": "b"}).status_code == 200
+
+
+LOSE_THE_DEVICE = """
+from pathlib import Path
+from penstock.errors import DeviceFailed
+from penstock.runner.null import NullRunner
+
+launch, once = NullRunner.launch, Path(__file__).with_name("lost")
+
+def lose(self, plan):
+    if plan.num_rows == 3 and not once.exists():
+        once.touch()
+        raise DeviceFailed("the device failed: CUDA error: an illegal memory access was encountered")
+    return launch(self, plan)
+
+NullRunner.launch = lose
+"""
+
+
+def test_a_lost_device_gives_503_with_a_reason_and_a_new_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LOSE_THE_DEVICE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with serving("--device", "null") as server, server.client() as http:
+        (engine,) = server.children("penstock.engine.process")
+        lost = http.post("/v1/embeddings", json={"input": ["a", "b", "c"]})
+        assert lost.status_code == 503
+        assert "illegal memory access" in lost.json()["error"]["message"]
+        server.wait_for(lambda: any("device failed; restart 1" in line for line in server.log))
+        server.wait_for(lambda: server.children("penstock.engine.process") not in ([], [engine]))
+        server.wait_ready()
+        assert http.post("/v1/embeddings", json={"input": ["a", "b", "c"]}).status_code == 200
+
+
 def test_a_killed_api_process_is_started_again() -> None:
     with serving("--device", "null") as server:
         (api,) = server.children("penstock.api.process")

@@ -1,0 +1,54 @@
+"""What the device library's exceptions mean: out of memory, a device that is lost, or a fault of the step."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from penstock.errors import DeviceFailed, DeviceOutOfMemory, EngineError
+
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+
+
+@contextmanager
+def typed_faults(device: torch.device) -> Iterator[None]:
+    """Exceptions of the device as errors that the engine core knows; others pass as they are."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        fault = diagnose(error, lambda: _touch(device))
+        if fault is None:
+            raise
+        traceback.clear_frames(error.__traceback__)  # their tensors are what fills the memory
+    else:
+        return
+    if isinstance(fault, DeviceOutOfMemory) and device.type == "cuda":
+        torch.cuda.empty_cache()
+    raise fault from None
+
+
+def diagnose(error: BaseException, touch: Callable[[], None]) -> EngineError | None:
+    """The typed error for an exception, or None for a fault of the step alone.
+
+    After a CUDA error the device may or may not go on: `touch` uses it once more, and raises if it does not.
+    """
+    words = str(error).strip()
+    first_line = words.splitlines()[0] if words else type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in words for sign in _NO_MEMORY):
+        return DeviceOutOfMemory(first_line)
+    if "CUDA" not in words and not isinstance(error, torch.AcceleratorError):
+        return None
+    try:
+        touch()
+    except RuntimeError:
+        return DeviceFailed(f"the device failed: {first_line}")
+    return None
+
+
+def _touch(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from penstock.errors import DeviceFailed, DeviceOutOfMemory
+from penstock.runner.faults import diagnose, typed_faults
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`"
+
+
+def dead() -> None:
+    raise RuntimeError(ILLEGAL)
+
+
+def alive() -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+    ],
+)
+def test_what_is_a_lack_of_memory_is_called_so(error: Exception) -> None:
+    assert isinstance(diagnose(error, dead), DeviceOutOfMemory)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError(ILLEGAL),
+        RuntimeError(ILLEGAL),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+)
+def test_a_device_that_does_not_answer_any_more_has_failed(error: Exception) -> None:
+    found = diagnose(error, dead)
+    assert isinstance(found, DeviceFailed)
+    assert found.message.startswith("the device failed: ") and "\n" not in found.message
+    assert diagnose(error, alive) is None, "a device that goes on leaves the fault to the step"
+
+
+def test_other_errors_are_the_steps_own() -> None:
+    assert diagnose(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), dead) is None
+    with pytest.raises(RuntimeError, match="shapes"), typed_faults(torch.device("cpu")):
+        raise RuntimeError("shapes")
+
+
+def test_the_tensors_of_a_step_that_did_not_fit_are_let_go() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def step() -> None:
+        activations = torch.ones(16)
+        kept.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(DeviceOutOfMemory) as caught, typed_faults(torch.device("cpu")):
+        step()
+    gc.collect()
+    assert kept[0]() is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import Engine
+from penstock.errors import ConfigError
+from penstock.runner.profile import SKIP, ProfiledRunner
+
+
+def names_in(trace: Path) -> list[str]:
+    return [str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"]]
+
+
+def test_a_trace_holds_the_steps_after_the_first_and_what_they_ran(tmp_path: Path) -> None:
+    with (
+        Engine(device="cpu") as plain,
+        Engine(device="cpu", profile=str(tmp_path), profile_steps=3) as engine,
+    ):
+        runner = engine._engine._core.runner
+        assert isinstance(runner, ProfiledRunner)
+        for number in range(SKIP):
+            engine.embed([f"warm {number}"])
+        assert not list(tmp_path.iterdir())
+        for number in range(4):
+            np.testing.assert_allclose(
+                engine.embed([f"text {number}"]), plain.embed([f"text {number}"]), atol=1e-6
+            )
+        (trace,) = tmp_path.iterdir()
+        names = names_in(trace)
+        assert sum(name.startswith("step: 1 rows") for name in names) >= 3
+        assert any("linear" in name for name in names), "the step thread is in it"
+        engine.embed(["not in a window"])
+        runner.again()
+        for number in range(3):
+            engine.embed([f"again {number}"])
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_window_that_is_still_open_is_written_at_the_end(tmp_path: Path) -> None:
+    with Engine(device="cpu", profile=str(tmp_path / "new"), profile_steps=100) as engine:
+        runner = engine._engine._core.runner
+        assert isinstance(runner, ProfiledRunner)
+        runner.again()
+        engine.embed(["a"])
+    assert len(list((tmp_path / "new").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="profile"):
+        Engine(device="cpu", profile=str(tmp_path / "file" / "sub"))
+
+
+def test_without_it_the_runner_is_the_plain_one() -> None:
+    with Engine(device="cpu") as engine:
+        assert not isinstance(engine._engine._core.runner, ProfiledRunner)
