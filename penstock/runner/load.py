@@ -49,7 +49,12 @@ def this_machine(device: str) -> Machine:
     import torch
 
     cuda = torch.cuda.is_available()
-    return Machine(cpus=cpus, cuda=cuda, bf16=cuda and torch.cuda.is_bf16_supported())
+    return Machine(
+        cpus=cpus,
+        cuda=cuda,
+        bf16=cuda and torch.cuda.is_bf16_supported(),
+        fp8=cuda and torch.cuda.get_device_capability() >= (8, 9),
+    )
 
 
 def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
@@ -119,7 +124,7 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
 
     weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
-    build = LayerBuilder(weights, settings.quantization)
+    build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
     tokens = () if spec.score is None else spec.score.tokens
     return build_model(spec.architecture, spec.config, build, splade=splade, score_tokens=tokens)
 
