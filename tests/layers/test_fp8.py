@@ -10,14 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock import Engine
+from penstock.errors import ConfigError
 from penstock.kernels.quantize import Quantized, quantize_reference
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8 import Fp8Linear
+from penstock.layers.int8 import Int8Linear
 from penstock.layers.linear import Linear, make_linear
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.models.encoder import Encoder
 from penstock.models.registry import build_model
 from penstock.weights.stream import open_weights
+from tests.checkpoints import write_bert
 from tests.layers.test_attention import ordered_batch
 from tests.layers.test_linear import draw
 
@@ -120,3 +124,12 @@ def test_norms_know_whom_they_feed() -> None:
     first, middle, last = encoder("fp8", unquantized=(1,)).layers
     assert [layer.attention_norm.quantizes for layer in (first, middle, last)] == [True, False, True]
     assert [layer.output_norm.quantizes for layer in (first, middle, last)] == [False, True, False]
+
+
+def test_a_number_beyond_the_models_layers_is_refused(tmp_path: Path) -> None:
+    write_bert(tmp_path)
+    with pytest.raises(ConfigError, match="has 2, but the model's layers are 0 to 1"):
+        Engine(str(tmp_path), device="cpu", quantization="int8", unquantized_layers=(0, 2))
+    with Engine(str(tmp_path), device="cpu", quantization="int8", unquantized_layers=(1,)) as engine:
+        layers = engine._engine._core.runner.model.layers  # type: ignore[attr-defined]
+        assert [isinstance(layer.qkv, Int8Linear) for layer in layers] == [True, False]
