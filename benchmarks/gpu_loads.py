@@ -219,7 +219,9 @@ class Server:
         self.command += ["--served-model-name", setup.model, "--api-server-count", str(self.apis)]
         self.command += ["--drain", "2", *setup.flags, *shlex.split(options.serve_flags)]
         if setup.name.startswith(("s2", "s4")) and not options.share:
-            self.command.append("--no-share-identical")  # all send one body, or one query: compute it each time
+            self.command.append(
+                "--no-share-identical"
+            )  # all send one body, or one query: compute it each time
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -533,7 +535,9 @@ def main() -> None:
     parser.add_argument("--api-server-count", type=int, default=8, help="where a load sets none itself")
     parser.add_argument("--api", action="append", default=[], metavar="SETUP=N", help="for one setup")
     parser.add_argument("--clients", type=int, default=CLIENTS, help="load processes")
-    parser.add_argument("--share", action="store_true", help="S2 and S4 with their identical rows computed once")
+    parser.add_argument(
+        "--share", action="store_true", help="S2 and S4 with their identical rows computed once"
+    )
     parser.add_argument("--serve-flags", default="", help="more flags for every server")
     parser.add_argument("--bench-flags", default="", help="more flags for every client but S2's")
     parser.add_argument("--start-timeout", type=float, default=90.0)

@@ -34,7 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     served_model_name: str | None = None
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None  # int8 on a CPU, fp8 on CUDA
+    unquantized_layers: tuple[int, ...] = ()  # numbers of layers that quantisation leaves alone
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -86,6 +87,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     load_format: str
     seed: int
+    unquantized_layers: tuple[int, ...] = ()
     model_impl: str = "penstock"
     chunked: bool = False
     chunk_tokens: int = 0  # most tokens of one row in a step, where rows may be cut
@@ -104,6 +106,7 @@ class Machine(msgspec.Struct, frozen=True):
     cpus: int
     cuda: bool
     bf16: bool = False  # the accelerator multiplies bfloat16 natively
+    fp8: bool = False  # and float8
 
 
 def available_cpus() -> int:
@@ -137,6 +140,7 @@ def resolve(
     _check_impl(config)
     device = _device(config.device, machine)
     on_cpu = not device.startswith("cuda")
+    _check_quantization(config, device, machine)
     dtype = _dtype(config, on_cpu, machine)
     limit = _given(config.max_model_len, model_limit)
     _positive("max_model_len", limit)
@@ -160,6 +164,7 @@ def resolve(
         threads=_given(config.threads, machine.cpus),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         seed=config.seed,
+        unquantized_layers=config.unquantized_layers,
         model_impl="penstock" if config.model_impl == "auto" else config.model_impl,
         chunked=_chunked(config, limit, budget, why_not_cut),
         chunk_tokens=config.long_prefill_token_threshold or budget,
@@ -210,12 +215,34 @@ def _device(wanted: str, machine: Machine) -> str:
     raise ConfigError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N", param="device")
 
 
+def _check_quantization(config: EngineConfig, device: str, machine: Machine) -> None:
+    wanted, on_cuda = config.quantization, device.startswith("cuda")
+    if wanted == "int8" and on_cuda:
+        raise ConfigError("int8 is for a CPU; on CUDA use fp8", param="quantization")
+    if wanted == "fp8" and device == "cpu":
+        raise ConfigError("fp8 is for CUDA; on a CPU use int8", param="quantization")
+    if wanted == "fp8" and on_cuda and not machine.fp8:
+        raise ConfigError(
+            "fp8 needs a GPU of compute capability 8.9 or above, and this one's is lower",
+            param="quantization",
+        )
+    if config.unquantized_layers and wanted is None:
+        raise ConfigError("unquantized_layers needs a quantization", param="unquantized_layers")
+    if min(config.unquantized_layers, default=0) < 0:
+        raise ConfigError(
+            f"unquantized_layers has {min(config.unquantized_layers)}; layers count from 0",
+            param="unquantized_layers",
+        )
+
+
 def _dtype(config: EngineConfig, on_cpu: bool, machine: Machine) -> str:
     dtype = {"half": "float16", "float": "float32"}.get(config.dtype, config.dtype)
     if dtype == "auto":
         return "float32" if on_cpu else ("bfloat16" if machine.bf16 else "float16")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}", param="dtype")
+    if config.quantization == "fp8" and dtype != "bfloat16":
+        raise ConfigError("fp8 products give bfloat16; leave dtype at auto", param="dtype")
     if config.quantization == "int8" and dtype != "float32":
         raise ConfigError("int8 keeps activations in float32; leave dtype at auto", param="dtype")
     if on_cpu and dtype == "float16":

@@ -205,7 +205,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str | None, _engine("Folder or hub id; by default the embedded model.")] = None
     device: Annotated[str, _engine("auto, cpu, cuda or cuda:N.")] = "auto"
     dtype: Annotated[str, _engine("auto, float32, bfloat16 or float16.")] = "auto"
-    quantization: Annotated[str | None, _engine("int8, for penstock and onnxruntime on a CPU.")] = None
+    quantization: Annotated[
+        str | None, _engine("int8 on a CPU, for penstock and onnxruntime; fp8 on CUDA, for penstock.")
+    ] = None
     threads: Annotated[int | None, _engine("CPU threads; by default all cores.")] = None
     batch_size: Annotated[int, _engine("Texts in a batch, for backends that want to be told.")] = 32
 

@@ -28,6 +28,7 @@ class OutputFormat(enum.StrEnum):
 
 class Quantization(enum.StrEnum):
     INT8 = "int8"
+    FP8 = "fp8"
 
 
 class ModelImpl(enum.StrEnum):
@@ -57,7 +58,9 @@ Dtype = Annotated[
 ]
 Quantize = Annotated[
     Quantization | None,
-    typer.Option("--quantization", help="Run linear layers in int8.", rich_help_panel=_PANEL),
+    typer.Option(
+        "--quantization", help="Run linear layers in int8 (CPU) or fp8 (CUDA).", rich_help_panel=_PANEL
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,

@@ -28,6 +28,9 @@ def serve(
     device: flags.Device = "auto",
     dtype: flags.Dtype = "auto",
     quantization: flags.Quantize = None,
+    unquantized_layers: Annotated[
+        list[int] | None, typer.Option(min=0, help="Number of a layer that quantization leaves alone.")
+    ] = None,
     max_model_len: flags.MaxModelLen = None,
     max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Rows of one step.")] = None,
@@ -108,6 +111,7 @@ def serve(
         device=device,
         dtype=dtype,
         quantization=quantization,
+        unquantized_layers=unquantized_layers,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,

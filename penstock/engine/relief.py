@@ -4,7 +4,7 @@ a while."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def halves(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
         elif at <= 0:
             second.append(share)
         else:  # documents that lie in the store are scored when all queries have been run
-            first.append(replace(_part(share, slice(0, at)), stored=None))
+            first.append(_part(share, slice(0, at))._replace(stored=None))
             second.append(_part(share, slice(at, size)))
         at -= size
     return first, second
@@ -54,8 +54,7 @@ def _queries_first(share: Share) -> Share:
 
 def _part(share: Share, which: slice | Ints) -> Share:
     places = np.arange(len(share.rows))[which]
-    return replace(
-        share,
+    return share._replace(
         rows=share.rows[which],
         begins=None if share.begins is None else share.begins[which],
         ends=None if share.ends is None else share.ends[which],
@@ -72,7 +71,7 @@ def _cut(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
     if middle[0] == share.begins[0]:
         return None
     others = [other for other in shares if other is not share]
-    return [replace(share, ends=middle, stored=None)], [replace(share, begins=middle), *others]
+    return [share._replace(ends=middle, stored=None)], [share._replace(begins=middle), *others]
 
 
 @dataclass(slots=True)

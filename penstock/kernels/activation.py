@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, tl
+from penstock.kernels.language import cdiv, jit, power_of_2, tl, warps_for
+from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
 # Names of `layers.activation` → the number that the kernels know them by.
 KINDS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}
@@ -89,6 +90,46 @@ def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 
 @jit()
+def _bias_act_quantized(
+    x: tl.tensor,
+    bias: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    value = tl.load(x + row * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    store_quantized(_activated(value, KIND), values, scales, row, cols, inside, WIDTH)
+
+
+def bias_act_quantized(x: Tensor, bias: Tensor | None, act: str) -> Quantized:
+    """The reference's result in fp8; `x` (contiguous) is left as it is."""
+    tokens, width = x.shape
+    assert x.is_contiguous()
+    out = empty_quantized(tokens, width, x.device)
+    block = power_of_2(width)
+    if tokens:
+        _bias_act_quantized[(tokens,)](
+            x,
+            x if bias is None else bias,
+            *out,
+            WIDTH=width,
+            BLOCK=block,
+            KIND=KINDS[act],
+            BIAS=bias is not None,
+            num_warps=warps_for(block),
+        )
+    return out
+
+
+@jit()
 def _gated(
     x: tl.tensor,
     out: tl.tensor,
@@ -116,5 +157,43 @@ def gated(x: Tensor, act: str, gate_first: bool) -> Tensor:
     if tokens:
         _gated[(tokens * cdiv(width, _BLOCK),)](
             x, out, WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], GATE_FIRST=gate_first, num_warps=4
+        )
+    return out
+
+
+@jit()
+def _gated_quantized(
+    x: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    first = tl.load(x + row * (2 * WIDTH) + cols, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + row * (2 * WIDTH) + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    value = _activated(first, KIND) * second if GATE_FIRST else _activated(second, KIND) * first
+    store_quantized(value, values, scales, row, cols, inside, WIDTH)
+
+
+def gated_quantized(x: Tensor, act: str, gate_first: bool) -> Quantized:
+    """The reference's result in fp8; `x` contiguous."""
+    tokens, width = x.shape[0], x.shape[1] // 2
+    assert x.is_contiguous()
+    out = empty_quantized(tokens, width, x.device)
+    block = power_of_2(width)
+    if tokens:
+        _gated_quantized[(tokens,)](
+            x,
+            *out,
+            WIDTH=width,
+            BLOCK=block,
+            KIND=KINDS[act],
+            GATE_FIRST=gate_first,
+            num_warps=warps_for(block),
         )
     return out

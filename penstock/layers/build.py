@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -10,11 +11,17 @@ from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.weights.stream import WeightSource
 
+_NUMBER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")  # of the layer that a name lies in
+
 
 class LayerBuilder:
-    def __init__(self, weights: WeightSource, quantization: str | None = None) -> None:
+    def __init__(
+        self, weights: WeightSource, quantization: str | None = None, unquantized: Collection[int] = ()
+    ) -> None:
+        """`unquantized` are numbers of layers whose products stay in the model's precision."""
         self.weights = weights
         self.quantization = quantization
+        self.unquantized = unquantized
 
     def linear(
         self,
@@ -31,12 +38,19 @@ class LayerBuilder:
         added: Tensor | None = None
         if bias:
             added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
-        return make_linear(weight, added, act, self.quantization)
+        return make_linear(weight, added, act, self._precision(names[0]))
 
     def tied(self, weight: Tensor, bias: str | None) -> LinearLayer:
         """A layer on a weight that another layer already has, with a bias of its own or none."""
         added = None if bias is None else self.weights.take(bias, len(weight))
-        return make_linear(weight, added, "identity", self.quantization)
+        return make_linear(weight, added, "identity", self._precision(""))
+
+    def _precision(self, name: str) -> str | None:
+        """fp8 is for the layers that a model repeats: heads cost little and are read as they are."""
+        found = _NUMBER.search(name)
+        if found is None:
+            return None if self.quantization == "fp8" else self.quantization
+        return None if int(found[1]) in self.unquantized else self.quantization
 
     def norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
         added = self.weights.take(f"{name}.bias", size) if bias else None

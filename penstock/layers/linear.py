@@ -15,7 +15,9 @@ from torch import Tensor
 
 from penstock.kernels.activation import KINDS, bias_act_
 from penstock.kernels.language import fused
+from penstock.kernels.quantize import Rows, plain
 from penstock.layers.activation import activation
+from penstock.layers.fp8 import Fp8Linear
 
 _PACK_ROWS = 512  # the batch size that the packed layout is tuned for; any size runs
 
@@ -24,7 +26,7 @@ class LinearLayer(Protocol):
     in_features: int
     out_features: int
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
         """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last."""
         ...
 
@@ -39,7 +41,8 @@ class Linear:
         # The library's epilogue is the tanh form; in half precision the two differ by less than rounding.
         self.gelu = act.startswith("gelu") and weight.dtype in (torch.bfloat16, torch.float16)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+        x = plain(x, self.weight.dtype)
         if self.gelu and x.is_cuda and fused(x) and self.bias is not None:  # the product's own epilogue
             out = torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
         elif self.kernel is not None and fused(
@@ -69,7 +72,8 @@ class PackedLinear:
         self.op, self.algorithm = self.FUSED.get(act, ("none", ""))
         self.act = activation(act)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+        x = plain(x, self.weight.dtype)
         out: Tensor
         if residual is not None and self.op == "none" and self.fused:
             out = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
@@ -82,6 +86,8 @@ class PackedLinear:
 
 def make_linear(weight: Tensor, bias: Tensor | None, act: str, quantization: str | None) -> LinearLayer:
     """The form of layer that suits the weight's device and the wanted precision."""
+    if quantization == "fp8" and Fp8Linear.fits(weight):
+        return Fp8Linear(weight, bias, act)
     if weight.device.type != "cpu":
         return Linear(weight, bias, act)
     if quantization == "int8":

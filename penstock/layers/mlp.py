@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS, gated
+from penstock.kernels.activation import KINDS, gated, gated_quantized
 from penstock.kernels.language import fused
+from penstock.kernels.quantize import Rows
 from penstock.layers.activation import activation
+from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import LinearLayer
 
 
@@ -17,8 +19,15 @@ class MLP:
         self.up = up
         self.down = down
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    @property
+    def first(self) -> LinearLayer:
+        """The layer that reads what comes in."""
+        return self.up
+
+    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
+        if isinstance(self.up, Fp8Linear) and isinstance(self.down, Fp8Linear):
+            return self.down(self.up.quantized(x), residual)
         return self.down(self.up(x), residual)
 
 
@@ -33,10 +42,17 @@ class GatedMLP:
         self.kernel = act if act in KINDS else None
         self.gate_first = gate_first
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    @property
+    def first(self) -> LinearLayer:
+        """The layer that reads what comes in."""
+        return self.gate_up
+
+    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
         both = self.gate_up(x)
         if self.kernel is not None and fused(both):
+            if isinstance(self.down, Fp8Linear):
+                return self.down(gated_quantized(both, self.kernel, self.gate_first), residual)
             return self.down(gated(both, self.kernel, self.gate_first), residual)
         first, second = both.chunk(2, dim=-1)  # views, [tokens, intermediate] each
         gate, up = (first, second) if self.gate_first else (second, first)

@@ -8,11 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.language import fused
-from penstock.kernels.norm import add_norm, add_norm_reference, norm_add_norm, norm_add_norm_reference
+from penstock.kernels.norm import (
+    add_norm,
+    add_norm_quantized,
+    add_norm_reference,
+    norm_add_norm,
+    norm_add_norm_quantized,
+    norm_add_norm_reference,
+)
+from penstock.kernels.quantize import Rows
+from penstock.layers.fp8 import Fp8Linear
 
 
 class Norm:
-    """Over the last axis, in fp32."""
+    """Over the last axis, in fp32. One that feeds an fp8 layer alone quantises what it hands on."""
 
     rms: ClassVar[bool] = False
 
@@ -21,15 +30,31 @@ class Norm:
         self.bias = bias
         self.eps = eps
         self.shape = tuple(weight.shape)
+        self.quantizes = False
+
+    def feed(self, layer: object) -> None:
+        """Say which layer reads what this norm hands on."""
+        self.quantizes = isinstance(layer, Fp8Linear)
 
     def __call__(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def join(self, x: Tensor, residual: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensor]:
-        """(x + residual, the same normalised). `x` may be overwritten; `keep` says if the sum is wanted."""
+    def join(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Rows]:
+        """(x + residual, the same normalised for the next layer). `x` may be overwritten."""
+        if not fused(x):
+            return add_norm_reference(x, residual, self.weight, self.bias, self.eps, rms=self.rms)
+        kernel = add_norm_quantized if self.quantizes else add_norm
+        return kernel(x, residual, self.weight, self.bias, self.eps, rms=self.rms)
+
+    def after(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Rows]:
+        """x + residual normalised: as it goes on, and for the next layer. `x` may be overwritten."""
+        if self.quantizes and fused(x):
+            return add_norm_quantized(x, residual, self.weight, self.bias, self.eps, rms=self.rms, post=True)
         if fused(x):
-            return add_norm(x, residual, self.weight, self.bias, self.eps, rms=self.rms, keep=keep)
-        return add_norm_reference(x, residual, self.weight, self.bias, self.eps, rms=self.rms)
+            out = add_norm(x, residual, self.weight, self.bias, self.eps, rms=self.rms, keep=False)[1]
+        else:
+            out = self(x + residual)
+        return out, out
 
 
 class LayerNorm(Norm):
@@ -49,7 +74,9 @@ class RMSNorm(Norm):
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
-def sandwich(x: Tensor, residual: Tensor, before: RMSNorm, after: RMSNorm) -> tuple[Tensor, Tensor]:
+def sandwich(x: Tensor, residual: Tensor, before: RMSNorm, after: RMSNorm) -> tuple[Tensor, Rows]:
     """(before(x) + residual, the same normalised by `after`). `x` may be overwritten."""
+    if after.quantizes and fused(x):
+        return norm_add_norm_quantized(x, residual, before.weight, after.weight, after.eps)
     kernel = norm_add_norm if fused(x) else norm_add_norm_reference
     return kernel(x, residual, before.weight, after.weight, after.eps)

@@ -6,30 +6,55 @@ pass over memory wherever it is done, so it is done by the norm, which makes tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from torch import Tensor
 
 from penstock.kernels.language import fused
+from penstock.kernels.quantize import Rows
+from penstock.layers.linear import LinearLayer
+from penstock.layers.mlp import MLP, GatedMLP
 from penstock.layers.norm import Norm
 
 
 class Part(Protocol):
     """A linear layer or a feed-forward block."""
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor: ...
 
 
-def add_norm(part: Part, norm: Norm, x: Tensor, residual: Tensor) -> Tensor:
-    """norm(part(x) + residual): what a post-norm model does."""
-    if fused(x):
-        return norm.join(part(x), residual, keep=False)[1]
-    return norm(part(x, residual))
+def add_norm(part: Part, norm: Norm, x: Rows, residual: Tensor) -> tuple[Tensor, Rows]:
+    """norm(part(x) + residual), what a post-norm model does: as it goes on, and for the next part."""
+    if fused(residual):
+        return norm.after(part(x), residual)
+    out = norm(part(x, residual))
+    return out, out
 
 
-def join_norm(part: Part, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def join_norm(part: Part, norm: Norm, x: Rows, residual: Tensor) -> tuple[Tensor, Rows]:
     """(part(x) + residual, the same normalised): the sum goes on beside the next part of a pre-norm model."""
-    if fused(x):
+    if fused(residual):
         return norm.join(part(x), residual)
     hidden = part(x, residual)
     return hidden, norm(hidden)
+
+
+class PostNormLayer(Protocol):
+    @property
+    def qkv(self) -> LinearLayer: ...
+    @property
+    def mlp(self) -> MLP | GatedMLP: ...
+    @property
+    def attention_norm(self) -> Norm: ...
+    @property
+    def output_norm(self) -> Norm: ...
+
+
+def feed_post_norms(layers: Sequence[PostNormLayer]) -> None:
+    """Tell each norm which product reads it; the last one's reader is no product."""
+    for layer in layers:
+        layer.attention_norm.feed(layer.mlp.first)
+    for layer, behind in pairwise(layers):
+        layer.output_norm.feed(behind.qkv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -21,8 +21,14 @@ from penstock.weights.adapters import AdapterSet, MergedSource
 class AdaptedBuilder(LayerBuilder):
     """Makes layers that carry the adapters which lie beside their weights."""
 
-    def __init__(self, weights: MergedSource, adapters: AdapterSet, quantization: str | None) -> None:
-        super().__init__(weights, quantization)
+    def __init__(
+        self,
+        weights: MergedSource,
+        adapters: AdapterSet,
+        quantization: str | None,
+        unquantized: Collection[int] = (),
+    ) -> None:
+        super().__init__(weights, quantization, unquantized)
         self.source = weights
         self.adapters = adapters
 

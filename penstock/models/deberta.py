@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.kernels.quantize import Rows
 from penstock.layers.attention import AttentionKind, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -18,7 +19,7 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP
-from penstock.layers.residual import add_norm
+from penstock.layers.residual import add_norm, feed_post_norms
 from penstock.models.heads import BERT_MLM, DEBERTA_MLM, add_head, add_masked_lm_head
 from penstock.models.options import require
 
@@ -44,15 +45,16 @@ class DebertaLayer:
         )
         self.output_norm = build.norm(prefix + "output.LayerNorm", hidden, eps)
 
-    def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
-        qkv = self.qkv(hidden)
+    def __call__(self, hidden: Tensor, fed: Rows, batch: Batch) -> tuple[Tensor, Rows]:
+        """`fed` is `hidden` as the first product reads it; so are the two that come back."""
+        qkv = self.qkv(fed)
         if self.terms is None:
             context = attend_fused(qkv, self.heads, batch, AttentionKind(scale=self.scale))
         else:
             query, key, value = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
             context = attend_disentangled(query, key, value, batch, self.terms, self.scale)
-        hidden = add_norm(self.out, self.attention_norm, context, hidden)
-        return add_norm(self.mlp, self.output_norm, hidden, hidden)
+        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden)
+        return add_norm(self.mlp, self.output_norm, fed, hidden)
 
     def _project(
         self, build: LayerBuilder, own: str, config: Mapping[str, Any], relative: RelativeTable
@@ -114,6 +116,7 @@ class Deberta:
             DebertaLayer(build, f"{self.prefix}encoder.layer.{i}.", config, relative)
             for i in range(config["num_hidden_layers"])
         ]
+        feed_post_norms(self.layers)
         self.conv = _conv(build, self.prefix + "encoder.conv.", config)
         if self.conv is not None:
             self.conv_norm = build.norm(self.prefix + "encoder.conv.LayerNorm", hidden, eps)
@@ -127,11 +130,11 @@ class Deberta:
         if self.widen is not None:
             embedded = self.widen(embedded)
         embedded = self.embedding_norm(embedded)
-        hidden = self.layers[0](embedded, batch)
+        hidden, fed = self.layers[0](embedded, embedded, batch)
         if self.conv is not None:  # beside the first layer
-            hidden = self.conv_norm(hidden + self.conv(embedded, batch))
+            hidden = fed = self.conv_norm(hidden + self.conv(embedded, batch))
         for layer in self.layers[1:]:
-            hidden = layer(hidden, batch)
+            hidden, fed = layer(hidden, fed, batch)
         return hidden
 
 

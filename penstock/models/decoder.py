@@ -19,6 +19,7 @@ from penstock.checkpoint.score import MARK_DIM
 from penstock.checkpoint.spec import is_causal, label_count, pooling_method, reward_labels
 from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.kernels.quantize import Rows, plain
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -90,7 +91,7 @@ class DecoderAttention:
         self.layer = layer
         self.rotary = rotary
 
-    def __call__(self, hidden: Tensor, batch: Batch, angles: Angles) -> Tensor:
+    def __call__(self, hidden: Rows, batch: Batch, angles: Angles) -> Tensor:
         """What `out` projects, [tokens, heads · dim]."""
         query, key, value = self.rotary.fused(self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms)
         return attend(query, key, value, batch, self.kind, layer=self.layer)
@@ -118,10 +119,11 @@ class DecoderLayer:
             self.after_mlp = norm("post_feedforward_layernorm")
         else:
             self.mlp_norm = norm("post_attention_layernorm")
+        self.mlp_norm.feed(self.mlp.first)
 
     def __call__(
-        self, hidden: Tensor, normed: Tensor, batch: Batch, angles: Angles, behind: RMSNorm
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Tensor, normed: Rows, batch: Batch, angles: Angles, behind: RMSNorm
+    ) -> tuple[Tensor, Rows]:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         out, context = self.attention.out, self.attention(normed, batch, angles)
         if self.after_attention is None or self.after_mlp is None:
@@ -151,6 +153,8 @@ class Decoder:
         # The norm before each layer's attention stands behind the layer before.
         names = [*(f"layers.{i}.input_layernorm" for i in range(shape.layers)), "norm"]
         self.norms = [_norm(build, prefix + name, shape.hidden, shape) for name in names]
+        for before, layer in zip(self.norms, self.layers, strict=False):  # the last feeds none
+            before.feed(layer.attention.qkv)
         self.shape = shape
         self.hidden_size = shape.hidden
         self.causal = shape.causal
@@ -164,10 +168,10 @@ class Decoder:
             hidden.mul_(self.embedding_scale)
         angles = self.rotary.angles(batch)
         local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
-        normed = self.norms[0](hidden)
+        normed: Rows = self.norms[0](hidden)
         for layer, behind in zip(self.layers, self.norms[1:], strict=True):
             hidden, normed = layer(hidden, normed, batch, local if layer.sliding else angles, behind)
-        return normed
+        return plain(normed)
 
 
 def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:

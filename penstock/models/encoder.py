@@ -16,12 +16,14 @@ from torch import Tensor
 
 from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.kernels.quantize import Rows
 from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
-from penstock.layers.residual import add_norm
+from penstock.layers.mlp import MLP
+from penstock.layers.residual import add_norm, feed_post_norms
 from penstock.models.heads import (
     BERT_MLM,
     DISTILBERT_MLM,
@@ -96,14 +98,19 @@ class EncoderLayer:
         self.qkv = build.linear([prefix + n for n in (names.query, names.key, names.value)], hidden, hidden)
         self.out = build.linear(prefix + names.out, hidden, hidden)
         self.attention_norm = build.norm(prefix + names.attention_norm, hidden, shape.eps)
-        self.up = build.linear(prefix + names.up, hidden, shape.intermediate, shape.act)
-        self.down = build.linear(prefix + names.down, shape.intermediate, hidden)
+        self.mlp = MLP(
+            build.linear(prefix + names.up, hidden, shape.intermediate, shape.act),
+            build.linear(prefix + names.down, shape.intermediate, hidden),
+        )
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
 
-    def __call__(self, hidden: Tensor, batch: Batch, bias: ScoreBias | None) -> Tensor:
-        context = attend_fused(self.qkv(hidden), self.heads, batch, BIDIRECTIONAL, bias)
-        hidden = add_norm(self.out, self.attention_norm, context, hidden)
-        return add_norm(self.down, self.output_norm, self.up(hidden), hidden)
+    def __call__(
+        self, hidden: Tensor, fed: Rows, batch: Batch, bias: ScoreBias | None
+    ) -> tuple[Tensor, Rows]:
+        """`fed` is `hidden` as the first product reads it; so are the two that come back."""
+        context = attend_fused(self.qkv(fed), self.heads, batch, BIDIRECTIONAL, bias)
+        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden)
+        return add_norm(self.mlp, self.output_norm, fed, hidden)
 
 
 class Encoder:
@@ -127,6 +134,7 @@ class Encoder:
         self.layers = [
             EncoderLayer(build, prefix + shape.names.layer.format(i), shape) for i in range(shape.layers)
         ]
+        feed_post_norms(self.layers)
         self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
         self.hidden_size = shape.hidden
         self.causal = False
@@ -136,8 +144,9 @@ class Encoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
+        fed: Rows = hidden
         for layer in self.layers:
-            hidden = layer(hidden, batch, self.bias)
+            hidden, fed = layer(hidden, fed, batch, self.bias)
         return hidden
 
 

@@ -49,10 +49,10 @@ def jina(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> R
     source = MergedSource(build.weights, adapter)
     model: RotaryEncoder
     if adapter is None and (chosen := _all_adapters(config)) is not None:
-        build = AdaptedBuilder(source, chosen, build.quantization)
+        build = AdaptedBuilder(source, chosen, build.quantization, build.unquantized)
         model = AdaptedEncoder(build, shape, (FLASH, PORTED), UNNEEDED)
     else:
-        build = LayerBuilder(source, build.quantization)
+        build = LayerBuilder(source, build.quantization, build.unquantized)
         model = RotaryEncoder(build, shape, (FLASH, PORTED), UNNEEDED)
     add_two_step_head(model, build, config, head)
     if head is Task.SPARSE:

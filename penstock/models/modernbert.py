@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.kernels.quantize import Rows, plain
 from penstock.layers.attention import BIDIRECTIONAL, AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -42,10 +43,11 @@ class ModernBertLayer:
             build.linear(prefix + "mlp.Wo", inner, hidden, bias=mlp_bias),
             config.get("hidden_activation", "gelu"),
         )
+        self.mlp_norm.feed(self.mlp.first)
 
     def __call__(
-        self, hidden: Tensor, normed: Tensor, batch: Batch, rotary: Rotary, angles: Angles, behind: LayerNorm
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Tensor, normed: Rows, batch: Batch, rotary: Rotary, angles: Angles, behind: LayerNorm
+    ) -> tuple[Tensor, Rows]:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
         context = attend(query, key, value, batch, self.attention)
@@ -74,18 +76,21 @@ class ModernBert:
         # The norm of a layer's attention stands behind the layer before; the first has the embedding's.
         names = [*(f"layers.{i}.attn_norm" for i in range(1, len(kinds))), "final_norm"]
         self.norms = [build.norm(self.prefix + name, hidden, eps, bias=norm_bias) for name in names]
+        for before, layer in zip(self.norms, self.layers[1:], strict=False):  # the last feeds none
+            before.feed(layer.qkv)
         self.hidden_size = hidden
         self.causal = False
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
-        hidden = normed = self.embedding(batch)
+        hidden = self.embedding(batch)
+        normed: Rows = hidden
         angles = {kind: rotary.angles(batch) for kind, rotary in self.rotary.items()}
         for layer, behind in zip(self.layers, self.norms, strict=True):
             kind = layer.kind
             hidden, normed = layer(hidden, normed, batch, self.rotary[kind], angles[kind], behind)
-        return normed
+        return plain(normed)
 
 
 def modernbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> ModernBert:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.kernels.quantize import Rows
 from penstock.layers.attention import attend, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -19,7 +20,7 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP, GatedMLP
-from penstock.layers.residual import add_norm
+from penstock.layers.residual import add_norm, feed_post_norms
 from penstock.layers.rotary import Angles, Rope, Rotary
 
 
@@ -93,14 +94,15 @@ class RotaryEncoderLayer:
             self.mlp = MLP(up, down)
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
 
-    def __call__(self, hidden: Tensor, batch: Batch, angles: Angles | None) -> Tensor:
-        qkv = self.qkv(hidden)
+    def __call__(self, hidden: Tensor, fed: Rows, batch: Batch, angles: Angles | None) -> tuple[Tensor, Rows]:
+        """`fed` is `hidden` as the first product reads it; so are the two that come back."""
+        qkv = self.qkv(fed)
         if self.rotary is None or angles is None:
             context = attend_fused(qkv, self.heads, batch)
         else:
             context = attend(*self.rotary.fused(qkv, self.heads, angles), batch)
-        hidden = add_norm(self.out, self.attention_norm, context, hidden)
-        return add_norm(self.mlp, self.output_norm, hidden, hidden)
+        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden)
+        return add_norm(self.mlp, self.output_norm, fed, hidden)
 
 
 class RotaryEncoder:
@@ -129,6 +131,7 @@ class RotaryEncoder:
             RotaryEncoderLayer(build, self.prefix + names.layer.format(i), names, shape, self.rotary)
             for i in range(shape.layers)
         ]
+        feed_post_norms(self.layers)
         self.hidden_size = shape.hidden
         self.causal = False
         self.heads: dict[Task, TaskHead] = {}
@@ -136,9 +139,10 @@ class RotaryEncoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
+        fed: Rows = hidden
         angles = None if self.rotary is None else self.rotary.angles(batch)
         for layer in self.layers:
-            hidden = layer(hidden, batch, angles)
+            hidden, fed = layer(hidden, fed, batch, angles)
         return hidden
 
     def _names(self, build: LayerBuilder, layouts: tuple[Names, ...]) -> Names:

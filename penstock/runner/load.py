@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
+from penstock.errors import ConfigError
 from penstock.runner.base import Runner
 
 if TYPE_CHECKING:
@@ -57,7 +58,12 @@ def this_machine(device: str) -> Machine:
     import torch
 
     cuda = torch.cuda.is_available()
-    return Machine(cpus=cpus, cuda=cuda, bf16=cuda and torch.cuda.is_bf16_supported())
+    return Machine(
+        cpus=cpus,
+        cuda=cuda,
+        bf16=cuda and torch.cuda.is_bf16_supported(),
+        fp8=cuda and torch.cuda.get_device_capability() >= (8, 9),
+    )
 
 
 def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
@@ -139,11 +145,22 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     from penstock.models.registry import build_model
     from penstock.weights.stream import open_weights
 
+    _check_layers(spec, settings)
     weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
-    build = LayerBuilder(weights, settings.quantization)
+    build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
     tokens = () if spec.score is None else spec.score.tokens
     return build_model(spec.architecture, spec.config, build, splade=splade, score_tokens=tokens)
+
+
+def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
+    counts = [spec.config.get(name) for name in ("num_hidden_layers", "n_layers", "n_layer")]
+    layers = next((count for count in counts if isinstance(count, int)), None)
+    if layers is not None and (beyond := [n for n in settings.unquantized_layers if n >= layers]):
+        raise ConfigError(
+            f"unquantized_layers has {beyond[0]}, but the model's layers are 0 to {layers - 1}",
+            param="unquantized_layers",
+        )
 
 
 def make_cache(

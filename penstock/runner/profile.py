@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.core import StepPlan, StepResult
+from penstock.core import Array, Comparison, StepPlan, StepResult
 from penstock.errors import ConfigError
 from penstock.runner.base import Runner
 
@@ -59,6 +59,9 @@ class ProfiledRunner:
         if len(self._flights) >= self.steps:
             self._end()
         return future
+
+    def compare(self, comparison: Comparison) -> Future[Array]:
+        return self.runner.compare(comparison)
 
     def close(self) -> None:
         if self._open is not None:

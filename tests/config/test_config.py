@@ -18,7 +18,7 @@ from penstock.config import (
 from penstock.errors import ConfigError
 
 CPU = Machine(cpus=4, cuda=False)
-GPU = Machine(cpus=16, cuda=True, bf16=True)
+GPU = Machine(cpus=16, cuda=True, bf16=True, fp8=True)
 OLD_GPU = Machine(cpus=16, cuda=True, bf16=False)
 
 
@@ -84,6 +84,32 @@ def test_a_dtype_that_can_not_work_is_refused(values: dict[str, Any], said: str)
     with pytest.raises(ConfigError, match=said) as caught:
         settle(**values)
     assert caught.value.param == "dtype"
+
+
+def test_each_quantization_has_its_device() -> None:
+    assert settle(GPU, quantization="fp8", unquantized_layers=(0, 3)).unquantized_layers == (0, 3)
+    assert settle(GPU, quantization="fp8").dtype == "bfloat16"
+    assert settle(CPU, quantization="int8").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "param", "said"),
+    [
+        (GPU, {"quantization": "int8"}, "quantization", "on CUDA use fp8"),
+        (CPU, {"quantization": "fp8"}, "quantization", "on a CPU use int8"),
+        (GPU, {"quantization": "fp8", "device": "cpu"}, "quantization", "on a CPU use int8"),
+        (OLD_GPU, {"quantization": "fp8"}, "quantization", "compute capability 8.9"),
+        (GPU, {"quantization": "fp8", "dtype": "float16"}, "dtype", "give bfloat16"),
+        (GPU, {"unquantized_layers": (1,)}, "unquantized_layers", "needs a quantization"),
+        (GPU, {"quantization": "fp8", "unquantized_layers": (-1,)}, "unquantized_layers", "from 0"),
+    ],
+)
+def test_a_quantization_that_can_not_work_is_refused(
+    machine: Machine, values: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        settle(machine, **values)
+    assert caught.value.param == param
 
 
 def test_the_models_limit_holds_unless_a_shorter_one_is_asked_for() -> None:

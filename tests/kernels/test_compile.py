@@ -15,9 +15,12 @@ torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.kernels import activation, attention, cast, embedding, norm, pooling, rotary, splade
+from penstock.kernels import activation, attention, cast, embedding, language
+from penstock.kernels import norm, pooling, quantize, rotary, splade
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
+TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
+language.switch("cpu")
 compiled = []
 
 class Compiler:
@@ -43,8 +46,8 @@ class Compiler:
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled.append(self.function.__name__)
 
-kernels, helpers = set(), ("_activated", "_key_tile", "_squashed")
-for module in (activation, attention, cast, embedding, norm, pooling, rotary, splade):
+kernels, helpers = set(), ("_activated", "_key_tile", "_squashed", "store_quantized")
+for module in (activation, attention, cast, embedding, norm, pooling, quantize, rotary, splade):
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
             kernels.add(name)
@@ -62,6 +65,12 @@ activation.gated(x(2, 2304), "gelu", True)
 norm.add_norm(x(2, 768), x(2, 768), x(768), x(768), 1e-12, rms=False, keep=False)
 norm.add_norm(x(2, 4096), x(2, 4096), x(4096), None, 1e-6, rms=True)
 norm.norm_add_norm(x(2, 768), x(2, 768), x(768), x(768), 1e-6)
+quantize.quantize(x(2, 4096))
+activation.bias_act_quantized(x(2, 3072), x(3072), "gelu")
+activation.gated_quantized(x(2, 28672), "silu", True)
+norm.add_norm_quantized(x(2, 4096), x(2, 4096), x(4096), None, 1e-6, rms=True)
+norm.add_norm_quantized(x(2, 768), x(2, 768), x(768), x(768), 1e-12, rms=False, post=True)
+norm.norm_add_norm_quantized(x(2, 768), x(2, 768), x(768), x(768), 1e-6)
 tables = x(9, 64, dtype=torch.float32), x(9, 64, dtype=torch.float32)
 norms = rotary.HeadNorms(x(128), x(128), 1e-6)
 rotary.rotate_fused_(x(2, 32, 128), (16, 8), i(2), *tables, size=128, norms=norms)

@@ -14,10 +14,12 @@ from penstock.checkpoint.spec import SparseSpec
 from penstock.core import PoolingParams, Task, Variant
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference
+from penstock.kernels.quantize import Quantized, Rows
 from penstock.layers import attention
 from penstock.layers.attention import AttentionKind
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
+from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
 from penstock.models.registry import build_model
@@ -76,6 +78,32 @@ def test_a_model_answers_the_same_with_kernels(family: str, request: pytest.Fixt
     plain = model(batch)
     request.getfixturevalue("kernels")
     torch.testing.assert_close(model(batch), plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_quantised_model_answers_the_same_with_kernels(
+    family: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms and activations then hand quantised rows on: but for the first layer's and those that come
+    from attention, no product has to quantise."""
+    architecture, more = FAMILIES[family]
+    weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
+    model = build_model(architecture, SIZES | more, LayerBuilder(weights, "fp8"))
+    batch = batch_with([3, 7])
+    plain = model(batch)
+    request.getfixturevalue("kernels")
+    given: list[bool] = []
+    product = Fp8Linear._product
+
+    def watched(self: Fp8Linear, x: Rows, bias: Tensor | None) -> Tensor:
+        given.append(isinstance(x, Quantized))
+        return product(self, x, bias)
+
+    monkeypatch.setattr(Fp8Linear, "_product", watched)
+    with_kernels = model(batch)
+    assert torch.nn.functional.cosine_similarity(with_kernels, plain).min() > 0.99
+    assert given == [False, False, True, True, True, False, True, True]
 
 
 @torch.inference_mode()

@@ -176,7 +176,7 @@ def norm(place: Place) -> Iterator[Case]:
 
 
 def _joined(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:
-    return layer.join(x, residual, keep=False)[1]
+    return layer.after(x, residual)[0]
 
 
 def _one_by_one(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:

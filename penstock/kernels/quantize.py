@@ -1,0 +1,100 @@
+"""Rows in fp8: each scaled by its own largest value, so that a row's answer does not depend on its batch.
+
+A kernel that makes rows for an fp8 product stores them through `store_quantized`, while it still has them
+in registers; `quantize` is the pass of its own for rows that no such kernel made.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.language import fused, jit, power_of_2, tl, warps_for
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # that e4m3 holds
+_LEAST = 1e-12  # a row of zeros has a scale too
+
+
+class Quantized(NamedTuple):
+    """What stands for values · scales."""
+
+    values: Tensor  # fp8 [rows, width]
+    scales: Tensor  # fp32 [rows, 1]
+
+
+Rows: TypeAlias = Tensor | Quantized  # what goes into a linear layer, [tokens, width]
+
+
+def plain(x: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The rows as a tensor; `dtype` is what quantised ones become."""
+    return x if isinstance(x, Tensor) else (x.values.float() * x.scales).to(dtype)
+
+
+def empty_quantized(rows: int, width: int, device: torch.device) -> Quantized:
+    return Quantized(
+        torch.empty((rows, width), dtype=FP8, device=device),
+        torch.empty((rows, 1), dtype=torch.float32, device=device),
+    )
+
+
+def quantize_reference(x: Tensor) -> Quantized:
+    """[rows, width], each row scaled so that its largest value is fp8's."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST)
+    return Quantized((wide * (LARGEST / largest)).to(FP8), largest / LARGEST)
+
+
+def product_reference(x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x Wᵀ + b on what the two stand for, rounded once."""
+    wide = None if bias is None else bias.float()
+    return F.linear(plain(x), plain(weight), wide).to(dtype)
+
+
+@jit()
+def store_quantized(
+    value: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    """One whole row, fp32 and zero outside."""
+    largest = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12)
+    scaled = value * (448.0 / largest)
+    tl.store(values + row * WIDTH + cols, scaled.to(values.dtype.element_ty), mask=inside)
+    tl.store(scales + row, largest / 448.0)
+
+
+@jit(loose=("stride",))
+def _quantize(
+    x: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    value = tl.load(x + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    store_quantized(value, values, scales, row, cols, inside, WIDTH)
+
+
+def quantize(x: Tensor) -> Quantized:
+    """As the reference; rows may lie apart. In a kernel where there is one for the device."""
+    if not fused(x):
+        return quantize_reference(x)
+    rows, width = x.shape
+    assert x.stride(1) == 1
+    out = empty_quantized(rows, width, x.device)
+    block = power_of_2(width)
+    if rows:
+        _quantize[(rows,)](x, *out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps_for(block))
+    return out

@@ -1,0 +1,65 @@
+"""fp8 linear layers for CUDA: weights scaled per output row at load, activations per token as they come.
+
+A layer takes rows that are quantised already, as norms and activations hand them on, or does it itself.
+Elsewhere than on CUDA the same product is made of what the fp8 values stand for: slow, for comparison.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation import KINDS, bias_act_, bias_act_quantized
+from penstock.kernels.language import fused
+from penstock.kernels.quantize import Quantized, Rows, product_reference, quantize
+from penstock.layers.activation import activation
+
+_STEP = 16  # inputs and outputs come in multiples of it, or the library has no kernel
+
+
+class Fp8Linear:
+    def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "identity") -> None:
+        self.out_features, self.in_features = weight.shape
+        self.weight = quantize(weight)  # the weight as it was is freed with the caller's reference
+        self.dtype = weight.dtype
+        self.bias = bias
+        self.act = None if act == "identity" else activation(act)
+        self.kernel = act if act in KINDS else None
+
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """Whether the library multiplies such weights in fp8; its row-wise product gives bfloat16."""
+        outputs, inputs = weight.shape
+        if weight.is_cuda and weight.dtype != torch.bfloat16:
+            return False
+        return outputs % _STEP == 0 and inputs % _STEP == 0
+
+    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+        if self.kernel is not None and fused(self.weight.values):
+            out = bias_act_(self._product(x, None), self.bias, self.kernel)
+        else:
+            out = self._product(x, self.bias)
+            out = out if self.act is None else self.act(out)
+        return out if residual is None else out + residual
+
+    def quantized(self, x: Rows) -> Quantized:
+        """The same for another fp8 layer: an activation that is a kernel quantises what it writes."""
+        if self.kernel is not None and fused(self.weight.values):
+            return bias_act_quantized(self._product(x, None), self.bias, self.kernel)
+        return quantize(self(x))
+
+    def _product(self, x: Rows, bias: Tensor | None) -> Tensor:
+        x = x if isinstance(x, Quantized) else quantize(x)
+        if not x.values.is_cuda:
+            return product_reference(x, self.weight, bias, self.dtype)
+        if not len(x.values):
+            return torch.empty((0, self.out_features), dtype=self.dtype, device=x.values.device)
+        return torch._scaled_mm(
+            x.values,
+            self.weight.values.t(),
+            scale_a=x.scales,
+            scale_b=self.weight.scales.t(),
+            bias=bias,
+            out_dtype=self.dtype,
+            use_fast_accum=True,
+        )
