@@ -156,7 +156,12 @@ def make_runner(
     architecture: str, config: dict[str, Any], source: WeightSource, quantization: str | None
 ) -> ModelRunner:
     spec = SimpleNamespace(
-        pooling=PoolingSpec(("mean",), normalize=True), config={}, sparse=None, late=None, score=None
+        pooling=PoolingSpec(("mean",), normalize=True),
+        config={},
+        sparse=None,
+        late=None,
+        score=None,
+        multi_vector=None,
     )
     with torch.inference_mode():
         model = build_model(architecture, config, LayerBuilder(source, quantization))

@@ -82,6 +82,7 @@ def make_runner(method: str = "mean", capture: Any = fake, clock: Any = None) ->
         config={"num_labels": 3},
         sparse=None,
         late=None,
+        multi_vector=None,
         score=None,
     )
     pooler = Pooler(spec, model.heads, [])  # type: ignore[arg-type]
