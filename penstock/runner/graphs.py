@@ -52,7 +52,8 @@ class Graph:
     batch: Batch  # of the bucket, on the buffer that steps are copied to
     replay: Callable[[], None]
     outputs: list[Tensor]  # [rows or tokens of the bucket, …]: the results and their flags, or hidden states
-    packed: Tensor | None  # uint8: the bytes of the outputs; None where they are hidden states
+    packed: Tensor | None = None  # uint8: the bytes of the outputs; None where they are hidden states
+    row_bytes: int = 0  # of the results
 
 
 @dataclass(slots=True)
@@ -177,7 +178,7 @@ class Graphs:
         count = plan.num_tokens if plan.variants[0].params.per_token else plan.num_rows
         values, *flags = graph.outputs
         assert graph.packed is not None
-        size = values[0].numel() * values.itemsize  # bytes of a row
+        size = graph.row_bytes
         if not flags:
             flat = self.staging.fetch_bytes(graph.packed[: count * size])
             return (flat.view(values.dtype).view(count, *values.shape[1:]).numpy(),), ()
@@ -264,8 +265,9 @@ class Graphs:
 
         replay, outputs = self.capture(work)
         if params is None:
-            return Graph(layout, batch, replay, outputs, None)
-        return Graph(layout, batch, replay, outputs[:-1], outputs[-1])
+            return Graph(layout, batch, replay, outputs)
+        row_bytes = outputs[0][0].numel() * outputs[0].itemsize
+        return Graph(layout, batch, replay, outputs[:-1], outputs[-1], row_bytes)
 
 
 def _batch(layout: Layout, integers: Tensor) -> Batch:
