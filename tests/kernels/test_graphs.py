@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 NAN = float("nan")
 SIZES = {
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "intermediate_size": 48,
     "vocab_size": 300,
@@ -93,7 +93,7 @@ def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> StepPlan:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lengths", [(5,), (16,), (3, 9, 9, 11), (8, 8), (3, 70)])
+@pytest.mark.parametrize("lengths", [(5,), (8, 8), (3, 70)])
 def test_a_padded_step_gives_what_the_plain_one_gives(
     family: str, lengths: tuple[int, ...], kernels: None
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_padded_step_gives_what_the_plain_one_gives(
     pooler = Pooler(spec, model.heads, [])
     runner = ModelRunner(model, pooler, CPU, 2)
     graphs = Graphs(model, pooler, runner.staging, fake)
-    for wanted in ((PoolingParams(),), (PoolingParams(Task.TOKEN_EMBED),), (PoolingParams(dimensions=8),)):
+    for wanted in ((PoolingParams(),), (PoolingParams(Task.TOKEN_EMBED, dimensions=8),)):
         plan = plan_of(lengths, *wanted)
         key = graphs.key_of(plan)
         assert key is not None
