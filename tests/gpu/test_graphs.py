@@ -198,7 +198,7 @@ def test_two_steps_in_flight_and_eager_ones_between_keep_their_own_results(engin
     shapes = [(5,), (20, 30), (64,) * 20, (7, 300), (10,) * 900, (400, 401)]
     plans = [plan_of(lengths, seed=i) for i, lengths in enumerate(shapes)]
     plans.append(plan_of((9, 10, 11), PoolingParams(dimensions=16)))
-    plans.append(plan_of((500,) * 20))  # too large for a graph
+    plans.append(plan_of((500,) * 40))  # too large for a graph
     expected = [eager(runner, plan)[0] for plan in plans]
     graphs = runner.graphs
     assert graphs is not None
