@@ -14,9 +14,15 @@ from typing import NamedTuple
 from penstock.core import Ints, LengthGroup, StepPlan
 
 # Small products take as long as twice their tokens; large ones do not, so shapes lie closer there.
-TOKENS = (16, 32, 64, 128, 256, *range(384, 1025, 128), *range(1280, 4097, 256), *range(4608, 8193, 512))
+TOKENS = (
+    *(16, 32, 64, 128, 256),
+    *range(384, 1025, 128),
+    *range(1280, 4097, 256),
+    *range(4608, 8193, 512),
+    *range(9216, 16385, 1024),
+)
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
-LONGEST = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LONGEST = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _TILE = 64  # tokens; attention shares rows out between programs in such pieces
 _FEW = 512  # pieces; so many cost nothing even if most are empty
 

@@ -32,9 +32,10 @@ Capture = Callable[[Work], tuple[Callable[[], None], list[Tensor]]]  # → (repl
 
 USES = 2  # of a shape, before it is captured
 MOST = 256  # graphs
+MOST_BYTES = 1 << 30  # of what they write to; all else they share
 FAILURES = 3  # captures that fail before no more are tried
 _REST = 4.0  # a capture is followed by so many times its own duration without another
-_WORTH = 2.0  # a step that keeps the device busy for so many times the host's work gains nothing
+_WORTH = 1.5  # a step that keeps the device busy for so many times the host's work gains nothing
 
 
 class Key(NamedTuple):
@@ -52,7 +53,8 @@ class Graph:
     batch: Batch  # of the bucket, on the buffer that steps are copied to
     replay: Callable[[], None]
     outputs: list[Tensor]  # [rows or tokens of the bucket, …]: the results and their flags, or hidden states
-    packed: Tensor | None  # uint8: the bytes of the outputs; None where they are hidden states
+    packed: Tensor | None = None  # uint8: the bytes of the outputs; None where they are hidden states
+    row_bytes: int = 0  # of the results
 
 
 @dataclass(slots=True)
@@ -123,6 +125,7 @@ class Graphs:
         self.refused: set[Key] = set()
         self.replays = 0
         self.capture_s = 0.0
+        self.held_bytes = 0
         self._seen: dict[Key, _Seen] = {}
         self._failures = 0
         self._not_before = 0.0
@@ -136,6 +139,10 @@ class Graphs:
             yield
         finally:
             self._at_once = False
+
+    @property
+    def full(self) -> bool:
+        return len(self.captured) >= MOST or self.held_bytes >= MOST_BYTES
 
     def key_of(self, plan: StepPlan) -> Key | None:
         """None: such a step is never replayed."""
@@ -177,7 +184,7 @@ class Graphs:
         count = plan.num_tokens if plan.variants[0].params.per_token else plan.num_rows
         values, *flags = graph.outputs
         assert graph.packed is not None
-        size = values[0].numel() * values.itemsize  # bytes of a row
+        size = graph.row_bytes
         if not flags:
             flat = self.staging.fetch_bytes(graph.packed[: count * size])
             return (flat.view(values.dtype).view(count, *values.shape[1:]).numpy(),), ()
@@ -212,7 +219,7 @@ class Graphs:
             seen.host_s, seen.device_s = min(seen.host_s, host_s), min(seen.device_s, device_s)
 
     def _due(self, key: Key) -> bool:
-        if key in self.refused or self._failures >= FAILURES or len(self.captured) >= MOST:
+        if key in self.refused or self._failures >= FAILURES or self.full:
             return False
         seen = self._seen.setdefault(key, _Seen())
         seen.uses += 1
@@ -245,8 +252,9 @@ class Graphs:
         self.capture_s += took
         self._not_before = began + took * (1 + _REST)
         log.debug("captured %s in %.1f ms", key, took * 1000)
-        if len(self.captured) == MOST:
-            log.info("%d graphs are captured; steps of further shapes run without", MOST)
+        self.held_bytes += sum(output.nbytes for output in graph.outputs)
+        if self.full:
+            log.info("%d graphs are captured; steps of further shapes run without", len(self.captured))
         return graph
 
     def _captured(self, key: Key, layout: Layout) -> Graph:
@@ -264,8 +272,9 @@ class Graphs:
 
         replay, outputs = self.capture(work)
         if params is None:
-            return Graph(layout, batch, replay, outputs, None)
-        return Graph(layout, batch, replay, outputs[:-1], outputs[-1])
+            return Graph(layout, batch, replay, outputs)
+        row_bytes = outputs[0][0].numel() * outputs[0].itemsize
+        return Graph(layout, batch, replay, outputs[:-1], outputs[-1], row_bytes)
 
 
 def _batch(layout: Layout, integers: Tensor) -> Batch:

@@ -109,7 +109,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
     warm_up(runner, longest, lengths)
-    if runner.graphs is not None and not settings.chunked:  # rows that may be cut never run as graphs
+    if runner.graphs is not None:
         capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
     return Loaded(runner, blocks, places)
 

@@ -16,8 +16,10 @@ class Ring:
     """Pinned buffers used in turn, one more than there are steps in flight, so that none is overwritten
     while its copy may still run. A step takes at most one."""
 
-    def __init__(self, depth: int, dtype: torch.dtype) -> None:
+    def __init__(self, depth: int, dtype: torch.dtype, least: int = 4096) -> None:
+        """`least` elements are held from the first use on: to make a larger buffer is slow."""
         self.dtype = dtype
+        self.least = least
         self._buffers: list[Tensor | None] = [None] * (depth + 1)
         self._turn = 0
 
@@ -26,7 +28,7 @@ class Ring:
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         if buffer is None or len(buffer) < size:
-            room = 1 << max(size - 1, 4095).bit_length()
+            room = 1 << (max(size, self.least) - 1).bit_length()
             buffer = self._buffers[self._turn] = _pinned(room, self.dtype)
         return buffer
 
@@ -38,9 +40,9 @@ def _pinned(size: int, dtype: torch.dtype) -> Tensor:
 class Staging:
     def __init__(self, device: torch.device, depth: int) -> None:
         self.device = device
-        self._sent = Ring(depth, torch.int32)
-        self._placed = Ring(depth, torch.int32)
-        self._fetched = Ring(depth, torch.uint8)
+        self._sent = Ring(depth, torch.int32, 1 << 16)
+        self._placed = Ring(depth, torch.int32, 1 << 16)
+        self._fetched = Ring(depth, torch.uint8, 1 << 20)
 
     def send(self, arrays: Mapping[str, Ints | None]) -> dict[str, Tensor]:
         """Named int32 arrays on the device; absent ones are left out."""

@@ -31,6 +31,8 @@ def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
     keys = _attended(_joined(pieces, "keys"), lengths)
     if context is not None and keys is not None:
         raise ValueError("a row that may be cut has no key limit: its tokens attend to all before them")
+    if context is not None and not context.any() and not _keeps(shares):
+        context = None  # rows might have been cut, but all run whole
     token_ids = np.concatenate([piece.token_ids for piece in pieces])
     type_ids, skip, adapters = (_joined(pieces, name) for name in ("type_ids", "skip", "adapters"))
     second = context if keys is None else keys
@@ -64,6 +66,10 @@ def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
         kv=None if context is None else _kv_plan(shares, order, lengths, context, block_size),
         limits=None if keys is None else _limits(lengths, cu_lengths, keys),
     )
+
+
+def _keeps(shares: Sequence[Share]) -> bool:
+    return any(table is not None for share in shares for table in share.tables)
 
 
 class _Piece(NamedTuple):

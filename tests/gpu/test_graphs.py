@@ -165,7 +165,13 @@ def test_every_output_form_leaves_a_graph(engine: Engine, dtype: OutputDtype) ->
     plan = plan_of((5, 9, 40), PoolingParams(dtype=dtype))
     (mine,), (theirs,) = by_graph(runner, plan), eager(runner, plan)
     assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-    assert (mine == theirs).mean() > 0.9
+    if dtype is OutputDtype.BFLOAT16:
+        mine, theirs = ((bits.astype(np.uint32) << 16).view(np.float32) for bits in (mine, theirs))
+    if dtype.packed:
+        assert (mine == theirs).mean() > 0.9
+    else:
+        least = 0.02 if mine.dtype.kind == "f" else 4
+        assert np.abs(mine.astype(np.float64) - theirs.astype(np.float64)).max() <= least
     finite = runner.launch(plan).result().finite
     assert all((flag == 1).all() and len(flag) == 3 for flag in finite)
 
@@ -192,7 +198,7 @@ def test_two_steps_in_flight_and_eager_ones_between_keep_their_own_results(engin
     shapes = [(5,), (20, 30), (64,) * 20, (7, 300), (10,) * 900, (400, 401)]
     plans = [plan_of(lengths, seed=i) for i, lengths in enumerate(shapes)]
     plans.append(plan_of((9, 10, 11), PoolingParams(dimensions=16)))
-    plans.append(plan_of((500,) * 20))  # too large for a graph
+    plans.append(plan_of((500,) * 40))  # too large for a graph
     expected = [eager(runner, plan)[0] for plan in plans]
     graphs = runner.graphs
     assert graphs is not None

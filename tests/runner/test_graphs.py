@@ -316,6 +316,16 @@ def test_no_more_than_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -
     assert len(graphs.captured) == 2
 
 
+def test_graphs_hold_no_more_than_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 64 * 8 * 4 + 1)
+    _, graphs = make_runner()
+    with graphs.at_once():
+        for length in (60, 100, 200):
+            plan = plan_of(length, params=PoolingParams(Task.TOKEN_EMBED))
+            graphs.place(graphs.key_of(plan), plan)  # type: ignore[arg-type]
+    assert [key.bucket.tokens for key in graphs.captured] == [64, 128] and graphs.full
+
+
 def test_what_cannot_be_replayed_has_no_key() -> None:
     _, graphs = make_runner()
     assert graphs.key_of(plan_of(4, 5, keys=[2, 5])) is None

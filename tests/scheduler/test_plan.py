@@ -176,3 +176,11 @@ def test_a_row_that_may_be_cut_has_no_key_limit() -> None:
     share = Share(request, ints([0]), ints([0]), ints([4]), (None,))
     with pytest.raises(ValueError, match="no key limit"):
         build_plan([share], block_size=4)
+
+
+def test_rows_that_could_be_cut_but_run_whole_need_no_memory() -> None:
+    whole = Share(make_request("a", [4, 2]), ints([0, 1]), ints([0, 0]), ints([4, 2]), (None, None))
+    cut = Share(make_request("b", [9]), ints([0]), ints([0]), ints([3]), ([0, 1, 2],))
+    alone, together = build_plan([whole], block_size=4), build_plan([whole, cut], block_size=4)
+    assert alone.kv is None and alone.variants[0].rows is None
+    assert together.kv is not None and together.kv.write_tokens.tolist() == [2, 3, 4]

@@ -1,0 +1,141 @@
+"""What a graph would run, in Triton's interpreter: the bucket's rows and tokens, by the bucket's routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.spec import PoolingSpec
+from penstock.core import PoolingParams, StepPlan, Task
+from penstock.kernels import language
+from penstock.kernels.attention import attention_reference, flash_rows, short_rows
+from penstock.kernels.pooling import METHODS, pool, pool_reference
+from penstock.layers import attention
+from penstock.layers.build import LayerBuilder
+from penstock.models.registry import build_model
+from penstock.pooling.build import Pooler
+from penstock.runner.graphs import Graphs, Work
+from penstock.runner.model_runner import ModelRunner
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Share
+from penstock.weights.stream import open_weights
+from tests.helpers import ints, make_request, make_spec
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertModel", {}),
+    "modernbert": ("ModernBertModel", {"local_attention": 16}),
+    "qwen3": ("Qwen3Model", {"num_key_value_heads": 1, "head_dim": 16}),
+}
+
+
+@pytest.fixture(autouse=True)
+def only_interpreted() -> None:
+    if not language.INTERPRETED:
+        pytest.skip("on a CUDA device tests/gpu/test_graphs.py replays real graphs")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every layer by its kernels, attention too, which asks for a CUDA tensor otherwise; memory that is not
+    written holds NaN."""
+    before = language._devices
+    language.switch("cpu", "cuda")
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, batch: Any, kind: Any = None, *_: Any, **__: Any
+    ) -> Tensor:
+        return attention._on_cuda(query, key, value, batch, kind or attention.BIDIRECTIONAL)
+
+    for module in ("encoder", "modernbert", "decoder"):
+        monkeypatch.setattr(f"penstock.models.{module}.attend", attend, raising=False)
+    monkeypatch.setattr(attention, "attend", attend)
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        made = empty(*args, **options)
+        return made.fill_(NAN) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    yield
+    language.switch(*before)
+
+
+def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
+    kept = [tensor.clone() for tensor in work()]
+
+    def replay() -> None:
+        for old, new in zip(kept, work(), strict=True):
+            old.copy_(new)
+
+    return replay, kept
+
+
+def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> StepPlan:
+    wanted = params or (PoolingParams(),)
+    requests = [make_request(str(i), lengths, params=p) for i, p in enumerate(wanted)]
+    return build_plan([Share(request, ints(range(len(lengths)))) for request in requests])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [(5,), (8, 8), (3, 70)])
+def test_a_padded_step_gives_what_the_plain_one_gives(
+    family: str, lengths: tuple[int, ...], kernels: None
+) -> None:
+    architecture, more = FAMILIES[family]
+    weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
+    with torch.inference_mode():
+        model = build_model(architecture, SIZES | more, LayerBuilder(weights))
+    spec = make_spec(pooling=PoolingSpec(methods=("mean",), normalize=True))
+    pooler = Pooler(spec, model.heads, [])
+    runner = ModelRunner(model, pooler, CPU, 2)
+    graphs = Graphs(model, pooler, runner.staging, fake)
+    for wanted in ((PoolingParams(),), (PoolingParams(Task.TOKEN_EMBED, dimensions=8),)):
+        plan = plan_of(lengths, *wanted)
+        key = graphs.key_of(plan)
+        assert key is not None
+        with graphs.at_once():
+            got = runner._replayed(graphs, key, plan)
+        assert got is not None, "the step could not be captured"
+        (expected,), _ = runner._step(plan)
+        np.testing.assert_allclose(got[0][0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("skipped", [False, True])
+def test_pooling_takes_empty_rows_behind_the_last(method: str, skipped: bool) -> None:
+    hidden = torch.randn(12, 8)
+    hidden[9:] = NAN
+    cu = torch.tensor([0, 2, 9, 9, 9], dtype=torch.int32)
+    skip = torch.tensor([1, 2, 0, 0], dtype=torch.int32) if skipped else None
+    got = pool(hidden, cu, method, max_length=16, skip=skip, normalize=True)
+    expected = pool_reference(hidden, cu[:3], method, skip=None if skip is None else skip[:2], normalize=True)
+    torch.testing.assert_close(got[:2], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("longest", [32, 64, 256])
+def test_attention_takes_empty_rows_and_never_reads_beyond_the_last(causal: bool, longest: int) -> None:
+    qkv = torch.randn(40, 6, 16)
+    qkv[30:] = NAN
+    query, key, value = qkv.split([2, 2, 2], dim=1)
+    cu = torch.tensor([0, 7, 30, 30, 30, 30], dtype=torch.int32)
+    own = short_rows if longest <= 64 else flash_rows
+    got = own(query, key, value, cu, max_length=longest, scale=0.25, causal=causal)
+    expected = attention_reference(query[:30], key[:30], value[:30], cu[:3], scale=0.25, causal=causal)
+    torch.testing.assert_close(got[:30], expected, atol=1e-5, rtol=1e-5)
