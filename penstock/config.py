@@ -184,9 +184,9 @@ _EIGHT_BIT = ("fp8",)  # twice the rate, so twice the tokens for both
 def cuda_step_tokens(hidden: int | None, layers: int | None, quantization: str | None = None) -> int:
     """Tokens of a step at the model's knee: fewer leave the device idle, more only make others wait.
 
-    Narrow models need many tokens to fill the device, wide ones few; deep and wide ones are kept to a tenth of
-    a second a step. Measured on an H200: 384 wide, still rising at 16,384; 768–1,024 wide, best at 16,384;
-    4,096 wide, best at 4,096 and slower beyond.
+    Narrow models need many tokens to fill the device, wide ones few; deep and wide ones are kept to a tenth
+    of a second a step. Measured on an H200: 384 wide, still rising at 16,384; 768–1,024 wide, best at
+    16,384; 4,096 wide, best at 4,096 and slower beyond.
     """
     if not hidden or not layers:
         return CUDA_STEP_TOKENS
