@@ -7,6 +7,7 @@ thread waits for its event, so the engine loop never blocks on a device.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 
@@ -54,8 +55,18 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         if self.device.type == "cpu":
-            return self._thread.submit(self._run_on_cpu, plan)
-        return self._launch_on_cuda(plan)
+            return self._submit(lambda: self._run_on_cpu(plan))
+        with typed_faults(self.device):
+            return self._launch_on_cuda(plan)
+
+    def _submit(self, work: Callable[[], StepResult]) -> Future[StepResult]:
+        """On the runner's thread, where the device may fail as well as on the caller's."""
+
+        def guarded() -> StepResult:
+            with typed_faults(self.device):
+                return work()
+
+        return self._thread.submit(guarded)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -127,24 +138,21 @@ class ModelRunner:
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        with typed_faults(self.device):
-            outputs, finite = self._step(plan)
+        outputs, finite = self._step(plan)
         return StepResult(outputs, time.perf_counter() - began, finite)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Future[StepResult]:
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        with typed_faults(self.device):
-            begin.record()
-            outputs, finite = self._step(plan)
-            end.record()
+        begin.record()
+        outputs, finite = self._step(plan)
+        end.record()
 
         def collect() -> StepResult:
-            with typed_faults(self.device):
-                end.synchronize()
-                return StepResult(outputs, begin.elapsed_time(end) / 1000, finite)
+            end.synchronize()
+            return StepResult(outputs, begin.elapsed_time(end) / 1000, finite)
 
-        return self._thread.submit(collect)
+        return self._submit(collect)
 
 
 def _index(variant: Variant) -> Ints | None:
