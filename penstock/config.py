@@ -183,7 +183,7 @@ def resolve(
 
 CPU_STEP_TOKENS = 1024  # activations of a step stay in the cache; measured by benchmarks/cpu_profile.py
 CUDA_STEP_TOKENS = 16_384  # of a model whose size is not known
-_KNEE = 1 << 24  # tokens × hidden size at which matrix products reach nine tenths of their best rate
+_KNEE = 1 << 24  # tokens × hidden size: fitted to the widths that were measured
 _STEP_FLOPS = 6e13  # what a step may cost: a tenth of a second of a large GPU
 _EIGHT_BIT = ("fp8",)  # twice the rate, so twice the tokens for both
 
@@ -191,9 +191,9 @@ _EIGHT_BIT = ("fp8",)  # twice the rate, so twice the tokens for both
 def cuda_step_tokens(hidden: int | None, layers: int | None, quantization: str | None = None) -> int:
     """Tokens of a step at the model's knee: fewer leave the device idle, more only make others wait.
 
-    Narrow models need many tokens to fill the device, wide ones few; deep and wide ones are kept to a tenth of
-    a second a step. Measured on an H200: 384 wide, still rising at 16,384; 768–1,024 wide, best at 16,384;
-    4,096 wide, best at 4,096 and slower beyond.
+    Narrow models need many tokens to fill the device, wide ones few; deep and wide ones are kept to a tenth
+    of a second a step. Rates of matrix products, measured on an H200 at up to 16,384 tokens: 384 to 1,024
+    wide, still rising there; 4,096 wide, best at 4,096 and slower beyond. Other sizes follow from the rule.
     """
     if not hidden or not layers:
         return CUDA_STEP_TOKENS

@@ -6,6 +6,7 @@ server runs it in a process of its own, offline use in a thread: the same code.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from penstock.errors import (
 from penstock.runner.base import Runner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Scheduler, Share
+
+log = logging.getLogger("penstock.engine")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,8 +155,8 @@ class EngineCore:
         while self._may_launch() and (shares := self._next_shares()):
             plan, now = build_plan(shares, self._block_size), self.clock()
             for share in shares:
-                progress = self._progress[share.request.id]
-                if progress.first_launch_s is None:
+                progress = self._progress.get(share.request.id)
+                if progress is not None and progress.first_launch_s is None:
                     progress.first_launch_s = now
             try:
                 future = self.runner.launch(plan)
@@ -175,7 +178,7 @@ class EngineCore:
 
     def _next_shares(self) -> list[Share]:
         while self._suspects:
-            shares = [s for s in self._suspects.popleft() if s.request.id in self._progress]
+            shares = [s for s in self._suspects.popleft() if s.tables or s.request.id in self._progress]
             if shares:
                 return shares
         return self.scheduler.schedule()
@@ -263,6 +266,7 @@ class EngineCore:
             return []
         if isinstance(error, DeviceOutOfMemory) and not (flight.plan.kv is not None and self._flights):
             return self._divide(flight, error)
+        self.scheduler.retract(flight.shares)
         return self._isolate(flight.plan, error)
 
     def _divide(self, flight: _Flight, error: DeviceOutOfMemory) -> list[Outcome]:
@@ -270,11 +274,13 @@ class EngineCore:
         to be divided gets the device for itself before it is given up.
 
         Rows that go on over steps keep their memory meanwhile: nothing is planned before the parts have run.
+        Of cancelled ones the same is true, and others may have found the beginning that they were to write.
         """
-        shares = [share for share in flight.shares if share.request.id in self._progress]
+        shares = [s for s in flight.shares if s.tables or s.request.id in self._progress]
         if not shares:
             return []
         self._pressure.ran_out(flight.plan.num_tokens)
+        log.warning("a step of %d tokens ran out of memory: %s", flight.plan.num_tokens, error.message)
         self._set_budget()
         if (parts := halves(shares)) is not None:
             self._suspects.extendleft(part for part in reversed(parts) if part)
@@ -282,11 +288,13 @@ class EngineCore:
         if not flight.apart:
             self._suspects.appendleft(shares)
             return []
+        self.scheduler.retract(shares)
         outcomes: list[Outcome] = []
         for share in shares:
             tokens = int(share.request.lengths[share.rows].sum())
             message = f"a row of {tokens} tokens needs more memory than the device has: {error.message}"
-            outcomes += self._fail(self._progress[share.request.id], RowFailed(message))
+            if (progress := self._progress.get(share.request.id)) is not None:
+                outcomes += self._fail(progress, RowFailed(message))
         return outcomes
 
     def _set_budget(self) -> None:

@@ -76,6 +76,16 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def retract(self, blocks: Sequence[int]) -> None:
+        """Blocks that were published but never written: nobody may find them any more."""
+        for block in blocks:
+            if (key := self._key_of.pop(block, None)) is None:
+                continue
+            del self._block_of[key]
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
     def check(self) -> None:
         """Every block is in exactly one state; called by tests when idle."""
         held = sum(1 for count in self._holders if count)

@@ -7,6 +7,7 @@ graph, and a second thread waits for its event, so the engine loop never blocks 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from typing import NamedTuple
@@ -65,8 +66,18 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         if self.device.type == "cpu":
-            return self._thread.submit(self._run_on_cpu, plan)
-        return self._launch_on_cuda(plan)
+            return self._submit(lambda: self._run_on_cpu(plan))
+        with typed_faults(self.device):
+            return self._launch_on_cuda(plan)
+
+    def _submit(self, work: Callable[[], StepResult]) -> Future[StepResult]:
+        """On the runner's thread, where the device may fail as well as on the caller's."""
+
+        def guarded() -> StepResult:
+            with typed_faults(self.device):
+                return work()
+
+        return self._thread.submit(guarded)
 
     def compare(self, comparison: Comparison) -> Future[Array]:
         return self._thread.submit(compare, comparison, self.device)
@@ -148,34 +159,31 @@ class ModelRunner:
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        with typed_faults(self.device):
-            outputs, finite = self._step(plan)
+        outputs, finite = self._step(plan)
         return StepResult(outputs, time.perf_counter() - began, finite)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Future[StepResult]:
         began = time.perf_counter()
         events = self._next_events()
+        events.begin.record()
         graphs = self.graphs
         key = None if graphs is None else graphs.key_of(plan)
         results = None
-        with typed_faults(self.device):
-            events.begin.record()
-            if graphs is not None and key is not None:
-                results = self._replayed(graphs, key, plan)
-            replayed = results is not None
-            outputs, finite = self._step(plan) if results is None else results
-            events.end.record()
+        if graphs is not None and key is not None:
+            results = self._replayed(graphs, key, plan)
+        replayed = results is not None
+        outputs, finite = self._step(plan) if results is None else results
+        events.end.record()
         host_s = time.perf_counter() - began
 
         def collect() -> StepResult:
-            with typed_faults(self.device):
-                events.end.synchronize()
-                device_s = events.begin.elapsed_time(events.end) / 1000
+            events.end.synchronize()
+            device_s = events.begin.elapsed_time(events.end) / 1000
             if graphs is not None and key is not None and not replayed:
                 graphs.observe(key, host_s, device_s)
             return StepResult(outputs, device_s, finite)
 
-        return self._thread.submit(collect)
+        return self._submit(collect)
 
     def _next_events(self) -> _Events:
         """A pair that no step in flight has."""

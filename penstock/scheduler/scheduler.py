@@ -118,6 +118,18 @@ class Scheduler:
         self.line.took(sum(row.length - row.done for row in dropped), len(dropped))
         self.line.sweep()
 
+    def retract(self, shares: list[Share]) -> None:
+        """The step of these shares did not run: no row may reuse what it was to write."""
+        if self.chunking is None:
+            return
+        pool = self.chunking.pool
+        for share in shares:
+            if share.begins is None or share.ends is None:
+                continue
+            for table, begin, end in zip(share.tables, share.begins, share.ends, strict=True):
+                if table is not None:
+                    pool.retract(table[int(begin) // pool.block_size : pool.blocks_for(int(end))])
+
     def schedule(self) -> list[Share]:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be cut."""
         room, passed_over, visited = _Room(self.budget.tokens, self.budget.rows), 0, 0

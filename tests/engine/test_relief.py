@@ -184,6 +184,25 @@ def test_rows_over_several_steps_go_on_after_memory_ran_out(folder: Path, prefix
         check_no_memory_is_held(engine)
 
 
+def test_no_row_reuses_a_prefix_whose_step_failed(folder: Path) -> None:
+    (row,) = rows([40])
+    with chunked(folder) as plain:
+        expected = plain.embed([row])
+    with chunked(folder, enable_prefix_caching=True, long_prefill_token_threshold=0) as engine:
+        runner = engine._engine._core.runner
+        launch = runner.launch
+
+        def fail(plan: StepPlan) -> Future[StepResult]:
+            raise ValueError("no")
+
+        runner.launch = fail  # type: ignore[method-assign]
+        with pytest.raises(RowFailed):
+            engine.embed([row])
+        runner.launch = launch  # type: ignore[method-assign]
+        np.testing.assert_allclose(engine.embed([row]), expected, atol=1e-5)
+        check_no_memory_is_held(engine)
+
+
 @pytest.mark.parametrize("tokens", [7, 9, 14])
 def test_scores_are_right_when_queries_and_documents_have_to_part(tokens: int) -> None:
     with Engine() as engine:

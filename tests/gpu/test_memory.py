@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def little_memory() -> Iterator[object]:
+def little_memory() -> Iterator[Callable[[int], None]]:
     """A function that leaves this process so many bytes beside those in use."""
 
     def leave(extra: int) -> None:
@@ -51,14 +51,14 @@ def little_memory() -> Iterator[object]:
 
 
 def test_a_step_that_does_not_fit_is_divided_and_the_row_that_cannot_fit_fails_alone(
-    folder: Path, little_memory: object
+    folder: Path, little_memory: Callable[[int], None]
 ) -> None:
     random = np.random.default_rng(0)
     inputs = [random.integers(5, 60, n).tolist() for n in random.integers(10, 500, 400)]
     options = {"device": "cuda", "load_format": "dummy", "max_model_len": 40_000}
     with Engine(str(folder), max_num_batched_tokens=65_536, **options) as engine:  # type: ignore[arg-type]
         expected = engine.embed(inputs)
-        little_memory(400 << 20)  # type: ignore[operator]  # a row of 500 needs 16 MB a layer, one of 40,000 1.3 GB
+        little_memory(400 << 20)  # a row of 500 needs 16 MB a layer, one of 40,000 1.3 GB
         np.testing.assert_allclose(engine.embed(inputs), expected, atol=2e-2)
         budget = engine._engine._core.scheduler.budget.tokens
         assert budget < 65_536, "memory ran out, or this proves nothing"

@@ -6,8 +6,11 @@ import weakref
 import pytest
 import torch
 
-from penstock.errors import DeviceFailed, DeviceOutOfMemory
+from penstock import Engine
+from penstock.core import StepPlan, StepResult
+from penstock.errors import DeviceFailed, DeviceOutOfMemory, RowFailed
 from penstock.runner.faults import diagnose, typed_faults
+from penstock.runner.model_runner import ModelRunner
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`"
 
@@ -68,3 +71,16 @@ def test_the_tensors_of_a_step_that_did_not_fit_are_let_go() -> None:
     gc.collect()
     assert kept[0]() is None
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_a_runner_names_the_faults_of_its_steps() -> None:
+    with Engine(device="cpu") as engine:
+        runner = engine._engine._core.runner
+        assert isinstance(runner, ModelRunner)
+
+        def full(plan: StepPlan) -> StepResult:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        runner._run_on_cpu = full  # type: ignore[method-assign]
+        with pytest.raises(RowFailed, match="more memory than the device has: CUDA out of memory"):
+            engine.embed(["one", "two and three"])
