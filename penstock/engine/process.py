@@ -80,8 +80,6 @@ class EngineServer:
 
     def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], bool]) -> None:
         self._core, self._ready = core, ready
-        gc.collect()
-        gc.freeze()  # what is there now stays: no later collection has to look at it
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -172,6 +170,8 @@ def main() -> None:
     except PenstockError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(EXIT_BAD_MODEL)
+    gc.collect()
+    gc.freeze()  # what is there now stays: no later collection has to look at it
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.turn)
 
 
