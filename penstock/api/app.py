@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -109,8 +108,6 @@ def build_app(state: ServerState) -> Starlette:
 async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
         model.client.start()
-    gc.collect()
-    gc.freeze()  # what is there now stays: no later collection has to look at it
     yield
     for model in state.models.values():
         model.client.close()

@@ -29,7 +29,7 @@ def json_body(content: Any) -> Body:
         large.append(value)
         return _MARK
 
-    raw = orjson.dumps(content, later, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS)
+    raw = orjson.dumps(content, later, orjson.OPT_SERIALIZE_NUMPY)
     if not large:
         return raw
     first, *others = raw.split(_QUOTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import sys
@@ -61,6 +62,8 @@ def main() -> None:
         timeout_graceful_shutdown=max(1, round(launch.server.drain_s)),
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    gc.collect()
+    gc.freeze()  # what is there now stays: no later collection has to look at it
     listener = socket.socket(fileno=launch.listen_fd)
     uvicorn.Server(config).run(sockets=[listener])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +12,8 @@ import typer
 from penstock.cli import flags
 from penstock.cli.flags import engine_options
 from penstock.errors import ConfigError
+
+MOST_API_PROCESSES = 8  # more than a single engine can keep busy
 
 
 def serve(
@@ -22,7 +26,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="Key that clients must send.")
     ] = None,
-    api_server_count: Annotated[int, typer.Option(min=1, help="API processes.")] = 1,
+    api_server_count: Annotated[
+        str, typer.Option(metavar="N|auto", help="API processes; auto: as the machine's cores allow.")
+    ] = "auto",
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients use.")] = None,
     revision: flags.Revision = None,
     device: flags.Device = "auto",
@@ -140,7 +146,7 @@ def serve(
             "host": host,
             "port": port,
             "api_key": api_key,
-            "api_server_count": api_server_count,
+            "api_server_count": api_processes(api_server_count, device),
             "max_body_bytes": int(max_body_mb * 1024 * 1024),
             "max_rows": max_rows,
             "max_concurrent_requests": max_concurrent_requests,
@@ -151,3 +157,26 @@ def serve(
         },
     )
     raise typer.Exit(Supervisor(engine, server, describe(engine)).run())
+
+
+def api_processes(wanted: str, device: str, cores: int | None = None, gpu: bool | None = None) -> int:
+    """How many API processes there are to be. `auto` leaves half of the cores to the engine, to the system
+    and to clients on the same machine, and nearly all of them to an engine that computes on them."""
+    if wanted != "auto":
+        if not wanted.isascii() or not wanted.isdigit() or int(wanted) < 1:
+            raise ConfigError(
+                f"--api-server-count is {wanted!r}; use auto or a number from 1", param="api_server_count"
+            )
+        return int(wanted)
+    cores = cores_here() if cores is None else cores
+    gpu = Path("/dev/nvidiactl").exists() if gpu is None else gpu
+    if device == "cpu" or (device == "auto" and not gpu):
+        return 1
+    return max(1, min(MOST_API_PROCESSES, cores // 2))
+
+
+def cores_here() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

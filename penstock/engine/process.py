@@ -84,8 +84,6 @@ class EngineServer:
 
     def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], bool]) -> None:
         self._core, self._ready = core, ready
-        gc.collect()
-        gc.freeze()  # what is there now stays: no later collection has to look at it
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -184,6 +182,8 @@ def main() -> None:
         sys.exit(EXIT_BAD_MODEL)
     if isinstance(profiled := core.runner, ProfiledRunner):
         signal.signal(signal.SIGUSR2, lambda *_: profiled.again())
+    gc.collect()
+    gc.freeze()  # what is there now stays: no later collection has to look at it
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.turn)
     if core.broken is not None:
         log.error("%s", core.broken.message)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.core import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
-from penstock.scheduler.ragged import runs
 
 Part = Array | list[Array]  # what a slice gets of an output: its rows, or for each of them its tokens
 _NOTHING: Array = np.empty((0, 0), dtype=np.float32)
@@ -59,7 +58,9 @@ class Progress:
         self.rows_done += len(finished)
         for number, part in enumerate(values):
             if isinstance(part, list):
-                self._put_tokens(number, piece, part)
+                starts = piece.request.starts[piece.rows]
+                starts = starts if piece.begins is None else starts + piece.begins
+                self._put_runs(number, starts, part, self.job.num_tokens)
             else:
                 self._put(number, piece.rows[finished], part, self.job.num_rows)
 
@@ -70,15 +71,11 @@ class Progress:
             values = self.values[number] = np.empty((size, *array.shape[1:]), dtype=array.dtype)
         values[places] = array
 
-    def _put_tokens(self, number: int, piece: RowSlice, rows: list[Array]) -> None:
-        """Row by row from the step into the answer: one copy of each byte, however rows were ordered."""
-        starts = piece.request.starts[piece.rows]
-        if piece.begins is not None:
-            starts = starts + piece.begins
+    def _put_runs(self, number: int, starts: Ints, rows: list[Array], size: int) -> None:
+        """Tokens row by row to where each begins: every byte is copied once, however rows were ordered."""
         for start, row in zip(starts.tolist(), rows, strict=True):
             if (values := self.values[number]) is None:
-                size = (self.job.num_tokens, *row.shape[1:])
-                values = self.values[number] = np.empty(size, dtype=row.dtype)
+                values = self.values[number] = np.empty((size, *row.shape[1:]), dtype=row.dtype)
             values[start : start + len(row)] = row
 
     def spread(self) -> None:
@@ -104,15 +101,12 @@ class Progress:
 
     def _copy_rows(self, number: int, rows: Ints, values: Array, giver: Request, theirs: Ints) -> None:
         """Rows of this request that are `theirs` of the giver's."""
-        if self.request.wants[number].per_token:
-            size, lengths = self.request.num_tokens, self.request.lengths[rows]
-            places, values = (
-                runs(self.request.starts[rows], lengths),
-                values[runs(giver.starts[theirs], lengths)],
-            )
-        else:
-            size, places, values = self.request.num_rows, rows, values[theirs]
-        self._put(number, places, values, size)
+        if not self.request.wants[number].per_token:
+            self._put(number, rows, values[theirs], self.request.num_rows)
+            return
+        begins, ends = giver.starts[theirs], giver.starts[theirs] + giver.lengths[theirs]
+        parts = [values[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        self._put_runs(number, self.request.starts[rows], parts, self.request.num_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -29,14 +28,19 @@ _PIECE_BYTES = 3 << 17  # of values, of one piece of base64: half a MiB of text,
 _PIECE_NUMBERS = 1 << 13  # of one piece of JSON numbers, which take much longer to write
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LargeRow:
-    """A row of a large answer, to be encoded when its turn comes."""
+    """A row of a large answer, to be encoded when its turn comes. (Not a data class: those the JSON encoder
+    writes by itself.)"""
 
-    values: Array
-    encoding: EncodingFormat
-    dtype: OutputDtype
-    endianness: Endianness = "native"
+    __slots__ = ("dtype", "encoding", "endianness", "values")
+
+    def __init__(
+        self, values: Array, encoding: EncodingFormat, dtype: OutputDtype, endianness: Endianness = "native"
+    ) -> None:
+        self.values = values
+        self.encoding = encoding
+        self.dtype = dtype
+        self.endianness = endianness
 
     @property
     def size(self) -> int | None:

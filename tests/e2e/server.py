@@ -80,7 +80,7 @@ class Server:
 def serving(*flags: str) -> Iterator[Server]:
     port = _free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "serve", "--port", str(port), *flags],
+        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--api-server-count", "1", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -399,3 +399,45 @@ def test_closing_the_core_closes_its_runner() -> None:
     runner = ManualRunner()
     make_core(runner).close()
     assert runner.closed
+
+
+@pytest.mark.parametrize("task", [Task.EMBED, Task.TOKEN_EMBED])
+@pytest.mark.parametrize("lengths", [[4], [5, 1, 3]])
+def test_answers_do_not_change_when_the_steps_memory_is_used_again(task: Task, lengths: list[int]) -> None:
+    runner = ManualRunner()
+    core = make_core(runner)
+    request = make_request("a", lengths, params=PoolingParams(task))
+    core.add(request)
+    core.step()
+    plan, future = runner.flights.pop()
+    pinned = np.repeat(plan.token_ids.astype(np.float32)[:, None], 3, axis=1)
+    if task is Task.EMBED:
+        pinned = pinned[plan.cu_lengths[:-1]]
+    future.set_result(StepResult((pinned,), 0.1))
+    (answer,) = core.step()
+    assert isinstance(answer, Answer)
+    before = answer.values.copy()
+    pinned[:] = -1
+    np.testing.assert_array_equal(answer.values, before)
+    firsts = request.token_ids if task is Task.TOKEN_EMBED else request.token_ids[request.starts]
+    np.testing.assert_array_equal(answer.values[:, 0], firsts)
+
+
+def test_of_token_values_that_are_not_finite_only_the_request_that_has_them_fails() -> None:
+    runner = ManualRunner()
+    core = make_core(runner)
+    params = PoolingParams(Task.TOKEN_EMBED)
+    requests = [make_request(str(i), [3, 2], first_token=10 * i, params=params) for i in range(3)]
+    for request in requests:
+        core.add(request)
+    core.step()
+    plan, future = runner.flights.pop()
+    values = plan.token_ids.astype(np.float32)[:, None].copy()
+    values[plan.token_ids == requests[1].token_ids[3]] = np.inf
+    future.set_result(StepResult((values,), 0.1))
+    outcomes = {outcome.id: outcome for outcome in core.step()}
+    assert isinstance(outcomes["1"], Failure)
+    for request in (requests[0], requests[2]):
+        answer = outcomes[request.id]
+        assert isinstance(answer, Answer)
+        assert answer.values[:, 0].tolist() == request.token_ids.tolist()

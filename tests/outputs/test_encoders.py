@@ -3,10 +3,11 @@ from __future__ import annotations
 import base64
 
 import numpy as np
+import orjson
 import pytest
 
 from penstock.core import Array, OutputDtype
-from penstock.outputs.encoders import Endianness, as_bytes, encode_rows
+from penstock.outputs.encoders import LARGE, Endianness, LargeRow, as_bytes, encode_rows
 
 VALUES = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
 
@@ -54,3 +55,45 @@ def test_a_view_of_a_larger_array_is_encoded_like_its_copy() -> None:
     assert as_bytes(view) == view.copy().tobytes()
     both = [encode_rows(rows, "base64", OutputDtype.FLOAT32) for rows in (view, view.copy())]
     assert both[0] == both[1]
+
+
+def widen(values: Array, dtype: OutputDtype) -> Array:
+    if dtype is OutputDtype.BFLOAT16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32) if dtype is OutputDtype.FLOAT16 else values
+
+
+def whole(row: LargeRow) -> bytes:
+    return b"".join(row.pieces())
+
+
+@pytest.mark.parametrize("dtype", list(OutputDtype))
+@pytest.mark.parametrize("endianness", ["native", "little", "big"])
+@pytest.mark.parametrize("shape", [(700, 257), (3, 5), (1, 1), (0, 4), (65537,)])
+def test_a_large_row_in_pieces_is_what_it_is_at_once(
+    dtype: OutputDtype, endianness: Endianness, shape: tuple[int, ...]
+) -> None:
+    values = np.random.default_rng(1).integers(0, 100, shape).astype(dtype.numpy)
+    text = LargeRow(values, "base64", dtype, endianness)
+    assert base64.b64decode(whole(text)[1:-1]) == as_bytes(values, endianness)
+    assert whole(text)[:1] == whole(text)[-1:] == b'"'
+    raw = LargeRow(values, "bytes", dtype, endianness)
+    assert whole(raw) == as_bytes(values, endianness)
+    assert [row.size for row in (text, raw)] == [len(whole(row)) for row in (text, raw)]
+    numbers = LargeRow(values, "float", dtype)
+    widened = widen(values, dtype)
+    assert whole(numbers) == orjson.dumps(widened, option=orjson.OPT_SERIALIZE_NUMPY)
+    assert numbers.size is None
+
+
+def test_no_piece_of_a_large_row_holds_others_up_for_long() -> None:
+    values = np.random.default_rng(1).standard_normal((1024, 1024)).astype(np.float32)
+    for encoding, most in (("base64", 1 << 19), ("bytes", 1 << 19), ("float", 1 << 18)):
+        pieces = list(LargeRow(values, encoding, OutputDtype.FLOAT32).pieces())  # type: ignore[arg-type]
+        assert max(len(piece) for piece in pieces) <= most
+
+
+def test_answers_are_encoded_at_once_up_to_a_size_and_in_pieces_beyond() -> None:
+    row = np.zeros(LARGE // 4 // 2, dtype=np.float32)
+    assert isinstance(encode_rows([row], "base64", OutputDtype.FLOAT32)[0], str)
+    assert all(isinstance(each, LargeRow) for each in encode_rows([row, row], "base64", OutputDtype.FLOAT32))

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.cli.serve import api_processes, cores_here
+from penstock.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "gpu", "processes"),
+    [
+        ("auto", 16, True, 8),
+        ("cuda:1", 64, True, 8),
+        ("null", 6, False, 3),
+        ("auto", 3, True, 1),
+        ("cuda", 1, True, 1),
+        ("auto", 16, False, 1),  # the engine will compute on these cores
+        ("cpu", 16, True, 1),
+    ],
+)
+def test_auto_takes_half_of_the_cores_unless_the_engine_needs_them(
+    device: str, cores: int, gpu: bool, processes: int
+) -> None:
+    assert api_processes("auto", device, cores, gpu) == processes
+
+
+def test_a_number_is_taken_as_it_is() -> None:
+    assert api_processes("24", "cpu", 2, False) == 24
+    assert cores_here() >= 1
+
+
+@pytest.mark.parametrize("wanted", ["0", "-1", "1.5", "many", "", "²"])
+def test_anything_else_is_refused_with_what_would_be_accepted(wanted: str) -> None:
+    with pytest.raises(ConfigError, match="auto or a number from 1"):
+        api_processes(wanted, "auto")
