@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import socket
 import sys
 import time
@@ -16,6 +17,7 @@ import uvicorn
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_limit
+from penstock.config import available_cpus
 from penstock.engine.client import EngineClient
 from penstock.engine.process import EXIT_BAD_MODEL, prepare_child
 from penstock.engine.supervisor import ApiLaunch
@@ -38,9 +40,16 @@ def build_state(launch: ApiLaunch) -> ServerState:
     return ServerState(launch.server, {spec.name: model}, launch.index)
 
 
+def tokenizer_threads(cpus: int, processes: int) -> int:
+    """For long texts. More than the machine has cores would only take them from the engine."""
+    return max(1, min(4, cpus // (processes + 1)))
+
+
 def main() -> None:
     prepare_child()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
+    threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are encoded
     logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
     try:
         state = build_state(launch)

@@ -61,7 +61,7 @@ class EngineServer:
     UNSHOWN_MS = 100  # the same, while the metrics do not show how things stand
 
     def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
+        self._context = zmq.Context(io_threads=4)  # large answers to several API processes leave side by side
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
