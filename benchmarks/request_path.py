@@ -3,6 +3,8 @@
 No socket and no model: the engine's side is fed in process and runs on the null runner, the API's side is
 called as an ASGI application whose engine answers at once. CPU time, medians over many turns.
 
+Last, a real server on the null device, with the CPU time of its processes.
+
 python benchmarks/request_path.py [--save FILE.json] [--against FILE.json]
 """
 
@@ -21,15 +23,15 @@ from typing import Any
 
 os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="penstock-bench-"))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from penstock.api.app import build_app  # noqa: E402
-from penstock.api.state import ServedModel, ServerState  # noqa: E402
-from penstock.checkpoint.spec import describe  # noqa: E402
-from penstock.config import EngineConfig, ServerConfig  # noqa: E402
-from penstock.core import Answer, PoolingParams, Request, Task, Timings  # noqa: E402
-from penstock.engine.core import EngineCore  # noqa: E402
-from penstock.engine.messages import (  # noqa: E402
+from penstock.api.app import build_app
+from penstock.api.state import ServedModel, ServerState
+from penstock.checkpoint.spec import describe
+from penstock.config import EngineConfig, ServerConfig
+from penstock.core import Answer, PoolingParams, Request, Task, Timings
+from penstock.engine.core import EngineCore
+from penstock.engine.messages import (
     decode_from_engine,
     decode_to_engine,
     pack_outcomes,
@@ -37,13 +39,13 @@ from penstock.engine.messages import (  # noqa: E402
     unpack_outcomes,
     unpack_requests,
 )
-from penstock.engine.metrics import EngineMetrics  # noqa: E402
-from penstock.inputs.batcher import BatchTokenizer  # noqa: E402
-from penstock.inputs.processor import InputProcessor  # noqa: E402
-from penstock.inputs.tokenizer import Tokenizer  # noqa: E402
-from penstock.runner.null import NullRunner  # noqa: E402
-from penstock.scheduler.plan import build_plan  # noqa: E402
-from penstock.scheduler.scheduler import Budget, Scheduler  # noqa: E402
+from penstock.engine.metrics import EngineMetrics
+from penstock.inputs.batcher import BatchTokenizer
+from penstock.inputs.processor import InputProcessor
+from penstock.inputs.tokenizer import Tokenizer
+from penstock.runner.null import NullRunner
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Budget, Scheduler
 
 SIZES = (1, 16, 64, 256)
 TOKENS = 32
@@ -245,7 +247,12 @@ def big_answer(rounds: int) -> Figures:
 
     text = "retrieval benchmark sentence " * 80
     body = json.dumps(
-        {"input": [text] * 16, "task": "token_embed", "encoding_format": "base64", "truncate_prompt_tokens": -1}
+        {
+            "input": [text] * 16,
+            "task": "token_embed",
+            "encoding_format": "base64",
+            "truncate_prompt_tokens": -1,
+        }
     ).encode()
 
     async def measure() -> tuple[float, float, float]:
@@ -328,7 +335,8 @@ def table(title: str, figures: Figures, before: Figures) -> list[str]:
         for column in columns:
             cell = f"{row[column]:.1f}" if column in row else ""
             if (old := before.get(name, {}).get(column)) is not None and column != "MB" and row[column]:
-                cell = f"{old:.1f} → {cell} ({old / row[column]:.1f}×)"
+                better = row[column] / old if column == "GB/s" else old / row[column]
+                cell = f"{old:.1f} → {cell} ({better:.1f}×)"
             cells.append(cell)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return [*lines, ""]
