@@ -3,6 +3,8 @@
 No socket and no model: the engine's side is fed in process and runs on the null runner, the API's side is
 called as an ASGI application whose engine answers at once. CPU time, medians over many turns.
 
+Last, a real server on the null device, with the CPU time of its processes.
+
 python benchmarks/request_path.py [--save FILE.json] [--against FILE.json]
 """
 
@@ -333,7 +335,8 @@ def table(title: str, figures: Figures, before: Figures) -> list[str]:
         for column in columns:
             cell = f"{row[column]:.1f}" if column in row else ""
             if (old := before.get(name, {}).get(column)) is not None and column != "MB" and row[column]:
-                cell = f"{old:.1f} → {cell} ({old / row[column]:.1f}×)"
+                better = row[column] / old if column == "GB/s" else old / row[column]
+                cell = f"{old:.1f} → {cell} ({better:.1f}×)"
             cells.append(cell)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return [*lines, ""]

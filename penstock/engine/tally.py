@@ -23,7 +23,7 @@ class CounterTally:
 
 
 class HistogramTally:
-    """One histogram with its labels given. Adds whole buckets at once, for which the library has no name."""
+    """A histogram, its labels given. Whole buckets are added at a time, which the library has no name for."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
