@@ -29,13 +29,14 @@ def philox_reference(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     tiles = cdiv(width, PART)
     words = keys.long() & low
     k0, k1, c2, c3 = (words[:, i, None] for i in range(4))
-    c0 = torch.arange(tiles * LANES, device=keys.device)[None, :].expand(len(keys), -1)
+    lanes = min(LANES, width)  # a small vocabulary needs no more
+    c0 = torch.arange(tiles * lanes, device=keys.device)[None, :].expand(len(keys), -1)
     c1 = positions.long()[:, None]
     for _ in range(ROUNDS):
         high0, high2 = _high_product(0xD2511F53, c0), _high_product(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, c2 * 0xCD9E8D57 & low, high0 ^ c3 ^ k1, c0 * 0xD2511F53 & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    parts = [word.expand(len(keys), tiles * LANES).view(-1, tiles, LANES) for word in (c0, c1, c2, c3)]
+    parts = [word.reshape(-1, tiles, lanes) for word in (c0, c1, c2, c3)]
     return torch.stack(parts, dim=2).flatten(1)[:, :width]
 
 
@@ -98,14 +99,14 @@ def choose_reference(
     temperatures: Tensor,  # [rows], 0: the likeliest
     keys: Tensor,  # int32 [rows, 4]
     positions: Tensor,  # [rows], tokens sampled before
-    thresholds: Tensor | None = None,  # [rows], lower bounds of the logit
+    thresholds: Tensor | None = None,  # [rows], lower bounds of the logit, where there is a temperature
 ) -> Tensor:
     """int32 [rows]: argmax of logit / temperature + noise."""
     x = logits.float()
+    noisy = x / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     if thresholds is not None:
-        x = x.masked_fill(x < thresholds[:, None], float("-inf"))
-    scaled = x / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-    noisy = scaled + gumbel_reference(keys, positions, logits.shape[1])
+        noisy = noisy.masked_fill(x < thresholds[:, None], float("-inf"))
+    noisy = noisy + gumbel_reference(keys, positions, logits.shape[1])
     return torch.where((temperatures > 0)[:, None], noisy, x).argmax(dim=1).int()
 
 
