@@ -54,14 +54,17 @@ class Edits:
         self._allowed.pop(slot, None)
         self._tails.pop(slot, None)
 
-    def mask(self, slot: int, bits: Ints | None) -> None:
+    def mask(self, slot: int, bits: Ints | None) -> bool:
+        """Whether the slot had none before, so that its settings have changed."""
         words = self.masks.shape[1]
         if bits is not None and bits.shape != (words,):
             raise ValueError(f"a mask of {bits.shape} words; this vocabulary has ({words},)")
         given = np.full(words, -1, np.int32) if bits is None else bits.view(np.int32)
         if slot in self._allowed:
             given = given & self._allowed[slot]
+        first = bool(self.plan.table[slot, Column.MASK_ROW] < 0)
         self._masks[self.plan.add_mask(slot)] = given
+        return first
 
     def flush(self, send: Send) -> None:
         """What joined since the last step; nothing is sent if nobody did."""

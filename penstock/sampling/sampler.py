@@ -78,8 +78,8 @@ class Sampler:
         """The tokens that the slot's next ones may be, 32 to a word and the lowest first; None: any."""
         if slot not in self.plan.held:
             raise ValueError(f"slot {slot} is held by no row")
-        self._edits.mask(slot, bitmask)
-        self._changed.add(slot)
+        if self._edits.mask(slot, bitmask):
+            self._changed.add(slot)
 
     def __call__(self, logits: Tensor, slots: Ints, slots_device: Tensor) -> Sampled:
         if logits.shape != (len(slots), self.plan.vocab_size):

@@ -86,7 +86,8 @@ for heads, kv_heads, dim in ((12, 12, 64), (8, 2, 128), (4, 4, 96)):
 logits, table, work = x(2, 151936), i(45).view(3, 15), x(2, 151936, dtype=torch.float32)
 counts, masks, slots = i(2 * 151936).view(2, -1), i(2 * 4748).view(2, -1), i(2)
 sampling.choose(logits, slots, table, i(3))
-sampling.choose(logits, slots.long(), table, i(3), work=work, thresholds=work[0, :2], counts=counts, tails=table)
+noted = {"counts": counts, "tails": table}
+sampling.choose(logits, slots.long(), table, i(3), work=work, thresholds=work[0, :2], **noted)
 sampling.edit(logits, slots, table, i(3), work, masks=masks, counts=counts, entries=i(99), tails=table)
 sampling.edit(logits, slots, table, i(3), work, entries=i(99))
 sampling.logsum(logits, slots.long(), slots)

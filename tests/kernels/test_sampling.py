@@ -60,7 +60,9 @@ def test_noise_is_philox() -> None:
     keys = np.array([[7, 0, 0, 0], [0xFFFFFFFF, 0x80000001, 5, 1]], np.uint64)
     positions = np.array([0, 2**31 - 1], np.uint64)
     got = philox_reference(
-        torch.from_numpy(keys.astype(np.uint32).view(np.int32)), torch.from_numpy(positions.view(np.int64)), 5000
+        torch.from_numpy(keys.astype(np.uint32).view(np.int32)),
+        torch.from_numpy(positions.view(np.int64)),
+        5000,
     )
     for row in range(2):
         for token in (0, 1, 1023, 1024, 4095, 4096, 4999):
@@ -79,7 +81,9 @@ def test_noise_is_philox() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_choice_equals_the_reference(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
-    params = [SamplingParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))]
+    params = [
+        SamplingParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))
+    ]
     table = slots_table(params, device)
     logits = (torch.randn(5, VOCAB + 9, device=device) * 2).to(dtype)[:, :VOCAB]  # rows lie apart
     order = torch.tensor([3, 0, 4, 1, 2], device=device, dtype=torch.int32)
@@ -170,7 +174,9 @@ EVERYTHING = [
     SamplingParams(temperature=0.8, seed=4),
     SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=-0.2),
     SamplingParams(temperature=0, logit_bias={5: 30.0, 4990: 29.0, 7: -3.0}, frequency_penalty=1.0),
-    SamplingParams(temperature=0, bad_token_ids=((9,), (1, 2), (3, 3, 3, 3)), logit_bias={1: 40, 2: 39, 9: 99}),
+    SamplingParams(
+        temperature=0, bad_token_ids=((9,), (1, 2), (3, 3, 3, 3)), logit_bias={1: 40, 2: 39, 9: 99}
+    ),
     SamplingParams(temperature=1, seed=9, allowed_token_ids=tuple(range(3, 5000, 7)), top_k=12),
     SamplingParams(temperature=0, min_tokens=3, eos_token_ids=(11,), logit_bias={11: 50.0}, logprobs=2),
     SamplingParams(temperature=0, bad_token_ids=((3, 3, 3, 3),), logit_bias={3: 44.0, 8: 40.0}),

@@ -30,7 +30,9 @@ KINDS = [
     SamplingParams(temperature=1.0, seed=8, min_p=0.1, logprobs=3),
     SamplingParams(temperature=0, repetition_penalty=1.6, presence_penalty=0.3, logprobs=0),
     SamplingParams(temperature=1.0, seed=1, frequency_penalty=0.8),
-    SamplingParams(temperature=0, bad_token_ids=((3,), (5, 9), (9, 5, 2, 1)), logit_bias={5: 2.0, 9: 2.0, 2: 2.0}),
+    SamplingParams(
+        temperature=0, bad_token_ids=((3,), (5, 9), (9, 5, 2, 1)), logit_bias={5: 2.0, 9: 2.0, 2: 2.0}
+    ),
     SamplingParams(temperature=1.0, seed=2, allowed_token_ids=(1, 2, 3, 30)),
     SamplingParams(temperature=0, min_tokens=2, eos_token_ids=(4, 999), logit_bias={4: 9.0}),
 ]
@@ -178,9 +180,9 @@ def test_only_the_rows_that_ask_are_copied() -> None:
         sampler.join(slot, SamplingParams(temperature=0), ints([1]))
     sampler.leave(3)
     sampler.join(3, SamplingParams(temperature=0, logit_bias={2: 1.0}), ints([1]))
-    slots = np.arange(SLOTS, dtype=np.int32)
+    slots, logits = np.arange(SLOTS, dtype=np.int32), torch.randn(SLOTS, VOCAB).bfloat16()
     with Recorder() as seen:
-        sampler(torch.randn(SLOTS, VOCAB).bfloat16(), slots, torch.from_numpy(slots))
+        sampler(logits, slots, torch.from_numpy(slots))
     assert seen.largest < 2 * VOCAB, "as wide as that one row"
     assert sampler._edits.counts.table.numel() == 0
 
