@@ -182,9 +182,13 @@ class SlotPlan:
         self.version += 1
         return self.entries_of.pop(slot, None) is not None
 
+    def need(self, slots: Ints) -> Need:
+        """What a batch of these slots needs."""
+        return Need(int(np.bitwise_or.reduce(self.flags[slots]))) if len(slots) else Need.NOTHING
+
     def step(self, slots: Ints) -> Need:
-        """What a batch of these slots needs; counts the token that each of them samples."""
-        need = Need(int(np.bitwise_or.reduce(self.flags[slots]))) if len(slots) else Need.NOTHING
+        """The same, and counts the token that each of them samples."""
+        need = self.need(slots)
         self.generated[slots] += 1
         if need & Need.ENTRIES:  # rows that have reached their min tokens edit nothing from now on
             done = slots[(self.until[slots] > 0) & (self.generated[slots] >= self.until[slots])]

@@ -87,12 +87,12 @@ class Sampler:
         self.flush()
         need = self.plan.step(slots)
         self._select(slots)
-        if not need & (EDITS | Need.FILTER) and fused(logits):
-            tokens = self.plain(logits, slots_device)
-        elif fused(logits):
+        if not fused(logits):
+            tokens = self._by_torch(logits, slots, slots_device, need)
+        elif need & EDITS:
             tokens = self._by_kernels(logits, slots_device, need)
         else:
-            tokens = self._by_torch(logits, slots, slots_device, need)
+            tokens = self.plain(logits, slots_device, bool(need & Need.FILTER))
         if not need & Need.LOGPROBS:
             return Sampled(tokens)
         rows, at = self._rows(Need.LOGPROBS, slots)
@@ -101,10 +101,12 @@ class Sampler:
         chosen = tokens if everyone else tokens.index_select(0, at)
         return Sampled(tokens, rows, *token_logprobs(logits, chosen, most, None if everyone else at))
 
-    def plain(self, logits: Tensor, slots_device: Tensor) -> Tensor:
-        """Tokens of rows that ask for a temperature at most. Neither sends nor plans: fit for a graph, whose
-        owner calls `flush` before a replay and `plan.step` beside it."""
-        return choose(logits, slots_device, self.table, self.positions)
+    def plain(self, logits: Tensor, slots_device: Tensor, filtered: bool = False) -> Tensor:
+        """Tokens of rows that ask for a temperature, and where `filtered` for top-k, top-p or min-p, but for
+        nothing else. Neither plans nor sends: fit for a graph. Its owner asks `plan.need` whether it serves,
+        and then calls `flush` before the replay and `plan.step` beside it."""
+        bounds = thresholds(logits, slots_device, self.table) if filtered else None
+        return choose(logits, slots_device, self.table, self.positions, thresholds=bounds)
 
     def flush(self) -> None:
         """Sends what joined or changed; nothing if nobody did."""
@@ -123,9 +125,8 @@ class Sampler:
 
     def _by_kernels(self, logits: Tensor, slots: Tensor, need: Need) -> Tensor:
         edits = self._edits
-        work = edits.work if need & EDITS else None
-        if work is not None:
-            edits.by_kernel(logits, slots, self.table, self.positions, need)
+        edits.by_kernel(logits, slots, self.table, self.positions, need)
+        work = edits.work
         bounds = thresholds(logits, slots, self.table, work=work) if need & Need.FILTER else None
         return choose(
             logits,

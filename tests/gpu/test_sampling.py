@@ -84,23 +84,24 @@ def test_a_step_never_waits_for_the_device() -> None:
     assert sampler.uploads == before
 
 
-def test_plain_rows_replay_in_a_graph_and_take_up_who_joins() -> None:
+@pytest.mark.parametrize("filtered", [False, True])
+def test_plain_rows_replay_in_a_graph_and_take_up_who_joins(filtered: bool) -> None:
     logits = torch.randn(4, VOCAB, device=CUDA, dtype=torch.bfloat16)
     slots = torch.tensor([0, 1, 2, 8], device=CUDA, dtype=torch.int32)  # the last only fills the graph
 
     def fresh() -> Sampler:
         sampler = Sampler(VOCAB, 8, CUDA, seed=1)
         for slot in range(3):
-            sampler.join(slot, KINDS[slot % 2], ints([1]))
+            sampler.join(slot, KINDS[slot % (3 if filtered else 2)], ints([1]))
         sampler.flush()
         return sampler
 
     eager, captured = fresh(), fresh()
-    expected = [eager.plain(logits, slots).tolist() for _ in range(3)]
-    fresh().plain(logits, slots)
+    expected = [eager.plain(logits, slots, filtered).tolist() for _ in range(3)]
+    fresh().plain(logits, slots, filtered)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = captured.plain(logits, slots)
+        out = captured.plain(logits, slots, filtered)
     got = []
     for _ in range(3):
         graph.replay()

@@ -17,7 +17,8 @@ def blocks(heading: str) -> list[str]:
 
 
 def test_the_examples_give_a_score_for_each_pair() -> None:
-    assert len(found := blocks("MaxSim")) == 2
+    found = blocks("MaxSim")
+    assert len(found) == 2
     names: dict[str, Any] = {}
     for block in found:
         exec(block, names)

@@ -19,6 +19,7 @@ from penstock.errors import BadValue
 from penstock.sampling.plan import Need, SlotPlan, packed_bits
 from penstock.sampling.sampler import Sampler
 from tests.helpers import ints
+from tests.runner.trap import DeepTrap, Trap
 from tests.sampling.plain import edited
 
 VOCAB, SLOTS = 37, 6
@@ -293,3 +294,27 @@ def test_the_plan_starts_without_torch() -> None:
     code = "import sys, penstock.sampling.plan\nprint('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "False"
+
+
+def test_a_step_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(VOCAB, len(KINDS), CPU, seed=1)
+    slots, logits = np.arange(len(KINDS), dtype=np.int32), torch.randn(len(KINDS), VOCAB)
+    at = torch.from_numpy(slots)
+    trap = Trap()
+    send = Sampler._send
+
+    def opened(self: Sampler, array: Any) -> torch.Tensor:
+        trap.open = True
+        try:
+            return send(self, array)
+        finally:
+            trap.open = False
+
+    monkeypatch.setattr(Sampler, "_send", opened)
+    with trap, DeepTrap(trap):
+        for slot, params in enumerate(KINDS):
+            sampler.join(slot, params, ints([1, 2]), ints([7] * slot))
+        sampler.mask(0, packed_bits([3, 4], VOCAB))
+        for _ in range(3):
+            sampler(logits, slots, at)
+    assert trap.calls > 50

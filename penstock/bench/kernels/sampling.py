@@ -19,9 +19,9 @@ from penstock.sampling.sampler import Sampler
 KINDS = {
     "greedy": SamplingParams(temperature=0.0),
     "plain": SamplingParams(temperature=0.8),
-    "top-k": SamplingParams(temperature=0.8, top_k=20),
+    "top-k": SamplingParams(temperature=0.8, top_k=50),
     "top-p": SamplingParams(temperature=0.8, top_p=0.95),
-    "top-k/top-p": SamplingParams(temperature=0.8, top_k=20, top_p=0.95),
+    "top-k/top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95),
     "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2),
     "logprobs": SamplingParams(temperature=0.0, logprobs=5),
 }
