@@ -184,17 +184,20 @@ class SlotPlan:
 
     def need(self, slots: Ints) -> Need:
         """What a batch of these slots needs."""
-        return Need(int(np.bitwise_or.reduce(self.flags[slots]))) if len(slots) else Need.NOTHING
+        need = self._union(slots)
+        if need & Need.ENTRIES:  # rows that have reached their min tokens edit nothing from now on
+            done = slots[(self.until[slots] > 0) & (self.generated[slots] >= self.until[slots])]
+            if len(done):
+                self.flags[done] &= ~Need.ENTRIES
+                self.until[done] = 0
+                self.version += 1
+                need = self._union(slots)
+        return need
 
     def step(self, slots: Ints) -> Need:
         """The same, and counts the token that each of them samples."""
         need = self.need(slots)
         self.generated[slots] += 1
-        if need & Need.ENTRIES:  # rows that have reached their min tokens edit nothing from now on
-            done = slots[(self.until[slots] > 0) & (self.generated[slots] >= self.until[slots])]
-            self.flags[done] &= ~Need.ENTRIES
-            self.until[done] = 0
-            self.version += len(done)
         return need
 
     def rows(self, slots: Ints, need: Need) -> Ints:
@@ -227,6 +230,9 @@ class SlotPlan:
             assert len(set(taken)) == len(taken) == pool.used, f"{column.name}: {taken}, {pool}"
         free = [slot for slot in range(self.max_slots + 1) if slot not in self.held]
         assert not self.flags[free].any() and self.entries_of.keys() <= self.held.keys()
+
+    def _union(self, slots: Ints) -> Need:
+        return Need(int(np.bitwise_or.reduce(self.flags[slots]))) if len(slots) else Need.NOTHING
 
     def _row(self, params: SamplingParams, stream: int) -> Ints:
         row = np.zeros(WIDTH, np.int32)

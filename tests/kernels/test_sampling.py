@@ -25,6 +25,7 @@ from penstock.sampling import plan
 from penstock.sampling.plan import Column, SlotPlan
 from penstock.sampling.sampler import Sampler
 from tests.helpers import ints
+from tests.sampling.test_plan import KINDS, SLOTS, Driver
 
 VOCAB = PART + 905  # two parts, the second one ragged
 
@@ -221,3 +222,25 @@ def test_a_batch_that_asks_for_everything_gives_the_tokens_of_plain_torch(
     assert columns[6].tolist()[3:] == [11] * 3 and 11 not in columns[6][:3]
     assert columns[7].tolist() == [3, 3, 3, 8, 3, 3]
     assert columns[9].tolist()[:2] == [4001] * 2
+
+
+def come_and_go(seed: int) -> dict[int, list[int]]:
+    rng, driver = np.random.default_rng(seed), Driver()
+    for _ in range(12):
+        waiting = [request for request in range(len(KINDS)) if request not in driver.slot_of]
+        if waiting and len(driver.slot_of) < SLOTS:
+            driver.join(int(rng.choice(waiting)))
+        if len(driver.slot_of) > 3 and rng.random() < 0.5:
+            driver.leave(int(rng.choice(sorted(driver.slot_of))))
+        taking_part = rng.permutation(sorted(driver.slot_of))
+        driver.step(taking_part[: rng.integers(1, len(taking_part) + 1)].tolist())
+    return driver.history
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter alone: its tensors are the CPU's")
+@pytest.mark.usefixtures("kernels")
+def test_rows_that_come_and_go_have_the_tokens_of_plain_torch(seed: int) -> None:
+    got = come_and_go(seed)
+    switch()
+    assert got == come_and_go(seed)

@@ -36,6 +36,7 @@ KINDS = [
     ),
     SamplingParams(temperature=1.0, seed=2, allowed_token_ids=(1, 2, 3, 30)),
     SamplingParams(temperature=0, min_tokens=2, eos_token_ids=(4, 999), logit_bias={4: 9.0}),
+    SamplingParams(temperature=0, min_tokens=3, stop_token_ids=tuple(range(0, 37, 2))),
 ]
 
 
@@ -207,6 +208,17 @@ def test_min_tokens_end_their_edits_when_they_are_reached() -> None:
     plan.join(2, SamplingParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 3)
     needs = [plan.step(ints([1, 2])) for _ in range(5)]
     assert needs == [Need.ENTRIES] * 3 + [Need.NOTHING] * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_a_row_does_not_end_before_its_min_tokens(temperature: float) -> None:
+    sampler = Sampler(VOCAB, 4, CPU)
+    params = SamplingParams(temperature=temperature, min_tokens=2, eos_token_ids=(4,), stop_token_ids=(6,))
+    sampler.join(1, params, ints([1]))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [4, 6, 9]] = torch.tensor([9.0, 8.0, 7.0])
+    got = [sampler(logits, ints([1]), torch.tensor([1])).token_ids.tolist() for _ in range(4)]
+    assert got == [[9], [9], [4], [4]]
 
 
 def test_a_mask_says_what_may_come_next_and_agrees_with_allowed_ids() -> None:
