@@ -16,10 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from penstock.kernels import activation, attention, cast, embedding, language
-from penstock.kernels import norm, pooling, quantize, rotary, splade
+from penstock.kernels import norm, pooling, quantize, rotary, sampling, splade, thresholds
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
 TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
+TYPES[torch.int64] = "*i64"
 language.switch("cpu")
 compiled = []
 
@@ -48,6 +49,9 @@ class Compiler:
 
 kernels, helpers = set(), ("_activated", "_key_tile", "_squashed", "store_quantized")
 for module in (activation, attention, cast, embedding, norm, pooling, quantize, rotary, splade):
+kernels, helpers = set(), {"_activated", "_key_tile", "_squashed", "_philox", "_gumbel", "_penalized", "_key"}
+helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source"}
+for module in (activation, attention, cast, embedding, norm, pooling, rotary, sampling, splade, thresholds):
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
             kernels.add(name)
@@ -89,6 +93,17 @@ for heads, kv_heads, dim in ((12, 12, 64), (8, 2, 128), (4, 4, 96)):
         attention.short_rows(*qkv, i(2), max_length=length, scale=0.1, causal=True, limits=i(1))
     attention.flash_rows(*qkv, i(2), max_length=99, scale=0.1)
     attention.flash_rows(*qkv, i(2), i(2), max_length=99, scale=0.1, causal=True, window=9, limits=i(1))
+logits, table, work = x(2, 151936), i(45).view(3, 15), x(2, 151936, dtype=torch.float32)
+counts, masks, slots = i(2 * 151936).view(2, -1), i(2 * 4748).view(2, -1), i(2)
+sampling.choose(logits, slots, table, i(3))
+noted = {"counts": counts, "tails": table}
+sampling.choose(logits, slots.long(), table, i(3), work=work, thresholds=work[0, :2], **noted)
+sampling.edit(logits, slots, table, i(3), work, masks=masks, counts=counts, entries=i(99), tails=table)
+sampling.edit(logits, slots, table, i(3), work, entries=i(99))
+sampling.logsum(logits, slots.long(), slots)
+for one in (logits, work):
+    thresholds.thresholds(one, slots, table)
+    thresholds.thresholds(one, slots, table, work=work)
 missed = kernels - set(compiled)
 assert not missed, missed
 print(len(compiled))

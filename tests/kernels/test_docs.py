@@ -11,10 +11,23 @@ import torch
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
+def blocks(heading: str) -> list[str]:
+    section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
 def test_the_examples_give_a_score_for_each_pair() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    found = blocks("MaxSim")
+    assert len(found) == 2
     names: dict[str, Any] = {}
-    for block in blocks:
+    for block in found:
         exec(block, names)
         assert names["scores"].shape == (3,) and names["scores"].dtype == torch.float32
+
+
+def test_the_example_samples_a_token_for_each_row() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks("Sampling")[0], names)
+    sampled = names["sampled"]
+    assert sampled.token_ids.shape == (2,) and sampled.token_ids.dtype == torch.int32
+    assert sampled.logprobs.shape == (1, 3) and sampled.logprob_rows.tolist() == [0]

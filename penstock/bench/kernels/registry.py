@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.bench.kernels.cases import Case, Place, mixed_lengths, ragged, size
+from penstock.bench.kernels.sampling import sampling
 from penstock.core import LengthGroup
 from penstock.kernels.activation import gated, gated_reference
 from penstock.kernels.language import fused
@@ -206,4 +207,5 @@ KERNELS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "gate": gate,
     "pooling": pooling,
     "maxsim": late_interaction,
+    "sampling": sampling,
 }

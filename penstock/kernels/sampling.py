@@ -1,0 +1,507 @@
+"""Sampling: noise, the choice of a token, edits of logits, log-probabilities.
+
+Rows are read where the model left them, in its dtype. A slot's settings lie in a table of int32 on the
+device (`penstock.sampling.plan.Column`), so a launch needs no number that changes from step to step. Only
+rows that are edited have an fp32 copy, `work`.
+
+Noise is Philox of (seed, stream, position, token): it does not depend on who shares the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.language import cdiv, jit, power_of_2, tl
+
+LANES = 1024  # a counter gives four words, for tokens that lie so far apart
+PART = 4 * LANES  # tokens of a program
+ROUNDS = 7  # of Philox: enough to pass BigCrush
+SEEN = 1 << 30  # in the table of counts: the token is in the prompt; below it, how often it was sampled
+WIDTH = 15  # of the slots' table. Kernels name its columns by number:
+# 0 temperature, 1 top-p, 2 min-p, 3 repetition, 4 presence, 5 frequency, 6–9 seed and stream, 10 top-k,
+# 11 row of counts, 12 of masks, 13 of work, 14 min tokens.
+
+
+def philox_reference(keys: Tensor, positions: Tensor, width: int) -> Tensor:
+    """int64 [rows, width] of 32-bit words. `keys` int32 [rows, 4]: seed and stream, two each."""
+    low = 0xFFFFFFFF
+    tiles = cdiv(width, PART)
+    words = keys.long() & low
+    k0, k1, c2, c3 = (words[:, i, None] for i in range(4))
+    lanes = min(LANES, width)  # a small vocabulary needs no more
+    c0 = torch.arange(tiles * lanes, device=keys.device)[None, :].expand(len(keys), -1)
+    c1 = positions.long()[:, None]
+    for _ in range(ROUNDS):
+        high0, high2 = _high_product(0xD2511F53, c0), _high_product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, c2 * 0xCD9E8D57 & low, high0 ^ c3 ^ k1, c0 * 0xD2511F53 & low
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    parts = [word.reshape(-1, tiles, lanes) for word in (c0, c1, c2, c3)]
+    return torch.stack(parts, dim=2).flatten(1)[:, :width]
+
+
+def _high_product(a: int, b: Tensor) -> Tensor:
+    """The upper 32 bits of a product of two 32-bit words, in signed 64."""
+    return b * (a >> 16) + (b * (a & 0xFFFF) >> 16) >> 16
+
+
+def gumbel_reference(keys: Tensor, positions: Tensor, width: int) -> Tensor:
+    """fp32 [rows, width]: −log E, where E is exponential."""
+    uniform = philox_reference(keys, positions, width).float() * 2.0**-32
+    uniform = uniform.clamp(2.0**-33, 1 - 2.0**-24)
+    series = uniform * (1 + uniform * (0.5 + uniform * (1 / 3 + uniform * 0.25)))
+    # The winner is among the smallest: there 1 − u has no bits left, the series has all.
+    return -torch.where(uniform < 0.02, series, -torch.log(1 - uniform)).log()
+
+
+@jit()
+def _philox(c0, c1, c2, c3, k0, k1, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    for _ in tl.static_range(ROUNDS):
+        a, b = c0, c2
+        c0 = tl.umulhi(b, tl.full(b.shape, 0xCD9E8D57, tl.uint32)) ^ c1 ^ k0
+        c2 = tl.umulhi(a, tl.full(a.shape, 0xD2511F53, tl.uint32)) ^ c3 ^ k1
+        c1 = b * tl.full(b.shape, 0xCD9E8D57, tl.uint32)
+        c3 = a * tl.full(a.shape, 0xD2511F53, tl.uint32)
+        k0 += tl.full(k0.shape, 0x9E3779B9, tl.uint32)
+        k1 += tl.full(k1.shape, 0xBB67AE85, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@jit()
+def _gumbel(word: tl.tensor) -> tl.tensor:
+    u = word.to(tl.float32) * 2.3283064365386963e-10  # 2^-32
+    u = tl.minimum(tl.maximum(u, 1.1641532182693481e-10), 0.99999994)
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
+    return -tl.log(tl.where(u < 0.02, series, -tl.log(1.0 - u)))
+
+
+@jit()
+def as_float(pointer: tl.tensor) -> tl.tensor:
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@jit()
+def read_row(logits, stride, row, work, work_row, cols, inside, VOCAB: tl.constexpr, EDITED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 logits of a row: edited ones where it has them, else the model's own."""
+    at = row.to(tl.int64) * stride
+    if EDITED:
+        if work_row >= 0:
+            x = tl.load(work + work_row.to(tl.int64) * VOCAB + cols, mask=inside, other=float("-inf"))
+        else:
+            x = tl.load(logits + at + cols, mask=inside, other=float("-inf")).to(tl.float32)
+    else:
+        x = tl.load(logits + at + cols, mask=inside, other=float("-inf")).to(tl.float32)
+    return x
+
+
+def choose_reference(
+    logits: Tensor,  # [rows, vocab]
+    temperatures: Tensor,  # [rows], 0: the likeliest
+    keys: Tensor,  # int32 [rows, 4]
+    positions: Tensor,  # [rows], tokens sampled before
+    thresholds: Tensor | None = None,  # [rows], lower bounds of the logit, where there is a temperature
+) -> Tensor:
+    """int32 [rows]: argmax of logit / temperature + noise."""
+    x = logits.float()
+    noisy = x / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    if thresholds is not None:
+        noisy = noisy.masked_fill(x < thresholds[:, None], float("-inf"))
+    noisy = noisy + gumbel_reference(keys, positions, logits.shape[1])
+    return torch.where((temperatures > 0)[:, None], noisy, x).argmax(dim=1).int()
+
+
+@jit(loose=("slots", "stride", "parts"))
+def _best(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    slots: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    work: tl.tensor,
+    thresholds: tl.tensor,
+    values: tl.tensor,
+    ids: tl.tensor,
+    parts: tl.tensor,
+    VOCAB: tl.constexpr,
+    LANES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EDITED: tl.constexpr,
+    FILTERED: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    row = program // parts
+    part = program % parts
+    slot = tl.load(slots + row)
+    line = table + slot * WIDTH
+    temperature = as_float(line)
+    work_row = tl.load(line + 13)
+    bound = float("-inf")
+    if FILTERED:
+        bound = tl.load(thresholds + row)
+    lanes = tl.arange(0, LANES)
+    best = float("-inf")
+    token = part * LANES * 4
+    if temperature > 0:
+        zeros = tl.zeros([LANES], tl.uint32)
+        c0 = (part * LANES + lanes).to(tl.uint32)
+        c1 = zeros + tl.load(positions + slot).to(tl.uint32, bitcast=True)
+        k0 = zeros + tl.load(line + 6).to(tl.uint32, bitcast=True)
+        k1 = zeros + tl.load(line + 7).to(tl.uint32, bitcast=True)
+        c2 = zeros + tl.load(line + 8).to(tl.uint32, bitcast=True)
+        c3 = zeros + tl.load(line + 9).to(tl.uint32, bitcast=True)
+        w0, w1, w2, w3 = _philox(c0, c1, c2, c3, k0, k1, ROUNDS)
+        for j in tl.static_range(4):
+            cols = part * LANES * 4 + j * LANES + lanes
+            x = read_row(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
+            if FILTERED:
+                x = tl.where(x >= bound, x, float("-inf"))
+            word = w0 if j == 0 else (w1 if j == 1 else (w2 if j == 2 else w3))
+            x = x / temperature + _gumbel(word)
+            most, at = tl.max(x, axis=0, return_indices=True)
+            better = most > best
+            token = tl.where(better, part * LANES * 4 + j * LANES + at, token)
+            best = tl.where(better, most, best)
+    else:
+        for j in tl.static_range(4):
+            cols = part * LANES * 4 + j * LANES + lanes
+            x = read_row(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
+            most, at = tl.max(x, axis=0, return_indices=True)
+            better = most > best
+            token = tl.where(better, part * LANES * 4 + j * LANES + at, token)
+            best = tl.where(better, most, best)
+    tl.store(values + program, best)
+    tl.store(ids + program, token)
+
+
+@jit(loose=("slots", "parts", "ring"))
+def _finish(
+    slots: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    values: tl.tensor,
+    ids: tl.tensor,
+    parts: tl.tensor,
+    counts: tl.tensor,
+    tails: tl.tensor,
+    ring: tl.tensor,
+    out: tl.tensor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNTS: tl.constexpr,
+    TAIL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    value = tl.load(values + row * parts + cols, mask=cols < parts, other=float("-inf"))
+    token = tl.load(ids + row * parts + cols, mask=cols < parts, other=VOCAB)
+    most = tl.max(value, axis=0)
+    token = tl.min(tl.where(value == most, token, VOCAB - 1), axis=0)
+    slot = tl.load(slots + row)
+    position = tl.load(positions + slot)
+    tl.store(out + row, token)
+    tl.store(positions + slot, position + 1)
+    if COUNTS:
+        count_row = tl.load(table + slot * WIDTH + 11)
+        if count_row >= 0:
+            at = counts + count_row.to(tl.int64) * VOCAB + token
+            tl.store(at, tl.load(at) + 1)
+    if TAIL:
+        tl.store(tails + slot * ring + position % ring, token)
+
+
+def choose(
+    logits: Tensor,
+    slots: Tensor,  # [rows]
+    table: Tensor,  # int32 [slots, WIDTH]
+    positions: Tensor,  # int32 [slots]
+    *,
+    work: Tensor | None = None,  # fp32 [edited rows, vocab]
+    thresholds: Tensor | None = None,
+    counts: Tensor | None = None,  # int32 [counted rows, vocab]
+    tails: Tensor | None = None,  # int32 [slots, ring]
+) -> Tensor:
+    """As the reference, for rows whose slots say the rest; then notes the tokens: one more position, one more
+    count, the ring of last tokens. A last logit must lie next to the one before it; rows may lie apart."""
+    rows, vocab = logits.shape
+    parts = cdiv(vocab, PART)
+    values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if not rows:
+        return out
+    _best[(rows * parts,)](
+        logits,
+        logits.stride(0),
+        slots,
+        table,
+        positions,
+        values if work is None else work,
+        values if thresholds is None else thresholds,
+        values,
+        ids,
+        parts,
+        VOCAB=vocab,
+        LANES=LANES,
+        ROUNDS=ROUNDS,
+        WIDTH=WIDTH,
+        EDITED=work is not None,
+        FILTERED=thresholds is not None,
+        num_warps=4,
+    )
+    _finish[(rows,)](
+        slots,
+        table,
+        positions,
+        values,
+        ids,
+        parts,
+        ids if counts is None else counts,
+        ids if tails is None else tails,
+        1 if tails is None else tails.shape[1],
+        out,
+        VOCAB=vocab,
+        BLOCK=power_of_2(parts),
+        WIDTH=WIDTH,
+        COUNTS=counts is not None,
+        TAIL=tails is not None,
+        num_warps=1,
+    )
+    return out
+
+
+def penalized_reference(
+    logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    """fp32 [rows, vocab]; penalties [rows]. Repetition is of all tokens seen, the others of those sampled."""
+    x = logits.float()
+    sampled = counts & (SEEN - 1)
+    repetition = repetition[:, None]
+    x = torch.where(counts != 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    return x - frequency[:, None] * sampled - presence[:, None] * (sampled > 0)
+
+
+@jit()
+def _penalized(x, count, line, SEEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    repetition = as_float(line + 3)
+    sampled = count & (SEEN - 1)
+    x = tl.where(count != 0, tl.where(x > 0, x / repetition, x * repetition), x)
+    return x - as_float(line + 5) * sampled.to(tl.float32) - tl.where(sampled > 0, as_float(line + 4), 0.0)
+
+
+@jit(loose=("slots", "stride", "parts"))
+def _edit(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    slots: tl.tensor,
+    table: tl.tensor,
+    masks: tl.tensor,
+    counts: tl.tensor,
+    work: tl.tensor,
+    parts: tl.tensor,
+    VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEEN: tl.constexpr,
+    MASKS: tl.constexpr,
+    COUNTS: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    row = program // parts
+    line = table + tl.load(slots + row) * WIDTH
+    work_row = tl.load(line + 13)
+    if work_row >= 0:
+        cols = (program % parts) * BLOCK + tl.arange(0, BLOCK)
+        inside = cols < VOCAB
+        x = tl.load(logits + row.to(tl.int64) * stride + cols, mask=inside, other=0.0).to(tl.float32)
+        if MASKS:
+            mask_row = tl.load(line + 12)
+            if mask_row >= 0:
+                word = tl.load(masks + mask_row.to(tl.int64) * WORDS + cols // 32, mask=inside, other=0)
+                x = tl.where((word >> (cols % 32)) & 1 != 0, x, float("-inf"))
+        if COUNTS:
+            count_row = tl.load(line + 11)
+            if count_row >= 0:
+                at = counts + count_row.to(tl.int64) * VOCAB + cols
+                x = _penalized(x, tl.load(at, mask=inside, other=0), line, SEEN)
+        tl.store(work + work_row.to(tl.int64) * VOCAB + cols, x, mask=inside)
+
+
+@jit(loose=("slots", "stride", "ring", "first_entry", "first_prefix", "entries"))
+def _edit_tokens(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    slots: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    masks: tl.tensor,
+    counts: tl.tensor,
+    tails: tl.tensor,
+    ring: tl.tensor,
+    entries: tl.tensor,
+    first_entry: tl.tensor,
+    first_prefix: tl.tensor,
+    work: tl.tensor,
+    VOCAB: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEEN: tl.constexpr,
+    MASKS: tl.constexpr,
+    COUNTS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    line = table + slot * WIDTH
+    begin = tl.load(entries + slot * 2)
+    end = tl.load(entries + slot * 2 + 1)
+    target = work + tl.load(line + 13).to(tl.int64) * VOCAB
+    for start in range(begin, end, BLOCK):  # what is added comes before penalties: from the logit anew
+        entry = start + tl.arange(0, BLOCK)
+        kind = tl.load(entries + first_entry + entry * 4, mask=entry < end, other=-1)
+        added = kind == 0
+        token = tl.load(entries + first_entry + entry * 4 + 1, mask=added, other=0)
+        bias = tl.load(entries + first_entry + entry * 4 + 2, mask=added, other=0)
+        x = tl.load(logits + row.to(tl.int64) * stride + token, mask=added, other=0.0).to(tl.float32)
+        x += bias.to(tl.float32, bitcast=True)
+        if MASKS:
+            mask_row = tl.load(line + 12)
+            if mask_row >= 0:
+                word = tl.load(masks + mask_row.to(tl.int64) * WORDS + token // 32, mask=added, other=0)
+                x = tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
+        if COUNTS:
+            count_row = tl.load(line + 11)
+            if count_row >= 0:
+                count = tl.load(counts + count_row.to(tl.int64) * VOCAB + token, mask=added, other=0)
+                x = _penalized(x, count, line, SEEN)
+        tl.store(target + token, x, mask=added)
+    tl.debug_barrier()  # a token may be added to and then forbidden
+    position = tl.load(positions + slot)
+    early = position < tl.load(line + 14)
+    for start in range(begin, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        kind = tl.load(entries + first_entry + entry * 4, mask=entry < end, other=-1)
+        token = tl.load(entries + first_entry + entry * 4 + 1, mask=entry < end, other=0)
+        prefix = first_prefix + tl.load(entries + first_entry + entry * 4 + 2, mask=kind == 2, other=0)
+        length = tl.load(entries + first_entry + entry * 4 + 3, mask=kind == 2, other=0)
+        matched = (kind == 2) & (length <= position)
+        for back in range(tl.max(length, axis=0)):
+            asked = matched & (back < length)
+            wanted = tl.load(entries + prefix + length - 1 - back, mask=asked, other=-1)
+            found = tl.load(
+                tails + slot * ring + (position - 1 - back) % ring, mask=back < position, other=-2
+            )
+            matched = matched & ((back >= length) | (wanted == found))
+        forbidden = matched | ((kind == 1) & early)
+        tl.store(target + token, tl.full([BLOCK], float("-inf"), tl.float32), mask=forbidden)
+
+
+def edit(
+    logits: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    work: Tensor,  # fp32 [edited rows, vocab], written
+    *,
+    masks: Tensor | None = None,  # int32 [masked rows, ⌈vocab / 32⌉], a bit for each allowed token
+    counts: Tensor | None = None,  # int32 [counted rows, vocab]
+    entries: Tensor | None = None,  # int32, as `SlotPlan.entries` lays them out
+    num_entries: int = 0,
+    tails: Tensor | None = None,  # int32 [slots, ring]
+) -> None:
+    """Fills the fp32 copies of rows whose slots have one: masks, single tokens, penalties."""
+    rows, vocab = logits.shape
+    parts, words = cdiv(vocab, PART), cdiv(vocab, 32)
+    if not rows:
+        return
+    _edit[(rows * parts,)](
+        logits,
+        logits.stride(0),
+        slots,
+        table,
+        table if masks is None else masks,
+        table if counts is None else counts,
+        work,
+        parts,
+        VOCAB=vocab,
+        WORDS=words,
+        BLOCK=PART,
+        WIDTH=WIDTH,
+        SEEN=SEEN,
+        MASKS=masks is not None,
+        COUNTS=counts is not None,
+        num_warps=8,
+    )
+    if entries is None:
+        return
+    _edit_tokens[(rows,)](
+        logits,
+        logits.stride(0),
+        slots,
+        table,
+        positions,
+        table if masks is None else masks,
+        table if counts is None else counts,
+        table if tails is None else tails,
+        1 if tails is None else tails.shape[1],
+        entries,
+        2 * len(table),
+        2 * len(table) + 4 * num_entries,
+        work,
+        VOCAB=vocab,
+        WORDS=words,
+        BLOCK=128,
+        WIDTH=WIDTH,
+        SEEN=SEEN,
+        MASKS=masks is not None,
+        COUNTS=counts is not None,
+        num_warps=4,
+    )
+
+
+def logsum_reference(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `rows` [n] of the logits: fp32 log of the sum of exponentials, and int32 rank of the `chosen` [n]
+    token, from 1; those that equal it count before it."""
+    taken = logits[rows.long()].float()
+    value = taken.gather(1, chosen.long()[:, None])
+    return taken.logsumexp(dim=1), (taken >= value).sum(dim=1, dtype=torch.int32)
+
+
+@jit(loose=("rows", "chosen", "stride", "parts"))
+def _logsum(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    rows: tl.tensor,
+    chosen: tl.tensor,
+    sums: tl.tensor,
+    ranks: tl.tensor,
+    parts: tl.tensor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    place = program // parts
+    line = logits + tl.load(rows + place).to(tl.int64) * stride
+    value = tl.load(line + tl.load(chosen + place)).to(tl.float32)
+    cols = (program % parts) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < VOCAB
+    x = tl.load(line + cols, mask=inside, other=float("-inf")).to(tl.float32)
+    most = tl.max(x, axis=0)
+    total = tl.sum(tl.where(x > float("-inf"), tl.exp(x - most), 0.0), axis=0)
+    tl.store(sums + program, tl.where(most > float("-inf"), most + tl.log(total), float("-inf")))
+    tl.store(ranks + program, tl.sum((inside & (x >= value)).to(tl.int32), axis=0))
+
+
+def logsum(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference, in one pass over the rows and without a copy of them."""
+    count, vocab = len(rows), logits.shape[1]
+    parts = cdiv(vocab, PART)
+    sums = torch.empty((count, parts), dtype=torch.float32, device=logits.device)
+    ranks = torch.empty((count, parts), dtype=torch.int32, device=logits.device)
+    if count:
+        _logsum[(count * parts,)](
+            logits, logits.stride(0), rows, chosen, sums, ranks, parts, VOCAB=vocab, BLOCK=PART, num_warps=8
+        )
+    return sums.logsumexp(dim=1), ranks.sum(dim=1, dtype=torch.int32)

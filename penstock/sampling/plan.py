@@ -1,0 +1,305 @@
+"""Which slots need what, kept as requests join and leave; plain integers, no torch.
+
+A slot's numbers are one row of int32 (floats by their bit pattern) that goes to the device when a request
+joins and stays there. What a batch needs is the union of its slots' flags.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core import Ints, SamplingParams
+from penstock.errors import BadValue
+
+GREEDY_BELOW = 1e-5  # temperatures under it take the likeliest token
+
+
+class Need(enum.IntFlag):
+    """What a row asks for beyond the likeliest token."""
+
+    NOTHING = 0
+    NOISE = 1  # a temperature
+    FILTER = 2  # top-k, top-p, min-p
+    COUNTS = 4  # penalties
+    MASK = 8  # allowed ids, structured output
+    ENTRIES = 16  # bias, bad words, min tokens
+    TAIL = 32  # bad words of several tokens: the last ones sampled are remembered
+    LOGPROBS = 64
+
+
+EDITS = Need.COUNTS | Need.MASK | Need.ENTRIES  # what changes logits, and so takes an fp32 copy of the row
+
+
+class Column(enum.IntEnum):
+    """Of a slot's row of int32; the first six are float32."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    REPETITION = 3
+    PRESENCE = 4
+    FREQUENCY = 5
+    KEY = 6  # two words of the seed
+    STREAM = 8  # two words, 0 for seeded rows
+    TOP_K = 10  # 0: off
+    COUNT_ROW = 11  # in the table of counts; -1: none
+    MASK_ROW = 12
+    WORK_ROW = 13  # in the fp32 copy of edited rows
+    MIN_TOKENS = 14
+
+
+WIDTH = 15
+FLOATS = 6
+
+
+class Entry(enum.IntEnum):
+    """Kinds of edits of single tokens; each is (kind, token, a, b)."""
+
+    BIAS = 0  # a: bits of what is added
+    STOP = 1  # not before `min_tokens`
+    WORD = 2  # not behind the b tokens that begin at a
+
+
+@dataclass(slots=True)
+class Pool:
+    """Numbers from 0, the lowest free one first; `size` is how many were ever held at once."""
+
+    size: int = 0
+    _free: list[int] = field(default_factory=list)
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self.size += 1
+        return self.size - 1
+
+    def give(self, number: int) -> None:
+        heapq.heappush(self._free, number)
+
+    @property
+    def used(self) -> int:
+        return self.size - len(self._free)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """The edits of single tokens of all slots, to be sent as one array."""
+
+    data: Ints  # spans of slots, entries, prefixes of bad words; one after another
+    num_entries: int
+
+
+@dataclass(slots=True)
+class SlotPlan:
+    """The host's side of the sampler: everything it knows without asking the device."""
+
+    vocab_size: int
+    max_slots: int  # one more is kept behind them for rows that only fill a graph: greedy, asks nothing
+    seed: int
+    flags: NDArray[np.int32] = field(init=False)
+    generated: Ints = field(init=False)  # [slots], tokens sampled so far
+    logprobs: Ints = field(init=False)  # [slots], -1: not asked
+    table: Ints = field(init=False)  # [slots, WIDTH]
+    held: dict[int, SamplingParams] = field(default_factory=dict)
+    entries_of: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = field(default_factory=dict)
+    until: Ints = field(init=False)  # [slots], where entries are of min tokens alone: how many; else 0
+    counts: Pool = field(default_factory=Pool)
+    masks: Pool = field(default_factory=Pool)
+    works: Pool = field(default_factory=Pool)
+    version: int = 0  # changes with the flags
+    longest_word: int = 0
+    _streams: int = 0
+
+    def __post_init__(self) -> None:
+        total = self.max_slots + 1
+        self.flags, self.generated, self.until = (np.zeros(total, np.int32) for _ in range(3))
+        self.logprobs = np.full(total, -1, np.int32)
+        self.table = np.zeros((total, WIDTH), np.int32)
+        self.table[:] = self._row(SamplingParams(temperature=0.0), stream=0)
+
+    def join(self, slot: int, params: SamplingParams, generated: int) -> Need:
+        """Takes the slot. `generated` tokens were sampled before, where the row was interrupted."""
+        if not 0 <= slot < self.max_slots:
+            raise ValueError(f"slot {slot} is not in 0 … {self.max_slots - 1}")
+        if slot in self.held:
+            raise ValueError(f"slot {slot} is held by another row; let it leave first")
+        check(params, self.vocab_size)
+        if params.seed is None:
+            self._streams += 1
+        entries = [entry for entry in _entries(params, generated) if entry[1] < self.vocab_size]
+        need = _need(params) | (Need.ENTRIES if entries else Need.NOTHING)
+        row = self.table[slot]
+        row[:] = self._row(params, stream=0 if params.seed is not None else self._streams)
+        if need & Need.COUNTS:
+            row[Column.COUNT_ROW] = self.counts.take()
+        if need & Need.MASK:
+            row[Column.MASK_ROW] = self.masks.take()
+        if need & EDITS:
+            row[Column.WORK_ROW] = self.works.take()
+        if entries:
+            self.entries_of[slot] = entries
+            self.longest_word = max(self.longest_word, *(len(prefix) for *_, prefix in entries))
+        self.held[slot], self.flags[slot], self.generated[slot] = params, need, generated
+        if params.logprobs is not None:
+            self.logprobs[slot] = self.vocab_size if params.logprobs < 0 else params.logprobs
+        only_stops = entries and all(kind == Entry.STOP for kind, *_ in entries)
+        self.until[slot] = params.min_tokens if only_stops else 0
+        self.version += 1
+        return need
+
+    def add_mask(self, slot: int) -> int:
+        """The mask's row of a slot that may have had none until now."""
+        row = self.table[slot]
+        if row[Column.MASK_ROW] < 0:
+            row[Column.MASK_ROW] = self.masks.take()
+            if row[Column.WORK_ROW] < 0:
+                row[Column.WORK_ROW] = self.works.take()
+            self.flags[slot] |= Need.MASK
+            self.version += 1
+        return int(row[Column.MASK_ROW])
+
+    def leave(self, slot: int) -> bool:
+        """Frees the slot; says whether the entries of single tokens have changed."""
+        if slot not in self.held:
+            raise ValueError(f"slot {slot} is held by no row")
+        del self.held[slot]
+        row = self.table[slot]
+        for pool, column in (
+            (self.counts, Column.COUNT_ROW),
+            (self.masks, Column.MASK_ROW),
+            (self.works, Column.WORK_ROW),
+        ):
+            if row[column] >= 0:
+                pool.give(int(row[column]))
+                row[column] = -1
+        self.flags[slot], self.logprobs[slot], self.until[slot] = 0, -1, 0
+        self.version += 1
+        return self.entries_of.pop(slot, None) is not None
+
+    def need(self, slots: Ints) -> Need:
+        """What a batch of these slots needs."""
+        need = self._union(slots)
+        if need & Need.ENTRIES:  # rows that have reached their min tokens edit nothing from now on
+            done = slots[(self.until[slots] > 0) & (self.generated[slots] >= self.until[slots])]
+            if len(done):
+                self.flags[done] &= ~Need.ENTRIES
+                self.until[done] = 0
+                self.version += 1
+                need = self._union(slots)
+        return need
+
+    def step(self, slots: Ints) -> Need:
+        """The same, and counts the token that each of them samples."""
+        need = self.need(slots)
+        self.generated[slots] += 1
+        return need
+
+    def rows(self, slots: Ints, need: Need) -> Ints:
+        """The places in a batch whose slots have one of the flags."""
+        return np.flatnonzero(self.flags[slots] & need).astype(np.int32)
+
+    def entries(self) -> Entries:
+        """One array: [slots, 2] of (first entry, one past the last), [entries, 4], then prefixes."""
+        spans = np.zeros((self.max_slots + 1, 2), np.int32)
+        entries: list[tuple[int, int, int, int]] = []
+        prefixes: list[int] = []
+        for slot, of_slot in self.entries_of.items():
+            first = len(entries)
+            for kind, token, value, prefix in of_slot:
+                entries.append((kind, token, len(prefixes) if kind == Entry.WORD else value, len(prefix)))
+                prefixes.extend(prefix)
+            spans[slot] = first, len(entries)
+        flat = np.array(entries, np.int32).reshape(-1)
+        return Entries(np.concatenate((spans.reshape(-1), flat, np.array(prefixes, np.int32))), len(entries))
+
+    def check_integrity(self) -> None:
+        """Every row of a compact table belongs to one slot, and nothing is held by slots that are free."""
+        for pool, column in (
+            (self.counts, Column.COUNT_ROW),
+            (self.masks, Column.MASK_ROW),
+            (self.works, Column.WORK_ROW),
+        ):
+            rows = self.table[:, column]
+            taken = rows[rows >= 0].tolist()
+            assert len(set(taken)) == len(taken) == pool.used, f"{column.name}: {taken}, {pool}"
+        free = [slot for slot in range(self.max_slots + 1) if slot not in self.held]
+        assert not self.flags[free].any() and self.entries_of.keys() <= self.held.keys()
+
+    def _union(self, slots: Ints) -> Need:
+        return Need(int(np.bitwise_or.reduce(self.flags[slots]))) if len(slots) else Need.NOTHING
+
+    def _row(self, params: SamplingParams, stream: int) -> Ints:
+        row = np.zeros(WIDTH, np.int32)
+        greedy = params.temperature < GREEDY_BELOW
+        row[:FLOATS].view(np.float32)[:] = (
+            0.0 if greedy else params.temperature,
+            1.0 if greedy else params.top_p,
+            0.0 if greedy else params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        seed = self.seed if params.seed is None else params.seed
+        words = np.array([seed % 2**64, stream], np.uint64).view(np.int32)
+        row[Column.KEY : Column.KEY + 4] = words
+        row[Column.TOP_K] = 0 if greedy or params.top_k >= self.vocab_size else max(params.top_k, 0)
+        row[Column.COUNT_ROW] = row[Column.MASK_ROW] = row[Column.WORK_ROW] = -1
+        row[Column.MIN_TOKENS] = params.min_tokens
+        return row
+
+
+def check(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses token ids that the vocabulary does not have."""
+    _inside("logit_bias", params.logit_bias, vocab_size)
+    _inside("bad_words", (token for word in params.bad_token_ids for token in word), vocab_size)
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise BadValue("allowed_token_ids is empty; give at least one", param="allowed_token_ids")
+        _inside("allowed_token_ids", params.allowed_token_ids, vocab_size)
+
+
+def packed_bits(ids: Iterable[int], vocab_size: int) -> Ints:
+    """Allowed ids as bits, 32 to a word, the lowest first: [⌈vocab / 32⌉]."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _inside(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise BadValue(f"{name} has token {token}; the vocabulary is 0 … {vocab_size - 1}", param=name)
+
+
+def _need(params: SamplingParams) -> Need:
+    need = Need.NOTHING
+    if params.temperature >= GREEDY_BELOW:
+        need |= Need.NOISE
+        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            need |= Need.FILTER
+    if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+        need |= Need.COUNTS
+    if params.allowed_token_ids is not None:
+        need |= Need.MASK
+    if any(len(word) > 1 for word in params.bad_token_ids):
+        need |= Need.TAIL
+    if params.logprobs is not None:
+        need |= Need.LOGPROBS
+    return need
+
+
+def _entries(params: SamplingParams, generated: int) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    bits = np.array(list(params.logit_bias.values()), np.float32).view(np.int32).tolist()
+    out: list[tuple[int, int, int, tuple[int, ...]]]
+    out = [(Entry.BIAS, token, bias, ()) for token, bias in zip(params.logit_bias, bits, strict=True)]
+    if params.min_tokens > generated:
+        stops = sorted({*params.stop_token_ids, *params.eos_token_ids})
+        out += [(Entry.STOP, token, 0, ()) for token in stops]
+    out += [(Entry.WORD, word[-1], 0, word[:-1]) for word in params.bad_token_ids if word]
+    return out

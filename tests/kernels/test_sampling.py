@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.core import SamplingParams
+from penstock.kernels import thresholds as filters
+from penstock.kernels.language import switch
+from penstock.kernels.sampling import (
+    PART,
+    ROUNDS,
+    WIDTH,
+    choose,
+    choose_reference,
+    logsum,
+    logsum_reference,
+    philox_reference,
+)
+from penstock.kernels.thresholds import thresholds, thresholds_reference
+from penstock.sampling import plan
+from penstock.sampling.plan import Column, SlotPlan
+from penstock.sampling.sampler import Sampler
+from tests.helpers import ints
+from tests.sampling.test_plan import KINDS, SLOTS, Driver
+
+VOCAB = PART + 905  # two parts, the second one ragged
+
+
+@pytest.fixture
+def kernels(device: torch.device) -> Iterator[None]:
+    switch("cuda", "cpu")
+    yield
+    switch("cuda")
+
+
+def slots_table(params: list[SamplingParams], device: torch.device, vocab: int = VOCAB) -> Tensor:
+    slots = SlotPlan(vocab, len(params), seed=3)
+    for slot, one in enumerate(params):
+        slots.join(slot, one, 0)
+    return torch.from_numpy(slots.table).to(device)
+
+
+def settings(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return table[:rows, :6].contiguous().view(torch.float32), table[:rows, 6:10]
+
+
+def test_kernels_number_the_columns_as_the_plan_does() -> None:
+    assert WIDTH == plan.WIDTH == Column.MIN_TOKENS + 1
+    names = ("TEMPERATURE", "TOP_P", "MIN_P", "REPETITION", "PRESENCE", "FREQUENCY", "KEY")
+    assert [Column[name] for name in names] == list(range(7))
+    rest = ("STREAM", "TOP_K", "COUNT_ROW", "MASK_ROW", "WORK_ROW", "MIN_TOKENS")
+    assert [Column[name] for name in rest] == [8, 10, 11, 12, 13, 14]
+
+
+def test_noise_is_philox() -> None:
+    """Against the same rounds in unsigned 64-bit integers."""
+    keys = np.array([[7, 0, 0, 0], [0xFFFFFFFF, 0x80000001, 5, 1]], np.uint64)
+    positions = np.array([0, 2**31 - 1], np.uint64)
+    got = philox_reference(
+        torch.from_numpy(keys.astype(np.uint32).view(np.int32)),
+        torch.from_numpy(positions.view(np.int64)),
+        5000,
+    )
+    for row in range(2):
+        for token in (0, 1, 1023, 1024, 4095, 4096, 4999):
+            low = np.uint64(0xFFFFFFFF)
+            counter = np.uint64(token // 4096 * 1024 + token % 1024)
+            c = [counter, positions[row], keys[row, 2], keys[row, 3]]
+            k = [keys[row, 0], keys[row, 1]]
+            for _ in range(ROUNDS):
+                first, second = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+                shift = np.uint64(32)
+                c = [second >> shift ^ c[1] ^ k[0], second & low, first >> shift ^ c[3] ^ k[1], first & low]
+                k = [k[0] + np.uint64(0x9E3779B9) & low, k[1] + np.uint64(0xBB67AE85) & low]
+            assert int(got[row, token]) == int(c[token % 4096 // 1024])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_choice_equals_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    params = [
+        SamplingParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))
+    ]
+    table = slots_table(params, device)
+    logits = (torch.randn(5, VOCAB + 9, device=device) * 2).to(dtype)[:, :VOCAB]  # rows lie apart
+    order = torch.tensor([3, 0, 4, 1, 2], device=device, dtype=torch.int32)
+    values, keys = settings(table, 5)
+    at = order.long()
+    positions = torch.tensor([0, 5, 2, 9, 1, 0], device=device, dtype=torch.int32)
+    bounds = torch.tensor([float("-inf"), 9.0, 1.0, 2.5, float("-inf")], device=device)
+    for thresholds_ in (None, bounds):
+        expected = choose_reference(logits, values[at, 0], keys[at], positions[at], thresholds_)
+        before = positions.clone()
+        got = choose(logits, order, table, positions, thresholds=thresholds_)
+        assert got.tolist() == expected.tolist()
+        assert (positions - before).tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_equal_logits_give_the_first(device: torch.device) -> None:
+    table = slots_table([SamplingParams(temperature=0)] * 2, device)
+    logits = torch.zeros(2, VOCAB, device=device)
+    logits[1, [700, 4500, 4999]] = 1.0
+    slots = torch.arange(2, device=device, dtype=torch.int32)
+    positions = torch.zeros(3, device=device, dtype=torch.int32)
+    assert choose(logits, slots, table, positions).tolist() == [0, 700]
+
+
+FILTERS = [
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=20, temperature=0.7),
+    SamplingParams(top_k=1500),  # more than there are segments
+    SamplingParams(top_k=4900),  # and more than there is room for
+    SamplingParams(top_p=0.4),
+    SamplingParams(top_p=0.95, temperature=3.0),  # spans most of the row
+    SamplingParams(top_p=0.9, temperature=0.2),
+    SamplingParams(min_p=0.1),
+    SamplingParams(top_k=50, top_p=0.8),
+    SamplingParams(top_k=50, top_p=0.8, min_p=0.05, temperature=1.5),
+    SamplingParams(top_p=0.7, min_p=1e-9, temperature=2.0),
+    SamplingParams(top_p=0.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_thresholds_keep_what_sorting_keeps(
+    dtype: torch.dtype, spread: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "_KEPT", 1024)  # so that rows of this size can have too many candidates
+    torch.manual_seed(1)
+    rows = len(FILTERS)
+    table = slots_table(FILTERS, device)
+    logits = (torch.randn(rows + 1, VOCAB, device=device) * spread).to(dtype)
+    logits[:, 100:200] = float("-inf")
+    slots = torch.arange(rows + 1, device=device, dtype=torch.int32)  # the last asks for nothing
+    got = thresholds(logits, slots, table)
+    assert got[-1] == float("-inf")
+    values, _ = settings(table, rows)
+    x = logits[:rows].float()
+    top_k = table[:rows, Column.TOP_K]
+    expected = thresholds_reference(x, values[:, 0], top_k, values[:, 1], values[:, 2])
+    kept, wanted = x >= got[:rows, None], x >= expected[:, None]
+    probability = (x / values[:, :1]).softmax(dim=1)
+    for row in range(rows):
+        differs = kept[row] ^ wanted[row]
+        if FILTERS[row].top_p == 1:
+            assert not differs.any(), FILTERS[row]
+        # At the edge of a nucleus one more logit, or one less, is a matter of rounding.
+        assert x[row][differs].unique().numel() <= 1, FILTERS[row]
+        assert probability[row][kept[row]].sum() >= probability[row][wanted[row]].sum() * (
+            1 - 1e-4 - differs.any().float() * 1e-2
+        )
+    assert kept[0].sum() == (x[0] == x[0].max()).sum()
+    assert kept[-1].sum() == (x[-1] == x[-1].max()).sum(), "top_p 0 keeps the likeliest"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_and_ranks_equal_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(2)
+    logits = (torch.randn(4, VOCAB, device=device) * 3).to(dtype)
+    rows = torch.tensor([2, 0], device=device)
+    chosen = torch.stack((logits[2].argmax(), torch.tensor(4999, device=device))).int()
+    got, expected = logsum(logits, rows, chosen), logsum_reference(logits, rows, chosen)
+    torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=1e-6)
+    assert got[1].tolist() == expected[1].tolist()
+    assert dtype != torch.float32 or got[1][0] == 1
+
+
+EVERYTHING = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=4),
+    SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=-0.2),
+    SamplingParams(temperature=0, logit_bias={5: 30.0, 4990: 29.0, 7: -3.0}, frequency_penalty=1.0),
+    SamplingParams(
+        temperature=0, bad_token_ids=((9,), (1, 2), (3, 3, 3, 3)), logit_bias={1: 40, 2: 39, 9: 99}
+    ),
+    SamplingParams(temperature=1, seed=9, allowed_token_ids=tuple(range(3, 5000, 7)), top_k=12),
+    SamplingParams(temperature=0, min_tokens=3, eos_token_ids=(11,), logit_bias={11: 50.0}, logprobs=2),
+    SamplingParams(temperature=0, bad_token_ids=((3, 3, 3, 3),), logit_bias={3: 44.0, 8: 40.0}),
+    SamplingParams(temperature=0.9, seed=1, top_p=0.6, min_p=0.01, repetition_penalty=1.2, logprobs=0),
+    SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(4000,), allowed_token_ids=(4000, 4001)),
+]
+
+
+def run(steps: int, device: torch.device, dtype: torch.dtype) -> tuple[list[list[int]], list[Tensor]]:
+    sampler = Sampler(VOCAB, 16, device, seed=1)
+    slots = ints([3, 1, 0, 9, 8, 7, 15, 2, 6, 11])
+    prompt = np.arange(0, 3000, 3, dtype=np.int32)
+    for slot, params in zip(slots.tolist(), EVERYTHING, strict=True):
+        sampler.join(slot, params, prompt)
+    sampler.mask(0, plan.packed_bits(range(2000), VOCAB))
+    generator = torch.Generator().manual_seed(5)
+    tokens, logprobs = [], []
+    for _ in range(steps):
+        logits = (torch.randn(len(slots), VOCAB, generator=generator) * 3).to(device, dtype)
+        sampled = sampler(logits, slots, torch.from_numpy(slots).to(device))
+        tokens.append(sampled.token_ids.tolist())
+        assert sampled.logprob_rows is not None and sampled.logprob_rows.tolist() == [6, 8]
+        assert sampled.logprobs is not None and sampled.ranks is not None
+        logprobs += [sampled.logprobs, sampled.ranks.float()]
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("kernels")
+def test_a_batch_that_asks_for_everything_gives_the_tokens_of_plain_torch(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    got, scores = run(6, device, dtype)
+    switch()
+    expected, wanted = run(6, device, dtype)
+    assert got == expected
+    for one, other in zip(scores, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+    columns = np.array(got).T
+    assert set(columns[4]) >= {1} and 9 not in columns[4]
+    assert not any((a, b) == (1, 2) for a, b in zip(columns[4], columns[4][1:], strict=False))
+    assert columns[6].tolist()[3:] == [11] * 3 and 11 not in columns[6][:3]
+    assert columns[7].tolist() == [3, 3, 3, 8, 3, 3]
+    assert columns[9].tolist()[:2] == [4001] * 2
+
+
+def come_and_go(seed: int) -> dict[int, list[int]]:
+    rng, driver = np.random.default_rng(seed), Driver()
+    for _ in range(12):
+        waiting = [request for request in range(len(KINDS)) if request not in driver.slot_of]
+        if waiting and len(driver.slot_of) < SLOTS:
+            driver.join(int(rng.choice(waiting)))
+        if len(driver.slot_of) > 3 and rng.random() < 0.5:
+            driver.leave(int(rng.choice(sorted(driver.slot_of))))
+        taking_part = rng.permutation(sorted(driver.slot_of))
+        driver.step(taking_part[: rng.integers(1, len(taking_part) + 1)].tolist())
+    return driver.history
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter alone: its tensors are the CPU's")
+@pytest.mark.usefixtures("kernels")
+def test_rows_that_come_and_go_have_the_tokens_of_plain_torch(seed: int) -> None:
+    got = come_and_go(seed)
+    switch()
+    assert got == come_and_go(seed)
