@@ -47,11 +47,10 @@ class Compiler:
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled.append(self.function.__name__)
 
-kernels, helpers = set(), ("_activated", "_key_tile", "_squashed", "store_quantized")
-for module in (activation, attention, cast, embedding, norm, pooling, quantize, rotary, splade):
 kernels, helpers = set(), {"_activated", "_key_tile", "_squashed", "_philox", "_gumbel", "_penalized", "_key"}
-helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source"}
-for module in (activation, attention, cast, embedding, norm, pooling, rotary, sampling, splade, thresholds):
+helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source", "store_quantized"}
+modules = (activation, attention, cast, embedding, norm, pooling, quantize, rotary, sampling, splade, thresholds)
+for module in modules:
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
             kernels.add(name)
