@@ -49,7 +49,8 @@ class Compiler:
 
 kernels, helpers = set(), {"_activated", "_key_tile", "_squashed", "_philox", "_gumbel", "_penalized", "_key"}
 helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source", "store_quantized"}
-modules = (activation, attention, cast, embedding, norm, pooling, quantize, rotary, sampling, splade, thresholds)
+modules = (activation, attention, cast, embedding, norm, pooling, quantize, rotary, sampling, splade)
+modules += (thresholds,)
 for module in modules:
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
