@@ -18,9 +18,10 @@ class Memory:
     sums: Tensor  # [blocks, hidden] fp32: running sums of rows that go on over steps
     cu_keys: Tensor  # int32 [rows + 1]
     max_keys: int
-    new_at: Tensor  # int64 [tokens]
+    read_slots: Tensor  # int [remembered]
+    token_slots: Tensor  # int [tokens]; -1: not kept
+    new_at: Tensor  # int64 [tokens]; this and the next three are for `recall` alone
     old_at: Tensor  # int64 [remembered]
-    read_slots: Tensor  # int64 [remembered]
     write_tokens: Tensor  # int64 [kept]
     write_slots: Tensor  # int64 [kept]
     carry_rows: Tensor  # int64 [cut]

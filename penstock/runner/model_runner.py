@@ -38,6 +38,7 @@ from penstock.scoring.brought import compare
 from penstock.scoring.pairs import PairTensors
 
 _Results = tuple[tuple[Array, ...], tuple[Array, ...]]
+_CARRIED = ("carry_rows", "carry_slots", "carry_old")
 
 
 class ModelRunner:
@@ -57,7 +58,7 @@ class ModelRunner:
         self.device = device
         self.cache = cache
         self.staging = Staging(device, depth)
-        self.graphs = Graphs(model, pooler, self.staging) if graphs else None
+        self.graphs = Graphs(model, pooler, self.staging, cache=cache) if graphs else None
         self._events: list[_Events] = []  # a pair more than there are steps in flight
         self._depth = depth
         self._turn = 0
@@ -154,7 +155,10 @@ class ModelRunner:
             return None
         assert self.cache is not None, "a plan with memory needs a runner with a cache"
         store, sums = self.cache
-        index = {name: sent[name].long() for name in _kv_arrays(kv) if name != "cu_keys"}
+        index = {name: sent[name] for name in _kv_arrays(kv) if name != "cu_keys"}
+        # Kernels take the integers as they are sent; the library wants them longer.
+        wider = [name for name in index if not store.paged or (name in _CARRIED and self.pooler.carries)]
+        index |= {name: index[name].long() for name in wider}
         return Memory(store, sums, sent["cu_keys"], kv.max_keys, **index)
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
