@@ -46,6 +46,11 @@ def tiles_for(dim: int) -> Tiles:
     return Tiles(64, 32, 4, 2)
 
 
+def _check_heads(dim: int, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.stride()[1:] == (dim, 1), "the heads of a token lie apart"
+
+
 def attention_reference(
     query: Tensor,  # [tokens, heads, dim]
     key: Tensor,  # [keys, kv heads, dim]
@@ -145,7 +150,7 @@ def short_rows(
     rows are written to `out` [tokens, heads · dim]."""
     tokens, heads, dim = query.shape
     rows = len(cu_lengths) - 1
-    assert all(x.stride()[1:] == (dim, 1) for x in (query, key, value)), "the heads of a token lie apart"
+    _check_heads(dim, query, key, value)
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
     block = max(16, power_of_2(max_length))
     if rows and tokens:
@@ -365,7 +370,7 @@ def flash_rows(
     hold the step's own tokens alone, and the keys before them are found by their slots."""
     tokens, heads, dim = query.shape
     rows = len(cu_lengths) - 1
-    assert all(x.stride()[1:] == (dim, 1) for x in (query, key, value)), "the heads of a token lie apart"
+    _check_heads(dim, query, key, value)
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
     assert remembered is None or (cu_keys is not None and limits is None)
     old = (key, value, cu_lengths) if remembered is None else remembered
@@ -431,7 +436,7 @@ def keep_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: T
     """Write key and value [tokens, kv heads, dim] to their slots (int32 [tokens], -1: none) of the contiguous
     keys and values [slots, kv heads, dim]. What is said of views above holds here too."""
     tokens, heads, dim = key.shape
-    assert all(x.stride()[1:] == (dim, 1) for x in (key, value)), "the heads of a token lie apart"
+    _check_heads(dim, key, value)
     assert keys.is_contiguous() and values.is_contiguous()
     block = power_of_2(heads * dim)
     if tokens:

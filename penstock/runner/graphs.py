@@ -24,6 +24,7 @@ from penstock.layers.batch import Batch, Memory
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
+from penstock.pooling.methods import CARRIED
 from penstock.runner.buckets import (
     Bucket,
     Layout,
@@ -130,6 +131,7 @@ class Graphs:
         self.pooler = pooler
         self.staging = staging
         self.cache = cache
+        self._sums = pooler.carries or any(head.method in CARRIED for head in pooler.heads.values())
         self.capture = CudaCapture(staging.device) if capture is None else capture
         self.clock = clock
         self.integers = torch.zeros(largest_size(), dtype=torch.int32, device=staging.device)
@@ -174,9 +176,9 @@ class Graphs:
         return Key(bucket, types, skip, inside, memory)
 
     def _pages(self) -> bool:
-        """Whether steps with memory can be replayed: a step may be run twice when it is captured, which running
-        sums would not survive, and what is gathered has no fixed size."""
-        return self.cache is not None and self.cache[0].paged and not self.pooler.carries
+        """Whether steps with memory can be replayed: what is gathered has no fixed size, and sums that go on
+        over steps would not survive that a step runs twice when it is captured."""
+        return self.cache is not None and self.cache[0].paged and not self._sums
 
     def _inside(self, variants: tuple[Variant, ...]) -> PoolingParams | None:
         """What can be finished inside: one result for all rows, of which there are few kinds."""
@@ -323,9 +325,7 @@ def _batch(layout: Layout, integers: Tensor, cache: tuple[KVStore, Tensor] | Non
     )
 
 
-def _memory(
-    layout: Layout, views: dict[str, Tensor], cache: tuple[KVStore, Tensor] | None
-) -> Memory | None:
+def _memory(layout: Layout, views: dict[str, Tensor], cache: tuple[KVStore, Tensor] | None) -> Memory | None:
     """What attention reads by slots; nothing is gathered, and no sums go on."""
     if layout.memory is None or cache is None:
         return None

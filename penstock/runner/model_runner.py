@@ -38,7 +38,6 @@ from penstock.scoring.brought import compare
 from penstock.scoring.pairs import PairTensors
 
 _Results = tuple[tuple[Array, ...], tuple[Array, ...]]
-_CARRIED = ("carry_rows", "carry_slots", "carry_old")
 
 
 class ModelRunner:
@@ -156,9 +155,8 @@ class ModelRunner:
         assert self.cache is not None, "a plan with memory needs a runner with a cache"
         store, sums = self.cache
         index = {name: sent[name] for name in _kv_arrays(kv) if name != "cu_keys"}
-        # Kernels take the integers as they are sent; the library wants them longer.
-        wider = [name for name in index if not store.paged or (name in _CARRIED and self.pooler.carries)]
-        index |= {name: index[name].long() for name in wider}
+        if not store.paged:  # the library wants longer integers than kernels do
+            index = {name: array.long() for name, array in index.items()}
         return Memory(store, sums, sent["cu_keys"], kv.max_keys, **index)
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:

@@ -137,10 +137,14 @@ def test_keys_are_read_where_earlier_steps_have_left_them(
     _, key, value = projected(sum(both), heads, kv_heads, dim, device)
     options = {"scale": 0.3, "causal": True, "window": window}
     rows = [i for i, length in enumerate(lengths) if length]
-    expected = attention_reference(query, key, value, cu[: len(rows) + 1], cu_keys[: len(rows) + 1], **options)
+    expected = attention_reference(
+        query, key, value, cu[: len(rows) + 1], cu_keys[: len(rows) + 1], **options
+    )
 
     old = torch.cat([torch.arange(n) + cu_keys[i].cpu() for i, n in enumerate(before)]).to(device)
-    own = torch.cat([torch.arange(n) + cu_keys[i].cpu() + before[i] for i, n in enumerate(lengths)]).to(device)
+    own = torch.cat([torch.arange(n) + cu_keys[i].cpu() + before[i] for i, n in enumerate(lengths)]).to(
+        device
+    )
     keys = torch.full((300, kv_heads, dim), float("nan"), dtype=key.dtype, device=device)
     values = keys.clone()
     slots = torch.randperm(300)[: len(old)].to(device)
