@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels.language import fused
+
+_WIDEST = 128  # of the heads that our kernels are tuned for
+
 
 class KVStore:
     def __init__(
@@ -12,6 +16,12 @@ class KVStore:
     ) -> None:
         self.keys = torch.zeros((layers, slots, kv_heads, dim), dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+
+    @property
+    def paged(self) -> bool:
+        """Whether attention reads remembered keys where they lie, by a kernel, instead of gathering them."""
+        halves = self.keys.dtype in (torch.bfloat16, torch.float16)
+        return halves and self.keys.shape[-1] <= _WIDEST and fused(self.keys)
 
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:

@@ -18,14 +18,15 @@ class Memory:
     sums: Tensor  # [blocks, hidden] fp32: running sums of rows that go on over steps
     cu_keys: Tensor  # int32 [rows + 1]
     max_keys: int
-    new_at: Tensor  # int64 [tokens]
+    read_slots: Tensor  # int [remembered]
+    token_slots: Tensor  # int [tokens]; -1: not kept
+    new_at: Tensor  # int64 [tokens]; this and the next three are for `recall` alone
     old_at: Tensor  # int64 [remembered]
-    read_slots: Tensor  # int64 [remembered]
     write_tokens: Tensor  # int64 [kept]
     write_slots: Tensor  # int64 [kept]
-    carry_rows: Tensor  # int64 [cut]
-    carry_slots: Tensor  # int64 [cut]
-    carry_old: Tensor  # int64 [cut]
+    carry_rows: Tensor  # int [cut]
+    carry_slots: Tensor  # int [cut]
+    carry_old: Tensor  # int [cut]
 
     def recall(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep what later steps need, and put remembered keys and values before the step's own."""
@@ -46,9 +47,10 @@ class Memory:
         """Add the sums of earlier steps to those of this one [rows, hidden], and keep the totals."""
         if not len(self.carry_rows):
             return sums
-        before = self.sums.index_select(0, self.carry_slots) * self.carry_old[:, None]
-        sums = sums.index_add(0, self.carry_rows, before)
-        self.sums.index_copy_(0, self.carry_slots, sums.index_select(0, self.carry_rows))
+        rows, slots = self.carry_rows.long(), self.carry_slots.long()
+        before = self.sums.index_select(0, slots) * self.carry_old[:, None]
+        sums = sums.index_add(0, rows, before)
+        self.sums.index_copy_(0, slots, sums.index_select(0, rows))
         return sums
 
 

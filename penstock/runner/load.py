@@ -92,7 +92,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 
     from penstock.pooling.build import build_pooler
     from penstock.runner.model_runner import ModelRunner
-    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, capture_graphs, warm_up
+    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, capture_graphs, warm_up, warm_up_memory
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
@@ -109,6 +109,8 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
     warm_up(runner, longest, lengths)
+    if blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
+        warm_up_memory(runner, BLOCK_SIZE)
     if runner.graphs is not None:
         capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
     return Loaded(runner, blocks, places)

@@ -57,7 +57,7 @@ class ModelRunner:
         self.device = device
         self.cache = cache
         self.staging = Staging(device, depth)
-        self.graphs = Graphs(model, pooler, self.staging) if graphs else None
+        self.graphs = Graphs(model, pooler, self.staging, cache=cache) if graphs else None
         self._events: list[_Events] = []  # a pair more than there are steps in flight
         self._depth = depth
         self._turn = 0
@@ -154,7 +154,9 @@ class ModelRunner:
             return None
         assert self.cache is not None, "a plan with memory needs a runner with a cache"
         store, sums = self.cache
-        index = {name: sent[name].long() for name in _kv_arrays(kv) if name != "cu_keys"}
+        index = {name: sent[name] for name in _kv_arrays(kv) if name != "cu_keys"}
+        if not store.paged:  # the library wants longer integers than kernels do
+            index = {name: array.long() for name, array in index.items()}
         return Memory(store, sums, sent["cu_keys"], kv.max_keys, **index)
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
