@@ -148,6 +148,7 @@ class EngineClient:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._greet()
             elif event == zmq.EVENT_DISCONNECTED:
+                self._on_readable()  # what it said before it went
                 self.ready = None
                 self._fail_all("the engine process stopped while this request was in flight")
 
