@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.core import Answer, Array, Ints, PoolingParams, Request, Timings
+from penstock.core import Answer, Array, Ints, PoolingParams, Request, SamplingParams, Timings
 from penstock.engine.core import Failure, Outcome
 from penstock.errors import revive
 
@@ -43,6 +43,7 @@ class Entry(msgspec.Struct, array_like=True):
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
+    sampling: SamplingParams | None = None
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -102,6 +103,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.reuse_prefix,
                 request.cache_salt,
                 request.also,
+                request.sampling,
             )
         )
         parts += [request.lengths, request.token_ids, *arrays.values()]
@@ -132,6 +134,7 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
                 reuse_prefix=entry.reuse_prefix,
                 cache_salt=entry.cache_salt,
                 also=entry.also,
+                sampling=entry.sampling,
                 **{name: take(size) for name, size in entry.arrays.items()},
             )
         )
