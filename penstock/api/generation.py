@@ -13,7 +13,7 @@ import orjson
 
 from penstock.api.endpoint import Call
 from penstock.api.state import ServedModel
-from penstock.api.work import check_rows, note_phases, settle_timeout
+from penstock.api.work import note_phases, settle_timeout
 from penstock.core import Ints, PoolingParams, Task
 from penstock.engine.texts import Generates, Piece, write
 from penstock.errors import BadValue, NotPossible
@@ -132,7 +132,12 @@ async def begin(
 
     job = await model.tokenizer.call(prepare)
     call.tokenize_s = time.monotonic() - began
-    check_rows(call, range(job.num_rows), "prompt × n")
+    if job.num_rows > (most := call.state.config.max_rows):
+        raise BadValue(
+            f"{len(job.prompts)} prompts, each n = {job.n} times, are {job.num_rows} rows; at most {most} go "
+            "into one request",
+            param="n",
+        )
     if job.sampling.grammar is not None and not getattr(model.client, "constrains", False):
         raise NotPossible(
             "this engine does not constrain its output; leave out response_format and guided_*",

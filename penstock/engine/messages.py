@@ -122,6 +122,7 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
     requests = []
     for entry in entries:
         lengths, token_ids = take(entry.rows), take(entry.tokens)
+        arrays: dict[str, Any] = {name: take(size) for name, size in entry.arrays.items()}
         requests.append(
             Request(
                 entry.id,
@@ -135,7 +136,7 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
                 cache_salt=entry.cache_salt,
                 also=entry.also,
                 sampling=entry.sampling,
-                **{name: take(size) for name, size in entry.arrays.items()},
+                **arrays,
             )
         )
     return requests
