@@ -167,6 +167,7 @@ class ScriptedEngine:
         self.open = 0  # requests under way
         self.cancelled: list[str] = []
         self.steps = 0
+        self.hides_end = False  # the token that ends a row is named, but not among its tokens
         self.fail_after: int | None = None  # steps
         self.pause: asyncio.Event | None = None
 
@@ -212,6 +213,7 @@ class _Row:
         self.prompt = request.token_ids[first : first + int(request.lengths[row])].tolist()
         copy = sum(1 for other in range(row) if self._prompt_of(other) == self.prompt)
         self.tokens = [*engine.script(self.prompt, copy)]
+        self.engine = engine
         self.burst = engine.burst
         self.at = 0
         self.done = False
@@ -236,6 +238,8 @@ class _Row:
             elif self.at >= params.max_tokens:
                 finish = "length"
         self.done = finish is not None
+        if stop is not None and self.engine.hides_end:
+            new.pop()
         first = begin == 0 and params.prompt_logprobs is not None
         return Generated(
             self.request.id,

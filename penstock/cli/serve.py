@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -45,6 +46,13 @@ def serve(
     hf_overrides: flags.HfOverridesJson = None,
     pooler_config: flags.PoolerConfigJson = None,
     score_template: flags.ScoreTemplate = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|FILE|NAME",
+            help="A chat template (Jinja) instead of the model's own; of several, which.",
+        ),
+    ] = None,
     enable_chunked_prefill: Annotated[
         bool | None,
         typer.Option(
@@ -129,9 +137,22 @@ def serve(
             "max_rows": max_rows,
             "max_concurrent_requests": max_concurrent_requests,
             "default_timeout_s": timeout,
+            "chat_template": _template_text(chat_template),
             "drain_s": drain,
             "log_level": log_level,
             "access_log": access_log,
         },
     )
-    raise typer.Exit(Supervisor(engine, server, describe(engine)).run())
+    spec = describe(engine)
+    if server.chat_template is not None:
+        from penstock.inputs.chat import ModelTemplate
+
+        _ = ModelTemplate(spec.path, server.chat_template).template  # what is wrong with it is told now
+    raise typer.Exit(Supervisor(engine, server, spec).run())
+
+
+def _template_text(given: str | None) -> str | None:
+    """What a file holds, or the text or name itself."""
+    if given is None or "{{" in given or "{%" in given or not Path(given).is_file():
+        return given
+    return Path(given).read_text(encoding="utf-8")

@@ -68,12 +68,13 @@ class RowWriter:
         if part.prompt_logprob_ids is not None and part.prompt_logprobs is not None:
             piece.prompt = Logprobs(part.prompt_logprob_ids, part.prompt_logprobs, part.prompt_ranks)
         ids = part.token_ids.tolist()
-        ender = part.stop_token if ids and ids[-1] == part.stop_token else None
+        if part.stop_token is not None and ids[-1:] != [part.stop_token]:
+            ids.append(part.stop_token)  # it was made, and counts, whether or not the engine hands it out
         texts: list[str] = []
         for at, number in enumerate(ids):
             self._count += 1
             piece.token_ids.append(number)
-            if ender is not None and at == len(ids) - 1 and not self._include:
+            if part.stop_token is not None and at == len(ids) - 1 and not self._include:
                 break  # it ends the row, and is not shown
             shown, stop = self._stops.push(self._text.push(number), search=self._count > self._min_tokens)
             texts.append(shown)

@@ -50,9 +50,11 @@ def run(engine: ScriptedEngine, text: TextInputs, wanted: Job) -> list[Piece]:
     return got
 
 
+@pytest.mark.parametrize("hides_end", [False, True])
 @pytest.mark.parametrize("burst", [1, 3, 100])
-def test_text_comes_whole_and_ends_at_the_end_token(text: TextInputs, burst: int) -> None:
+def test_text_comes_whole_and_ends_at_the_end_token(text: TextInputs, burst: int, hides_end: bool) -> None:
     engine = ScriptedEngine(says(text.tokenizer, LONG), burst)
+    engine.hides_end = hides_end
     (row,) = run(engine, text, job(text))
     assert row.text.strip() == LONG and (row.finish, row.stop_reason) == ("stop", None)
     assert row.token_ids[-1] in text.eos_token_ids and not engine.cancelled
@@ -92,6 +94,7 @@ def test_a_named_stop_token_is_the_reason(text: TextInputs) -> None:
     (row,) = run(engine, text, job(text, stop_token_ids=[token]))
     assert (row.finish, row.stop_reason) == ("stop", token) and row.token_ids == ids[: ids.index(token) + 1]
     assert row.text.strip() == text.tokenizer.decode(row.token_ids[:-1]).strip()
+    engine.hides_end = True
     (shown,) = run(engine, text, job(text, stop_token_ids=[token], include_stop_str_in_output=True))
     assert shown.text.strip() == text.tokenizer.decode(row.token_ids).strip()
 
