@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from penstock.api.work import note_phases, settle_timeout
 from penstock.core import Ints, PoolingParams, Task
 from penstock.engine.texts import Generates, Piece, write
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.generation import GenerationFields, Job, TextInputs
+from penstock.inputs.generation import GenerationFields, Job, TextInputs, grammar_of
 from penstock.inputs.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -91,7 +92,11 @@ class Writing:
         if self.hidden:
             piece.text, piece.token_ids, piece.logprobs = "", [], None
             piece.finish = piece.finish and "length"
-        self.completion_tokens += len(piece.token_ids)
+        if piece.token_ids:
+            if self.completion_tokens == 0:
+                self.call.metrics.first_token(time.monotonic() - self.call.began_s)
+            self.completion_tokens += len(piece.token_ids)
+            self.call.metrics.generated(self.model.spec.name, len(piece.token_ids))
         if piece.timings is not None:
             waited = max(0.0, piece.timings.queue_s - self.call.tokenize_s)  # counted from the arrival
             self.call.queue_s = max(self.call.queue_s, waited)
@@ -115,6 +120,8 @@ async def begin(
     check_stream(body)
     timeout_s = settle_timeout(call, body)
     began = time.monotonic()
+    if body.structured:  # compiling may take long, and others wait for the tokenizer's thread
+        await asyncio.to_thread(grammar_of, body)
 
     def prepare() -> Job:
         prompts = rows(text)

@@ -85,9 +85,15 @@ def check(grammar: Grammar) -> None:
     """Refuse what cannot be compiled, without a vocabulary; for the process that talks to the client."""
     if len(grammar.text) > _MOST_TEXT:
         raise BadValue(f"the grammar has {len(grammar.text)} characters; at most {_MOST_TEXT} are taken")
-    message = _library().LLMatcher.validate_grammar(_source(grammar), None)
-    if message and not message.startswith("WARNING"):
+    if message := _problem(grammar):
         raise _refused(grammar, message)
+
+
+@lru_cache(maxsize=256)
+def _problem(grammar: Grammar) -> str:
+    """Why it cannot be compiled; empty if it can. A large schema takes a while, so answers are kept."""
+    message = str(_library().LLMatcher.validate_grammar(_source(grammar), None))
+    return "" if message.startswith("WARNING") else message
 
 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}

@@ -85,6 +85,13 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     guided_grammar: str | None = None
     cache_salt: str = ""
 
+    @property
+    def structured(self) -> bool:
+        """Whether the text must follow something."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        told = (self.response_format, self.structured_outputs, *guided)
+        return any(value is not None for value in told)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:

@@ -279,6 +279,10 @@ class TestCompletions:
         answer = http.post(
             "/v1/completions", json={"prompt": "find", "request_id": "mine", "user": "me", "priority": 3}
         )
+        text = http.get("/metrics").text
+        assert (
+            'penstock_generated_tokens_total{model="writer"}' in text and "first_token_seconds_count" in text
+        )
         assert answer.json()["id"] == "cmpl-mine" and answer.headers["x-request-id"] == "mine"
         assert float(answer.headers["x-device-ms"]) == 500
 
