@@ -62,11 +62,13 @@ class RowWriter:
         self._min_tokens = job.sampling.min_tokens
         self._named = frozenset(job.sampling.stop_token_ids)
         self._count = 0
+        # Tokens of the prompt whose log probabilities are awaited; nothing predicts the first.
+        self._unscored = 0 if job.sampling.prompt_logprobs is None else len(prompt) - 1
 
     def take(self, part: Generated) -> Piece:
         piece = Piece(self.row, "", [], finish=part.finish, timings=part.timings)
-        if part.prompt_logprob_ids is not None and part.prompt_logprobs is not None:
-            piece.prompt = Logprobs(part.prompt_logprob_ids, part.prompt_logprobs, part.prompt_ranks)
+        if self._unscored:
+            piece.prompt = self._prompt_logprobs(part)
         ids = part.token_ids.tolist()
         if part.stop_token is not None and ids[-1:] != [part.stop_token]:
             ids.append(part.stop_token)  # it was made, and counts, whether or not the engine hands it out
@@ -87,6 +89,14 @@ class RowWriter:
         piece.text = "".join(texts)
         piece.logprobs = _first(part, len(piece.token_ids))
         return piece
+
+    def _prompt_logprobs(self, part: Generated) -> Logprobs:
+        """They come with the first part; answering without them would be wrong in silence."""
+        ids, values = part.prompt_logprob_ids, part.prompt_logprobs
+        if ids is None or values is None or len(ids) != self._unscored:
+            raise EngineError(f"the engine gave no log probabilities of the prompt of request {part.id}")
+        self._unscored = 0
+        return Logprobs(ids, values, part.prompt_ranks)
 
     def _ended(self, piece: Piece, stop_token: int | None) -> str:
         """The rest of the text; it may still complete a stop string."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -141,6 +142,18 @@ def test_a_row_without_an_end_is_an_error(text: TextInputs) -> None:
 
     with pytest.raises(EngineError, match="without a reason"):
         run(Forgetful(says(text.tokenizer, LONG)), text, job(text))
+
+
+def test_missing_scores_of_a_prompt_are_an_error(text: TextInputs) -> None:
+    class Silent(ScriptedEngine):
+        async def generate(self, request: Any) -> Any:
+            async for parts in super().generate(request):
+                yield [replace(part, prompt_logprob_ids=None) for part in parts]
+
+    engine = Silent(says(text.tokenizer, LONG))
+    with pytest.raises(EngineError, match="no log probabilities of the prompt"):
+        run(engine, text, job(text, "the water was", prompt_logprobs=1))
+    assert engine.open == 0 and engine.cancelled
 
 
 def test_the_deadline_ends_the_wait(text: TextInputs) -> None:
