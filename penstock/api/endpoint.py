@@ -191,7 +191,8 @@ class Endpoint:
 
     async def _stream(self, call: Call, reply: Streamed, receive: Receive, send: Send) -> None:
         """Piece by piece, no faster than the client reads; one that goes away ends the work."""
-        headers = [(b"content-type", reply.content_type), (b"cache-control", b"no-cache"), *reply.headers]
+        plain = [(b"content-type", reply.content_type), (b"cache-control", b"no-cache")]
+        headers = [*plain, (b"x-accel-buffering", b"no"), *reply.headers]  # proxies hand pieces on at once
         pump = asyncio.ensure_future(self._pump(call, reply, headers, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:

@@ -81,11 +81,14 @@ class Writing:
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """The engine's pieces, counted. Closing it cancels the rows."""
         engine = cast(Generates, self.model.client)
-        async with aclosing(cast(Any, write(engine, self.tokenizer, self.job))) as stream:
-            async for pieces in stream:
-                for piece in pieces:
-                    self._note(piece)
-                yield pieces
+        try:
+            async with aclosing(cast(Any, write(engine, self.tokenizer, self.job))) as stream:
+                async for pieces in stream:
+                    for piece in pieces:
+                        self._note(piece)
+                    yield pieces
+        finally:
+            self.call.metrics.generated(self.model.spec.name, self.completion_tokens)
         note_phases(self.call, time.monotonic())
 
     def _note(self, piece: Piece) -> None:
@@ -96,7 +99,6 @@ class Writing:
             if self.completion_tokens == 0:
                 self.call.metrics.first_token(time.monotonic() - self.call.began_s)
             self.completion_tokens += len(piece.token_ids)
-            self.call.metrics.generated(self.model.spec.name, len(piece.token_ids))
         if piece.timings is not None:
             waited = max(0.0, piece.timings.queue_s - self.call.tokenize_s)  # counted from the arrival
             self.call.queue_s = max(self.call.queue_s, waited)

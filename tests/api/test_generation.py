@@ -383,6 +383,11 @@ class TestBadInput:
                 status, error = refused(http, path)
                 assert status == 422 and "it has: embed" in error["message"]
 
+    def test_generation_is_no_pooling(self, http: TestClient) -> None:
+        for task in ("generate", ["embed", "generate"]):
+            answer = http.post("/pooling", json={"input": "a", "task": task})
+            assert answer.status_code == 400 and "use /v1/completions" in answer.json()["error"]["message"]
+
     def test_a_failure_before_the_first_piece_has_a_status(
         self, http: TestClient, engine: ScriptedEngine
     ) -> None:
