@@ -61,6 +61,7 @@ class RowWriter:
         self._include = job.include_stop
         self._min_tokens = job.sampling.min_tokens
         self._named = frozenset(job.sampling.stop_token_ids)
+        self._width = 1 + (job.sampling.logprobs or 0)
         self._count = 0
         # Tokens of the prompt whose log probabilities are awaited; nothing predicts the first.
         self._unscored = 0 if job.sampling.prompt_logprobs is None else len(prompt) - 1
@@ -87,7 +88,7 @@ class RowWriter:
             texts.append(self._ended(piece, part.stop_token))
         self.done = piece.finish is not None
         piece.text = "".join(texts)
-        piece.logprobs = _first(part, len(piece.token_ids))
+        piece.logprobs = _first(part, len(piece.token_ids), self._width)
         return piece
 
     def _prompt_logprobs(self, part: Generated) -> Logprobs:
@@ -109,12 +110,12 @@ class RowWriter:
         return shown + self._stops.finish()
 
 
-def _first(part: Generated, count: int) -> Logprobs | None:
-    """The log probabilities of so many of the part's tokens."""
+def _first(part: Generated, count: int, width: int) -> Logprobs | None:
+    """The log probabilities of so many of the part's tokens, as many of each as were asked for."""
     if part.logprob_ids is None or part.logprobs is None:
         return None
     ranks = None if part.ranks is None else part.ranks[:count]
-    return Logprobs(part.logprob_ids[:count], part.logprobs[:count], ranks)
+    return Logprobs(part.logprob_ids[:count, :width], part.logprobs[:count, :width], ranks)
 
 
 async def write(engine: Generates, tokenizer: Decodes, job: Job) -> AsyncIterator[list[Piece]]:

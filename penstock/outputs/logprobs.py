@@ -28,11 +28,15 @@ class CompletionLogprobs:
     def scored(self, ids: Ints, values: NDArray[np.float32]) -> dict[str, Any]:
         """`ids` and `values` [tokens, 1 + top], the chosen token first."""
         chosen = [_value(value) for value in values[:, 0]] if len(values) else []
-        tops = [
-            {self._name(int(i)): _value(v) for i, v in zip(row, row_values, strict=True)}
-            for row, row_values in zip(ids, values, strict=True)
-        ]
+        tops = [self._top(row, row_values) for row, row_values in zip(ids.tolist(), values, strict=True)]
         return self._lists(ids[:, 0].tolist(), chosen, tops)
+
+    def _top(self, ids: list[int], values: NDArray[np.float32]) -> dict[str, float]:
+        """By text; of tokens that read alike, such as halves of characters, the first counts."""
+        top: dict[str, float] = {}
+        for number, value in zip(ids, values, strict=True):
+            top.setdefault(self._name(number), _value(value))
+        return top
 
     def _lists(self, tokens: Sequence[int], chosen: list[Any], tops: list[Any]) -> dict[str, Any]:
         names = [self._name(number) for number in tokens]

@@ -97,8 +97,15 @@ def test_a_stop_string_cuts_the_greedy_text(client: openai.OpenAI, folder: Path)
     assert answer.usage is not None and answer.usage.completion_tokens < 40
 
 
-def test_logprobs_add_up_to_less_than_one(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="llama", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=3)
+def test_the_greedy_token_is_the_likeliest(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="llama",
+        prompt=PROMPT,
+        max_tokens=8,
+        temperature=0,
+        logprobs=3,
+        extra_body={"return_tokens_as_token_ids": True},
+    )
     scores = answer.choices[0].logprobs
     assert scores is not None and scores.token_logprobs is not None and scores.top_logprobs is not None
     for chosen, top in zip(scores.token_logprobs, scores.top_logprobs, strict=True):
