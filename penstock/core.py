@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -89,6 +89,13 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cac
         return self.per_token or self.task is Task.SPARSE
 
 
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a row's text must follow: a JSON schema, a regular expression, or a grammar as Lark writes it."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a row is continued. Texts (stop strings, bad words) are token ids by the time they are here."""
 
@@ -110,6 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ignore_eos: bool = False
     logprobs: int | None = None  # so many of the likeliest besides the chosen one
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # `inputs.constraints` makes the masks of each step from it
 
 
 ONE_ROW: Ints = np.zeros(1, dtype=np.int32)  # the number, and the beginning, of the only row there is
@@ -153,6 +161,7 @@ class Request:
     deadline_s: float | None = None  # the same clock
     reuse_prefix: bool = False  # its rows may stand on prefixes that others have computed
     cache_salt: str = ""  # prefixes are shared only between equal salts
+    sampling: SamplingParams | None = None  # its rows are prompts to be continued so
     starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
 
     def __post_init__(self) -> None:
@@ -377,6 +386,10 @@ class Generated:
     logprobs: NDArray[np.float32] | None = None  # [new, 1 + logprobs]
     ranks: Ints | None = None  # [new], of the chosen token, from 1
     timings: Timings | None = None  # with the last part
+    # With the first part, where asked for: the same of the prompt's tokens after the first.
+    prompt_logprob_ids: Ints | None = None  # [prompt - 1, 1 + prompt_logprobs]
+    prompt_logprobs: NDArray[np.float32] | None = None  # [prompt - 1, 1 + prompt_logprobs]
+    prompt_ranks: Ints | None = None  # [prompt - 1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

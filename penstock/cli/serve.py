@@ -54,6 +54,13 @@ def serve(
     hf_overrides: flags.HfOverridesJson = None,
     pooler_config: flags.PoolerConfigJson = None,
     score_template: flags.ScoreTemplate = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|FILE|NAME",
+            help="A chat template (Jinja) instead of the model's own; of several, which.",
+        ),
+    ] = None,
     enable_chunked_prefill: Annotated[
         bool | None,
         typer.Option(
@@ -151,12 +158,18 @@ def serve(
             "max_rows": max_rows,
             "max_concurrent_requests": max_concurrent_requests,
             "default_timeout_s": timeout,
+            "chat_template": _template_text(chat_template),
             "drain_s": drain,
             "log_level": log_level,
             "access_log": access_log,
         },
     )
-    raise typer.Exit(Supervisor(engine, server, describe(engine)).run())
+    spec = describe(engine)
+    if server.chat_template is not None:
+        from penstock.inputs.chat import ModelTemplate
+
+        _ = ModelTemplate(spec.path, server.chat_template).template  # what is wrong with it is told now
+    raise typer.Exit(Supervisor(engine, server, spec).run())
 
 
 def api_processes(wanted: str, device: str, cores: int | None = None, gpu: bool | None = None) -> int:
@@ -180,3 +193,10 @@ def cores_here() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _template_text(given: str | None) -> str | None:
+    """What a file holds, or the text or name itself."""
+    if given is None or "{{" in given or "{%" in given or not Path(given).is_file():
+        return given
+    return Path(given).read_text(encoding="utf-8")

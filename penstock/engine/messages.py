@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.core import Answer, Array, Comparison, Ints, PoolingParams, Request, Timings
+from penstock.core import Answer, Array, Comparison, Ints, PoolingParams, Request, SamplingParams, Timings
 from penstock.engine.core import Failure, Outcome
 from penstock.errors import revive
 
@@ -44,6 +44,7 @@ class Entry(msgspec.Struct, array_like=True):
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
+    sampling: SamplingParams | None = None
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -111,6 +112,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.reuse_prefix,
                 request.cache_salt,
                 request.also,
+                request.sampling,
             )
         )
         parts += [request.lengths, request.token_ids, *arrays.values()]
@@ -135,6 +137,7 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
             deadline_s=entry.deadline_s,
             reuse_prefix=entry.reuse_prefix,
             cache_salt=entry.cache_salt,
+            sampling=entry.sampling,
         )
         at = end
         for name, size in entry.arrays.items():
