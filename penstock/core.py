@@ -148,6 +148,7 @@ class Request:
     deadline_s: float | None = None  # the same clock
     reuse_prefix: bool = False  # its rows may stand on prefixes that others have computed
     cache_salt: str = ""  # prefixes are shared only between equal salts
+    sampling: SamplingParams | None = None  # its rows are prompts to be continued so
     starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
 
     def __post_init__(self) -> None:
@@ -262,6 +263,16 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PagedPlan:
+    """The leading rows of a step, of one token each, whose keys are read block by block where they lie."""
+
+    rows: int
+    width: int  # blocks of the longest, which is the width of `tables`
+    tables: Ints  # [rows · width], the blocks of each row
+    keys: Ints  # [rows], tokens that each row reads, this step's own included
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KVPlan:
     """Which keys and values a step reads from memory and which it leaves there.
 
@@ -279,6 +290,37 @@ class KVPlan:
     carry_rows: Ints  # [cut], rows whose sums go on over steps
     carry_slots: Ints  # [cut], where those sums are kept
     carry_old: Ints  # [cut], 1 where there are earlier sums
+    paged: PagedPlan | None = None  # its rows have no part in the run of keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Join:
+    """A row takes a place of the sampler."""
+
+    slot: int
+    params: SamplingParams
+    prompt_ids: Ints  # [prompt]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplePlan:
+    """How the rows of a step are continued, by the sampler's places (slots).
+
+    Token ids that an earlier step has sampled are fed from the device: the CPU may not have read them yet.
+    """
+
+    slots: Ints  # [rows], the place of each row of the step
+    epochs: Ints  # [rows], which owner of the place it is
+    visits: Ints  # [rows], which of its stays in memory
+    ends: Ints  # [rows], tokens that have run after this step
+    rows: Ints  # [sampled], rows of the step that are continued
+    tokens: Ints  # [sampled], the last token of each within the step
+    sampled_slots: Ints  # [sampled]
+    asked: Ints  # [sampled], log probabilities that each wants besides the chosen token's; -1: none
+    fed_tokens: Ints  # [fed], tokens of the step
+    fed_slots: Ints  # [fed], the place whose last sampled token each is
+    leaves: tuple[int, ...] = ()  # places that are given up before this step
+    joins: tuple[Join, ...] = ()  # and those that are taken, after the former
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,6 +351,7 @@ class StepPlan:
     adapters: Ints | None = None  # [rows], -1: none; None: no row has one
     kv: KVPlan | None = None  # None: every row runs whole and nothing is kept
     limits: KeyLimits | None = None  # None: every row attends to all its tokens
+    sample: SamplePlan | None = None  # of a step that generates; it has neither slices nor variants
 
     @property
     def num_tokens(self) -> int:
@@ -325,7 +368,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step gives back: for each variant of its plan, one array of rows."""
+    """What a step gives back: for each variant of its plan, one array of rows.
+
+    A step that generates gives the sampled token ids [sampled] and, of the rows that asked for them, the
+    ids [asked, 1 + most], log probabilities of the same shape, and ranks [asked].
+    """
 
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
     device_s: float

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core import Answer, Request, StepPlan, StepResult, Timings
+from penstock.core import Answer, Generated, Request, StepPlan, StepResult, Timings
 from penstock.engine.progress import Follower, Progress, rows_of
 from penstock.engine.twins import Twins, some_rows
-from penstock.errors import BadValue, DeadlineExceeded, PenstockError, RowFailed
+from penstock.errors import BadValue, DeadlineExceeded, NotPossible, PenstockError, RowFailed
 from penstock.runner.base import Runner
+from penstock.scheduler.lane import Lane
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Scheduler, Share
 
@@ -31,7 +32,7 @@ class Failure:
     error: PenstockError
 
 
-Outcome = Answer | Failure
+Outcome = Answer | Generated | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         observe: Callable[[StepStats], None] = lambda stats: None,
         share_identical: bool = True,
+        lane: Lane | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -74,6 +76,8 @@ class EngineCore:
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
         self.twins = Twins() if share_identical else None
+        self.lane = lane  # of requests whose rows are continued
+        self._generated_last = False
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
         self._relays = 0
@@ -82,7 +86,8 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return bool(self._progress) or bool(self._flights)
+        generating = self.lane is not None and self.lane.busy
+        return bool(self._progress) or bool(self._flights) or generating
 
     @property
     def running(self) -> int:
@@ -91,8 +96,13 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Take a request on; `QueueFull` or `BadValue` if it cannot be."""
-        if request.id in self._progress:
+        if request.id in self._progress or self.generates(request.id):
             raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
+        if request.sampling is not None:
+            if self.lane is None:
+                raise NotPossible("this engine does not generate")
+            self.lane.add(request)
+            return
         if self.twins is None or request.pairs is not None:
             self.scheduler.add(request)
             self._progress[request.id] = Progress.of(request)
@@ -106,6 +116,25 @@ class EngineCore:
         """Forget a request. Rows that are in flight run to their end and are dropped."""
         if (progress := self._progress.get(request_id)) is not None:
             self._let_go(progress)
+        elif self.lane is not None:
+            self.lane.cancel(request_id)
+
+    def generates(self, request_id: str) -> bool:
+        """Whether further tokens of this request may come."""
+        return self.lane is not None and request_id in self.lane
+
+    def next_deadline_s(self) -> float | None:
+        """When the next request is late, of those that have a deadline."""
+        waiting = self.scheduler.line.next_deadline_s()
+        generating = None if self.lane is None else self.lane.next_deadline_s()
+        return min((d for d in (waiting, generating) if d is not None), default=None)
+
+    def check_integrity(self) -> None:
+        """Nothing is held that no request has; called by tests when idle."""
+        if self.lane is not None:
+            self.lane.check_integrity()
+        if not self.busy and self.scheduler.chunking is not None:
+            self.scheduler.chunking.pool.check_integrity()
 
     def step(self) -> list[Outcome]:
         """One turn: let go of what is late, collect what is done, launch what fits."""
@@ -124,15 +153,14 @@ class EngineCore:
             error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
             if (progress := self._progress.get(request.id)) is not None:
                 outcomes += self._fail(progress, error)
+        for request in () if self.lane is None else self.lane.expired(now):
+            error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
+            outcomes.append(Failure(request.id, error))
         return outcomes
 
     def _launch(self) -> None:
-        while len(self._flights) < self.depth and (shares := self._next_shares()):
-            plan, now = build_plan(shares, self._block_size), self.clock()
-            for share in shares:
-                progress = self._progress[share.request.id]
-                if progress.first_launch_s is None:
-                    progress.first_launch_s = now
+        while len(self._flights) < self.depth and (plan := self._next_plan()) is not None:
+            now = self.clock()
             try:
                 future = self.runner.launch(plan)
             except Exception as error:
@@ -140,6 +168,29 @@ class EngineCore:
                 future.set_exception(error)
             self._flights.append(_Flight(plan, future, now))
             future.add_done_callback(lambda _: self.wake())
+
+    def _next_plan(self) -> StepPlan | None:
+        """Steps that pool and steps that generate take turns where both have work: tokens of a model may
+        see each other in one and not in the other, and each kind keeps its fastest attention."""
+        turns = [self._pooling_plan, self._generation_plan]
+        for plan_next in turns if self._generated_last else reversed(turns):
+            if (plan := plan_next()) is not None:
+                self._generated_last = plan.sample is not None
+                return plan
+        return None
+
+    def _generation_plan(self) -> StepPlan | None:
+        return None if self.lane is None else self.lane.schedule(self.clock())
+
+    def _pooling_plan(self) -> StepPlan | None:
+        if not (shares := self._next_shares()):
+            return None
+        now = self.clock()
+        for share in shares:
+            progress = self._progress[share.request.id]
+            if progress.first_launch_s is None:
+                progress.first_launch_s = now
+        return build_plan(shares, self._block_size)
 
     def _next_shares(self) -> list[Share]:
         while self._suspects:
@@ -154,10 +205,14 @@ class EngineCore:
             flight = self._flights.popleft()
             error = flight.future.exception()
             if error is not None:
-                outcomes += self._isolate(flight.plan, error)
+                fail = self._isolate if flight.plan.sample is None else self._isolate_generation
+                outcomes += fail(flight.plan, error)
                 continue
             result = flight.future.result()
-            outcomes += self._hand_out(flight.plan, result)
+            if self.lane is not None and flight.plan.sample is not None:
+                outcomes += self.lane.collect(flight.plan, result)
+            else:
+                outcomes += self._hand_out(flight.plan, result)
             self.observe(self._stats(flight, result))
         return outcomes
 
@@ -215,6 +270,11 @@ class EngineCore:
         self._suspects.extend(half for half in (shares[:middle], shares[middle:]) if half)
         return []
 
+    def _isolate_generation(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
+        assert self.lane is not None
+        why = RowFailed(f"the step failed: {type(error).__name__}: {error}")
+        return [Failure(request.id, why) for request in self.lane.failed(plan)]
+
     def _fail(self, progress: Progress, error: PenstockError) -> list[Outcome]:
         """End a request with an error. What others wanted of it is run for them."""
         outcomes: list[Outcome] = [] if progress.hidden else [Failure(progress.request.id, error)]
@@ -257,7 +317,7 @@ class EngineCore:
         return StepStats(
             tokens=plan.num_tokens,
             rows=plan.num_rows,
-            requests=len(plan.slices),
+            requests=len(plan.slices) if plan.sample is None else plan.num_rows,
             fill=min(1.0, plan.num_tokens / self.scheduler.budget.tokens),
             step_s=self.clock() - flight.launched_s,
             device_s=result.device_s,

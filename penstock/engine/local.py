@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, InvalidStateError
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import Answer, Request
+from penstock.core import Answer, Generated, Request
 from penstock.engine.build import build_core
 from penstock.engine.core import Outcome
+from penstock.engine.stream import Parts, Receive, Stream, by_request
 from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
 
 
@@ -21,6 +24,7 @@ class LocalEngine:
     def __init__(self, spec: ModelSpec, settings: Resolved) -> None:
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()  # str: cancel, None: wake
         self._waiters: dict[str, Future[Answer]] = {}
+        self._receivers: dict[str, Receive] = {}
         self._closing = False
         self._why = "the engine is closed"
         self._gate = threading.Lock()  # nothing is submitted once closing has begun
@@ -31,13 +35,39 @@ class LocalEngine:
     def submit(self, request: Request) -> Future[Answer]:
         future: Future[Answer] = Future()
         with self._gate:
-            if self._closing:
-                raise EngineUnavailable(self._why)
-            if request.id in self._waiters:
-                raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
+            self._check(request)
             self._waiters[request.id] = future
             self._inbox.put(request)
         return future
+
+    def stream(self, request: Request, receive: Receive) -> None:
+        """Continue a request's rows; `receive` is called on the engine's thread with what comes."""
+        with self._gate:
+            self._check(request)
+            self._receivers[request.id] = receive
+            self._inbox.put(request)
+
+    async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
+        """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
+        loop, stream = asyncio.get_running_loop(), Stream(request)
+
+        def receive(parts: Parts | PenstockError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(stream.receive, parts)
+
+        self.stream(request, receive)
+        try:
+            async for parts in stream.parts():
+                yield parts
+        finally:
+            if not stream.over:
+                self.cancel(request.id)
+
+    def _check(self, request: Request) -> None:
+        if self._closing:
+            raise EngineUnavailable(self._why)
+        if request.id in self._waiters or request.id in self._receivers:
+            raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put(request_id)
@@ -65,6 +95,8 @@ class LocalEngine:
             self._closing = True
             for future in list(self._waiters.values()):
                 _settle(future, EngineUnavailable(self._why))
+            for receive in list(self._receivers.values()):
+                receive(EngineUnavailable(self._why))
             raise
 
     def _take(self, message: Request | str | None) -> None:
@@ -72,15 +104,26 @@ class LocalEngine:
             try:
                 self._core.add(message)
             except PenstockError as error:
-                _settle(self._waiters.pop(message.id), error)
+                self._end(message.id, error)
         elif message is not None:
             self._core.cancel(message)
-            _settle(self._waiters.pop(message, None), Cancelled("the request was cancelled"))
+            self._end(message, Cancelled("the request was cancelled"))
 
     def _settle(self, outcomes: list[Outcome]) -> None:
+        for request_id, parts in by_request(outcomes).items():
+            over = not self._core.generates(request_id)
+            receive = (self._receivers.pop if over else self._receivers.get)(request_id, None)
+            if receive is not None:
+                receive(parts)
         for outcome in outcomes:
-            result = outcome if isinstance(outcome, Answer) else outcome.error
-            _settle(self._waiters.pop(outcome.id, None), result)
+            if not isinstance(outcome, Generated):
+                self._end(outcome.id, outcome if isinstance(outcome, Answer) else outcome.error)
+
+    def _end(self, request_id: str, result: Answer | PenstockError) -> None:
+        _settle(self._waiters.pop(request_id, None), result)
+        receive = self._receivers.pop(request_id, None)
+        if receive is not None and isinstance(result, PenstockError):
+            receive(result)
 
 
 def _settle(future: Future[Answer] | None, result: Answer | PenstockError) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.core import Answer, Array, Ints, PoolingParams, Request, Timings
+from penstock.core import Answer, Array, Generated, Ints, PoolingParams, Request, SamplingParams, Timings
 from penstock.engine.core import Failure, Outcome
 from penstock.errors import revive
 
@@ -43,6 +43,7 @@ class Entry(msgspec.Struct, array_like=True):
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
+    sampling: SamplingParams | None = None
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -63,6 +64,20 @@ class Done(msgspec.Struct, tag="done", array_like=True):
     device_s: float
 
 
+class Part(msgspec.Struct, tag="part", array_like=True):
+    """Further tokens of a row; what is known of each of them is raw bytes, a row of equal size a token."""
+
+    id: str
+    row: int
+    token_ids: list[int]
+    finish: str | None = None
+    stop_token: int | None = None
+    logprob_ids: bytes | None = None
+    logprobs: bytes | None = None
+    ranks: bytes | None = None
+    timings: tuple[float, float] | None = None
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True):
     id: str
     error: str
@@ -71,7 +86,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
 
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
-    items: list[Done | Failed]
+    items: list[Done | Part | Failed]
 
 
 OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
@@ -102,6 +117,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.reuse_prefix,
                 request.cache_salt,
                 request.also,
+                request.sampling,
             )
         )
         parts += [request.lengths, request.token_ids, *arrays.values()]
@@ -120,6 +136,7 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
     requests = []
     for entry in entries:
         lengths, token_ids = take(entry.rows), take(entry.tokens)
+        arrays: dict[str, Any] = {name: take(size) for name, size in entry.arrays.items()}
         requests.append(
             Request(
                 entry.id,
@@ -132,7 +149,8 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
                 reuse_prefix=entry.reuse_prefix,
                 cache_salt=entry.cache_salt,
                 also=entry.also,
-                **{name: take(size) for name, size in entry.arrays.items()},
+                sampling=entry.sampling,
+                **arrays,
             )
         )
     return requests
@@ -140,12 +158,14 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
 
 def pack_outcomes(outcomes: Sequence[Outcome]) -> list[Any]:
     """Frames of one `Outcomes`: the header, then one frame for each answer's values."""
-    items: list[Done | Failed] = []
+    items: list[Done | Part | Failed] = []
     frames: list[Any] = []
     for outcome in outcomes:
         if isinstance(outcome, Failure):
             error = outcome.error
             items.append(Failed(outcome.id, type(error).__name__, error.message, error.param))
+        elif isinstance(outcome, Generated):
+            items.append(_part(outcome))
         else:
             arrays, timings = (outcome.values, *outcome.more), outcome.timings
             shapes, dtypes = [array.shape for array in arrays], [array.dtype.str for array in arrays]
@@ -163,12 +183,52 @@ def _joined(frames: list[Array]) -> list[Any]:
     return [b"".join(frame.data.cast("B") if frame.size else b"" for frame in small), *large]
 
 
-def unpack_outcomes(items: Iterable[Done | Failed], frames: Sequence[Any]) -> list[Outcome]:
+def _part(generated: Generated) -> Part:
+    arrays = (generated.logprob_ids, generated.logprobs, generated.ranks)
+    logprob_ids, logprobs, ranks = (None if array is None else array.tobytes() for array in arrays)
+    timings = generated.timings
+    return Part(
+        generated.id,
+        generated.row,
+        generated.token_ids.tolist(),
+        generated.finish,
+        generated.stop_token,
+        logprob_ids,
+        logprobs,
+        ranks,
+        None if timings is None else (timings.queue_s, timings.device_s),
+    )
+
+
+def _generated(part: Part) -> Generated:
+    logprob_ids = logprobs = ranks = None
+    count = len(part.token_ids)
+    if part.logprob_ids is not None and part.logprobs is not None and part.ranks is not None:
+        logprob_ids = np.frombuffer(part.logprob_ids, dtype=np.int32).reshape(count, -1)
+        logprobs = np.frombuffer(part.logprobs, dtype=np.float32).reshape(count, -1)
+        ranks = np.frombuffer(part.ranks, dtype=np.int32)
+    return Generated(
+        part.id,
+        part.row,
+        np.array(part.token_ids, dtype=np.int32),
+        part.finish,
+        part.stop_token,
+        logprob_ids,
+        logprobs,
+        ranks,
+        None if part.timings is None else Timings(*part.timings),
+    )
+
+
+def unpack_outcomes(items: Iterable[Done | Part | Failed], frames: Sequence[Any]) -> list[Outcome]:
     small, large, at = memoryview(frames[0]), iter(frames[1:]), 0
     outcomes: list[Outcome] = []
     for item in items:
         if isinstance(item, Failed):
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
+            continue
+        if isinstance(item, Part):
+            outcomes.append(_generated(item))
             continue
         arrays = []
         for shape, dtype in zip(item.shapes, map(np.dtype, item.dtypes), strict=True):

@@ -21,6 +21,7 @@ import zmq
 
 from penstock.checkpoint.spec import ModelSpec, with_limit
 from penstock.config import EngineConfig
+from penstock.core import Generated
 from penstock.engine.build import build_core
 from penstock.engine.core import EngineCore, Failure, Outcome
 from penstock.engine.messages import (
@@ -91,7 +92,7 @@ class EngineServer:
         self._context.destroy(linger=2000)
 
     def _patience_ms(self) -> int:
-        deadline = self._core.scheduler.line.next_deadline_s()
+        deadline = self._core.next_deadline_s()
         if deadline is None:
             return self.IDLE_MS
         return max(1, min(self.IDLE_MS, int((deadline - self._core.clock()) * 1000) + 1))
@@ -131,8 +132,11 @@ class EngineServer:
         """All outcomes of one turn, one message for each API process."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
-            if (owner := self._owner.pop(outcome.id, None)) is not None:
+            if (owner := self._owner.get(outcome.id)) is not None:
                 by_owner[owner].append(outcome)
+        for outcome in outcomes:
+            if not isinstance(outcome, Generated) or not self._core.generates(outcome.id):
+                self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
             self._socket.send_multipart([owner, *pack_outcomes(theirs)], copy=False)
 

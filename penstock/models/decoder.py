@@ -69,6 +69,8 @@ class DecoderShape:
     sandwich: bool = False  # norms after attention and MLP as well as before
     norm_plus_one: bool = False  # the checkpoint stores the norms' weights less one
     embedding_scale: float = 1.0
+    generate_reach: int | None = None  # of a model that embeds in full sight, where it generates
+    softcap: float | None = None  # of the scores
 
 
 class DecoderAttention:
@@ -86,14 +88,18 @@ class DecoderAttention:
             self.norms = (query_norm, key_norm)
         self.heads, self.kv_heads = shape.heads, shape.kv_heads
         reach = shape.reach if shape.sliding[layer] else None
-        self.kind = AttentionKind(shape.causal, reach, shape.scale)
+        self.kind = AttentionKind(shape.causal, reach, shape.scale, shape.softcap)
+        self.generating = (
+            self.kind if shape.causal else replace(self.kind, causal=True, window=shape.generate_reach)
+        )
         self.layer = layer
         self.rotary = rotary
 
     def __call__(self, hidden: Tensor, batch: Batch, angles: Angles) -> Tensor:
         """What `out` projects, [tokens, heads · dim]."""
         query, key, value = self.rotary.fused(self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms)
-        return attend(query, key, value, batch, self.kind, layer=self.layer)
+        kind = self.generating if batch.generates else self.kind
+        return attend(query, key, value, batch, kind, layer=self.layer)
 
 
 class DecoderLayer:
@@ -194,7 +200,8 @@ def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     """Mistral, trained to embed with every token in sight of every other, whatever the window."""
     shape = _mistral_shape("GritLM", config)
     if not shape.causal:
-        shape = replace(shape, sliding=(False,) * shape.layers)
+        reach = shape.reach - 1 if shape.reach and all(shape.sliding) else None
+        shape = replace(shape, sliding=(False,) * shape.layers, generate_reach=reach)
     return _with_head(Decoder(build, shape), build, config, head)
 
 

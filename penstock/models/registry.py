@@ -85,11 +85,12 @@ def build_model(
     *,
     splade: bool = False,
     score_tokens: Sequence[int] = (),
+    generates: bool = False,
 ) -> Model:
     """Builder functions take (layer builder, config.json, head task or None).
 
     `splade` asks for the masked-language head, which most checkpoints carry without a use for it;
-    `score_tokens`, for these rows of a decoder's language-model head.
+    `score_tokens`, for these rows of a decoder's language-model head; `generates`, for all of it.
     """
     builder, head = find_family(backbone_of(architecture, config))
     if splade:
@@ -110,6 +111,9 @@ def build_model(
     if score_tokens:
         heads = importlib.import_module("penstock.models.heads")
         heads.add_token_head(model, build, config, score_tokens)
+    if generates:
+        heads = importlib.import_module("penstock.models.heads")
+        heads.add_language_head(model, build, config)
     build.weights.finish(model.unneeded)
     return model
 

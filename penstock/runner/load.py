@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
-from penstock.runner.base import Runner
+from penstock.core import Task
+from penstock.runner.base import BLOCK_SIZE, Runner
 
 if TYPE_CHECKING:
     import torch
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from penstock.kvcache.store import KVStore
     from penstock.models.registry import CausalModel, Model
     from penstock.scoring.pairs import PairScorer
-
-
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,7 @@ def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
         machine=this_machine(config.device),
         why_not_cut=spec.why_not_cut,
         shares_prefixes=spec.shares_prefixes,
+        generates=spec.generates,
     )
 
 
@@ -56,8 +55,9 @@ def load_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     if settings.device == "null":
         from penstock.runner.null import NullRunner
 
-        blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if settings.chunked else 0
-        widths = {task: spec.width(task) for task in spec.tasks}
+        cached = settings.chunked or settings.generates
+        blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if cached else 0
+        widths: dict[Task, int] = {t: spec.width(t) for t in spec.tasks if t is not Task.GENERATE}
         return Loaded(NullRunner(widths), blocks, _LATE_PLACES)
     return _model_runner(spec, settings)
 
@@ -78,9 +78,14 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     pooler.scorer = _scorer(spec, settings, device)
     places = 0 if pooler.scorer is None else len(pooler.scorer.store)
     cache, blocks = None, 0
-    if settings.chunked:
+    generator = None
+    if settings.generates:
+        from penstock.runner.generator import Generator
+
+        generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
+    if settings.chunked or settings.generates:
         cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
-    runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache)
+    runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache, generator)
     lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
     warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens), lengths)
     return Loaded(runner, blocks, places)
@@ -121,7 +126,17 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     build = LayerBuilder(weights, settings.quantization)
     tokens = () if spec.score is None else spec.score.tokens
-    return build_model(spec.architecture, spec.config, build, splade=splade, score_tokens=tokens)
+    return build_model(
+        spec.architecture,
+        spec.config,
+        build,
+        splade=splade,
+        score_tokens=tokens,
+        generates=settings.generates,
+    )
+
+
+_KV_SHARE = 0.8  # of what the weights leave free; the rest is for activations
 
 
 def make_cache(
@@ -136,7 +151,10 @@ def make_cache(
     block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, dtype)
     needed = -(-settings.max_model_len // BLOCK_SIZE)
     enough = needed * settings.max_num_seqs
-    blocks = max(needed, min(enough, settings.kv_cache_bytes // block_bytes))
+    granted = settings.kv_cache_bytes or int(_KV_SHARE * torch.cuda.mem_get_info(device)[0])
+    blocks = max(needed, min(enough, granted // block_bytes))
     store = KVStore(layers, blocks * BLOCK_SIZE, kv_heads, dim, dtype, device)
-    sums = torch.zeros((blocks, model.hidden_size), dtype=torch.float32, device=device)
+    sums = torch.zeros(
+        (blocks if settings.chunked else 0, model.hidden_size), dtype=torch.float32, device=device
+    )
     return (store, sums), blocks
