@@ -128,8 +128,6 @@ def resolve(
     they are expected to begin alike; `generates`, whether rows are continued.
     """
     generate_prefixes = generates and config.enable_prefix_caching is not False
-    if config.enable_prefix_caching and why_not_cut is not None and generates:
-        config = msgspec.structs.replace(config, enable_prefix_caching=None)  # of what is generated alone
     if config.enable_prefix_caching is None:
         can = why_not_cut is None and config.enable_chunked_prefill is not False
         config = msgspec.structs.replace(config, enable_prefix_caching=shares_prefixes and can)

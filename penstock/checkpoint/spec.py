@@ -31,7 +31,9 @@ _OLD_FLAGS = {
     "pooling_mode_lasttoken": "last",
 }
 # Class names or model types of decoders begin so, and of those among them whose tokens see all others.
-_DECODERS = ("gemma", "gritlm", "jinaforranking", "llama", "ministral", "mistral", "qwen2", "qwen3")
+_DECODERS = (
+    *("gemma", "gpt2", "gritlm", "jinaforranking", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3"),
+)
 _LOOK_AHEAD = ("gritlm", "llamabidirectional", "llama_bidirec")
 _GRITLM_MARK = "<|embed|>\n"
 _GRITLM_TEMPLATE = "<|user|>\n{instruction}\n" + _GRITLM_MARK
