@@ -1,8 +1,8 @@
 """Decoders: norms before each part, rotary positions, grouped heads, gated MLPs.
 
-Llama, Mistral, Phi3, Qwen2, Qwen3 (with experts too), Gemma, Gemma2 and Gemma3 are one wiring with flags. So are
-the variants that were trained to look both ways (embeddinggemma, nemotron-embed, GritLM): only the kind of
-attention differs.
+Llama, Mistral, Phi3, Qwen2, Qwen3 (with experts too), Gemma, Gemma2 and Gemma3 are one wiring with flags. So
+are the variants that were trained to look both ways (embeddinggemma, nemotron-embed, GritLM): only the kind
+of attention differs.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def prompts(seed: int = 3, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]
 
 
 def write(name: str, folder: Path) -> Path:
-    """With small word vectors, so that a token's own vector, which may be its head too, does not name it as the
-    next: else a model repeats itself and shows nothing."""
+    """With small word vectors: a token's own, which may be its head too, names it as the next less often, and
+    the model repeats itself less."""
     FAMILIES[name].write(folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -72,11 +72,17 @@ def reference(name: str, folder: Path) -> Any:
 
 
 @torch.inference_mode()
+def logits_after(name: str, folder: Path, row: list[int], new: list[int]) -> torch.Tensor:
+    """What transformers thinks of each new token's place, from all before it, [new, vocabulary]."""
+    logits: torch.Tensor = reference(name, folder)(torch.tensor([row + new])).logits[0, len(row) - 1 : -1]
+    return logits
+
+
 def check_greedy(name: str, folder: Path, rows: list[list[int]], made: list[list[int]]) -> None:
     """Each token is the one that transformers finds likeliest after all before it, which by induction is what
     its `generate` gives, at the cost of one forward a row."""
     for row, new in zip(rows, made, strict=True):
-        logits = reference(name, folder)(torch.tensor([row + new])).logits[0, len(row) - 1 : -1]
+        logits = logits_after(name, folder, row, new)
         chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
         assert (logits.max(dim=-1).values - chosen).max() < 1e-4
 
