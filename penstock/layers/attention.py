@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.core import LengthGroup
 from penstock.kernels.attention import SHORT, flash_rows, short_rows
 from penstock.kernels.language import fused
-from penstock.kernels.paged import paged_attention
+from penstock.kernels.paged import paged_reference, paged_rows
+from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Limits, Memory, Paged
 
 ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added to the scores
@@ -92,19 +93,20 @@ def _generating(
     else:
         out = _varlen(query, keys, values, batch, kind, first_row=one)
     if one:
-        paged_attention(
-            query[:one],
-            memory.store.keys[layer],
-            memory.store.values[layer],
-            paged.tables,
-            paged.keys,
-            block_size=paged.block_size,
-            scale=dim**-0.5 if kind.scale is None else kind.scale,
-            window=kind.window,
-            softcap=kind.softcap,
-            out=out[:one],
-        )
+        _read_blocks(query[:one], memory.store, paged, kind, layer, out[:one])
     return out
+
+
+def _read_blocks(
+    query: Tensor, store: KVStore, paged: Paged, kind: AttentionKind, layer: int, out: Tensor
+) -> None:
+    where = (store.keys[layer], store.values[layer], paged.tables, paged.keys)
+    scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
+    size, window, cap = paged.block_size, kind.window, kind.softcap
+    if fused(query) and query.dtype in _HALVES:
+        paged_rows(query, *where, block_size=size, scale=scale, window=window, softcap=cap, out=out)
+    else:
+        out.copy_(paged_reference(query, *where, block_size=size, scale=scale, window=window, softcap=cap))
 
 
 def attend_fused(

@@ -23,7 +23,9 @@ QUESTIONS = ["What is the capital of France?", "Name three colours.", "Count fro
 def chat(question: str) -> str:
     """The model's template, by hand."""
     turns = (("system", SYSTEM), ("user", question))
-    return "".join(f"<|im_start|>{who}\n{text}<|im_end|>\n" for who, text in turns) + "<|im_start|>assistant\n"
+    return (
+        "".join(f"<|im_start|>{who}\n{text}<|im_end|>\n" for who, text in turns) + "<|im_start|>assistant\n"
+    )
 
 
 def test_the_capital_of_france_is_paris() -> None:
