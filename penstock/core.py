@@ -300,6 +300,7 @@ class Join:
     slot: int
     params: SamplingParams
     prompt_ids: Ints  # [prompt]
+    output_ids: Ints | None = None  # what followed it before, of a row that begins again
 
 
 @dataclass(frozen=True, slots=True, eq=False)

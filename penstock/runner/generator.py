@@ -25,7 +25,7 @@ class Generator:
         for slot in sample.leaves:
             self.sampler.leave(slot)
         for join in sample.joins:
-            self.sampler.join(join.slot, join.params, join.prompt_ids)
+            self.sampler.join(join.slot, join.params, join.prompt_ids, join.output_ids)
 
     @staticmethod
     def arrays(sample: SamplePlan) -> dict[str, Ints]:

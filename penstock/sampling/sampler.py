@@ -28,7 +28,9 @@ class Sampler:
         self._params: list[SamplingParams | None] = [None] * max_slots
         self._draws: list[torch.Generator | None] = [None] * max_slots
 
-    def join(self, slot: int, params: SamplingParams, prompt_ids: Ints) -> None:
+    def join(
+        self, slot: int, params: SamplingParams, prompt_ids: Ints, output_ids: Ints | None = None
+    ) -> None:
         self._params[slot] = params
         if params.temperature > 0:
             draw = torch.Generator(self.device)

@@ -26,7 +26,7 @@ from penstock.core import (
     StepResult,
     Timings,
 )
-from penstock.errors import BadValue, QueueFull
+from penstock.errors import BadValue, NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool, extend_keys, prefix_keys
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
@@ -211,6 +211,7 @@ class Lane:
                 self._pause(row)
             self._epoch[row.slot] += 1  # what is on its way is built on sand
             self._length[row.slot] = self._known[row.slot]
+            self._join_again(row)
         self._suspects += [name for name in requests if name not in self._suspects]
         return []
 
@@ -394,7 +395,18 @@ class Lane:
         self._rows[slot] = None
         self._epoch[slot] += 1
         self._free.append(slot)
-        self._leaves.append(slot)
+        self._joins = [join for join in self._joins if join.slot != slot]
+        if slot not in self._leaves:
+            self._leaves.append(slot)
+
+    def _join_again(self, row: GeneratingRow) -> None:
+        """The sampler may have counted tokens that nobody saw."""
+        start, end = int(self._prompt[row.slot]), int(self._known[row.slot])
+        output = self._tokens[row.slot, start:end].copy()
+        self._joins = [join for join in self._joins if join.slot != row.slot]
+        self._joins.append(Join(row.slot, row.sampling, row.prompt, output))
+        if row.slot not in self._leaves:
+            self._leaves.append(row.slot)
 
     def _pause(self, row: GeneratingRow) -> None:
         """Take a row's blocks; it begins again with all its tokens as prompt."""
@@ -457,6 +469,8 @@ class Lane:
         longest, limit = int(request.lengths.max(initial=0)), self.limits.length
         if request.num_rows == 0 or int(request.lengths.min()) == 0:
             raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")
+        if params.prompt_logprobs is not None:
+            raise NotPossible("prompt_logprobs are not computed by this engine", param="prompt_logprobs")
         if params.max_tokens < 1:
             raise BadValue(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
         if params.min_tokens > params.max_tokens:

@@ -15,7 +15,7 @@ torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.kernels import activation, attention, cast, embedding, norm, pooling, rotary, splade
+from penstock.kernels import activation, attention, cast, embedding, norm, paged, pooling, rotary, splade
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
 compiled = []
@@ -44,7 +44,7 @@ class Compiler:
         compiled.append(self.function.__name__)
 
 kernels, helpers = set(), ("_activated", "_key_tile", "_squashed")
-for module in (activation, attention, cast, embedding, norm, pooling, rotary, splade):
+for module in (activation, attention, cast, embedding, norm, paged, pooling, rotary, splade):
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
             kernels.add(name)
@@ -80,6 +80,10 @@ for heads, kv_heads, dim in ((12, 12, 64), (8, 2, 128), (4, 4, 96)):
         attention.short_rows(*qkv, i(2), max_length=length, scale=0.1, causal=True, limits=i(1))
     attention.flash_rows(*qkv, i(2), max_length=99, scale=0.1)
     attention.flash_rows(*qkv, i(2), i(2), max_length=99, scale=0.1, causal=True, window=9, limits=i(1))
+    where = x(640, kv_heads, dim), x(640, kv_heads, dim), i(20).view(2, 10), i(2)
+    for splits, more in ((1, {}), (4, {"window": 50, "softcap": 30.0})):
+        out = x(2, heads * dim)
+        paged.paged_rows(x(2, heads, dim), *where, block_size=16, scale=0.1, out=out, splits=splits, **more)
 missed = kernels - set(compiled)
 assert not missed, missed
 print(len(compiled))
