@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
+from penstock.core import Grammar
 from penstock.engine.core import EngineCore, StepStats
+from penstock.inputs.constraints import Constraint, Constraints
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.load import BLOCK_SIZE, load_runner
+from penstock.runner.base import BLOCK_SIZE
+from penstock.runner.load import load_runner
+from penstock.scheduler.lane import Guides, Lane, LaneLimits
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vectors import VectorPlaces
 
@@ -21,10 +26,21 @@ def build_core(
 ) -> EngineCore:
     budget = Budget(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_queued_tokens)
     loaded = load_runner(spec, settings)
-    chunking = None
+    pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
+    chunking = lane = None
     if settings.chunked:
-        pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
+    if settings.generates:
+        limits = LaneLimits(
+            rows=settings.max_num_seqs,
+            tokens=settings.max_num_batched_tokens,
+            chunk_tokens=settings.chunk_tokens,
+            length=settings.max_model_len,
+            queued_tokens=settings.max_queued_tokens,
+            prefixes=settings.generate_prefixes,
+            vocabulary=spec.vocab_size,
+        )
+        lane = Lane(pool, limits, _guides(spec))
     places = None
     if loaded.num_places:
         places = VectorPlaces(
@@ -39,4 +55,18 @@ def build_core(
         wake=wake,
         observe=observe,
         share_identical=settings.share_identical,
+        lane=lane,
     )
+
+
+def _guides(spec: ModelSpec) -> Guides:
+    """What makes rows follow grammars; the vocabulary is laid out when the first one comes."""
+
+    @cache
+    def vocabulary() -> Constraints:
+        return Constraints(spec.path / "tokenizer.json", spec.vocab_size, spec.eos_token_ids)
+
+    def guide(grammar: Grammar) -> Constraint:
+        return vocabulary()(grammar)
+
+    return guide

@@ -14,7 +14,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.core import Answer, Array, Comparison, Ints, PoolingParams, Request, SamplingParams, Timings
+from penstock.core import (
+    Answer,
+    Array,
+    Comparison,
+    Generated,
+    Ints,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    Timings,
+)
 from penstock.engine.core import Failure, Outcome
 from penstock.errors import revive
 
@@ -73,6 +83,20 @@ class Done(msgspec.Struct, tag="done", array_like=True):
     device_s: float
 
 
+class Part(msgspec.Struct, tag="part", array_like=True):
+    """Further tokens of a row; what is known of each of them is raw bytes, a row of equal size a token."""
+
+    id: str
+    row: int
+    token_ids: list[int]
+    finish: str | None = None
+    stop_token: int | None = None
+    logprob_ids: bytes | None = None
+    logprobs: bytes | None = None
+    ranks: bytes | None = None
+    timings: tuple[float, float] | None = None
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True):
     id: str
     error: str
@@ -81,7 +105,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
 
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
-    items: list[Done | Failed]
+    items: list[Done | Part | Failed]
 
 
 OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
@@ -176,12 +200,14 @@ def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
 
 def pack_outcomes(outcomes: Sequence[Outcome]) -> list[Any]:
     """Frames of one `Outcomes`: the header, then one frame for each answer's values."""
-    items: list[Done | Failed] = []
+    items: list[Done | Part | Failed] = []
     frames: list[Any] = []
     for outcome in outcomes:
         if isinstance(outcome, Failure):
             error = outcome.error
             items.append(Failed(outcome.id, type(error).__name__, error.message, error.param))
+        elif isinstance(outcome, Generated):
+            items.append(_part(outcome))
         else:
             arrays, timings = (outcome.values, *outcome.more), outcome.timings
             shapes, dtypes = [array.shape for array in arrays], [array.dtype.str for array in arrays]
@@ -199,12 +225,52 @@ def _joined(frames: list[Array]) -> list[Any]:
     return [b"".join(small), *large]
 
 
-def unpack_outcomes(items: Iterable[Done | Failed], frames: Sequence[Any]) -> list[Outcome]:
+def _part(generated: Generated) -> Part:
+    arrays = (generated.logprob_ids, generated.logprobs, generated.ranks)
+    logprob_ids, logprobs, ranks = (None if array is None else array.tobytes() for array in arrays)
+    timings = generated.timings
+    return Part(
+        generated.id,
+        generated.row,
+        generated.token_ids.tolist(),
+        generated.finish,
+        generated.stop_token,
+        logprob_ids,
+        logprobs,
+        ranks,
+        None if timings is None else (timings.queue_s, timings.device_s),
+    )
+
+
+def _generated(part: Part) -> Generated:
+    logprob_ids = logprobs = ranks = None
+    count = len(part.token_ids)
+    if part.logprob_ids is not None and part.logprobs is not None and part.ranks is not None:
+        logprob_ids = np.frombuffer(part.logprob_ids, dtype=np.int32).reshape(count, -1)
+        logprobs = np.frombuffer(part.logprobs, dtype=np.float32).reshape(count, -1)
+        ranks = np.frombuffer(part.ranks, dtype=np.int32)
+    return Generated(
+        part.id,
+        part.row,
+        np.array(part.token_ids, dtype=np.int32),
+        part.finish,
+        part.stop_token,
+        logprob_ids,
+        logprobs,
+        ranks,
+        None if part.timings is None else Timings(*part.timings),
+    )
+
+
+def unpack_outcomes(items: Iterable[Done | Part | Failed], frames: Sequence[Any]) -> list[Outcome]:
     small, large, at = memoryview(frames[0]), iter(frames[1:]), 0
     outcomes: list[Outcome] = []
     for item in items:
         if isinstance(item, Failed):
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
+            continue
+        if isinstance(item, Part):
+            outcomes.append(_generated(item))
             continue
         arrays = []
         for shape, dtype in zip(item.shapes, map(np.dtype, item.dtypes), strict=True):

@@ -11,6 +11,16 @@ from penstock.kvcache.store import KVStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Paged:
+    """`core.PagedPlan` on the device."""
+
+    rows: int
+    tables: Tensor  # int32 [rows, width]
+    keys: Tensor  # int32 [rows]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Memory:
     """What a step reads of earlier ones and leaves for later ones; the plan says which."""
 
@@ -26,12 +36,21 @@ class Memory:
     carry_rows: Tensor  # int64 [cut]
     carry_slots: Tensor  # int64 [cut]
     carry_old: Tensor  # int64 [cut]
+    paged: Paged | None = None  # leading rows that read memory where it lies
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Leave the keys and values of a step in which every token is kept."""
+        self.store.write(layer, self.write_slots, key, value)
 
     def recall(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep what later steps need, and put remembered keys and values before the step's own."""
         if len(self.write_slots):
             kept = self.write_tokens
             self.store.write(layer, self.write_slots, key.index_select(0, kept), value.index_select(0, kept))
+        return self.remembered(layer, key, value)
+
+    def remembered(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Remembered keys and values before the step's own, row by row."""
         if not len(self.read_slots):
             return key, value
         old_key, old_value = self.store.read(layer, self.read_slots)
@@ -79,6 +98,7 @@ class Batch:
     memory: Memory | None = None
     adapters: Tensor | None = None  # int32 [rows], -1: none; None: no row has one
     limits: Limits | None = None  # of rows that attend to their leading tokens only
+    generates: bool = False  # no token sees one after it, whatever the model does otherwise
 
     @property
     def totals(self) -> Tensor:
