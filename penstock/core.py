@@ -322,6 +322,20 @@ class SamplePlan:
     fed_slots: Ints  # [fed], the place whose last sampled token each is
     leaves: tuple[int, ...] = ()  # places that are given up before this step
     joins: tuple[Join, ...] = ()  # and those that are taken, after the former
+    masks: tuple[tuple[int, Ints], ...] = ()  # the tokens that these places may take next, 32 to a word
+    prompts: PromptPlan | None = None  # None: nothing is asked about prompts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPlan:
+    """Tokens of prompts whose successors are known, and how likely these are is asked."""
+
+    rows: Ints  # [asking], rows of the step
+    begins: Ints  # [asking], where in its prompt each begins
+    counts: Ints  # [asking], such tokens of each
+    tokens: Ints  # [scored], their places in the step, row after row
+    following: Ints  # [scored], the token that comes after each
+    most: int  # likeliest tokens that are given besides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -371,8 +385,9 @@ class StepPlan:
 class StepResult:
     """What a step gives back: for each variant of its plan, one array of rows.
 
-    A step that generates gives the sampled token ids [sampled] and, of the rows that asked for them, the
-    ids [asked, 1 + most], log probabilities of the same shape, and ranks [asked].
+    A step that generates gives the sampled token ids [sampled]; then, where some row asked, the ids
+    [asked, 1 + most], log probabilities of the same shape and ranks [asked] of the rows that did; and then
+    the same three of prompts, where the plan has some.
     """
 
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
@@ -406,6 +421,10 @@ class Generated:
     logprobs: NDArray[np.float32] | None = None  # [new, 1 + logprobs]
     ranks: Ints | None = None  # [new], of the chosen token, from 1
     timings: Timings | None = None  # with the last part
+    # With the first part, where asked for: the same of the prompt's tokens after the first.
+    prompt_logprob_ids: Ints | None = None  # [prompt - 1, 1 + prompt_logprobs]
+    prompt_logprobs: NDArray[np.float32] | None = None  # [prompt - 1, 1 + prompt_logprobs]
+    prompt_ranks: Ints | None = None  # [prompt - 1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

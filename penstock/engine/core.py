@@ -156,7 +156,8 @@ class EngineCore:
         for request in () if self.lane is None else self.lane.expired(now):
             error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
             outcomes.append(Failure(request.id, error))
-        return outcomes
+        broken = {} if self.lane is None else self.lane.let_go()
+        return outcomes + [Failure(request_id, why) for request_id, why in broken.items()]
 
     def _launch(self) -> None:
         while len(self._flights) < self.depth and (plan := self._next_plan()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._params: list[SamplingParams | None] = [None] * max_slots
+        self._masks: list[Ints | None] = [None] * max_slots
         self._draws: list[torch.Generator | None] = [None] * max_slots
 
     def join(
@@ -36,10 +38,18 @@ class Sampler:
             draw = torch.Generator(self.device)
             self._draws[slot] = draw if params.seed is None else draw.manual_seed(params.seed)
 
+    def mask(self, slot: int, bitmask: Ints | None) -> None:
+        """The tokens that the slot's next ones may be, 32 to a word and the lowest first; None: any."""
+        self._masks[slot] = bitmask
+
     def leave(self, slot: int) -> None:
-        self._params[slot] = self._draws[slot] = None
+        self._params[slot] = self._draws[slot] = self._masks[slot] = None
 
     def __call__(self, logits: Tensor, slots: Ints, slots_device: Tensor) -> Sampled:
+        for i, slot in enumerate(slots.tolist()):
+            if (mask := self._masks[slot]) is not None:
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size]
+                logits[i].masked_fill_(torch.from_numpy(bits == 0).to(self.device), float("-inf"))
         chosen = logits.argmax(dim=-1)
         asked: list[int] = []
         most = 0

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core import (
+    Array,
     Generated,
     Ints,
     Join,
+    PromptPlan,
     Request,
     SamplePlan,
     SamplingParams,
@@ -26,12 +29,28 @@ from penstock.core import (
     StepResult,
     Timings,
 )
-from penstock.errors import BadValue, NotPossible, QueueFull
+from penstock.errors import BadValue, PenstockError, QueueFull
 from penstock.kvcache.blocks import BlockPool, extend_keys, prefix_keys
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
 
 Place = tuple[float, int, int]
+
+
+class Constraint(Protocol):
+    """What a row's text must follow."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing but the end may come."""
+
+    def mask(self) -> NDArray[Any]:
+        """The tokens that may come next, 32 to a word; the array may be overwritten by the next call."""
+
+    def accept(self, token: int) -> None: ...
+
+
+Constrain = Callable[[SamplingParams], Constraint | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,9 @@ class GeneratingRow:
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks
     queued_s: float = 0.0
+    constraint: Constraint | None = None
+    prompt_scores: _Scores | None = None  # of its prompt, where asked for, filled chunk by chunk
+    scored: bool = False  # all of them have been handed out
 
     @property
     def prompt(self) -> Ints:
@@ -70,9 +92,15 @@ class GeneratingRow:
 class Lane:
     """add → schedule → collect. A row waits, runs, may be paused for want of memory, and ends."""
 
-    def __init__(self, pool: BlockPool, limits: LaneLimits) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: LaneLimits, constrain: Constrain = lambda params: None
+    ) -> None:
+        """`constrain` gives a row that must follow something its way through it. Such a row waits for each of
+        its tokens before the next is planned."""
+        self.constrain = constrain
         self.pool = pool
         self.limits = limits
+        self.broken: dict[str, PenstockError] = {}  # requests that cannot go on, until `let_go`
         self.preempted = 0  # how often a row gave way
         self.queued_tokens = 0
         self._now_s = 0.0
@@ -101,6 +129,8 @@ class Lane:
             np.zeros(slots, dtype=np.int32) for _ in range(5)
         )
         self._device_s = np.zeros(slots)
+        self._constrained = np.zeros(slots, dtype=bool)
+        self._scored_rows = 0  # rows with a slot whose prompt is asked about
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._left
@@ -129,6 +159,8 @@ class Lane:
         number = next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
         rows = [GeneratingRow(request, row, (start, number, row)) for row in range(request.num_rows)]
+        for row in rows:
+            row.constraint = self.constrain(request.sampling)
         self._left[request.id] = rows
         for row in rows:
             _insert(self._waiting, row)
@@ -147,6 +179,13 @@ class Lane:
         for request in late:
             self.cancel(request.id)
         return late
+
+    def let_go(self) -> dict[str, PenstockError]:
+        """Forget the requests that cannot go on, and say why."""
+        broken, self.broken = self.broken, {}
+        for request_id in broken:
+            self.cancel(request_id)
+        return broken
 
     def next_deadline_s(self) -> float | None:
         deadlines = [rows[0].request.deadline_s for rows in self._left.values()]
@@ -187,6 +226,8 @@ class Lane:
         stopped = (new_ids[:, None] == self._stops[slots]).any(axis=1)
         stopped &= self._known[slots] > self._least[slots]
         full = self._known[slots] >= self._most[slots]
+        if sample.prompts is not None:
+            self._take_scores(sample.prompts, sample, result.outputs[-3:])
         extras = _extras(result, sample.asked, mine)
         columns = (slots.tolist(), new_ids.tolist(), stopped.tolist(), full.tolist(), extras)
         parts = [self._part(*of_row) for of_row in zip(*columns, strict=True)]
@@ -244,6 +285,7 @@ class Lane:
         if only is not None:
             running = np.array([s for s in self._running if self._name(s) == only], dtype=np.int32)
         last = self._length[running] - self._done[running] == 1
+        last &= ~self._constrained[running] | (self._known[running] == self._length[running])
         ready: Ints = running[last & (self._length[running] < self._most[running])]
         return ready[: min(self.limits.tokens, self.limits.rows)]
 
@@ -307,6 +349,8 @@ class Lane:
         self._set_stops(slot, params)
         self._wants[slot] = -1 if params.logprobs is None else params.logprobs
         self._device_s[slot] = 0.0
+        self._constrained[slot] = row.constraint is not None
+        self._scored_rows += params.prompt_logprobs is not None
         row.queued_s = max(0.0, self._now_s - row.request.arrival_s)
         self._joins.append(Join(slot, params, prompt))
         return True
@@ -316,7 +360,7 @@ class Lane:
         slot, pool = row.slot, self.pool
         length = int(self._length[slot])
         keys, found = [], []
-        if self.limits.prefixes:
+        if self.limits.prefixes and (row.scored or row.sampling.prompt_logprobs is None):
             keys = prefix_keys(self._tokens[slot, : length - 1], pool.block_size, row.request.cache_salt)
             found = pool.match(keys)
         needed = pool.blocks_for(length) - len(found)
@@ -338,6 +382,7 @@ class Lane:
     def _planned(self, slots: Ints, counts: Ints) -> StepPlan:
         begins = self._done[slots]
         rows = StepRows(slots, begins, counts, self._epoch[slots], self._visit[slots])
+        prompt_ends, most = self._asking(slots) if self._scored_rows else (None, 0)
         ends = begins + counts
         sampled = ends == self._length[slots]
         plan = generation_plan(
@@ -350,16 +395,78 @@ class Lane:
             block_size=self.pool.block_size,
             leaves=tuple(self._leaves),
             joins=tuple(self._joins),
+            masks=self._masks(slots[sampled & self._constrained[slots]]),
+            prompt_ends=prompt_ends,
+            most=most,
         )
         self._leaves, self._joins = [], []
         self._done[slots] = ends
         self._length[slots[sampled]] += 1
         return plan
 
+    def _asking(self, slots: Ints) -> tuple[Ints | None, int]:
+        """Which prompts are asked about, and how much."""
+        rows = [self._rows[slot] for slot in slots.tolist()]
+        asked = [
+            -1
+            if row is None or row.scored or row.sampling.prompt_logprobs is None
+            else row.sampling.prompt_logprobs
+            for row in rows
+        ]
+        if max(asked) < 0:
+            return None, 0
+        return np.where(np.array(asked) < 0, 0, self._prompt[slots]).astype(np.int32), max(asked)
+
+    def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
+        """For the rows that must follow something; all tokens before the next are known of them."""
+        out = []
+        for slot in slots.tolist():
+            row = self._rows[slot]
+            assert row is not None and row.constraint is not None
+            try:
+                out.append((slot, row.constraint.mask().view(np.int32).copy()))
+            except PenstockError as error:
+                self.broken[row.request.id] = error
+        return tuple(out)
+
+    def _accepted(self, row: GeneratingRow, constraint: Constraint, token: int) -> bool:
+        """Whether the row's text is complete with this token."""
+        try:
+            constraint.accept(token)
+        except PenstockError as error:
+            self.broken[row.request.id] = error
+        return constraint.done
+
+    def _take_scores(self, plan: PromptPlan, sample: SamplePlan, found: Sequence[Array]) -> None:
+        """What was asked about prompts, each at its place: a row that began again has them twice."""
+        at = 0
+        for row, begin, count in zip(
+            plan.rows.tolist(), plan.begins.tolist(), plan.counts.tolist(), strict=True
+        ):
+            slot = int(sample.slots[row])
+            owner = self._rows[slot]
+            if owner is not None and self._epoch[slot] == sample.epochs[row]:
+                kept = owner.prompt_scores = owner.prompt_scores or _room_for_scores(owner)
+                for into, array in zip(kept, found, strict=True):
+                    some = array[at : at + count]
+                    into[begin : begin + count] = some if some.ndim == 1 else some[:, : into.shape[1]]
+            at += count
+
+    def _handed_out(self, row: GeneratingRow) -> _Extra:
+        """What was asked about a prompt, with the first token after it."""
+        if row.scored or row.sampling.prompt_logprobs is None:
+            return _NOTHING
+        row.scored = True
+        return row.prompt_scores or _room_for_scores(row)
+
     def _part(self, slot: int, token: int, stopped: bool, full: bool, extra: _Extra) -> Generated:
         row = self._rows[slot]
         assert row is not None
-        finish = "stop" if stopped else ("length" if full else None)
+        done = False
+        if row.constraint is not None and not stopped:
+            done = self._accepted(row, row.constraint, token)
+        about_prompt = self._handed_out(row)
+        finish = "stop" if stopped or done else ("length" if full else None)
         shown = [] if stopped else [token]
         timings = None
         if finish is not None:
@@ -369,7 +476,7 @@ class Lane:
         if stopped:
             extra = _NOTHING
         return Generated(
-            row.request.id, row.row, ids, finish, token if stopped else None, *extra, timings=timings
+            row.request.id, row.row, ids, finish, token if stopped else None, *extra, timings, *about_prompt
         )
 
     def _finish(self, row: GeneratingRow) -> None:
@@ -394,6 +501,7 @@ class Lane:
             self._paused.remove(row)
         self._rows[slot] = None
         self._epoch[slot] += 1
+        self._scored_rows -= row.sampling.prompt_logprobs is not None
         self._free.append(slot)
         self._joins = [join for join in self._joins if join.slot != slot]
         if slot not in self._leaves:
@@ -469,8 +577,6 @@ class Lane:
         longest, limit = int(request.lengths.max(initial=0)), self.limits.length
         if request.num_rows == 0 or int(request.lengths.min()) == 0:
             raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")
-        if params.prompt_logprobs is not None:
-            raise NotPossible("prompt_logprobs are not computed by this engine", param="prompt_logprobs")
         if params.max_tokens < 1:
             raise BadValue(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
         if params.min_tokens > params.max_tokens:
@@ -485,8 +591,14 @@ class Lane:
             )
 
 
+_Scores = tuple[Ints, NDArray[np.float32], Ints]
 _Extra = tuple[Ints | None, NDArray[np.float32] | None, Ints | None]
 _NOTHING: _Extra = (None, None, None)
+
+
+def _room_for_scores(row: GeneratingRow) -> _Scores:
+    count, wide = len(row.prompt) - 1, 1 + (row.sampling.prompt_logprobs or 0)
+    return np.zeros((count, wide), np.int32), np.zeros((count, wide), np.float32), np.zeros(count, np.int32)
 
 
 def _insert(rows: list[GeneratingRow], row: GeneratingRow) -> None:
@@ -496,9 +608,9 @@ def _insert(rows: list[GeneratingRow], row: GeneratingRow) -> None:
 def _extras(result: StepResult, asked: Ints, mine: NDArray[np.bool_]) -> list[_Extra]:
     """Log probabilities and ranks for each sampled row that is `mine`; a step gives them only of the rows
     that asked, as many columns as the most that one did."""
-    if len(result.outputs) == 1:
+    if not (asked >= 0).any():
         return [_NOTHING] * int(mine.sum())
-    _, ids, logprobs, ranks = result.outputs
+    _, ids, logprobs, ranks = result.outputs[:4]
     out: list[_Extra] = []
     at = 0
     for count, keep in zip(asked.tolist(), mine.tolist(), strict=True):
