@@ -188,6 +188,10 @@ def _joined(frames: list[Array]) -> list[Any]:
 
 def _part(generated: Generated) -> Part:
     timings = generated.timings
+    if (
+        generated.finish is None and generated.ranks is None and generated.prompt_ranks is None
+    ):  # almost all are so
+        return Part(generated.id, generated.row, generated.token_ids.tolist())
     scores = {
         name: None if (array := getattr(generated, name)) is None else array.tobytes() for name in _SCORES
     }

@@ -67,7 +67,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 
     from penstock.pooling.build import build_pooler
     from penstock.runner.model_runner import ModelRunner
-    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, warm_up
+    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, warm_up, warm_up_generation
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
@@ -87,7 +87,10 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
     runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache, generator)
     lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
-    warm_up(runner, min(settings.max_model_len, settings.max_num_batched_tokens), lengths)
+    budget = settings.max_num_batched_tokens
+    warm_up(runner, min(settings.max_model_len, budget), lengths)
+    if generator is not None and settings.max_model_len >= 8:
+        warm_up_generation(runner, generator.sampler, blocks, min(settings.max_model_len - 3, budget))
     return Loaded(runner, blocks, places)
 
 

@@ -229,7 +229,8 @@ class Lane:
         if sample.prompts is not None:
             self._take_scores(sample.prompts, sample, result.outputs[-3:])
         extras = _extras(result, sample.asked, mine)
-        columns = (slots.tolist(), new_ids.tolist(), stopped.tolist(), full.tolist(), extras)
+        shown = [new_ids[i : i + 1] for i in range(len(new_ids))]
+        columns = (slots.tolist(), shown, stopped.tolist(), full.tolist(), extras)
         parts = [self._part(*of_row) for of_row in zip(*columns, strict=True)]
         if self._suspects and len(slots):
             self._clear({part.id for part in parts})
@@ -255,6 +256,11 @@ class Lane:
             self._join_again(row)
         self._suspects += [name for name in requests if name not in self._suspects]
         return []
+
+    def left_slots(self) -> list[int]:
+        """Slots that were given up since the last step was planned; the caller tells the sampler."""
+        left, self._leaves = self._leaves, []
+        return left
 
     def check_integrity(self) -> None:
         """Every slot and block belongs to one row or to none."""
@@ -309,8 +315,9 @@ class Lane:
 
     def _prefilling(self, only: str | None) -> Iterable[int]:
         """Slots with more than a token to run: those that have begun, those that gave way, new ones."""
-        for slot in list(self._running):
-            if self._length[slot] - self._done[slot] > 1 and (only is None or self._name(slot) == only):
+        running = np.array(self._running, dtype=np.int32)
+        for slot in running[self._length[running] - self._done[running] > 1].tolist():
+            if only is None or self._name(slot) == only:
                 yield slot
         for row in list(self._paused):
             if only is not None and row.request.id != only:
@@ -459,25 +466,23 @@ class Lane:
         row.scored = True
         return row.prompt_scores or _room_for_scores(row)
 
-    def _part(self, slot: int, token: int, stopped: bool, full: bool, extra: _Extra) -> Generated:
+    def _part(self, slot: int, new: Ints, stopped: bool, full: bool, extra: _Extra) -> Generated:
+        """What a step adds to a row: one token, which is not shown if it stopped the row."""
         row = self._rows[slot]
         assert row is not None
         done = False
         if row.constraint is not None and not stopped:
-            done = self._accepted(row, row.constraint, token)
+            done = self._accepted(row, row.constraint, int(new[0]))
         about_prompt = self._handed_out(row)
-        finish = "stop" if stopped or done else ("length" if full else None)
-        shown = [] if stopped else [token]
-        timings = None
-        if finish is not None:
-            timings = Timings(row.queued_s, float(self._device_s[slot]))
-            self._finish(row)
-        ids = np.array(shown, dtype=np.int32)
+        if not (stopped or done or full):
+            return Generated(row.request.id, row.row, new, None, None, *extra, None, *about_prompt)
+        timings = Timings(row.queued_s, float(self._device_s[slot]))
+        self._finish(row)
         if stopped:
-            extra = _NOTHING
-        return Generated(
-            row.request.id, row.row, ids, finish, token if stopped else None, *extra, timings, *about_prompt
-        )
+            ended = (new[:0], "stop", int(new[0]), *_NOTHING)
+            return Generated(row.request.id, row.row, *ended, timings, *about_prompt)
+        why = "stop" if done else "length"
+        return Generated(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)
 
     def _finish(self, row: GeneratingRow) -> None:
         rows = self._left[row.request.id]
