@@ -368,7 +368,20 @@ class SamplePlan:
     fed_slots: Ints  # [fed], the place whose last sampled token each is
     leaves: tuple[int, ...] = ()  # places that are given up before this step
     joins: tuple[Join, ...] = ()  # and those that are taken, after the former
-    masks: tuple[tuple[int, Ints], ...] = ()  # places and the tokens that their next ones may be, as bits
+    masks: tuple[tuple[int, Ints], ...] = ()  # the tokens that these places may take next, 32 to a word
+    prompts: PromptPlan | None = None  # None: nothing is asked about prompts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPlan:
+    """Tokens of prompts whose successors are known, and how likely these are is asked."""
+
+    rows: Ints  # [asking], rows of the step
+    begins: Ints  # [asking], where in its prompt each begins
+    counts: Ints  # [asking], such tokens of each
+    tokens: Ints  # [scored], their places in the step, row after row
+    following: Ints  # [scored], the token that comes after each
+    most: int  # likeliest tokens that are given besides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -418,8 +431,9 @@ class StepPlan:
 class StepResult:
     """What a step gives back: for each variant of its plan, one array of rows.
 
-    A step that generates gives the sampled token ids [sampled] and, of the rows that asked for them, the
-    ids [asked, 1 + most], log probabilities of the same shape, and ranks [asked].
+    A step that generates gives the sampled token ids [sampled]; then, where some row asked, the ids
+    [asked, 1 + most], log probabilities of the same shape and ranks [asked] of the rows that did; and then
+    the same three of prompts, where the plan has some.
     """
 
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants

@@ -79,6 +79,14 @@ def serve(
             "for rerankers.",
         ),
     ] = None,
+    enable_generation: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-generation/--no-enable-generation",
+            help="Continue texts; by default where the checkpoint is a language model, and neither an "
+            "embedder nor a reranker.",
+        ),
+    ] = None,
     share_identical: Annotated[
         bool,
         typer.Option(
@@ -138,6 +146,7 @@ def serve(
         enable_chunked_prefill=enable_chunked_prefill,
         long_prefill_token_threshold=long_prefill_token_threshold,
         enable_prefix_caching=enable_prefix_caching,
+        enable_generation=enable_generation,
         kv_cache_gb=kv_cache_gb,
         share_identical=share_identical,
         document_cache_gb=document_cache_gb,

@@ -7,13 +7,13 @@ from functools import cache
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import Grammar
+from penstock.core import SamplingParams
 from penstock.engine.core import EngineCore, StepStats
 from penstock.inputs.constraints import Constraint, Constraints
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
-from penstock.scheduler.lane import Guides, Lane, LaneLimits
+from penstock.scheduler.lane import Constrain, Lane, LaneLimits
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vectors import VectorPlaces
 
@@ -40,7 +40,7 @@ def build_core(
             prefixes=settings.generate_prefixes,
             vocabulary=spec.vocab_size,
         )
-        lane = Lane(pool, limits, _guides(spec))
+        lane = Lane(pool, limits, _constrain(spec))
     places = None
     if loaded.num_places:
         places = VectorPlaces(
@@ -59,14 +59,14 @@ def build_core(
     )
 
 
-def _guides(spec: ModelSpec) -> Guides:
+def _constrain(spec: ModelSpec) -> Constrain:
     """What makes rows follow grammars; the vocabulary is laid out when the first one comes."""
 
     @cache
     def vocabulary() -> Constraints:
         return Constraints(spec.path / "tokenizer.json", spec.vocab_size, spec.eos_token_ids)
 
-    def guide(grammar: Grammar) -> Constraint:
-        return vocabulary()(grammar)
+    def constrain(params: SamplingParams) -> Constraint | None:
+        return None if params.grammar is None else vocabulary()(params.grammar)
 
-    return guide
+    return constrain

@@ -182,7 +182,8 @@ class EngineCore:
         for request in () if self.lane is None else self.lane.expired(now):
             error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
             outcomes.append(Failure(request.id, error))
-        return outcomes
+        broken = {} if self.lane is None else self.lane.let_go()
+        return outcomes + [Failure(request_id, why) for request_id, why in broken.items()]
 
     def _launch(self) -> None:
         while self._may_launch() and (step := self._next_step()) is not None:
@@ -253,8 +254,6 @@ class EngineCore:
                 self._set_budget()
             if self.lane is not None and flight.plan.sample is not None:
                 outcomes += self.lane.collect(flight.plan, result)
-                while self.lane.lost:
-                    outcomes.append(Failure(*self.lane.lost.popitem()))
             else:
                 outcomes += self._hand_out(flight.plan, result)
             self.observe(self._stats(flight, result))

@@ -95,6 +95,9 @@ class Part(msgspec.Struct, tag="part", array_like=True):
     logprobs: bytes | None = None
     ranks: bytes | None = None
     timings: tuple[float, float] | None = None
+    prompt_logprob_ids: bytes | None = None
+    prompt_logprobs: bytes | None = None
+    prompt_ranks: bytes | None = None
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -226,39 +229,52 @@ def _joined(frames: list[Array]) -> list[Any]:
 
 
 def _part(generated: Generated) -> Part:
-    arrays = (generated.logprob_ids, generated.logprobs, generated.ranks)
-    logprob_ids, logprobs, ranks = (None if array is None else array.tobytes() for array in arrays)
     timings = generated.timings
+    if (
+        generated.finish is None and generated.ranks is None and generated.prompt_ranks is None
+    ):  # almost all are so
+        return Part(generated.id, generated.row, generated.token_ids.tolist())
+    scores = {
+        name: None if (array := getattr(generated, name)) is None else array.tobytes() for name in _SCORES
+    }
     return Part(
         generated.id,
         generated.row,
         generated.token_ids.tolist(),
         generated.finish,
         generated.stop_token,
-        logprob_ids,
-        logprobs,
-        ranks,
-        None if timings is None else (timings.queue_s, timings.device_s),
+        timings=None if timings is None else (timings.queue_s, timings.device_s),
+        **scores,
     )
 
 
+# Arrays of a part: their type, and whether a token has a row of them rather than one number.
+_SCORES: dict[str, tuple[type[Any], bool]] = {
+    "logprob_ids": (np.int32, True),
+    "logprobs": (np.float32, True),
+    "ranks": (np.int32, False),
+    "prompt_logprob_ids": (np.int32, True),
+    "prompt_logprobs": (np.float32, True),
+    "prompt_ranks": (np.int32, False),
+}
+
+
 def _generated(part: Part) -> Generated:
-    logprob_ids = logprobs = ranks = None
-    count = len(part.token_ids)
-    if part.logprob_ids is not None and part.logprobs is not None and part.ranks is not None:
-        logprob_ids = np.frombuffer(part.logprob_ids, dtype=np.int32).reshape(count, -1)
-        logprobs = np.frombuffer(part.logprobs, dtype=np.float32).reshape(count, -1)
-        ranks = np.frombuffer(part.ranks, dtype=np.int32)
+    scores: dict[str, Any] = {}
+    for name, (dtype, wide) in _SCORES.items():
+        if (raw := getattr(part, name)) is not None:
+            array = np.frombuffer(raw, dtype=dtype)
+            ranks = part.prompt_ranks if name.startswith("prompt") else part.ranks
+            count = len(ranks or b"") // 4
+            scores[name] = array.reshape(count, -1 if count else 1) if wide else array
     return Generated(
         part.id,
         part.row,
         np.array(part.token_ids, dtype=np.int32),
         part.finish,
         part.stop_token,
-        logprob_ids,
-        logprobs,
-        ranks,
-        None if part.timings is None else Timings(*part.timings),
+        timings=None if part.timings is None else Timings(*part.timings),
+        **scores,
     )
 
 

@@ -92,7 +92,13 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 
     from penstock.pooling.build import build_pooler
     from penstock.runner.model_runner import ModelRunner
-    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, capture_graphs, warm_up
+    from penstock.runner.warmup import (
+        KERNEL_LENGTHS,
+        LENGTHS,
+        capture_graphs,
+        warm_up,
+        warm_up_generation,
+    )
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
@@ -118,6 +124,9 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     warm_up(runner, longest, lengths)
     if runner.graphs is not None:
         capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
+    if generator is not None and settings.max_model_len >= 8:
+        room = min(settings.max_model_len - 3, settings.max_num_batched_tokens)
+        warm_up_generation(runner, generator.sampler, blocks, room)
     return Loaded(runner, blocks, places)
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core import (
+    Array,
     Generated,
-    Grammar,
     Ints,
     Join,
+    PromptPlan,
     Request,
     SamplePlan,
     SamplingParams,
@@ -29,12 +30,29 @@ from penstock.core import (
     Timings,
     check_sampling,
 )
-from penstock.errors import BadValue, NotPossible, PenstockError, QueueFull
+from penstock.errors import BadValue, PenstockError, QueueFull
 from penstock.kvcache.blocks import BlockPool, extend_keys, prefix_keys
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
 
 Place = tuple[float, int, int]
+
+
+class Constraint(Protocol):
+    """What a row's text must follow."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing but the end may come."""
+
+    def mask(self) -> NDArray[Any]:
+        """The tokens that may come next, 32 to a word; the array may be overwritten by the next call."""
+
+    def accept(self, token: int) -> None: ...
+
+
+Constrain = Callable[[SamplingParams], Constraint | None]
+_SALT = "generate\0"  # blocks of rows that are pooled are not mixed with those of rows that are continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +66,6 @@ class LaneLimits:
     vocabulary: int = 1 << 31
 
 
-class Guide(Protocol):
-    """One row's way through a grammar; `inputs.constraints` has it."""
-
-    def mask(self) -> NDArray[np.uint32]: ...
-    def accept(self, token: int) -> None: ...
-    @property
-    def done(self) -> bool: ...
-
-
-Guides = Callable[[Grammar], Guide]
-_SALT = "generate\0"  # blocks of rows that are pooled are not mixed with those of rows that are continued
-
-
 @dataclass(slots=True, eq=False)
 class GeneratingRow:
     """One prompt and where it stands; what changes every step lies in the lane's arrays."""
@@ -72,22 +77,9 @@ class GeneratingRow:
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks
     queued_s: float = 0.0
-    guide: Guide | None = None  # where its text must follow a grammar
-    allowed: Ints | None = None  # what the guide allows next, as bits
-
-    def guided(self, token: int) -> bool:
-        """The token that came; whether the text ends with it."""
-        if self.guide is None:
-            return False
-        self.guide.accept(token)
-        if self.guide.done:
-            return True
-        self.look_ahead()
-        return False
-
-    def look_ahead(self) -> None:
-        if self.guide is not None:
-            self.allowed = self.guide.mask().view(np.int32).copy()
+    constraint: Constraint | None = None
+    prompt_scores: _Scores | None = None  # of its prompt, where asked for, filled chunk by chunk
+    scored: bool = False  # all of them have been handed out
 
     @property
     def prompt(self) -> Ints:
@@ -103,12 +95,15 @@ class GeneratingRow:
 class Lane:
     """add → schedule → collect. A row waits, runs, may be paused for want of memory, and ends."""
 
-    def __init__(self, pool: BlockPool, limits: LaneLimits, guides: Guides | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: LaneLimits, constrain: Constrain = lambda params: None
+    ) -> None:
+        """`constrain` gives a row that must follow something its way through it. Such a row waits for each of
+        its tokens before the next is planned."""
+        self.constrain = constrain
         self.pool = pool
         self.limits = limits
-        self._guides = guides
-        self.lost: dict[str, PenstockError] = {}  # requests that were let go, until somebody tells of them
-        self._guided = 0  # rows with a slot that follow a grammar
+        self.broken: dict[str, PenstockError] = {}  # requests that cannot go on, until `let_go`
         self.preempted = 0  # how often a row gave way
         self.queued_tokens = 0
         self._now_s = 0.0
@@ -137,7 +132,8 @@ class Lane:
             np.zeros(slots, dtype=np.int32) for _ in range(5)
         )
         self._device_s = np.zeros(slots)
-        self._follows = np.zeros(slots, dtype=bool)  # a grammar
+        self._constrained = np.zeros(slots, dtype=bool)
+        self._scored_rows = 0  # rows with a slot whose prompt is asked about
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._left
@@ -163,14 +159,11 @@ class Lane:
                 f"{self.queued_tokens} tokens of prompts are waiting and at most "
                 f"{self.limits.queued_tokens} may; try again shortly"
             )
-        guides = [self._guide(request.sampling.grammar) for _ in range(request.num_rows)]
         number = next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
-        rows = [
-            GeneratingRow(request, row, (start, number, row), guide=guide) for row, guide in enumerate(guides)
-        ]
+        rows = [GeneratingRow(request, row, (start, number, row)) for row in range(request.num_rows)]
         for row in rows:
-            row.look_ahead()
+            row.constraint = self.constrain(request.sampling)
         self._left[request.id] = rows
         for row in rows:
             _insert(self._waiting, row)
@@ -196,6 +189,13 @@ class Lane:
         for request in late:
             self.cancel(request.id)
         return late
+
+    def let_go(self) -> dict[str, PenstockError]:
+        """Forget the requests that cannot go on, and say why."""
+        broken, self.broken = self.broken, {}
+        for request_id in broken:
+            self.cancel(request_id)
+        return broken
 
     def next_deadline_s(self) -> float | None:
         deadlines = [rows[0].request.deadline_s for rows in self._left.values()]
@@ -236,11 +236,12 @@ class Lane:
         stopped = (new_ids[:, None] == self._stops[slots]).any(axis=1)
         stopped &= self._known[slots] > self._least[slots]
         full = self._known[slots] >= self._most[slots]
+        if sample.prompts is not None:
+            self._take_scores(sample.prompts, sample, result.outputs[-3:])
         extras = _extras(result, sample.asked, mine)
-        columns = (slots.tolist(), new_ids.tolist(), stopped.tolist(), full.tolist(), extras)
+        shown = [new_ids[i : i + 1] for i in range(len(new_ids))]
+        columns = (slots.tolist(), shown, stopped.tolist(), full.tolist(), extras)
         parts = [self._part(*of_row) for of_row in zip(*columns, strict=True)]
-        for name in self.lost:
-            self.cancel(name)
         if self._suspects and len(slots):
             self._clear({part.id for part in parts})
         return parts
@@ -265,6 +266,11 @@ class Lane:
             self._join_again(row)
         self._suspects += [name for name in requests if name not in self._suspects]
         return []
+
+    def left_slots(self) -> list[int]:
+        """Slots that were given up since the last step was planned; the caller tells the sampler."""
+        left, self._leaves = self._leaves, []
+        return left
 
     def check_integrity(self) -> None:
         """Every slot and block belongs to one row or to none."""
@@ -295,10 +301,8 @@ class Lane:
         if only is not None:
             running = np.array([s for s in self._running if self._name(s) == only], dtype=np.int32)
         last = self._length[running] - self._done[running] == 1
-        last &= self._length[running] < self._most[running]
-        if self._guided:  # what may come next is not known before the last token is
-            last &= (self._known[running] == self._length[running]) | ~self._follows[running]
-        ready: Ints = running[last]
+        last &= ~self._constrained[running] | (self._known[running] == self._length[running])
+        ready: Ints = running[last & (self._length[running] < self._most[running])]
         return ready[: min(self.limits.tokens, self.limits.rows)]
 
     def _grown(self, ready: Ints) -> Ints:
@@ -321,8 +325,9 @@ class Lane:
 
     def _prefilling(self, only: str | None) -> Iterable[int]:
         """Slots with more than a token to run: those that have begun, those that gave way, new ones."""
-        for slot in list(self._running):
-            if self._length[slot] - self._done[slot] > 1 and (only is None or self._name(slot) == only):
+        running = np.array(self._running, dtype=np.int32)
+        for slot in running[self._length[running] - self._done[running] > 1].tolist():
+            if only is None or self._name(slot) == only:
                 yield slot
         for row in list(self._paused):
             if only is not None and row.request.id != only:
@@ -361,8 +366,8 @@ class Lane:
         self._set_stops(slot, params)
         self._wants[slot] = -1 if params.logprobs is None else params.logprobs
         self._device_s[slot] = 0.0
-        self._follows[slot] = row.guide is not None
-        self._guided += row.guide is not None
+        self._constrained[slot] = row.constraint is not None
+        self._scored_rows += params.prompt_logprobs is not None
         row.queued_s = max(0.0, self._now_s - row.request.arrival_s)
         self._joins.append(Join(slot, params, prompt))
         return True
@@ -372,7 +377,7 @@ class Lane:
         slot, pool = row.slot, self.pool
         length = int(self._length[slot])
         keys, found = [], []
-        if self.limits.prefixes:
+        if self.limits.prefixes and (row.scored or row.sampling.prompt_logprobs is None):
             keys = prefix_keys(
                 self._tokens[slot, : length - 1], pool.block_size, _SALT + row.request.cache_salt
             )
@@ -396,6 +401,7 @@ class Lane:
     def _planned(self, slots: Ints, counts: Ints) -> StepPlan:
         begins = self._done[slots]
         rows = StepRows(slots, begins, counts, self._epoch[slots], self._visit[slots])
+        prompt_ends, most = self._asking(slots) if self._scored_rows else (None, 0)
         ends = begins + counts
         sampled = ends == self._length[slots]
         plan = generation_plan(
@@ -408,39 +414,87 @@ class Lane:
             block_size=self.pool.block_size,
             leaves=tuple(self._leaves),
             joins=tuple(self._joins),
-            masks=self._masks(slots[sampled]),
+            masks=self._masks(slots[sampled & self._constrained[slots]]),
+            prompt_ends=prompt_ends,
+            most=most,
         )
         self._leaves, self._joins = [], []
         self._done[slots] = ends
         self._length[slots[sampled]] += 1
         return plan
 
-    def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
-        if not self._guided:
-            return ()
-        rows = ((slot, self._rows[slot]) for slot in slots.tolist())
-        return tuple((slot, row.allowed) for slot, row in rows if row is not None and row.allowed is not None)
+    def _asking(self, slots: Ints) -> tuple[Ints | None, int]:
+        """Which prompts are asked about, and how much."""
+        rows = [self._rows[slot] for slot in slots.tolist()]
+        asked = [
+            -1
+            if row is None or row.scored or row.sampling.prompt_logprobs is None
+            else row.sampling.prompt_logprobs
+            for row in rows
+        ]
+        if max(asked) < 0:
+            return None, 0
+        return np.where(np.array(asked) < 0, 0, self._prompt[slots]).astype(np.int32), max(asked)
 
-    def _part(self, slot: int, token: int, stopped: bool, full: bool, extra: _Extra) -> Generated:
+    def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
+        """For the rows that must follow something; all tokens before the next are known of them."""
+        out = []
+        for slot in slots.tolist():
+            row = self._rows[slot]
+            assert row is not None and row.constraint is not None
+            try:
+                out.append((slot, row.constraint.mask().view(np.int32).copy()))
+            except PenstockError as error:
+                self.broken[row.request.id] = error
+        return tuple(out)
+
+    def _accepted(self, row: GeneratingRow, constraint: Constraint, token: int) -> bool:
+        """Whether the row's text is complete with this token."""
+        try:
+            constraint.accept(token)
+        except PenstockError as error:
+            self.broken[row.request.id] = error
+        return constraint.done
+
+    def _take_scores(self, plan: PromptPlan, sample: SamplePlan, found: Sequence[Array]) -> None:
+        """What was asked about prompts, each at its place: a row that began again has them twice."""
+        at = 0
+        for row, begin, count in zip(
+            plan.rows.tolist(), plan.begins.tolist(), plan.counts.tolist(), strict=True
+        ):
+            slot = int(sample.slots[row])
+            owner = self._rows[slot]
+            if owner is not None and self._epoch[slot] == sample.epochs[row]:
+                kept = owner.prompt_scores = owner.prompt_scores or _room_for_scores(owner)
+                for into, array in zip(kept, found, strict=True):
+                    some = array[at : at + count]
+                    into[begin : begin + count] = some if some.ndim == 1 else some[:, : into.shape[1]]
+            at += count
+
+    def _handed_out(self, row: GeneratingRow) -> _Extra:
+        """What was asked about a prompt, with the first token after it."""
+        if row.scored or row.sampling.prompt_logprobs is None:
+            return _NOTHING
+        row.scored = True
+        return row.prompt_scores or _room_for_scores(row)
+
+    def _part(self, slot: int, new: Ints, stopped: bool, full: bool, extra: _Extra) -> Generated:
+        """What a step adds to a row: one token, which is not shown if it stopped the row."""
         row = self._rows[slot]
         assert row is not None
-        finish = "stop" if stopped else ("length" if full else None)
-        if finish is None and row.guide is not None:
-            try:
-                finish = "stop" if row.guided(token) else None
-            except PenstockError as error:
-                self.lost.setdefault(row.request.id, error)
-        shown = [] if stopped else [token]
-        timings = None
-        if finish is not None:
-            timings = Timings(row.queued_s, float(self._device_s[slot]))
-            self._finish(row)
-        ids = np.array(shown, dtype=np.int32)
+        done = False
+        if row.constraint is not None and not stopped:
+            done = self._accepted(row, row.constraint, int(new[0]))
+        about_prompt = self._handed_out(row)
+        if not (stopped or done or full):
+            return Generated(row.request.id, row.row, new, None, None, *extra, None, *about_prompt)
+        timings = Timings(row.queued_s, float(self._device_s[slot]))
+        self._finish(row)
         if stopped:
-            extra = _NOTHING
-        return Generated(
-            row.request.id, row.row, ids, finish, token if stopped else None, *extra, timings=timings
-        )
+            ended = (new[:0], "stop", int(new[0]), *_NOTHING)
+            return Generated(row.request.id, row.row, *ended, timings, *about_prompt)
+        why = "stop" if done else "length"
+        return Generated(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)
 
     def _finish(self, row: GeneratingRow) -> None:
         rows = self._left[row.request.id]
@@ -463,8 +517,8 @@ class Lane:
         else:
             self._paused.remove(row)
         self._rows[slot] = None
-        self._guided -= row.guide is not None
         self._epoch[slot] += 1
+        self._scored_rows -= row.sampling.prompt_logprobs is not None
         self._free.append(slot)
         self._joins = [join for join in self._joins if join.slot != slot]
         if slot not in self._leaves:
@@ -536,21 +590,13 @@ class Lane:
         assert row is not None
         return row.place
 
-    def _guide(self, grammar: Grammar | None) -> Guide | None:
-        if grammar is None:
-            return None
-        if self._guides is None:
-            raise NotPossible("this engine does not constrain its output", param="response_format")
-        return self._guides(grammar)
-
     def _check(self, request: Request, params: SamplingParams) -> None:
         longest, limit = int(request.lengths.max(initial=0)), self.limits.length
         if request.num_rows == 0 or int(request.lengths.min()) == 0:
             raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")
-        if params.prompt_logprobs is not None:
-            raise NotPossible("prompt_logprobs are not computed by this engine", param="prompt_logprobs")
-        if params.logprobs is not None and params.logprobs < 0:
-            raise BadValue(f"logprobs is {params.logprobs}; it must be 0 or more", param="logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, name)) is not None and not 0 <= asked <= self.limits.vocabulary:
+                raise BadValue(f"{name} is {asked}; use 0 to {self.limits.vocabulary}", param=name)
         check_sampling(params, self.limits.vocabulary)
         if params.max_tokens < 1:
             raise BadValue(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
@@ -566,8 +612,14 @@ class Lane:
             )
 
 
+_Scores = tuple[Ints, NDArray[np.float32], Ints]
 _Extra = tuple[Ints | None, NDArray[np.float32] | None, Ints | None]
 _NOTHING: _Extra = (None, None, None)
+
+
+def _room_for_scores(row: GeneratingRow) -> _Scores:
+    count, wide = len(row.prompt) - 1, 1 + (row.sampling.prompt_logprobs or 0)
+    return np.zeros((count, wide), np.int32), np.zeros((count, wide), np.float32), np.zeros(count, np.int32)
 
 
 def _insert(rows: list[GeneratingRow], row: GeneratingRow) -> None:
@@ -577,9 +629,9 @@ def _insert(rows: list[GeneratingRow], row: GeneratingRow) -> None:
 def _extras(result: StepResult, asked: Ints, mine: NDArray[np.bool_]) -> list[_Extra]:
     """Log probabilities and ranks for each sampled row that is `mine`; a step gives them only of the rows
     that asked, as many columns as the most that one did."""
-    if len(result.outputs) == 1:
+    if not (asked >= 0).any():
         return [_NOTHING] * int(mine.sum())
-    _, ids, logprobs, ranks = result.outputs
+    _, ids, logprobs, ranks = result.outputs[:4]
     out: list[_Extra] = []
     at = 0
     for count, keep in zip(asked.tolist(), mine.tolist(), strict=True):

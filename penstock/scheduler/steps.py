@@ -13,6 +13,7 @@ from penstock.core import (
     KVPlan,
     LengthGroup,
     PagedPlan,
+    PromptPlan,
     SamplePlan,
     StepPlan,
     cumulative,
@@ -44,6 +45,8 @@ def generation_plan(
     leaves: tuple[int, ...],
     joins: tuple[Join, ...],
     masks: tuple[tuple[int, Ints], ...] = (),
+    prompt_ends: Ints | None = None,  # [rows], tokens of a prompt that is asked about, else 0; None: none is
+    most: int = 0,  # likeliest tokens of prompts that are asked for
 ) -> StepPlan:
     """Rows of one token stand first: they read memory block by block, all others as a run of keys."""
     order = np.lexsort((rows.begins, rows.counts))
@@ -69,6 +72,9 @@ def generation_plan(
         leaves=leaves,
         joins=joins,
         masks=masks,
+        prompts=None
+        if prompt_ends is None
+        else _prompt_plan(slots, begins, counts, cu_lengths, prompt_ends[order], tokens, most),
     )
     own = tables[slots, : -(-int((begins + counts).max()) // block_size)]
     return StepPlan(
@@ -84,6 +90,19 @@ def generation_plan(
         kv=_kv_plan(own, begins, counts, positions, paged, block_size),
         sample=sample,
     )
+
+
+def _prompt_plan(
+    slots: Ints, begins: Ints, counts: Ints, cu_lengths: Ints, ends: Ints, tokens: Ints, most: int
+) -> PromptPlan | None:
+    """A prompt's last token predicts what is sampled; those before it predict the prompt."""
+    scored = np.clip(ends - 1 - begins, 0, counts)
+    rows = np.flatnonzero(scored).astype(np.int32)
+    if not len(rows):
+        return None
+    own = scored[rows]
+    following = tokens[np.repeat(slots[rows], own), runs(begins[rows], own) + 1]
+    return PromptPlan(rows, begins[rows], own, runs(cu_lengths[:-1][rows], own), following, most)
 
 
 def _groups(begins: Ints, counts: Ints, cu_lengths: Ints, first: int) -> tuple[LengthGroup, ...]:

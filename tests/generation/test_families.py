@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.generation.families import (
     reference,
     write,
 )
+from tests.parity.decoders import VOCABULARY
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -128,3 +130,67 @@ def test_one_engine_embeds_and_generates_at_once(folders: dict[str, Path]) -> No
             for rows in continued:
                 assert [row.token_ids for row in rows.result()] == generated(name, folders[name])
             check_nothing_is_held(used)
+
+
+@pytest.mark.parametrize("way", ["plain", "chunked", "preempted-cached"])
+def test_log_probabilities_of_prompts_are_those_of_transformers(way: str, folders: dict[str, Path]) -> None:
+    name, rows = "llama", prompts()
+    asked = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, prompt_logprobs=2, logprobs=1)
+    with engine(folders[name], **WAYS[way]) as used:
+        used.generate(rows, GREEDY)  # prefixes are known, and must not be used
+        (first,) = used._requests(rows, asked, True, 0, "")
+        parts: list[Any] = []
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        used._engine.stream(first, inbox.put)
+        used.generate(rows, GREEDY)
+        while sum(part.finish is not None for part in parts) < len(rows):
+            parts += inbox.get(timeout=60)
+        for number, row in enumerate(rows):
+            mine = [part for part in parts if part.row == number]
+            assert all(part.prompt_logprobs is None for part in mine[1:])
+            values = logits_after(name, folders[name], row[:1], row[1:]).log_softmax(-1)
+            got = mine[0]
+            assert got.prompt_logprob_ids.shape == got.prompt_logprobs.shape == (len(row) - 1, 3)
+            assert got.prompt_logprob_ids[:, 0].tolist() == row[1:]
+            own = values.gather(1, torch.from_numpy(got.prompt_logprob_ids).long()).numpy()
+            np.testing.assert_allclose(got.prompt_logprobs, own, atol=1e-4)
+            ranks = (values > values.gather(1, torch.tensor(row[1:]).long()[:, None])).sum(-1) + 1
+            assert np.abs(got.prompt_ranks - ranks.numpy()).max(initial=0) <= 1
+            assert [t for part in mine for t in part.token_ids.tolist()] == generated(name, folders[name])[
+                number
+            ][:30]
+        check_nothing_is_held(used)
+
+
+class Alternating:
+    """Even tokens after odd ones and the other way round, six of them."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    @property
+    def done(self) -> bool:
+        return len(self.taken) == 6
+
+    def mask(self) -> Any:
+        bits = np.zeros(-(-VOCABULARY // 32) * 32, dtype=np.uint8)
+        bits[len(self.taken) % 2 : VOCABULARY : 2] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def accept(self, token: int) -> None:
+        self.taken.append(token)
+
+
+def test_a_row_that_must_follow_something_does_and_others_are_not_held_up(folders: dict[str, Path]) -> None:
+    with engine(folders["llama"], pipeline_depth=2) as used:
+        lane = used._engine._core.lane
+        assert lane is not None
+        lane.constrain = lambda params: Alternating() if params.seed == 1 else None
+        bound = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, seed=1)
+        rows = prompts()
+        got = used.generate([*rows, *rows], [GREEDY] * len(rows) + [bound] * len(rows))
+        assert [row.token_ids for row in got[: len(rows)]] == generated("llama", folders["llama"])
+        for row in got[len(rows) :]:
+            assert [token % 2 for token in row.token_ids] == [0, 1] * 3
+            assert row.finish_reason == "stop" and row.stop_token is None
+        check_nothing_is_held(used)
