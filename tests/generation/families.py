@@ -12,19 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock import Engine, SamplingParams
-from tests.parity.decoders import GEMMA, LLAMA3, VOCABULARY, Family
+from tests.parity.decoders import CAPPED, GEMMA, GPT2, LLAMA3, MOE, VOCABULARY, Family
 
 TOKENS = 70
 LENGTHS = (1, 2, 5, 16, 17, 33, 64, 90)
-GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "n_inner": 80}
-MOE = {
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-}
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
 
 FAMILIES: dict[str, Family] = {
@@ -35,7 +26,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("GemmaForCausalLM", {"head_dim": 16}, old=True),
     "gemma2": Family(
         "Gemma2ForCausalLM",
-        GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0, "sliding_window": 12},
+        CAPPED,
     ),
     "gemma3": Family("Gemma3ForCausalLM", GEMMA | {"attention_bias": True}, old=True),
     "phi3": Family("Phi3ForCausalLM"),
