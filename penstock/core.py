@@ -333,6 +333,7 @@ class KVPlan:
     read_slots: Ints  # [remembered]
     write_tokens: Ints  # [kept], tokens of the step
     write_slots: Ints  # [kept]
+    token_slots: Ints  # [tokens], the same for each token of the step; -1: not kept
     carry_rows: Ints  # [cut], rows whose sums go on over steps
     carry_slots: Ints  # [cut], where those sums are kept
     carry_old: Ints  # [cut], 1 where there are earlier sums

@@ -2,7 +2,7 @@
 
 `short_rows` holds a whole row's scores in registers: one program for each row and head, no loop. Library
 kernels spend most of their tiles on padding there. `flash_rows` walks over the keys tile by tile, for
-rows of any length and for keys that earlier steps have left.
+rows of any length and for keys that earlier steps have left, in the run or where `keep_rows` has put them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, power_of_2, tl
+from penstock.kernels.language import cdiv, jit, power_of_2, tl, warps_for
 
 SHORT = 64  # tokens; the longest row whose scores one program holds
 _LOG2E = 1.4426950408889634
@@ -27,6 +27,14 @@ class Tiles(NamedTuple):
     stages: int
 
 
+class Remembered(NamedTuple):
+    """Keys and values of earlier steps, and where those of each row lie, row after row."""
+
+    keys: Tensor  # [slots, kv heads, dim]
+    values: Tensor  # [slots, kv heads, dim]
+    slots: Tensor  # int32 [remembered]
+
+
 def _warps(block: int, dim: int) -> int:
     """Of a program that holds a whole row; small ones gain nothing from sharing it."""
     return 1 if block <= 32 and dim <= 64 else max(1, block // 16)
@@ -36,6 +44,11 @@ def tiles_for(dim: int) -> Tiles:
     if dim <= 128:
         return Tiles(64, 64, 4, 3)
     return Tiles(64, 32, 4, 2)
+
+
+def _check_heads(dim: int, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.stride()[1:] == (dim, 1), "the heads of a token lie apart"
 
 
 def attention_reference(
@@ -137,7 +150,7 @@ def short_rows(
     rows are written to `out` [tokens, heads · dim]."""
     tokens, heads, dim = query.shape
     rows = len(cu_lengths) - 1
-    assert all(x.stride()[1:] == (dim, 1) for x in (query, key, value)), "the heads of a token lie apart"
+    _check_heads(dim, query, key, value)
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
     block = max(16, power_of_2(max_length))
     if rows and tokens:
@@ -171,6 +184,7 @@ def _key_tile(
     key: tl.tensor,
     value: tl.tensor,
     first_key: tl.tensor,
+    slots: tl.tensor,
     start: tl.tensor,
     place: tl.tensor,
     seen: tl.tensor,
@@ -187,10 +201,14 @@ def _key_tile(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
+    PAGED: tl.constexpr,
 ) -> tl.tensor:
     """One tile of keys taken into the running softmax."""
     other = start + tl.arange(0, KEYS)
-    at = (first_key + other).to(tl.int64)
+    if PAGED:
+        at = tl.load(slots + other, mask=other < seen, other=0).to(tl.int64)
+    else:
+        at = (first_key + other).to(tl.int64)
     if MASKED:
         here = (other[:, None] < seen) & (comp[None, :] < DIM)
         k = tl.load(key + at[:, None] * KEY_STRIDE + comp[None, :], mask=here, other=0.0)
@@ -220,7 +238,7 @@ def _key_tile(
     return total, larger, context
 
 
-@jit(loose=("cu_lengths", "cu_keys", "limits", "tiles"))
+@jit(loose=("cu_lengths", "cu_keys", "limits", "slots", "tiles"))
 def _flash(
     query: tl.tensor,
     key: tl.tensor,
@@ -229,6 +247,9 @@ def _flash(
     cu_lengths: tl.tensor,
     cu_keys: tl.tensor,
     limits: tl.tensor,
+    old_key: tl.tensor,
+    old_value: tl.tensor,
+    slots: tl.tensor,
     tiles: tl.tensor,
     scale: tl.tensor,
     QUERY_STRIDE: tl.constexpr,
@@ -243,6 +264,8 @@ def _flash(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     LIMITED: tl.constexpr,
+    PAGED: tl.constexpr,
+    OLD_STRIDE: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     head = program % HEADS
@@ -266,6 +289,35 @@ def _flash(
     place = mine + before  # of the queries among the keys
     key += (head // GROUP) * DIM
     value += (head // GROUP) * DIM
+    largest = tl.full([QUERIES], -1.0e30, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    context = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+    if PAGED:  # first what lies elsewhere, all of which stands before the queries
+        old_key += (head // GROUP) * DIM
+        old_value += (head // GROUP) * DIM
+        slots += first_key - begin  # behind what the rows before remember
+        near = 0
+        if WINDOW >= 0:
+            near = tl.maximum(tile * QUERIES + before - WINDOW, 0) // KEYS * KEYS
+        full = near
+        if WINDOW < 0:
+            full = before // KEYS * KEYS
+            for start in range(0, full, KEYS):
+                total, largest, context = _key_tile(
+                    q, old_key, old_value, first_key, slots, start, place, before, comp, scale,
+                    total, largest, context,
+                    OLD_STRIDE, OLD_STRIDE, DIM, BLOCK_DIM, KEYS, False, WINDOW, False, True,
+                )  # fmt: skip
+        for start in range(full, before, KEYS):
+            total, largest, context = _key_tile(
+                q, old_key, old_value, first_key, slots, start, place, before, comp, scale,
+                total, largest, context,
+                OLD_STRIDE, OLD_STRIDE, DIM, BLOCK_DIM, KEYS, False, WINDOW, True, True,
+            )  # fmt: skip
+        first_key = begin
+        seen = length
+        before = length * 0
+        place = mine
     low = 0
     high = seen
     if CAUSAL:
@@ -273,9 +325,6 @@ def _flash(
     if WINDOW >= 0:
         low = tl.maximum(tile * QUERIES + before - WINDOW, 0) // KEYS * KEYS
         high = tl.minimum(high, (tile + 1) * QUERIES + before + WINDOW)
-    largest = tl.full([QUERIES], -1.0e30, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    context = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
     whole = low  # up to here tiles need no mask
     if WINDOW < 0:
         if CAUSAL:  # what the first of these queries sees, all see
@@ -284,13 +333,13 @@ def _flash(
             whole = high // KEYS * KEYS
         for start in range(low, whole, KEYS):
             total, largest, context = _key_tile(
-                q, key, value, first_key, start, place, seen, comp, scale, total, largest, context,
-                KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, False,
+                q, key, value, first_key, slots, start, place, seen, comp, scale, total, largest, context,
+                KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, False, False,
             )  # fmt: skip
     for start in range(whole, high, KEYS):
         total, largest, context = _key_tile(
-            q, key, value, first_key, start, place, seen, comp, scale, total, largest, context,
-            KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, True,
+            q, key, value, first_key, slots, start, place, seen, comp, scale, total, largest, context,
+            KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, True, False,
         )  # fmt: skip
     context = context / total[:, None]
     tl.store(
@@ -312,15 +361,19 @@ def flash_rows(
     causal: bool = False,
     window: int | None = None,
     limits: Tensor | None = None,
+    remembered: Remembered | None = None,
     out: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """As the reference, for rows of at most `max_length` tokens; what `short_rows` says of views, empty rows
-    and `out` holds here too. With `limits` a row's tokens must all see a key."""
+    and `out` holds here too. With `limits` a row's tokens must all see a key. With `remembered` key and value
+    hold the step's own tokens alone, and the keys before them are found by their slots."""
     tokens, heads, dim = query.shape
     rows = len(cu_lengths) - 1
-    assert all(x.stride()[1:] == (dim, 1) for x in (query, key, value)), "the heads of a token lie apart"
+    _check_heads(dim, query, key, value)
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
+    assert remembered is None or (cu_keys is not None and limits is None)
+    old = (key, value, cu_lengths) if remembered is None else remembered
     chosen = tiles_for(dim) if tiles is None else tiles
     count = cdiv(max_length, chosen.queries)
     if rows and tokens:
@@ -332,6 +385,7 @@ def flash_rows(
             cu_lengths,
             cu_lengths if cu_keys is None else cu_keys,
             cu_lengths if limits is None else limits,
+            *old,
             count,
             scale * _LOG2E,
             QUERY_STRIDE=query.stride(0),
@@ -346,7 +400,55 @@ def flash_rows(
             CAUSAL=causal,
             WINDOW=-1 if window is None else window,
             LIMITED=limits is not None,
+            PAGED=remembered is not None,
+            OLD_STRIDE=0 if remembered is None else remembered.keys.stride(0),
             num_warps=chosen.warps,
             num_stages=chosen.stages,
         )
     return out
+
+
+@jit(loose=("slots",))
+def _keep(
+    key: tl.tensor,
+    value: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    KEY_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    tl.store(keys + slot * WIDTH + cols, tl.load(key + token * KEY_STRIDE + cols, mask=inside), mask=inside)
+    tl.store(
+        values + slot * WIDTH + cols, tl.load(value + token * VALUE_STRIDE + cols, mask=inside), mask=inside
+    )
+
+
+def keep_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write key and value [tokens, kv heads, dim] to their slots (int32 [tokens], -1: none) of the contiguous
+    keys and values [slots, kv heads, dim]. What is said of views above holds here too."""
+    tokens, heads, dim = key.shape
+    _check_heads(dim, key, value)
+    assert keys.is_contiguous() and values.is_contiguous()
+    block = power_of_2(heads * dim)
+    if tokens:
+        _keep[(tokens,)](
+            key,
+            value,
+            keys,
+            values,
+            slots,
+            KEY_STRIDE=key.stride(0),
+            VALUE_STRIDE=value.stride(0),
+            WIDTH=heads * dim,
+            BLOCK=block,
+            num_warps=warps_for(block),
+        )

@@ -25,6 +25,7 @@ else:
 
 __all__ = ["FOUND", "INTERPRETED", "cdiv", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
 
+_LAUNCHED = "3.6."  # the release whose compiled kernels are launched directly; others go Triton's own way
 _devices: tuple[str, ...] = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
 
 
@@ -44,6 +45,10 @@ def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     a count became a multiple of 16, or a slice of the step's integers is aligned differently."""
     if not FOUND:
         return lambda function: function
+    if not INTERPRETED and triton.__version__.startswith(_LAUNCHED):
+        from penstock.kernels.launch import Kernel
+
+        return lambda function: Kernel(function, loose)
     made: Callable[[Callable[..., Any]], Any] = triton.jit(
         do_not_specialize=list(loose), do_not_specialize_on_alignment=list(loose)
     )

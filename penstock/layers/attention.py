@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.core import LengthGroup
-from penstock.kernels.attention import SHORT, flash_rows, short_rows
+from penstock.kernels.attention import SHORT, Remembered, flash_rows, keep_rows, short_rows
 from penstock.kernels.language import fused
 from penstock.kernels.paged import paged_reference, paged_rows
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Limits, Memory, Paged
+from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
 
 ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added to the scores
 
@@ -66,6 +66,8 @@ def attend(
     if batch.memory is not None and batch.memory.paged is not None:
         return _generating(query, key, value, batch, batch.memory, batch.memory.paged, kind, layer)
     if batch.memory is not None:
+        if bias is None and kind.softcap is None and read_in_place(batch.memory.store):
+            return _paged(query, key, value, batch, batch.memory, kind, layer)
         key, value = batch.memory.recall(layer, key, value)
     if query.is_cuda and bias is None and kind.softcap is None and query.dtype in _HALVES:
         return _on_cuda(query, key, value, batch, kind)
@@ -282,6 +284,27 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
             out=out,
         )
     return out
+
+
+def _paged(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, memory: Memory, kind: AttentionKind, layer: int
+) -> Tensor:
+    """Two launches whatever was cut: keep what later steps need, then read what earlier ones left where it
+    lies. Keeping comes first: a row may share a prefix that another writes in this very step."""
+    keys, values = memory.store.keys[layer], memory.store.values[layer]
+    keep_rows(key, value, keys, values, memory.token_slots)
+    return flash_rows(
+        query,
+        key,
+        value,
+        batch.cu_lengths,
+        memory.cu_keys,
+        max_length=batch.max_length,
+        scale=query.shape[-1] ** -0.5 if kind.scale is None else kind.scale,
+        causal=kind.causal,
+        window=kind.window,
+        remembered=Remembered(keys, values, memory.read_slots),
+    )
 
 
 def _rows_up_to(length: int, batch: Batch) -> tuple[int, int]:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.core import LengthGroup
+from penstock.kernels.attention import keep_rows
+from penstock.kernels.language import fused
 from penstock.kvcache.store import KVStore
+
+
+_WIDEST = 128  # of the heads that our kernels are tuned for
+
+
+def read_in_place(store: KVStore) -> bool:
+    """Whether attention reads remembered keys where they lie, by a kernel, instead of gathering them."""
+    halves = store.keys.dtype in (torch.bfloat16, torch.float16)
+    return halves and store.keys.shape[-1] <= _WIDEST and fused(store.keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,25 +40,30 @@ class Memory:
     sums: Tensor  # [blocks, hidden] fp32: running sums of rows that go on over steps
     cu_keys: Tensor  # int32 [rows + 1]
     max_keys: int
-    new_at: Tensor  # int64 [tokens]
+    read_slots: Tensor  # int [remembered]
+    token_slots: Tensor  # int [tokens]; -1: not kept
+    new_at: Tensor  # int64 [tokens]; this and the next three are for `recall` alone
     old_at: Tensor  # int64 [remembered]
-    read_slots: Tensor  # int64 [remembered]
     write_tokens: Tensor  # int64 [kept]
     write_slots: Tensor  # int64 [kept]
-    carry_rows: Tensor  # int64 [cut]
-    carry_slots: Tensor  # int64 [cut]
-    carry_old: Tensor  # int64 [cut]
+    carry_rows: Tensor  # int [cut]
+    carry_slots: Tensor  # int [cut]
+    carry_old: Tensor  # int [cut]
     paged: Paged | None = None  # leading rows that read memory where it lies
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Leave the keys and values of a step in which every token is kept."""
-        self.store.write(layer, self.write_slots, key, value)
+        if read_in_place(self.store):
+            keep_rows(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
+        else:
+            self.store.write(layer, self.write_slots, key, value)
 
     def recall(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep what later steps need, and put remembered keys and values before the step's own."""
         if len(self.write_slots):
             kept = self.write_tokens
-            self.store.write(layer, self.write_slots, key.index_select(0, kept), value.index_select(0, kept))
+            slots = self.write_slots.long()
+            self.store.write(layer, slots, key.index_select(0, kept), value.index_select(0, kept))
         return self.remembered(layer, key, value)
 
     def remembered(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,17 +74,19 @@ class Memory:
         total = len(self.read_slots) + len(self.new_at)
         keys = key.new_empty((total, *key.shape[1:]))
         values = value.new_empty((total, *value.shape[1:]))
-        keys.index_copy_(0, self.old_at, old_key).index_copy_(0, self.new_at, key)
-        values.index_copy_(0, self.old_at, old_value).index_copy_(0, self.new_at, value)
+        old_at, new_at = self.old_at.long(), self.new_at.long()
+        keys.index_copy_(0, old_at, old_key).index_copy_(0, new_at, key)
+        values.index_copy_(0, old_at, old_value).index_copy_(0, new_at, value)
         return keys, values
 
     def carry(self, sums: Tensor) -> Tensor:
         """Add the sums of earlier steps to those of this one [rows, hidden], and keep the totals."""
         if not len(self.carry_rows):
             return sums
-        before = self.sums.index_select(0, self.carry_slots) * self.carry_old[:, None]
-        sums = sums.index_add(0, self.carry_rows, before)
-        self.sums.index_copy_(0, self.carry_slots, sums.index_select(0, self.carry_rows))
+        rows, slots = self.carry_rows.long(), self.carry_slots.long()
+        before = self.sums.index_select(0, slots) * self.carry_old[:, None]
+        sums = sums.index_add(0, rows, before)
+        self.sums.index_copy_(0, slots, sums.index_select(0, rows))
         return sums
 
 

@@ -23,6 +23,7 @@ TOKENS = (
 )
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
 LONGEST = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+REMEMBERED = (4096, 16384, 65536)  # keys of earlier steps, of all rows
 _TILE = 64  # tokens; attention shares rows out between programs in such pieces
 _FEW = 512  # pieces; so many cost nothing even if most are empty
 
@@ -47,6 +48,12 @@ def bucket_of(tokens: int, rows: int, longest: int) -> Bucket | None:
     return Bucket(size, count, length)
 
 
+def memory_of(remembered: int) -> int | None:
+    """Room for what a step reads of earlier ones. None: it is too much."""
+    at = bisect_left(REMEMBERED, remembered)
+    return REMEMBERED[at] if at < len(REMEMBERED) else None
+
+
 class NotCapturable(RuntimeError):
     """The model needs to know the step itself."""
 
@@ -58,6 +65,11 @@ class NoGroups(tuple[LengthGroup, ...]):
         raise NotCapturable("the model works on rows of equal length, group after group")
 
 
+_OF_MEMORY = ("cu_keys", "token_slots", "read_slots")
+_ENDS = ("cu_lengths", "cu_keys")
+_FILL = {"token_slots": -1}
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where a step's arrays lie in one buffer of integers, each with room for the bucket's."""
@@ -65,6 +77,7 @@ class Layout:
     bucket: Bucket
     types: bool
     skip: bool
+    memory: int | None = None  # remembered keys; None: nothing is read of earlier steps nor kept
     places: dict[str, tuple[int, int]] = field(init=False)  # name → where it begins, and its room
     size: int = field(init=False)
 
@@ -75,6 +88,8 @@ class Layout:
             rooms["type_ids"] = tokens
         if self.skip:
             rooms["skip"] = rows
+        if self.memory is not None:
+            rooms |= {"cu_keys": rows + 1, "token_slots": tokens, "read_slots": self.memory}
         places, at = {}, 0
         for name, room in rooms.items():
             places[name] = (at, room)
@@ -84,14 +99,14 @@ class Layout:
 
     def write(self, out: Ints, plan: StepPlan) -> None:
         """The step's integers, and behind each array what makes the rest of it empty: no length, and the
-        first token of the vocabulary, in the first place."""
+        first token of the vocabulary, in the first place, which is kept nowhere."""
         for name, (begin, room) in self.places.items():
-            array: Ints = getattr(plan, name)
+            array: Ints = getattr(plan.kv if name in _OF_MEMORY else plan, name)
             end = begin + len(array)
             out[begin:end] = array
-            out[end : begin + room] = array[-1] if name == "cu_lengths" else 0
+            out[end : begin + room] = array[-1] if name in _ENDS else _FILL.get(name, 0)
 
 
 def largest_size() -> int:
     """Of any layout."""
-    return Layout(Bucket(TOKENS[-1], ROWS[-1], LONGEST[-1]), True, True).size
+    return Layout(Bucket(TOKENS[-1], ROWS[-1], LONGEST[-1]), True, True, REMEMBERED[-1]).size

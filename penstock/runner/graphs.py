@@ -12,18 +12,28 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.core import Array, PoolingParams, StepPlan, Task, Variant
-from penstock.layers.batch import Batch
+from penstock.kvcache.store import KVStore
+from penstock.layers.batch import Batch, Memory, read_in_place
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
-from penstock.runner.buckets import Bucket, Layout, NoGroups, NotCapturable, bucket_of, largest_size
+from penstock.pooling.methods import CARRIED
+from penstock.runner.buckets import (
+    Bucket,
+    Layout,
+    NoGroups,
+    NotCapturable,
+    bucket_of,
+    largest_size,
+    memory_of,
+)
 from penstock.runner.staging import Staging
 
 log = logging.getLogger("penstock.graphs")
@@ -45,6 +55,7 @@ class Key(NamedTuple):
     types: bool
     skip: bool
     params: PoolingParams | None
+    memory: int | None = None  # remembered keys that it has room for; None: rows are not cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,10 +125,13 @@ class Graphs:
         staging: Staging,
         capture: Capture | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cache: tuple[KVStore, Tensor] | None = None,
     ) -> None:
         self.model = model
         self.pooler = pooler
         self.staging = staging
+        self.cache = cache
+        self._sums = pooler.carries or any(head.method in CARRIED for head in pooler.heads.values())
         self.capture = CudaCapture(staging.device) if capture is None else capture
         self.clock = clock
         self.integers = torch.zeros(largest_size(), dtype=torch.int32, device=staging.device)
@@ -146,12 +160,25 @@ class Graphs:
 
     def key_of(self, plan: StepPlan) -> Key | None:
         """None: such a step is never replayed."""
-        if plan.kv is not None or plan.limits is not None or plan.adapters is not None:
+        if plan.limits is not None or plan.adapters is not None or plan.sample is not None:
             return None
         bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
         if bucket is None:
             return None
-        return Key(bucket, plan.type_ids is not None, plan.skip is not None, self._inside(plan.variants))
+        types, skip = plan.type_ids is not None, plan.skip is not None
+        inside, memory = self._inside(plan.variants), None
+        if plan.kv is not None:
+            memory = memory_of(len(plan.kv.read_slots)) if self._pages() else None
+            if memory is None:
+                return None
+            if inside is not None and not inside.per_token:
+                inside = None  # rows that end may be few among those that go on
+        return Key(bucket, types, skip, inside, memory)
+
+    def _pages(self) -> bool:
+        """Whether steps with memory can be replayed: what is gathered has no fixed size, and sums that go on
+        over steps would not survive that a step runs twice when it is captured."""
+        return self.cache is not None and read_in_place(self.cache[0]) and not self._sums
 
     def _inside(self, variants: tuple[Variant, ...]) -> PoolingParams | None:
         """What can be finished inside: one result for all rows, of which there are few kinds."""
@@ -169,7 +196,7 @@ class Graphs:
         graph = self.captured.get(key)
         if graph is None and not self._due(key):
             return None
-        layout = Layout(key.bucket, key.types, key.skip) if graph is None else graph.layout
+        layout = Layout(key.bucket, key.types, key.skip, key.memory) if graph is None else graph.layout
         pinned = self.staging.slot(layout.size)
         layout.write(pinned.numpy(), plan)
         self.integers[: layout.size].copy_(pinned, non_blocking=True)
@@ -198,6 +225,7 @@ class Graphs:
         self.replays += 1
         graph.replay()
         tokens, rows, padded = plan.num_tokens, plan.num_rows, graph.batch
+        memory = padded.memory
         batch = Batch(
             token_ids=padded.token_ids[:tokens],
             positions=padded.positions[:tokens],
@@ -209,6 +237,7 @@ class Graphs:
             max_length=plan.max_length,
             num_tokens=tokens,
             num_rows=rows,
+            memory=None if memory is None else replace(memory, cu_keys=memory.cu_keys[: rows + 1]),
         )
         return graph.outputs[0][:tokens], batch
 
@@ -258,7 +287,7 @@ class Graphs:
         return graph
 
     def _captured(self, key: Key, layout: Layout) -> Graph:
-        batch, params = _batch(layout, self.integers), key.params
+        batch, params = _batch(layout, self.integers, self.cache), key.params
         variants = () if params is None else (Variant(params, None),)
 
         def work() -> list[Tensor]:
@@ -277,7 +306,7 @@ class Graphs:
         return Graph(layout, batch, replay, outputs[:-1], outputs[-1], row_bytes)
 
 
-def _batch(layout: Layout, integers: Tensor) -> Batch:
+def _batch(layout: Layout, integers: Tensor, cache: tuple[KVStore, Tensor] | None) -> Batch:
     """The whole bucket: what the host decides by is its shape, not that of any step."""
     views = {name: integers[begin : begin + room] for name, (begin, room) in layout.places.items()}
     tokens, rows, longest = layout.bucket
@@ -292,4 +321,26 @@ def _batch(layout: Layout, integers: Tensor) -> Batch:
         max_length=longest,
         num_tokens=tokens,
         num_rows=rows,
+        memory=_memory(layout, views, cache),
+    )
+
+
+def _memory(layout: Layout, views: dict[str, Tensor], cache: tuple[KVStore, Tensor] | None) -> Memory | None:
+    """What attention reads by slots; nothing is gathered, and no sums go on."""
+    if layout.memory is None or cache is None:
+        return None
+    nothing = views["cu_keys"][:0]
+    return Memory(
+        *cache,
+        views["cu_keys"],
+        layout.memory,
+        read_slots=views["read_slots"],
+        token_slots=views["token_slots"],
+        new_at=nothing,
+        old_at=nothing,
+        write_tokens=nothing,
+        write_slots=nothing,
+        carry_rows=nothing,
+        carry_slots=nothing,
+        carry_old=nothing,
     )

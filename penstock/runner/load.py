@@ -98,6 +98,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         capture_graphs,
         warm_up,
         warm_up_generation,
+        warm_up_memory,
     )
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
@@ -122,6 +123,8 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
     warm_up(runner, longest, lengths)
+    if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
+        warm_up_memory(runner, BLOCK_SIZE)
     if runner.graphs is not None:
         capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
     if generator is not None and settings.max_model_len >= 8:

@@ -28,7 +28,7 @@ from penstock.core import (
     Variant,
 )
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Limits, Memory, Paged
+from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
@@ -63,7 +63,7 @@ class ModelRunner:
         self.cache = cache
         self.generator = generator
         self.staging = Staging(device, depth)
-        self.graphs = Graphs(model, pooler, self.staging) if graphs else None
+        self.graphs = Graphs(model, pooler, self.staging, cache=cache) if graphs else None
         self._events: list[_Events] = []  # a pair more than there are steps in flight
         self._depth = depth
         self._turn = 0
@@ -185,9 +185,14 @@ class ModelRunner:
             return None
         assert self.cache is not None, "a plan with memory needs a runner with a cache"
         store, sums = self.cache
-        index = {name: sent[name].long() for name in _KV_INDEX}
+        index = {name: sent[name] for name in _KV_INDEX}
+        if not read_in_place(store):  # the library wants longer integers than kernels do
+            index = {name: array.long() for name, array in index.items()}
         paged = None
         if kv.paged is not None:
+            index |= {
+                name: index[name].long() for name in ("new_at", "old_at")
+            }  # keys of prompts are gathered
             tables = sent["paged_tables"].view(kv.paged.rows, kv.paged.width)
             paged = Paged(kv.paged.rows, tables, sent["paged_keys"], BLOCK_SIZE)
         return Memory(store, sums, sent["cu_keys"], kv.max_keys, paged=paged, **index)

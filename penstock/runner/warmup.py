@@ -42,6 +42,15 @@ def warm_up(runner: Runner, max_tokens: int, lengths: tuple[int, ...] = LENGTHS)
         runner.launch(_plan(1, length, PoolingParams())).result()
 
 
+def warm_up_memory(runner: Runner, block_size: int) -> None:
+    """A piece of a row that was begun before and goes on: what it leaves in memory nobody reads."""
+    length, begin, end = 3 * block_size, block_size, 2 * block_size
+    request = Request("warm-up", np.ones(length, dtype=np.int32), np.array([length], dtype=np.int32))
+    row, first, stop = (np.array([number], dtype=np.int32) for number in (0, begin, end))
+    share = Share(request, row, first, stop, ([0, 1, 2],))
+    runner.launch(build_plan([share], block_size)).result()
+
+
 def capture_graphs(
     runner: Runner, graphs: Graphs, task: Task, longest: int, max_tokens: int, seconds: float = CAPTURE_S
 ) -> None:

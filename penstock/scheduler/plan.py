@@ -233,14 +233,19 @@ def _kv_plan(shares: Sequence[Share], order: Ints, lengths: Ints, context: Ints,
     zeros = np.zeros_like(context)
     old = ragged_arange(zeros, context, cumulative(context))
     written = ragged_arange(context, write, cumulative(write))
+    write_tokens = ragged_arange(cu_lengths[:-1], write, cumulative(write))
+    write_slots = slots(np.repeat(rows, write), written)
+    token_slots = np.full(cu_lengths[-1], -1, dtype=np.int32)
+    token_slots[write_tokens] = write_slots
     return KVPlan(
         cu_keys=cu_keys,
         max_keys=int(keys.max()),
         new_at=ragged_arange(cu_keys[:-1] + context, lengths, cu_lengths),
         old_at=ragged_arange(cu_keys[:-1], context, cumulative(context)),
         read_slots=slots(np.repeat(rows, context), old),
-        write_tokens=ragged_arange(cu_lengths[:-1], write, cumulative(write)),
-        write_slots=slots(np.repeat(rows, write), written),
+        write_tokens=write_tokens,
+        write_slots=write_slots,
+        token_slots=token_slots,
         carry_rows=cut,
         carry_slots=blocks[cut, 0],
         carry_old=(context[cut] > 0).astype(np.int32),

@@ -135,6 +135,8 @@ def _kv_plan(
     def slots(rows: Ints, places: Ints) -> Ints:
         return tables[rows, places // size] * size + places % size
 
+    token_slots = slots(rows, positions)
+
     length, context = counts[paged:], begins[paged:]
     keys = np.concatenate([np.zeros(paged, dtype=np.int32), length + context])
     cu_keys = cumulative(keys)
@@ -150,7 +152,8 @@ def _kv_plan(
         old_at=runs(first, context),
         read_slots=slots(old_rows, old),
         write_tokens=np.arange(len(rows), dtype=np.int32),
-        write_slots=slots(rows, positions),
+        write_slots=token_slots,
+        token_slots=token_slots,
         carry_rows=_NONE,
         carry_slots=_NONE,
         carry_old=_NONE,

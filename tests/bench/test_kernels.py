@@ -54,7 +54,7 @@ def test_host_cases_do_what_the_product_does() -> None:
         assert rows[0].base is not None, "a view, not a copy"
     for case in step_all():
         given: Any = case.run()
-        assert [values.shape for _, (values,) in given] == [(TOKENS, WIDTH)] * case.rows
+        assert [row.shape for _, (rows,) in given for row in rows] == [(TOKENS, WIDTH)] * case.rows
 
 
 def test_the_floor_is_the_longer_of_bytes_and_operations() -> None:

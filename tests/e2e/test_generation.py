@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,11 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.client import EngineClient
+from penstock import Engine, SamplingParams
 from penstock.inputs.tokenizer import Tokenizer
 from tests.e2e.server import Server, serving
 from tests.writing import write_model
 
-pytestmark = pytest.mark.skipif(not hasattr(EngineClient, "generate"), reason="this engine does not generate")
 PROMPT = "the water was"
 
 
@@ -76,6 +77,108 @@ def test_greedy_text_is_that_of_transformers_whole_and_streamed(client: openai.O
     text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
     assert whole.choices[0].text == text == expected(folder, 40)
     assert chunks[-1].usage is not None and chunks[-1].usage == whole.usage
+
+
+def test_the_greedy_text_is_that_of_offline_use(client: openai.OpenAI, folder: Path) -> None:
+    whole = client.completions.create(model="llama", prompt=PROMPT, max_tokens=40, temperature=0)
+    with Engine(str(folder), device="cpu") as engine:
+        (alone,) = engine.generate([PROMPT], SamplingParams(max_tokens=40, temperature=0))
+    assert whole.choices[0].text == alone.text and len(alone.token_ids) > 0
+
+
+def test_embeddings_and_streams_share_the_engine(client: openai.OpenAI, folder: Path) -> None:
+    """Neither changes what the other gives, and both go on at once."""
+    texts = ["the water was", "deep and cold", "a turbine " * 20]
+
+    def embed() -> list[list[float]]:
+        answer = client.embeddings.create(model="llama", input=texts, encoding_format="float")
+        return [row.embedding for row in answer.data]
+
+    alone, whole, between = embed(), expected(folder, 100), 0
+    stream = client.completions.create(
+        model="llama",
+        prompt=PROMPT,
+        max_tokens=100,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    pieces = []
+    for chunk in stream:
+        pieces.append(chunk.choices[0].text)
+        if len(pieces) in (2, 10, 20):
+            assert embed() == alone
+            between += 1
+    assert "".join(pieces).startswith(whole) and between == 3
+
+
+def test_prompts_are_scored_as_transformers_scores_them(client: openai.OpenAI, folder: Path) -> None:
+    """What lm_eval's local-completions asks for."""
+    answer = client.completions.create(
+        model="llama", prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1, echo=True
+    )
+    scores = answer.choices[0].logprobs
+    assert scores is not None and scores.token_logprobs is not None
+    ids = torch.tensor([Tokenizer(folder).encode([PROMPT])[0].tolist()])
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
+    with torch.inference_mode():
+        likely = model(ids).logits[0].log_softmax(dim=-1)
+    wanted = [float(likely[at, token]) for at, token in enumerate(ids[0, 1:].tolist())]
+    assert scores.token_logprobs[0] is None
+    assert scores.token_logprobs[1 : len(wanted) + 1] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_answers_follow_a_schema_beside_free_ones(client: openai.OpenAI, folder: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"good": {"type": "boolean"}, "way": {"enum": ["up", "down"]}},
+        "required": ["good", "way"],
+        "additionalProperties": False,
+    }
+
+    def constrained(seed: int) -> str:
+        answer = client.chat.completions.create(
+            model="llama",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=60,
+            seed=seed,
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or ""
+
+    def free(_: int) -> str:
+        answer = client.completions.create(model="llama", prompt=PROMPT, max_tokens=40, temperature=0)
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(6) as many:
+        texts, others = many.map(constrained, range(4)), many.map(free, range(3))
+        for value in map(json.loads, texts):
+            assert value.keys() == {"good", "way"}
+            assert isinstance(value["good"], bool) and value["way"] in ("up", "down")
+        assert set(others) == {expected(folder, 40)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "said"),
+    [
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"max_tokens": 10_000}, 400, "256"),
+        ({"logit_bias": {"99999": 1.0}}, 400, "99999"),
+        ({"allowed_token_ids": [99_999]}, 400, "99999"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"min_tokens": 9, "max_tokens": 4}, 400, "min_tokens"),
+        ({"guided_regex": "(["}, 400, "regular expression"),
+    ],
+)
+def test_bad_input_is_refused_with_its_name(
+    server: Server, fields: dict[str, Any], status: int, said: str
+) -> None:
+    if "guided_regex" in fields:
+        pytest.importorskip("llguidance")
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT} | fields, timeout=30)
+    assert answer.status_code == status and said in answer.json()["error"]["message"]
 
 
 def test_seeds_give_the_same_copies_and_different_ones(client: openai.OpenAI) -> None:

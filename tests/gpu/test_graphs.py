@@ -16,6 +16,7 @@ import torch
 
 from penstock import Engine
 from penstock.core import OutputDtype, PoolingParams, Request, StepPlan, Task
+from penstock.layers.batch import read_in_place
 from penstock.runner.buckets import TOKENS
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
@@ -272,6 +273,64 @@ def test_enforce_eager_has_no_graphs(bert: Path) -> None:
     with Engine(str(bert), device="cuda", dtype="bfloat16", enforce_eager=True) as engine:
         assert engine._engine._core.runner.graphs is None
         assert np.isfinite(engine.embed([[5, 6, 7]])).all()
+
+
+CUT: dict[str, Any] = {
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 128,
+    "long_prefill_token_threshold": 48,
+    "load_format": "dummy",
+    "device": "cuda",
+    "dtype": "bfloat16",
+}
+
+
+def piece(length: int, begin: int, end: int, first_block: int | None, params: PoolingParams) -> Share:
+    tokens = np.random.default_rng(length).integers(5, 100, length).astype(np.int32)
+    table = None if first_block is None else tuple(range(first_block, first_block + -(-length // 16)))
+    request = Request(str(length), tokens, ints([length]), params)
+    return Share(request, ints([0]), ints([begin]), ints([end]), (table,))
+
+
+@pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])
+@pytest.mark.parametrize("window", [None, 20])
+def test_steps_of_cut_rows_replay_as_they_run(
+    qwen: Path, params: PoolingParams, window: int | None, tmp_path: Path
+) -> None:
+    folder = qwen
+    if window is not None:
+        folder = tmp_path
+        sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+        write_json(folder / "config.json", DECODER | sliding)
+        wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
+    with Engine(str(folder), **CUT) as engine:
+        runner = runner_of(engine)
+        assert runner.cache is not None and read_in_place(runner.cache[0])
+        steps = [
+            [piece(200, 0, 48, 0, params)],
+            [piece(200, 48, 96, 0, params), piece(70, 0, 48, 20, params), piece(9, 0, 9, None, params)],
+            [piece(200, 96, 144, 0, params), piece(70, 48, 70, 20, params)],
+            [piece(200, 144, 200, 0, params)],
+        ]
+        for shares in steps:
+            check(runner, build_plan(shares, block_size=16))
+        graphs = runner.graphs
+        assert graphs is not None and any(key.memory is not None for key in graphs.captured)
+
+
+def test_cut_rows_have_the_vectors_of_whole_ones_by_graphs_too(qwen: Path) -> None:
+    draw = np.random.default_rng(3)
+    inputs = [draw.integers(5, 100, n).tolist() for n in (1, 20, 48, 49, 100, 300, 500, 33, 260, 7)]
+    whole_options = {name: CUT[name] for name in ("load_format", "device", "dtype")}
+    with Engine(str(qwen), **whole_options) as whole, Engine(str(qwen), **CUT) as cut:
+        expected, vectors = whole.token_embed(inputs), whole.embed(inputs)
+        for _ in range(12):  # shapes that come again are captured
+            for got, wanted in zip(cut.token_embed(inputs), expected, strict=True):
+                lengths = np.linalg.norm(got, axis=1) * np.linalg.norm(wanted, axis=1)
+                assert ((got * wanted).sum(1) / lengths).min() > 0.998
+            assert (cut.embed(inputs) * vectors).sum(1).min() > 0.998
+        graphs = runner_of(cut).graphs
+        assert graphs is not None and any(key.memory is not None for key in graphs.captured)
 
 
 @pytest.mark.parametrize("name", ["mpnet", "deberta-v3"])

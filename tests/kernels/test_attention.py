@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels.attention import Tiles, attention_reference, flash_rows, short_rows
+from penstock.kernels.attention import (
+    Remembered,
+    Tiles,
+    attention_reference,
+    flash_rows,
+    keep_rows,
+    short_rows,
+)
 
 SMALL = Tiles(32, 16, 4, 2)
 
@@ -107,3 +114,55 @@ def test_the_library_agrees_with_the_reference() -> None:
         q, k, v, is_causal=True, scale=0.25, enable_gqa=True
     )
     torch.testing.assert_close(got, expected[0].transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 32), (4, 2, 16), (2, 1, 128), (3, 3, 20)])
+@pytest.mark.parametrize("window", [None, 0, 5, 40])
+@pytest.mark.parametrize(
+    ("lengths", "before"),
+    [([1, 3, 40], [0, 17, 5]), ([33], [64]), ([2, 2, 65], [16, 31, 0]), ([4, 6, 0, 0], [1, 0, 0, 0])],
+)
+def test_keys_are_read_where_earlier_steps_have_left_them(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+    lengths: list[int],
+    before: list[int],
+    device: torch.device,
+) -> None:
+    both = [length + old for length, old in zip(lengths, before, strict=True)]
+    cu, cu_keys = ragged(lengths, device), ragged(both, device)
+    query, _, _ = projected(sum(lengths), heads, kv_heads, dim, device)
+    _, key, value = projected(sum(both), heads, kv_heads, dim, device)
+    options = {"scale": 0.3, "causal": True, "window": window}
+    rows = [i for i, length in enumerate(lengths) if length]
+    expected = attention_reference(
+        query, key, value, cu[: len(rows) + 1], cu_keys[: len(rows) + 1], **options
+    )
+
+    old = torch.cat([torch.arange(n) + cu_keys[i].cpu() for i, n in enumerate(before)]).to(device)
+    own = torch.cat([torch.arange(n) + cu_keys[i].cpu() + before[i] for i, n in enumerate(lengths)]).to(
+        device
+    )
+    keys = torch.full((300, kv_heads, dim), float("nan"), dtype=key.dtype, device=device)
+    values = keys.clone()
+    slots = torch.randperm(300)[: len(old)].to(device)
+    keys[slots], values[slots] = key[old], value[old]
+    remembered = Remembered(keys, values, slots.int())
+    got = flash_rows(
+        query, key[own], value[own], cu, cu_keys, max_length=max(lengths), remembered=remembered, tiles=SMALL,
+        **options,
+    )  # fmt: skip
+    close(got, expected)
+
+
+def test_only_what_has_a_slot_is_kept(device: torch.device) -> None:
+    _, key, value = projected(6, 2, 3, 20, device)
+    keys = torch.zeros((9, 3, 20), dtype=key.dtype, device=device)
+    values = torch.zeros_like(keys)
+    slots = torch.tensor([7, -1, 0, 8, -1, -1], dtype=torch.int32, device=device)
+    keep_rows(key, value, keys, values, slots)
+    for mine, theirs in ((keys, key), (values, value)):
+        assert torch.equal(mine[[7, 0, 8]], theirs[[0, 2, 3]])
+        assert not mine[1:7].any()

@@ -92,6 +92,13 @@ for heads, kv_heads, dim in ((12, 12, 64), (8, 2, 128), (4, 4, 96)):
     for length in (16, 32, 64):
         attention.short_rows(*qkv, i(2), max_length=length, scale=0.1, causal=True, limits=i(1))
     attention.flash_rows(*qkv, i(2), max_length=99, scale=0.1)
+    old = x(9, kv_heads, dim), x(9, kv_heads, dim)
+    attention.keep_rows(*qkv[1:], *old, i(99))
+    remembered = attention.Remembered(*old, i(9))
+    for window in (None, 9):
+        attention.flash_rows(
+            *qkv, i(2), i(2), max_length=99, scale=0.1, causal=True, window=window, remembered=remembered
+        )
     attention.flash_rows(*qkv, i(2), i(2), max_length=99, scale=0.1, causal=True, window=9, limits=i(1))
     where = x(640, kv_heads, dim), x(640, kv_heads, dim), i(20).view(2, 10), i(2)
     for splits, more in ((1, {}), (4, {"window": 50, "softcap": 30.0})):

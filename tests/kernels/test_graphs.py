@@ -16,6 +16,7 @@ from penstock.core import PoolingParams, StepPlan, Task
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference, flash_rows, short_rows
 from penstock.kernels.pooling import METHODS, pool, pool_reference
+from penstock.kvcache.store import KVStore
 from penstock.layers import attention
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
@@ -139,3 +140,72 @@ def test_attention_takes_empty_rows_and_never_reads_beyond_the_last(causal: bool
     got = own(query, key, value, cu, max_length=longest, scale=0.25, causal=causal)
     expected = attention_reference(query[:30], key[:30], value[:30], cu[:3], scale=0.25, causal=causal)
     torch.testing.assert_close(got[:30], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def by_kernels() -> Iterator[None]:
+    before = language._devices
+    language.switch("cpu", "cuda")
+    yield
+    language.switch(*before)
+
+
+BLOCK = 4
+
+
+def cut(
+    length: int, begin: int, end: int, table: tuple[int, ...] | None, number: int, params: PoolingParams
+) -> Share:
+    """One row's tokens from `begin` to `end`."""
+    request = make_request(str(number), [length], params=params)
+    request.token_ids[:] = (np.arange(length) * 7 + 31 * number) % 250
+    return Share(request, ints([0]), ints([begin]), ints([end]), (table,))
+
+
+@pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])
+def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParams, by_kernels: None) -> None:
+    architecture, more = FAMILIES["qwen3"]
+    weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float16, CPU)
+    with torch.inference_mode():
+        model = build_model(architecture, SIZES | {"num_hidden_layers": 2} | more, LayerBuilder(weights))
+    pooler = Pooler(make_spec(pooling=PoolingSpec(methods=("last",), normalize=True)), model.heads, [])
+    store = KVStore(2, 24 * BLOCK, 1, 16, torch.float16, CPU)
+    store.keys.fill_(NAN)
+    store.values.fill_(NAN)
+    cache = store, torch.zeros((24, 32))
+    runner = ModelRunner(model, pooler, CPU, 2, cache)
+    graphs = Graphs(model, pooler, runner.staging, fake, cache=cache)
+    long, other = tuple(range(23, 12, -1)), (3, 7, 1, 9)
+    steps = [
+        [cut(42, 0, 13, long, 0, params)],
+        [cut(42, 13, 30, long, 0, params), cut(14, 0, 5, other, 1, params), cut(6, 0, 6, None, 2, params)],
+        [cut(42, 30, 42, long, 0, params), cut(14, 5, 14, other, 1, params)],
+    ]
+    parts: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
+    for shares in steps:
+        plan = build_plan(shares, block_size=BLOCK)
+        key = graphs.key_of(plan)
+        assert key is not None and key.memory is not None
+        assert (key.params is None) is not params.per_token
+        with graphs.at_once():
+            got = runner._replayed(graphs, key, plan)
+        assert got is not None, "the step could not be captured"
+        (outputs, _), (plain, _) = got, runner._step(plan)
+        for mine, theirs in zip(outputs, plain, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-3)
+        ended = [i for variant in plan.variants for i in _rows_of(variant.rows, plan)]
+        for share, piece in zip(shares, plan.slices, strict=True):
+            row, number = int(piece.slots[0]), int(share.request.id)
+            if params.per_token:
+                begin, end = plan.cu_lengths[row : row + 2]
+                parts[number].append(np.array(outputs[0][begin:end]))
+            elif row in ended:
+                parts[number].append(np.array(outputs[0][ended.index(row)])[None])
+    for number, length in ((0, 42), (1, 14), (2, 6)):
+        whole = cut(length, 0, length, None, number, params)
+        (expected,), _ = runner._step(build_plan([Share(whole.request, ints([0]))]))
+        np.testing.assert_allclose(np.concatenate(parts[number]), expected, atol=4e-3)
+
+
+def _rows_of(rows: np.ndarray | None, plan: StepPlan) -> list[int]:
+    return list(range(plan.num_rows)) if rows is None else rows.tolist()

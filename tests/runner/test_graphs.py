@@ -19,7 +19,17 @@ from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.pooling.build import Pooler
 from penstock.runner import graphs as module
-from penstock.runner.buckets import LONGEST, ROWS, TOKENS, Bucket, Layout, NoGroups, bucket_of, largest_size
+from penstock.runner.buckets import (
+    LONGEST,
+    ROWS,
+    TOKENS,
+    Bucket,
+    Layout,
+    NoGroups,
+    bucket_of,
+    largest_size,
+    memory_of,
+)
 from penstock.runner.graphs import FAILURES, USES, Graphs, Work
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
@@ -335,6 +345,64 @@ def test_what_cannot_be_replayed_has_no_key() -> None:
     kept = Share(make_request("k", [6]), ints([0]), ints([0]), ints([3]), ((0,),))
     assert graphs.key_of(build_plan([kept], block_size=16)) is None
     assert graphs.key_of(plan_of(TOKENS[-1] + 1)) is None
+
+
+def cut_plan(remembered: int = 21) -> StepPlan:
+    """A row that goes on, one that begins and one that keeps nothing."""
+    length, begin = remembered + 40, remembered
+    table = tuple(range(3, 3 + -(-length // 16)))
+    shares = [
+        Share(make_request("a", [length]), ints([0]), ints([begin]), ints([begin + 30]), (table,)),
+        Share(make_request("b", [9]), ints([0]), ints([0]), ints([4]), ((1,),)),
+        Share(make_request("c", [6]), ints([0]), ints([0]), ints([6]), (None,)),
+    ]
+    return build_plan(shares, block_size=16)
+
+
+def test_a_cut_row_lies_in_the_layout_and_the_rest_is_kept_nowhere() -> None:
+    plan = cut_plan()
+    kv = plan.kv
+    assert kv is not None
+    bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
+    assert bucket is not None
+    layout = Layout(bucket, False, False, memory_of(len(kv.read_slots)))
+    out = np.full(layout.size, 99, dtype=np.int32)
+    layout.write(out, plan)
+    got = {name: out[begin : begin + room] for name, (begin, room) in layout.places.items()}
+    assert got["cu_keys"].tolist() == [0, 4, 10, 61, *[61] * (bucket.rows - 3)]
+    slots = got["token_slots"]
+    assert slots[:4].tolist() == [16, 17, 18, 19] and (slots[4:10] == -1).all()
+    assert slots[10:40].tolist() == list(range(48 + 21, 48 + 51)) and (slots[40:] == -1).all()
+    assert got["read_slots"][:21].tolist() == list(range(48, 48 + 21))
+    assert (slots[kv.write_tokens] == kv.write_slots).all() and (slots >= 0).sum() == len(kv.write_slots)
+
+
+@pytest.mark.parametrize(("remembered", "room"), [(0, 4096), (4096, 4096), (4097, 16384), (65536, 65536)])
+def test_remembered_keys_have_few_sizes(remembered: int, room: int) -> None:
+    assert memory_of(remembered) == room
+
+
+def test_more_is_remembered_than_a_graph_has_room_for() -> None:
+    assert memory_of(65537) is None
+
+
+class Paged:
+    paged = True
+
+
+@pytest.mark.parametrize(("method", "wanted"), [("last", True), ("mean", False)])
+def test_steps_with_memory_are_replayed_unless_sums_go_on(method: str, wanted: bool) -> None:
+    _, graphs = make_runner(method)
+    plan = cut_plan()
+    assert graphs.key_of(plan) is None
+    graphs.cache = (Paged(), torch.zeros(1))  # type: ignore[assignment]
+    key = graphs.key_of(plan)
+    assert (key is not None) is wanted
+    if key is not None:
+        assert key.memory == 4096 and key.params is None
+        whole = graphs.key_of(plan_of(30, 4, 6))
+        assert whole is not None and whole.memory is None and whole != key
+    assert graphs.key_of(cut_plan(70000)) is None
 
 
 @pytest.mark.parametrize(

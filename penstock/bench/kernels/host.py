@@ -42,8 +42,8 @@ def pooling_all() -> Iterator[HostCase]:
 
 
 def step_all() -> Iterator[HostCase]:
-    """A whole step of token vectors given to as many requests of one row: what the engine does before `all`,
-    with the copy into the requests' order."""
+    """A whole step of token vectors given to as many requests of one row: what the engine does before `all`:
+    a view for each."""
     for rows in ROWS:
         values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
         yield HostCase("step all", rows, partial(rows_of, _plan(rows), [values]))

@@ -1,0 +1,131 @@
+"""The short way of a launch: which compiled form serves, and when Triton is asked instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import language
+
+launch = pytest.importorskip("penstock.kernels.launch")
+tl = pytest.importorskip("triton.language")
+
+
+def _scaled(
+    x: tl.tensor, out: tl.tensor, count: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, TWICE: tl.constexpr
+) -> None:
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < count, other=0.0) * scale
+    if TWICE:
+        value *= 2
+    tl.store(out + at, value, mask=at < count)
+
+
+class Compiled:
+    """In place of what Triton compiles; says what it was launched with."""
+
+    packed_metadata = (1,)
+
+    def __init__(self, number: int) -> None:
+        self.function = number
+        self.launches: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any) -> None:
+        self.launches.append(args)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = launch.Kernel(_scaled, ("count",))
+    made.compiled = []
+
+    def run(*args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        made.compiled.append(Compiled(len(made.compiled)))
+        return made.compiled[-1]
+
+    monkeypatch.setattr(made, "run", run)
+    monkeypatch.setattr(launch, "_where", lambda: (0, 77))
+    return made
+
+
+def call(kernel: Any, x: Tensor, count: Any = 8, scale: Any = 0.5, **constants: Any) -> None:
+    kernel[(3,)](x, x, count, scale, **({"BLOCK": 16, "TWICE": False, "num_warps": 4} | constants))
+
+
+def test_the_second_launch_goes_straight_to_what_was_compiled(kernel: Any) -> None:
+    x, y = torch.zeros(64), torch.zeros(32)
+    call(kernel, x)
+    call(kernel, y, count=5, scale=0.25)
+    assert len(kernel.compiled) == 1 and kernel.quick == 1
+    (args,) = kernel.compiled[0].launches
+    assert args[:9] == (3, 1, 1, 77, 0, (1,), None, None, None)
+    assert args[9] is y and args[11:] == (5, 0.25, 16, False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(64, dtype=torch.float16)},
+        {"BLOCK": 32},
+        {"TWICE": True},
+        {"TWICE": 0},
+        {"num_warps": 8},
+    ],
+)
+def test_what_is_compiled_in_makes_another_form(kernel: Any, change: dict[str, Any]) -> None:
+    usual = {"x": torch.zeros(64)}
+    for options in (usual, usual | change, usual, usual | change):
+        call(kernel, **options)
+    assert len(kernel.compiled) == 2 and kernel.quick == 2
+    assert [len(each.launches) for each in kernel.compiled] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "change", [{"x": torch.zeros(64)[1:]}, {"scale": 2}, {"count": 1 << 31}, {"count": True}]
+)
+def test_what_triton_looks_at_more_closely_is_left_to_it(kernel: Any, change: dict[str, Any]) -> None:
+    for _ in range(3):
+        call(kernel, **({"x": torch.zeros(64)} | change))
+    assert kernel.quick == 0 and len(kernel.compiled) == 3
+
+
+def test_another_device_has_its_own_form(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call(kernel, torch.zeros(64))
+    monkeypatch.setattr(launch, "_where", lambda: (1, 77))
+    call(kernel, torch.zeros(64))
+    assert len(kernel.compiled) == 2
+
+
+def test_whoever_watches_launches_sees_them_all(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call(kernel, torch.zeros(64))
+    monkeypatch.setattr(launch.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    call(kernel, torch.zeros(64))
+    assert kernel.quick == 0
+
+
+def test_a_kernel_of_unknown_make_is_never_remembered(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "run", lambda *args, **more: None)
+    call(kernel, torch.zeros(64))
+    assert not kernel.forms
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_both_ways_give_the_same(device: torch.device) -> None:
+    made = language.jit(loose=("count",))(_scaled)
+    if not isinstance(made, launch.Kernel):
+        pytest.skip("this release of Triton launches by itself")
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for twice in (False, True, True, False):
+            for first in (0, 1):
+                x = torch.randn(64, device=device, dtype=dtype)[first:]
+                out = torch.zeros_like(x)
+                made[(2,)](x, out, 20, 0.5, BLOCK=16, TWICE=twice, num_warps=1)
+                expected = torch.where(
+                    torch.arange(len(x), device=device) < 20, x * (1.0 if twice else 0.5), 0
+                )
+                torch.testing.assert_close(out, expected)
+    assert made.quick == 8
