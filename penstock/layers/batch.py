@@ -12,7 +12,6 @@ from penstock.kernels.attention import keep_rows
 from penstock.kernels.language import fused
 from penstock.kvcache.store import KVStore
 
-
 _WIDEST = 128  # of the heads that our kernels are tuned for
 
 

@@ -52,6 +52,7 @@ class Constraint(Protocol):
 
 
 Constrain = Callable[[SamplingParams], Constraint | None]
+May = Callable[[str | None], bool]  # whether a request may run
 _SALT = "generate\0"  # blocks of rows that are pooled are not mixed with those of rows that are continued
 
 
@@ -203,14 +204,22 @@ class Lane:
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step: rows that go on by a token first, then prompts; None if nothing can run."""
-        only = self._suspects[0] if self._suspects else None
         self._now_s = now_s
         if not self._running and not self._paused and not self._waiting:
             return None
-        decode = self._grown(self._going_on(only))
+        if not self._suspects:
+            return self._next_step(None)
+        one, suspects = self._suspects[0], set(self._suspects)
+        plan = self._next_step(lambda name: name == one)
+        # It may want memory that others hold, who then go on; but nobody new begins before it.
+        return plan or self._next_step(lambda name: name not in suspects, begin=False)
+
+    def _next_step(self, may: May | None, *, begin: bool = True) -> StepPlan | None:
+        """A step of the requests that `may` run, None for all; with `begin`, of new rows too."""
+        decode = self._grown(self._going_on(may))
         slots, counts = [decode], [np.ones(len(decode), dtype=np.int32)]
         tokens, rows = self.limits.tokens - len(decode), self.limits.rows - len(decode)
-        for slot in self._prefilling(only):
+        for slot in self._prefilling(may, begin):
             if tokens <= 0 or rows <= 0:
                 break
             count = min(int(self._length[slot] - self._done[slot]), self.limits.chunk_tokens, tokens)
@@ -295,11 +304,11 @@ class Lane:
 
     # Choosing.
 
-    def _going_on(self, only: str | None) -> Ints:
+    def _going_on(self, may: May | None) -> Ints:
         """Slots of the rows that need one more token, as far as they go into a step, the oldest first."""
         running = np.array(self._running, dtype=np.int32)
-        if only is not None:
-            running = np.array([s for s in self._running if self._name(s) == only], dtype=np.int32)
+        if may is not None:
+            running = np.array([s for s in self._running if may(self._name(s))], dtype=np.int32)
         last = self._length[running] - self._done[running] == 1
         last &= ~self._constrained[running] | (self._known[running] == self._length[running])
         ready: Ints = running[last & (self._length[running] < self._most[running])]
@@ -323,30 +332,24 @@ class Lane:
         still = set(self._running)
         return np.array([slot for slot in ready.tolist() if slot in still], dtype=np.int32)
 
-    def _prefilling(self, only: str | None) -> Iterable[int]:
+    def _prefilling(self, may: May | None, begin: bool) -> Iterable[int]:
         """Slots with more than a token to run: those that have begun, those that gave way, new ones."""
         running = np.array(self._running, dtype=np.int32)
         for slot in running[self._length[running] - self._done[running] > 1].tolist():
-            if only is None or self._name(slot) == only:
+            if may is None or may(self._name(slot)):
                 yield slot
-        for row in list(self._paused):
-            if only is not None and row.request.id != only:
-                continue
+        for row in [r for r in self._paused if may is None or may(r.request.id)]:
             if self._known[row.slot] < self._length[row.slot]:
                 continue  # its last token is on its way
             if not self._start(row):
                 return
             self._paused.remove(row)
             yield row.slot
-        while self._waiting and self._free:
-            row = self._waiting[0]
-            if only is not None:
-                row = next((r for r in self._waiting if r.request.id == only), row)
-                if row.request.id != only:
-                    return
-            if not self._admit(row):
+        while begin and self._free:
+            new = next((r for r in self._waiting if may is None or may(r.request.id)), None)
+            if new is None or not self._admit(new):
                 return
-            yield row.slot
+            yield new.slot
 
     def _admit(self, row: GeneratingRow) -> bool:
         """Give a new row its slot and the blocks of its prompt."""

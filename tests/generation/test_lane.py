@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,9 +43,11 @@ def test_every_row_gets_the_tokens_it_would_get_alone(depth: int, prefixes: bool
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_arrivals_and_cancellations_leave_nothing_behind(data: st.DataObject) -> None:
+def test_any_arrivals_cancellations_and_failures_leave_nothing_behind(data: st.DataObject) -> None:
     choose = data.draw
+    bad, steps = choose(st.sets(st.integers(0, 40), max_size=4)), itertools.count()
     core = make_core(
+        fails=lambda plan: next(steps) in bad,
         blocks=choose(st.integers(LENGTH // 4, 40)),
         rows=choose(st.integers(1, 7)),
         tokens=choose(st.integers(7, 40)),
@@ -74,7 +78,7 @@ def test_any_arrivals_and_cancellations_leave_nothing_behind(data: st.DataObject
         for row, prompt in enumerate(prompts):
             got, whole = answers.tokens.get((name, row), []), continued(prompt, count)
             assert got == whole[: len(got)]
-            assert name in cancelled or got == whole
+            assert name in cancelled or name in answers.failed or got == whole
     check_idle(core)
 
 
