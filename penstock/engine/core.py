@@ -28,6 +28,7 @@ from penstock.errors import (
     PenstockError,
     RowFailed,
 )
+from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner
 from penstock.scheduler.lane import Lane
 from penstock.scheduler.plan import build_plan
@@ -98,6 +99,7 @@ class EngineCore:
         self._comparisons: dict[str, tuple[Comparison, Future[Array]]] = {}
         self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart, in order
         self._pressure = Pressure.of(scheduler.budget)
+        self._lane_pressure = Pressure.of(scheduler.budget)
         self.broken: DeviceFailed | None = None  # the device is lost: nothing can be run any more
         self._block_size = scheduler.chunking.pool.block_size if scheduler.chunking else 0
 
@@ -105,6 +107,13 @@ class EngineCore:
     def busy(self) -> bool:
         generating = self.lane is not None and self.lane.busy
         return bool(self._progress or self._flights or self._comparisons or generating)
+
+    @property
+    def pool(self) -> BlockPool | None:
+        """Memory of rows that go on over steps, where there is some."""
+        if self.scheduler.chunking is not None:
+            return self.scheduler.chunking.pool
+        return None if self.lane is None else self.lane.pool
 
     @property
     def running(self) -> int:
@@ -253,6 +262,8 @@ class EngineCore:
                 self._pressure.went_well()
                 self._set_budget()
             if self.lane is not None and flight.plan.sample is not None:
+                self._lane_pressure.went_well()
+                self._set_lane_budget(self.lane)
                 outcomes += self.lane.collect(flight.plan, result)
             else:
                 outcomes += self._hand_out(flight.plan, result)
@@ -325,7 +336,7 @@ class EngineCore:
             self.broken = error
             return []
         if flight.plan.sample is not None:
-            return self._isolate_generation(flight.plan, error)
+            return self._relieve(flight.plan, error)
         if isinstance(error, DeviceOutOfMemory) and not (flight.plan.kv is not None and self._flights):
             return self._divide(flight, error)
         self.scheduler.retract(flight.shares)
@@ -393,10 +404,22 @@ class EngineCore:
         self._suspects.extend(half for half in (shares[:middle], shares[middle:]) if half)
         return []
 
-    def _isolate_generation(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
+    def _relieve(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
+        """A step that generates failed. Where memory ran out its rows begin again in smaller steps; else, or
+        if it cannot be smaller, the request at fault is looked for."""
         assert self.lane is not None
+        full = isinstance(error, DeviceOutOfMemory)
+        if full:
+            self._lane_pressure.ran_out(plan.num_tokens)
+            self._set_lane_budget(self.lane)
+            log.warning("a step of %d tokens ran out of memory: %s", plan.num_tokens, error)
         why = RowFailed(f"the step failed: {type(error).__name__}: {error}")
-        return [Failure(request.id, why) for request in self.lane.failed(plan)]
+        blame = not full or plan.num_tokens == 1
+        return [Failure(request.id, why) for request in self.lane.failed(plan, blame=blame)]
+
+    def _set_lane_budget(self, lane: Lane) -> None:
+        if lane.limits.tokens != self._lane_pressure.now:
+            lane.limits = replace(lane.limits, tokens=self._lane_pressure.now)
 
     def _fail(self, progress: Progress, error: PenstockError) -> list[Outcome]:
         """End a request with an error. What others wanted of it is run for them."""

@@ -255,15 +255,15 @@ class Lane:
             self._clear({part.id for part in parts})
         return parts
 
-    def failed(self, plan: StepPlan) -> list[Request]:
+    def failed(self, plan: StepPlan, *, blame: bool = True) -> list[Request]:
         """A step failed: the request that stood alone in it is at fault and is let go; others begin again
-        from what is known of them, one at a time."""
+        from what is known of them, one at a time. Without `blame` all begin again, together."""
         sample = plan.sample
         assert sample is not None
         live = sample.slots[self._epoch[sample.slots] == sample.epochs]
         rows = [row for slot in live if (row := self._rows[slot]) is not None]
         requests = {row.request.id: row.request for row in rows}
-        if len(requests) == 1:
+        if blame and len(requests) == 1:
             (request,) = requests.values()
             self.cancel(request.id)
             return [request]
@@ -273,7 +273,8 @@ class Lane:
             self._epoch[row.slot] += 1  # what is on its way is built on sand
             self._length[row.slot] = self._known[row.slot]
             self._join_again(row)
-        self._suspects += [name for name in requests if name not in self._suspects]
+        if blame:
+            self._suspects += [name for name in requests if name not in self._suspects]
         return []
 
     def left_slots(self) -> list[int]:

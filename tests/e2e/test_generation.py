@@ -221,7 +221,9 @@ def test_a_client_that_leaves_frees_its_rows(server: Server) -> None:
         with http.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.iter_bytes()
             next(pieces)
+            server.wait_for(lambda: server.metric("penstock_kv_blocks") > 0)
         deadline = time.monotonic() + 10
-        while server.metric("penstock_running_rows") or server.metric("penstock_requests_in_flight"):
+        names = ("penstock_running_rows", "penstock_requests_in_flight", "penstock_kv_blocks")
+        while any(server.metric(name) for name in names):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -43,6 +43,7 @@ class MemoryRunner:
         self.last = np.zeros(slots, dtype=np.int32)
         self.joined: set[int] = set()
         self.fails = fails
+        self.error: Exception = RuntimeError("this step fails")
         self.steps = 0
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
@@ -54,7 +55,7 @@ class MemoryRunner:
         assert not self.joined & {join.slot for join in sample.joins}, "a slot is taken twice"
         self.joined |= {join.slot for join in sample.joins}
         if self.fails(plan):
-            future.set_exception(RuntimeError("this step fails"))
+            future.set_exception(self.error)
             return future
         ids = plan.token_ids.copy()
         ids[sample.fed_tokens] = self.last[sample.fed_slots]

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from penstock.core import StepPlan
 from penstock.engine.core import EngineCore
-from penstock.errors import BadValue, DeadlineExceeded, NotPossible, QueueFull, RowFailed
+from penstock.errors import (
+    BadValue,
+    DeadlineExceeded,
+    DeviceFailed,
+    DeviceOutOfMemory,
+    NotPossible,
+    QueueFull,
+    RowFailed,
+)
 from penstock.scheduler.scheduler import Budget, Scheduler
 from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
 
@@ -205,4 +213,36 @@ def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
     assert answers.tokens["first", 0] == continued([1] * 20, 30)
     assert answers.tokens["second", 0] == continued([2] * 20, 30)
     assert order[0] == "first"
+    check_idle(core)
+
+
+def test_rows_begin_again_in_smaller_steps_when_memory_runs_out_and_nobody_is_blamed() -> None:
+    core, answers = (
+        make_core(fails=lambda plan: plan.num_tokens > 3, tokens=24, depth=2, blocks=60),
+        Answers(),
+    )
+    assert isinstance(core.runner, MemoryRunner) and core.lane is not None
+    core.runner.error = DeviceOutOfMemory("out of memory")
+    prompts = [[1, 2, 3], [4], [5, 6], list(range(12))]
+    core.add(asking("a", prompts[:2], 20))
+    core.add(asking("b", prompts[2:], 20))
+    run(core, answers)
+    made = [answers.tokens[name, row] for name in ("a", "b") for row in (0, 1)]
+    assert made == [continued(prompt, 20) for prompt in prompts] and not answers.failed
+    check_idle(core)
+    core.runner.fails = lambda plan: False
+    for number in range(40):
+        core.add(asking(f"c{number}", [[number]], 20))
+    run(core, answers)
+    assert core.lane.limits.tokens == 24, "the budget comes back"
+
+
+def test_a_lost_device_fails_all_that_generate() -> None:
+    core, answers = make_core(fails=lambda plan: True, blocks=60), Answers()
+    assert isinstance(core.runner, MemoryRunner)
+    core.runner.error = DeviceFailed("the device failed")
+    core.add(asking("a", [[1, 2], [3]], 20))
+    core.add(asking("b", [[4]], 20))
+    run(core, answers)
+    assert answers.failed.keys() == {"a", "b"} and core.broken is core.runner.error
     check_idle(core)
