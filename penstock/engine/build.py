@@ -9,6 +9,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.core import SamplingParams
 from penstock.engine.core import EngineCore, StepStats
+from penstock.errors import BadValue, NotPossible, PenstockError
 from penstock.inputs.constraints import Constraint, Constraints
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
@@ -16,6 +17,10 @@ from penstock.runner.load import load_runner
 from penstock.scheduler.lane import Constrain, Lane, LaneLimits
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vectors import VectorPlaces
+
+MOST_GENERATING = (
+    1024  # rows that are continued at once: each step has logits of the vocabulary for all of them
+)
 
 
 def build_core(
@@ -32,7 +37,7 @@ def build_core(
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
     if settings.generates:
         limits = LaneLimits(
-            rows=settings.max_num_seqs,
+            rows=min(settings.max_num_seqs, MOST_GENERATING),
             tokens=settings.max_num_batched_tokens,
             chunk_tokens=settings.chunk_tokens,
             length=settings.max_model_len,
@@ -64,9 +69,19 @@ def _constrain(spec: ModelSpec) -> Constrain:
 
     @cache
     def vocabulary() -> Constraints:
-        return Constraints(spec.path / "tokenizer.json", spec.vocab_size, spec.eos_token_ids)
+        file = spec.path / "tokenizer.json"
+        if not file.is_file():
+            raise NotPossible(f"structured output needs {file.name} in the model's folder")
+        return Constraints(file, spec.vocab_size, spec.eos_token_ids)
 
     def constrain(params: SamplingParams) -> Constraint | None:
-        return None if params.grammar is None else vocabulary()(params.grammar)
+        if params.grammar is None:
+            return None
+        try:
+            return vocabulary()(params.grammar)
+        except PenstockError:
+            raise
+        except Exception as error:  # whatever the library stumbles over ends this request, not the engine
+            raise BadValue(f"the grammar cannot be used: {error}") from error
 
     return constrain
