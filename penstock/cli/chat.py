@@ -24,6 +24,9 @@ HELP = (
     "/reset forgets the conversation, /system TEXT says what comes first, /exit ends; ctrl-C stops an answer"
 )
 
+# A model's words must not move the cursor or ring the bell: control signs but for tab and new line.
+_QUIET = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
 
 def chat(
     model: Annotated[str | None, typer.Argument(help="Folder or hub id.")] = None,
@@ -141,7 +144,7 @@ class Conversation:
                 text = "".join(piece.text for piece in pieces)
                 texts.append(text)
                 tokens[0] += sum(len(piece.token_ids) for piece in pieces)
-                self._console.print(text, end="", markup=False, soft_wrap=True)
+                self._console.print(text.translate(_QUIET), end="", markup=False, soft_wrap=True)
 
     def _say(self, words: str) -> None:
         self._console.print(words, style="dim", markup=False)

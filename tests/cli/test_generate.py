@@ -133,6 +133,12 @@ def test_a_conversation_remembers(folder: Path, engine: ScriptedEngine) -> None:
     assert "the water" not in third and "be brief" in third
 
 
+def test_control_signs_do_not_reach_the_terminal(folder: Path, engine: ScriptedEngine) -> None:
+    tokenizer = Tokenizer(folder)
+    engine.script = says(tokenizer, "one\x1b[2J\x07 two\nthree")
+    assert "one[2J two\nthree\n" in talk("the water\n")
+
+
 def test_the_end_of_input_ends_it_and_errors_do_not(folder: Path, engine: ScriptedEngine) -> None:
     shown = talk("word " * 300 + "\nthe water\n")
     assert "the model takes at most" in shown and shown.count("was long") == 1
