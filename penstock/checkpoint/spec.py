@@ -34,6 +34,7 @@ _OLD_FLAGS = {
 _DECODERS = (
     *("gemma", "gpt2", "gritlm", "jinaforranking", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3"),
 )
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 _LOOK_AHEAD = ("gritlm", "llamabidirectional", "llama_bidirec")
 _GRITLM_MARK = "<|embed|>\n"
 _GRITLM_TEMPLATE = "<|user|>\n{instruction}\n" + _GRITLM_MARK
@@ -211,6 +212,8 @@ def with_generation(spec: ModelSpec, wanted: bool | None) -> ModelSpec:
 
 def why_not_generate(spec: ModelSpec) -> str | None:
     """Why a checkpoint cannot generate, if so."""
+    if spec.config.get("tie_word_embeddings") is False and not _has_head(spec.path):
+        return "the checkpoint has no lm_head.weight, and its words are not tied to it"
     if spec.architecture == "GritLM":
         return None
     if not spec.architecture.endswith(("ForCausalLM", "LMHeadModel")):
@@ -218,6 +221,18 @@ def why_not_generate(spec: ModelSpec) -> str | None:
     if not spec.causal:
         return f"{spec.architecture} looks ahead"
     return None
+
+
+def _has_head(folder: Path) -> bool:
+    """Some are saved without the head that their architecture has. Without weights there is no telling."""
+    if (where := optional_json(folder / "model.safetensors.index.json").get("weight_map")) is not None:
+        return "lm_head.weight" in where
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return True
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        return b'"lm_head.weight"' in opened.read(min(size, _LONGEST_HEADER))
 
 
 def read_spec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from penstock import SamplingParams
+from penstock.errors import ModelLoadError
 from tests.generation.families import (
     FAMILIES,
     GREEDY,
@@ -25,7 +27,7 @@ from tests.generation.families import (
     reference,
     write,
 )
-from tests.parity.decoders import VOCABULARY
+from tests.parity.decoders import VOCABULARY, Family
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -194,3 +196,14 @@ def test_a_row_that_must_follow_something_does_and_others_are_not_held_up(folder
             assert [token % 2 for token in row.token_ids] == [0, 1] * 3
             assert row.finish_reason == "stop" and row.stop_token is None
         check_nothing_is_held(used)
+
+
+def test_a_checkpoint_without_its_head_embeds_and_does_not_generate(tmp_path: Path) -> None:
+    folder = Family("MistralModel").write(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    with engine(folder) as used:
+        assert not used.spec.generates and used.embed([[5, 6, 7]]).shape[0] == 1
+    with pytest.raises(ModelLoadError, match="no lm_head"):
+        engine(folder, enable_generation=True)
