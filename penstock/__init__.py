@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["AsyncEngine", "Engine", "EngineConfig", "__version__"]
+__all__ = ["AsyncEngine", "Engine", "EngineConfig", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
+    from penstock.core import SamplingParams
     from penstock.engine.offline import AsyncEngine, Engine
 
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from penstock.config import EngineConfig
 
         return EngineConfig
+    if name == "SamplingParams":
+        from penstock.core import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

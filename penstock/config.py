@@ -50,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     enable_chunked_prefill: bool | None = None  # None: where a row may exceed a step and can be cut
     long_prefill_token_threshold: int = 0  # most tokens of one row in a step; 0: no such limit
     enable_prefix_caching: bool | None = None  # None: where rows are expected to begin alike
+    enable_generation: bool | None = None  # None: where the checkpoint is for that
     kv_cache_gb: float | None = None  # memory for keys and values of rows that go on over steps
     share_identical: bool = True  # rows that are alike and in flight together, and queries, are computed once
     document_cache_gb: float = 0.0  # memory for vectors of documents that may be scored again
@@ -68,6 +69,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_rows: int = 2048  # texts in one request
     max_concurrent_requests: int = 4096  # per API process; beyond it: 429
     default_timeout_s: float | None = None
+    chat_template: str | None = None  # Jinja, or the name of one of the model's; None: the model's own
     drain_s: float = 30.0
     log_level: str = "info"
     access_log: bool = False
@@ -92,7 +94,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     chunked: bool = False
     chunk_tokens: int = 0  # most tokens of one row in a step, where rows may be cut
     prefix_caching: bool = False
-    kv_cache_bytes: int = 0
+    generates: bool = False
+    generate_prefixes: bool = False  # rows that are continued share what they begin alike with
+    kv_cache_bytes: int = 0  # 0: what is left of the device
     share_identical: bool = True
     document_cache_bytes: int = 0
     graphs: bool = False  # small steps are replayed as CUDA graphs
@@ -126,13 +130,16 @@ def resolve(
     shares_prefixes: bool = False,
     hidden: int | None = None,
     layers: int | None = None,
+    generates: bool = False,
 ) -> Resolved:
     """Settle every "auto"; raise `ConfigError` for what cannot work together.
 
     `model_limit` is what the model is meant for, `positions` what it could take at most;
     `why_not_cut` says, where it is so, why its rows cannot be spread over steps; `shares_prefixes`, whether
-    they are expected to begin alike. `hidden` and `layers` are the model's size, where it is known.
+    they are expected to begin alike; `generates`, whether rows are continued. `hidden` and `layers` are the
+    model's size, where it is known.
     """
+    generate_prefixes = generates and config.enable_prefix_caching is not False
     if config.enable_prefix_caching is None:
         can = why_not_cut is None and config.enable_chunked_prefill is not False
         config = msgspec.structs.replace(config, enable_prefix_caching=shares_prefixes and can)
@@ -169,7 +176,9 @@ def resolve(
         chunked=_chunked(config, limit, budget, why_not_cut),
         chunk_tokens=config.long_prefill_token_threshold or budget,
         prefix_caching=bool(config.enable_prefix_caching),
-        kv_cache_bytes=int((config.kv_cache_gb or (1 if on_cpu else 8)) * 2**30),
+        generates=generates,
+        generate_prefixes=generate_prefixes,
+        kv_cache_bytes=_kv_cache(config.kv_cache_gb, on_cpu, generates),
         share_identical=config.share_identical,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         graphs=_graphs(config, on_cpu, dtype),
@@ -278,6 +287,12 @@ def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None)
 def _graphs(config: EngineConfig, on_cpu: bool, dtype: str) -> bool:
     """In fp32, and by transformers, attention goes from length to length, which no graph can."""
     return not (on_cpu or config.enforce_eager or dtype == "float32" or config.model_impl == "transformers")
+
+
+def _kv_cache(size_gb: float | None, on_cpu: bool, generates: bool) -> int:
+    if size_gb is None and generates and not on_cpu:
+        return 0
+    return int((size_gb or (1 if on_cpu else 8)) * 2**30)
 
 
 def _document_cache(size_gb: float) -> int:

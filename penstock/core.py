@@ -7,12 +7,15 @@ that nothing after it has to ask a device for a number that was known here.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.errors import BadValue
 
 Ints = NDArray[np.int32]
 Array = NDArray[np.generic]
@@ -89,6 +92,13 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cac
         return self.per_token or self.task is Task.SPARSE
 
 
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a row's text must follow: a JSON schema, a regular expression, or a grammar as Lark writes it."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a row is continued. Texts (stop strings, bad words) are token ids by the time they are here."""
 
@@ -110,6 +120,23 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ignore_eos: bool = False
     logprobs: int | None = None  # so many of the likeliest besides the chosen one
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # `inputs.constraints` makes the masks of each step from it
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses token ids that the vocabulary does not have."""
+    _inside("logit_bias", params.logit_bias, vocab_size)
+    _inside("bad_words", (token for word in params.bad_token_ids for token in word), vocab_size)
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise BadValue("allowed_token_ids is empty; give at least one", param="allowed_token_ids")
+        _inside("allowed_token_ids", params.allowed_token_ids, vocab_size)
+
+
+def _inside(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise BadValue(f"{name} has token {token}; the vocabulary is 0 … {vocab_size - 1}", param=name)
 
 
 ONE_ROW: Ints = np.zeros(1, dtype=np.int32)  # the number, and the beginning, of the only row there is
@@ -153,6 +180,7 @@ class Request:
     deadline_s: float | None = None  # the same clock
     reuse_prefix: bool = False  # its rows may stand on prefixes that others have computed
     cache_salt: str = ""  # prefixes are shared only between equal salts
+    sampling: SamplingParams | None = None  # its rows are prompts to be continued so
     starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
 
     def __post_init__(self) -> None:
@@ -281,6 +309,16 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PagedPlan:
+    """The leading rows of a step, of one token each, whose keys are read block by block where they lie."""
+
+    rows: int
+    width: int  # blocks of the longest, which is the width of `tables`
+    tables: Ints  # [rows · width], the blocks of each row
+    keys: Ints  # [rows], tokens that each row reads, this step's own included
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KVPlan:
     """Which keys and values a step reads from memory and which it leaves there.
 
@@ -299,6 +337,52 @@ class KVPlan:
     carry_rows: Ints  # [cut], rows whose sums go on over steps
     carry_slots: Ints  # [cut], where those sums are kept
     carry_old: Ints  # [cut], 1 where there are earlier sums
+    paged: PagedPlan | None = None  # its rows have no part in the run of keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Join:
+    """A row takes a place of the sampler."""
+
+    slot: int
+    params: SamplingParams
+    prompt_ids: Ints  # [prompt]
+    output_ids: Ints | None = None  # what followed it before, of a row that begins again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplePlan:
+    """How the rows of a step are continued, by the sampler's places (slots).
+
+    Token ids that an earlier step has sampled are fed from the device: the CPU may not have read them yet.
+    """
+
+    slots: Ints  # [rows], the place of each row of the step
+    epochs: Ints  # [rows], which owner of the place it is
+    visits: Ints  # [rows], which of its stays in memory
+    ends: Ints  # [rows], tokens that have run after this step
+    rows: Ints  # [sampled], rows of the step that are continued
+    tokens: Ints  # [sampled], the last token of each within the step
+    sampled_slots: Ints  # [sampled]
+    asked: Ints  # [sampled], log probabilities that each wants besides the chosen token's; -1: none
+    fed_tokens: Ints  # [fed], tokens of the step
+    fed_slots: Ints  # [fed], the place whose last sampled token each is
+    leaves: tuple[int, ...] = ()  # places that are given up before this step
+    joins: tuple[Join, ...] = ()  # and those that are taken, after the former
+    masks: tuple[tuple[int, Ints], ...] = ()  # the tokens that these places may take next, 32 to a word
+    prompts: PromptPlan | None = None  # None: nothing is asked about prompts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPlan:
+    """Tokens of prompts whose successors are known, and how likely these are is asked."""
+
+    rows: Ints  # [asking], rows of the step
+    begins: Ints  # [asking], where in its prompt each begins
+    counts: Ints  # [asking], such tokens of each
+    tokens: Ints  # [scored], their places in the step, row after row
+    following: Ints  # [scored], the token that comes after each
+    most: int  # likeliest tokens that are given besides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -329,6 +413,7 @@ class StepPlan:
     adapters: Ints | None = None  # [rows], -1: none; None: no row has one
     kv: KVPlan | None = None  # None: every row runs whole and nothing is kept
     limits: KeyLimits | None = None  # None: every row attends to all its tokens
+    sample: SamplePlan | None = None  # of a step that generates; it has neither slices nor variants
 
     @property
     def num_tokens(self) -> int:
@@ -345,7 +430,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step gives back: for each variant of its plan, one array of rows."""
+    """What a step gives back: for each variant of its plan, one array of rows.
+
+    A step that generates gives the sampled token ids [sampled]; then, where some row asked, the ids
+    [asked, 1 + most], log probabilities of the same shape and ranks [asked] of the rows that did; and then
+    the same three of prompts, where the plan has some.
+    """
 
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
     device_s: float
@@ -378,6 +468,10 @@ class Generated:
     logprobs: NDArray[np.float32] | None = None  # [new, 1 + logprobs]
     ranks: Ints | None = None  # [new], of the chosen token, from 1
     timings: Timings | None = None  # with the last part
+    # With the first part, where asked for: the same of the prompt's tokens after the first.
+    prompt_logprob_ids: Ints | None = None  # [prompt - 1, 1 + prompt_logprobs]
+    prompt_logprobs: NDArray[np.float32] | None = None  # [prompt - 1, 1 + prompt_logprobs]
+    prompt_ranks: Ints | None = None  # [prompt - 1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

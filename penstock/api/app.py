@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.api import entities, native, openai, operation, ranking, tei, vectors
-from penstock.api.endpoint import Call, Dialect, Endpoint, ErrorShape, Reply, openai_error
+from penstock.api import chat, completions, entities, native, openai, operation, ranking, tei, vectors
+from penstock.api.endpoint import Call, Dialect, Endpoint, ErrorShape, Handler, Reply, openai_error
 from penstock.api.metrics import ApiMetrics
 from penstock.api.schema import openapi
 from penstock.api.state import ServerState
@@ -26,7 +26,7 @@ from penstock.errors import NotFound
 class RouteSpec:
     path: str
     body: type[msgspec.Struct] | None  # None: GET
-    handler: Callable[..., Awaitable[Reply]]
+    handler: Handler
     group: str
     open_to_all: bool = False
     error_shape: ErrorShape = openai_error
@@ -35,6 +35,8 @@ class RouteSpec:
 
 ROUTES = (
     RouteSpec("/v1/embeddings", openai.EmbeddingsRequest, openai.embeddings, "OpenAI"),
+    RouteSpec("/v1/completions", completions.CompletionRequest, completions.completions, "OpenAI"),
+    RouteSpec("/v1/chat/completions", chat.ChatRequest, chat.chat_completions, "OpenAI"),
     RouteSpec("/v1/models", None, openai.models, "OpenAI"),
     RouteSpec("/pooling", native.PoolingRequest, native.pooling, "native"),
     RouteSpec("/classify", native.ClassifyRequest, native.classify, "native"),

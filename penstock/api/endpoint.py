@@ -10,7 +10,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,8 +31,9 @@ from penstock.errors import (
 )
 
 log = logging.getLogger("penstock.api")
-Body = TypeVar("Body")
+Answered = TypeVar("Answered")
 JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
 
 
 ErrorShape = Callable[[PenstockError], dict[str, Any]]
@@ -44,6 +45,22 @@ class Reply:
     content_type: bytes = JSON
     status: int = 200
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Streamed:
+    """A reply whose body comes in pieces. The first is there already: what failed before it has a status."""
+
+    first: bytes
+    rest: AsyncGenerator[bytes, None]
+    content_type: bytes = EVENTS
+    status: int = 200
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+async def streamed(pieces: AsyncGenerator[bytes, None]) -> Streamed:
+    """Wait for the first piece; an error until then is the whole reply's."""
+    return Streamed(await anext(pieces), pieces)
 
 
 @dataclass(slots=True)
@@ -84,13 +101,16 @@ def openai_error(error: PenstockError) -> dict[str, Any]:
     }
 
 
+Handler = Callable[..., Awaitable[Reply | Streamed]]
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """Another kind of body on the same route, told apart by a field that only it has."""
 
     mark: str
     body: type[msgspec.Struct]
-    handler: Callable[..., Awaitable[Reply]]
+    handler: Handler
     error_shape: ErrorShape
 
     def claims(self, raw: bytes) -> bool:
@@ -109,7 +129,7 @@ class Endpoint:
         metrics: ApiMetrics,
         path: str,
         body: type[Any] | None,
-        handler: Callable[..., Awaitable[Reply]],
+        handler: Handler,
         *,
         error_shape: ErrorShape = openai_error,
         other: Dialect | None = None,
@@ -132,15 +152,16 @@ class Endpoint:
         call = Call(self.state, self.metrics, time.monotonic())
         try:
             self._check(scope)
-            reply = await (self._limited(call, scope, receive) if self.limited else self.handler(call))
-            reply.headers += call.headers()
+            reply = await (self._limited(call, scope, receive, send) if self.limited else self.handler(call))
+            if isinstance(reply, Reply):
+                reply.headers += call.headers()
         except PenstockError as error:
             reply = self._error(error, call)
         except Exception:
             log.exception("%s failed", self.path)
             reply = self._error(PenstockError("internal error; the server's log has the details"), call)
         self.metrics.request(self.path, reply.status, time.monotonic() - call.began_s)
-        if reply.status != Cancelled.status:
+        if isinstance(reply, Reply) and reply.status != Cancelled.status:
             await _send(send, reply, head_only=scope["method"] == "HEAD")
 
     def _check(self, scope: Scope) -> None:
@@ -149,7 +170,8 @@ class Endpoint:
         if not self.open_to_all:
             check_key(scope, self.state.config.api_key)
 
-    async def _limited(self, call: Call, scope: Scope, receive: Receive) -> Reply:
+    async def _limited(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
+        """The reply; one in pieces has been sent when this returns, so that its place is kept till then."""
         self.state.admit()
         try:
             if self.decoder is None:
@@ -160,9 +182,57 @@ class Endpoint:
                 work = self.other.handler(call, _decode(self.other_decoder, raw))
             else:
                 work = self.handler(call, _decode(self.decoder, raw))
-            return await unless_gone(work, receive)
+            reply = await unless_gone(work, receive)
+            if isinstance(reply, Streamed):
+                reply.headers += call.headers()
+                await self._stream(call, reply, receive, send)
+            return reply
         finally:
             self.state.leave()
+
+    async def _stream(self, call: Call, reply: Streamed, receive: Receive, send: Send) -> None:
+        """Piece by piece, no faster than the client reads; one that goes away ends the work."""
+        plain = [(b"content-type", reply.content_type), (b"cache-control", b"no-cache")]
+        headers = [*plain, (b"x-accel-buffering", b"no"), *reply.headers]  # proxies hand pieces on at once
+        pump = asyncio.ensure_future(self._pump(call, reply, headers, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not pump.done():
+                reply.status = Cancelled.status
+                self.metrics.refused(Cancelled("the client went away"))
+        finally:
+            pump.cancel()
+            gone.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+            await reply.rest.aclose()
+
+    async def _pump(
+        self, call: Call, reply: Streamed, headers: list[tuple[bytes, bytes]], send: Send
+    ) -> None:
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.first, "more_body": True})
+        try:
+            async for piece in reply.rest:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except PenstockError as error:
+            reply.status = error.status
+            await send({"type": "http.response.body", "body": self._event(error, call), "more_body": True})
+        except OSError:  # the client is gone, and the watch will say so
+            reply.status = Cancelled.status
+            return
+        except Exception:
+            log.exception("%s failed", self.path)
+            reply.status = PenstockError.status
+            failed = PenstockError("internal error; the server's log has the details")
+            await send({"type": "http.response.body", "body": self._event(failed, call), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _event(self, error: PenstockError, call: Call) -> bytes:
+        """An error after the status is out: the last event but one."""
+        self.metrics.refused(error)
+        shape = call.error_shape or self.error_shape
+        return b"data: " + msgspec.json.encode(shape(error)) + b"\n\ndata: [DONE]\n\n"
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         limit = self.state.config.max_body_bytes
@@ -233,7 +303,12 @@ def check_key(scope: Scope, key: str | None) -> None:
 WATCH_AFTER_S = 0.005  # most requests are answered sooner, and need nobody who watches their client
 
 
-async def unless_gone(work: Awaitable[Reply], receive: Receive) -> Reply:
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(work: Awaitable[Answered], receive: Receive) -> Answered:
     """The handler's reply; if the client disconnects first, the handler is cancelled."""
     loop, handling = asyncio.get_running_loop(), asyncio.current_task()
     assert handling is not None

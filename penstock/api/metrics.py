@@ -18,6 +18,10 @@ REQUEST_SECONDS = Histogram(
 )
 ROWS = Counter("penstock_rows", "Rows taken in", ["model"])
 TOKENS = Counter("penstock_tokens", "Tokens taken in", ["model"])
+GENERATED = Counter("penstock_generated_tokens", "Tokens generated", ["model"])
+FIRST_TOKEN_SECONDS = Histogram(
+    "penstock_first_token_seconds", "Time from arrival to a request's first token", buckets=_SECONDS
+)
 PHASES = Histogram(
     "penstock_phase_seconds",
     "Time of a request spent tokenising, queued, on the device and encoding",
@@ -61,6 +65,12 @@ class ApiMetrics:
     def work(self, model: str, rows: int, tokens: int) -> None:
         self._tallies.counter(ROWS, model).inc(rows)
         self._tallies.counter(TOKENS, model).inc(tokens)
+
+    def generated(self, model: str, tokens: int) -> None:
+        GENERATED.labels(model).inc(tokens)
+
+    def first_token(self, seconds: float) -> None:
+        FIRST_TOKEN_SECONDS.observe(seconds)
 
     def phases(self, *, tokenize_s: float, queue_s: float, device_s: float, encode_s: float) -> None:
         for phase, seconds in zip(self._phases, (tokenize_s, queue_s, device_s, encode_s), strict=True):

@@ -15,6 +15,7 @@ from penstock.api.several import answer_several
 from penstock.api.work import check_rows, head_of, json_reply, note_phases, run_task, sparse_terms
 from penstock.core import PoolingParams, Task
 from penstock.errors import BadValue
+from penstock.inputs.several import refuse_generation
 from penstock.outputs.sparse import check_min_weight
 
 
@@ -48,6 +49,7 @@ async def pooling(call: Call, body: PoolingRequest) -> Reply:
         return await answer_several(call, body, body.task, body.top_k, body.min_weight or 0.0)
     task = body.task or call.state.model(body.model).spec.tasks[0]
     params = msgspec.structs.replace(body.params(task), top_k=body.top_k)
+    refuse_generation(task)
     if task is Task.SPARSE:
         if body.chunking != "none":
             raise BadValue("chunking is for task 'embed'; task 'sparse' has none", param="chunking")

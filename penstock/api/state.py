@@ -14,6 +14,7 @@ from penstock.engine.client import EngineClient
 from penstock.engine.supervisor import EngineState
 from penstock.errors import ModelNotFound, QueueFull
 from penstock.inputs.batcher import BatchTokenizer
+from penstock.inputs.generation import TextInputs
 from penstock.inputs.processor import InputProcessor
 
 
@@ -24,6 +25,7 @@ class ServedModel:
     tokenizer: BatchTokenizer
     client: EngineClient
     created_s: int
+    text: TextInputs | None = None  # of models that generate; made when first asked for
 
 
 @dataclass(slots=True)

@@ -109,13 +109,7 @@ def check_rows(call: Call, rows: Sequence[Any], name: str = "input") -> None:
 
 async def run_request(call: Call, model: ServedModel, request: Request, body: Scheduled) -> Answer:
     """Through the engine, no later than the caller is willing to wait."""
-    if abs(body.priority) > MAX_PRIORITY:
-        raise BadValue(
-            f"priority is {body.priority}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
-        )
-    timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
-    if timeout_s is not None and not 0 < timeout_s < 86_400:
-        raise BadValue(f"timeout is {timeout_s}; use seconds above 0 and below 86400", param="timeout")
+    timeout_s = settle_timeout(call, body)
     request.priority = body.priority
     request.arrival_s = call.began_s
     if timeout_s is not None:
@@ -132,6 +126,18 @@ async def run_request(call: Call, model: ServedModel, request: Request, body: Sc
     call.queue_s = max(0.0, answer.timings.queue_s - call.tokenize_s)  # counted from the arrival
     call.device_s = answer.timings.device_s
     return answer
+
+
+def settle_timeout(call: Call, body: Scheduled) -> float | None:
+    """The seconds that the caller, or else the operator, allows; priority and timeout are checked."""
+    if abs(body.priority) > MAX_PRIORITY:
+        raise BadValue(
+            f"priority is {body.priority}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
+        )
+    timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
+    if timeout_s is not None and not 0 < timeout_s < 86_400:
+        raise BadValue(f"timeout is {timeout_s}; use seconds above 0 and below 86400", param="timeout")
+    return timeout_s
 
 
 def _loop_time(deadline_s: float) -> float:

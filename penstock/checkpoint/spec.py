@@ -31,7 +31,10 @@ _OLD_FLAGS = {
     "pooling_mode_lasttoken": "last",
 }
 # Class names or model types of decoders begin so, and of those among them whose tokens see all others.
-_DECODERS = ("gemma", "gritlm", "jinaforranking", "llama", "ministral", "mistral", "qwen2", "qwen3")
+_DECODERS = (
+    *("gemma", "gpt2", "gritlm", "jinaforranking", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3"),
+)
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 _LOOK_AHEAD = ("gritlm", "llamabidirectional", "llama_bidirec")
 _GRITLM_MARK = "<|embed|>\n"
 _GRITLM_TEMPLATE = "<|user|>\n{instruction}\n" + _GRITLM_MARK
@@ -123,6 +126,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     )
     late: LateSpec | None = None  # a vector a token, compared token by token
     score: ScoreSpec | None = None  # of models that read a query and a document together
+    eos_token_ids: tuple[int, ...] = ()  # which end what is generated
+
+    @property
+    def generates(self) -> bool:
+        return Task.GENERATE in self.tasks
 
     @property
     def shares_prefixes(self) -> bool:
@@ -184,7 +192,47 @@ def describe(config: EngineConfig) -> ModelSpec:
             hidden = spec.late.dense[0].in_features if spec.late.dense else spec.token_dim
             plain |= {"late": None, "token_dim": hidden}
         return msgspec.structs.replace(spec, **plain)
-    return spec
+    return with_generation(spec, config.enable_generation)
+
+
+def with_generation(spec: ModelSpec, wanted: bool | None) -> ModelSpec:
+    """Models generate if they can and nothing says that they are for something else, or if told to."""
+    why_not = why_not_generate(spec)
+    if wanted is None:
+        grit = spec.architecture == "GritLM"
+        wanted = why_not is None and (
+            grit or (not (spec.path / "modules.json").is_file() and spec.score is None)
+        )
+    if not wanted:
+        return spec
+    if why_not is not None:
+        raise ModelLoadError(f"enable_generation cannot be used: {why_not}", param="enable_generation")
+    return msgspec.structs.replace(spec, tasks=(*spec.tasks, Task.GENERATE))
+
+
+def why_not_generate(spec: ModelSpec) -> str | None:
+    """Why a checkpoint cannot generate, if so."""
+    if spec.config.get("tie_word_embeddings") is False and not _has_head(spec.path):
+        return "the checkpoint has no lm_head.weight, and its words are not tied to it"
+    if spec.architecture == "GritLM":
+        return None
+    if not spec.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return f"{spec.architecture} has no language-model head"
+    if not spec.causal:
+        return f"{spec.architecture} looks ahead"
+    return None
+
+
+def _has_head(folder: Path) -> bool:
+    """Some are saved without the head that their architecture has. Without weights there is no telling."""
+    if (where := optional_json(folder / "model.safetensors.index.json").get("weight_map")) is not None:
+        return "lm_head.weight" in where
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return True
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        return b'"lm_head.weight"' in opened.read(min(size, _LONGEST_HEADER))
 
 
 def read_spec(
@@ -245,7 +293,16 @@ def read_spec(
         adapters=adapter_names(config),
         instruction_template=_GRITLM_TEMPLATE if architecture == "GritLM" else None,
         causal=causal,
+        eos_token_ids=_eos(folder, config),
     )
+
+
+def _eos(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """What ends a text: generation_config.json's word, else config.json's."""
+    found = optional_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
 
 
 def _tasks(

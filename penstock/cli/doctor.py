@@ -33,6 +33,7 @@ _INSTRUCTIONS = {  # what we say: the flags of /proc/cpuinfo, x86 then ARM
 }
 _EXTRAS = {
     "hf": "converts the vocabulary of models without tokenizer.json",
+    "structured": "JSON schemas, expressions and grammars for generated text",
     "bench": "other engines to measure against",
     "scale": "more than one machine, through Ray",
     "otel": "traces through OpenTelemetry",

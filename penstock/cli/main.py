@@ -13,8 +13,10 @@ from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli.bench import app as bench
+from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
+from penstock.cli.generate import generate
 from penstock.cli.info import info
 from penstock.cli.rank import rerank, score
 from penstock.cli.serve import serve
@@ -73,6 +75,8 @@ app.command()(serve)
 app.command()(embed)
 app.command()(rerank)
 app.command()(score)
+app.command()(generate)
+app.command()(chat)
 app.command()(info)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -54,6 +54,13 @@ def serve(
     hf_overrides: flags.HfOverridesJson = None,
     pooler_config: flags.PoolerConfigJson = None,
     score_template: flags.ScoreTemplate = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|FILE|NAME",
+            help="A chat template (Jinja) instead of the model's own; of several, which.",
+        ),
+    ] = None,
     enable_chunked_prefill: Annotated[
         bool | None,
         typer.Option(
@@ -70,6 +77,14 @@ def serve(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             help="Keep keys and values of shared prefixes (causal models, last-token pooling); by default "
             "for rerankers.",
+        ),
+    ] = None,
+    enable_generation: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-generation/--no-enable-generation",
+            help="Continue texts; by default where the checkpoint is a language model, and neither an "
+            "embedder nor a reranker.",
         ),
     ] = None,
     share_identical: Annotated[
@@ -131,6 +146,7 @@ def serve(
         enable_chunked_prefill=enable_chunked_prefill,
         long_prefill_token_threshold=long_prefill_token_threshold,
         enable_prefix_caching=enable_prefix_caching,
+        enable_generation=enable_generation,
         kv_cache_gb=kv_cache_gb,
         share_identical=share_identical,
         document_cache_gb=document_cache_gb,
@@ -151,12 +167,18 @@ def serve(
             "max_rows": max_rows,
             "max_concurrent_requests": max_concurrent_requests,
             "default_timeout_s": timeout,
+            "chat_template": _template_text(chat_template),
             "drain_s": drain,
             "log_level": log_level,
             "access_log": access_log,
         },
     )
-    raise typer.Exit(Supervisor(engine, server, describe(engine)).run())
+    spec = describe(engine)
+    if server.chat_template is not None:
+        from penstock.inputs.chat import ModelTemplate
+
+        _ = ModelTemplate(spec.path, server.chat_template).template  # what is wrong with it is told now
+    raise typer.Exit(Supervisor(engine, server, spec).run())
 
 
 def api_processes(wanted: str, device: str, cores: int | None = None, gpu: bool | None = None) -> int:
@@ -180,3 +202,10 @@ def cores_here() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _template_text(given: str | None) -> str | None:
+    """What a file holds, or the text or name itself."""
+    if given is None or "{{" in given or "{%" in given or not Path(given).is_file():
+        return given
+    return Path(given).read_text(encoding="utf-8")

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
+from penstock.core import SamplingParams
 from penstock.engine.core import EngineCore, StepStats
+from penstock.errors import BadValue, NotPossible, PenstockError
+from penstock.inputs.constraints import Constraint, Constraints
 from penstock.kvcache.blocks import BlockPool
-from penstock.runner.load import BLOCK_SIZE, load_runner
+from penstock.runner.base import BLOCK_SIZE
+from penstock.runner.load import load_runner
+from penstock.scheduler.lane import Constrain, Lane, LaneLimits
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vectors import VectorPlaces
+
+MOST_GENERATING = (
+    1024  # rows that are continued at once: each step has logits of the vocabulary for all of them
+)
 
 
 def build_core(
@@ -21,10 +31,21 @@ def build_core(
 ) -> EngineCore:
     budget = Budget(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_queued_tokens)
     loaded = load_runner(spec, settings)
-    chunking = None
+    pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
+    chunking = lane = None
     if settings.chunked:
-        pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
+    if settings.generates:
+        limits = LaneLimits(
+            rows=min(settings.max_num_seqs, MOST_GENERATING),
+            tokens=settings.max_num_batched_tokens,
+            chunk_tokens=settings.chunk_tokens,
+            length=settings.max_model_len,
+            queued_tokens=settings.max_queued_tokens,
+            prefixes=settings.generate_prefixes,
+            vocabulary=spec.vocab_size,
+        )
+        lane = Lane(pool, limits, _constrain(spec))
     places = None
     if loaded.num_places:
         places = VectorPlaces(
@@ -39,4 +60,28 @@ def build_core(
         wake=wake,
         observe=observe,
         share_identical=settings.share_identical,
+        lane=lane,
     )
+
+
+def _constrain(spec: ModelSpec) -> Constrain:
+    """What makes rows follow grammars; the vocabulary is laid out when the first one comes."""
+
+    @cache
+    def vocabulary() -> Constraints:
+        file = spec.path / "tokenizer.json"
+        if not file.is_file():
+            raise NotPossible(f"structured output needs {file.name} in the model's folder")
+        return Constraints(file, spec.vocab_size, spec.eos_token_ids)
+
+    def constrain(params: SamplingParams) -> Constraint | None:
+        if params.grammar is None:
+            return None
+        try:
+            return vocabulary()(params.grammar)
+        except PenstockError:
+            raise
+        except Exception as error:  # whatever the library stumbles over ends this request, not the engine
+            raise BadValue(f"the grammar cannot be used: {error}") from error
+
+    return constrain

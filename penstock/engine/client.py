@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.core import Answer, Comparison, Request
+from penstock.core import Answer, Comparison, Generated, Request
+from penstock.engine.core import Failure
 from penstock.engine.messages import (
     Cancel,
     Hello,
@@ -27,6 +28,7 @@ from penstock.engine.messages import (
     pack_requests,
     unpack_outcomes,
 )
+from penstock.engine.stream import Stream, by_request
 from penstock.errors import EngineUnavailable
 
 log = logging.getLogger("penstock.client")
@@ -35,10 +37,13 @@ log = logging.getLogger("penstock.client")
 class EngineClient:
     """`reason` tells, when asked, why the engine is not there; it stands in the 503."""
 
+    constrains = True  # rows may be made to follow a grammar
+
     def __init__(self, address: str, reason: Callable[[], str] = lambda: "the engine is starting") -> None:
         self._address = address
         self.reason = reason
         self._waiters: dict[str, asyncio.Future[Answer]] = {}
+        self._streams: dict[str, Stream] = {}
         self._outgoing: list[Request] = []
         self._cancelled: list[str] = []
         self.ready: Ready | None = None
@@ -70,7 +75,7 @@ class EngineClient:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiters)
+        return len(self._waiters) + len(self._streams)
 
     async def run(self, request: Request) -> Answer:
         """The answer to one request. Cancelling the caller cancels the request's rows."""
@@ -99,6 +104,20 @@ class EngineClient:
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(request)
+
+    async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
+        """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
+        if self.ready is None:
+            raise EngineUnavailable(self.reason())
+        stream = self._streams[request.id] = Stream(request)
+        self._enqueue(request)
+        try:
+            async for parts in stream.parts():
+                yield parts
+        finally:
+            if not stream.over:
+                self._cancel(request.id)
+            self._streams.pop(request.id, None)
 
     def _cancel(self, request_id: str) -> None:
         if not self._cancelled:
@@ -133,7 +152,16 @@ class EngineClient:
                 self._settle(message, [frame.buffer for frame in bulk])
 
     def _settle(self, message: Outcomes, frames: list[memoryview]) -> None:
-        for outcome in unpack_outcomes(message.items, frames):
+        outcomes = unpack_outcomes(message.items, frames)
+        for request_id, parts in by_request(outcomes).items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.receive(parts)
+        for outcome in outcomes:
+            if isinstance(outcome, Generated):
+                continue
+            if isinstance(outcome, Failure) and (stream := self._streams.get(outcome.id)) is not None:
+                stream.receive(outcome.error)
+                continue
             future = self._waiters.get(outcome.id)
             if future is None or future.done():
                 continue  # its client went away
@@ -163,7 +191,9 @@ class EngineClient:
     def _fail_all(self, reason: str) -> None:
         """Tell everyone who waits. The rows are lost; the client may send them again."""
         lost = [future for future in self._waiters.values() if not future.done()]
-        if lost:
-            log.warning("%s; %d requests fail", reason, len(lost))
+        if lost or self._streams:
+            log.warning("%s; %d requests fail", reason, len(lost) + len(self._streams))
         for future in lost:
             future.set_exception(EngineUnavailable(f"{reason}; it is being restarted, try again"))
+        for stream in self._streams.values():
+            stream.receive(EngineUnavailable(f"{reason}; it is being restarted, try again"))

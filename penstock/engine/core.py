@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.core import Answer, Array, Comparison, Request, StepPlan, StepResult, Timings
+from penstock.core import Answer, Array, Comparison, Generated, Request, StepPlan, StepResult, Timings
 from penstock.engine.progress import Follower, Progress, rows_of, sound
 from penstock.engine.relief import Pressure, halves
 from penstock.engine.twins import Twins, some_rows
@@ -24,10 +24,13 @@ from penstock.errors import (
     DeadlineExceeded,
     DeviceFailed,
     DeviceOutOfMemory,
+    NotPossible,
     PenstockError,
     RowFailed,
 )
+from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner
+from penstock.scheduler.lane import Lane
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Scheduler, Share
 
@@ -42,7 +45,7 @@ class Failure:
     error: PenstockError
 
 
-Outcome = Answer | Failure
+Outcome = Answer | Generated | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         observe: Callable[[StepStats], None] = lambda stats: None,
         share_identical: bool = True,
+        lane: Lane | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -87,18 +91,29 @@ class EngineCore:
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
         self.twins = Twins() if share_identical else None
+        self.lane = lane  # of requests whose rows are continued
+        self._generated_last = False
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
         self._relays = 0
         self._comparisons: dict[str, tuple[Comparison, Future[Array]]] = {}
         self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart, in order
         self._pressure = Pressure.of(scheduler.budget)
+        self._lane_pressure = Pressure.of(scheduler.budget)
         self.broken: DeviceFailed | None = None  # the device is lost: nothing can be run any more
         self._block_size = scheduler.chunking.pool.block_size if scheduler.chunking else 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._progress or self._flights or self._comparisons)
+        generating = self.lane is not None and self.lane.busy
+        return bool(self._progress or self._flights or self._comparisons or generating)
+
+    @property
+    def pool(self) -> BlockPool | None:
+        """Memory of rows that go on over steps, where there is some."""
+        if self.scheduler.chunking is not None:
+            return self.scheduler.chunking.pool
+        return None if self.lane is None else self.lane.pool
 
     @property
     def running(self) -> int:
@@ -107,8 +122,13 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Take a request on; `QueueFull` or `BadValue` if it cannot be."""
-        if request.id in self._progress:
+        if request.id in self._progress or self.generates(request.id):
             raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
+        if request.sampling is not None:
+            if self.lane is None:
+                raise NotPossible("this engine does not generate")
+            self.lane.add(request)
+            return
         if self.twins is None or request.pairs is not None:
             self.scheduler.add(request)
             self._progress[request.id] = Progress.of(request)
@@ -128,6 +148,25 @@ class EngineCore:
         """Forget a request. Rows that are in flight run to their end and are dropped."""
         if (progress := self._progress.get(request_id)) is not None:
             self._let_go(progress)
+        elif self.lane is not None:
+            self.lane.cancel(request_id)
+
+    def generates(self, request_id: str) -> bool:
+        """Whether further tokens of this request may come."""
+        return self.lane is not None and request_id in self.lane
+
+    def next_deadline_s(self) -> float | None:
+        """When the next request is late, of those that have a deadline."""
+        waiting = self.scheduler.line.next_deadline_s()
+        generating = None if self.lane is None else self.lane.next_deadline_s()
+        return min((d for d in (waiting, generating) if d is not None), default=None)
+
+    def check_integrity(self) -> None:
+        """Nothing is held that no request has; called by tests when idle."""
+        if self.lane is not None:
+            self.lane.check_integrity()
+        if not self.busy and self.scheduler.chunking is not None:
+            self.scheduler.chunking.pool.check_integrity()
 
     def step(self) -> list[Outcome]:
         """One turn: let go of what is late, collect what is done, launch what fits."""
@@ -149,15 +188,15 @@ class EngineCore:
             error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
             if (progress := self._progress.get(request.id)) is not None:
                 outcomes += self._fail(progress, error)
-        return outcomes
+        for request in () if self.lane is None else self.lane.expired(now):
+            error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
+            outcomes.append(Failure(request.id, error))
+        broken = {} if self.lane is None else self.lane.let_go()
+        return outcomes + [Failure(request_id, why) for request_id, why in broken.items()]
 
     def _launch(self) -> None:
-        while self._may_launch() and (shares := self._next_shares()):
-            plan, now = build_plan(shares, self._block_size), self.clock()
-            for share in shares:
-                progress = self._progress.get(share.request.id)
-                if progress is not None and progress.first_launch_s is None:
-                    progress.first_launch_s = now
+        while self._may_launch() and (step := self._next_step()) is not None:
+            (plan, shares), now = step, self.clock()
             try:
                 future = self.runner.launch(plan)
             except Exception as error:
@@ -175,6 +214,33 @@ class EngineCore:
             return False
         last = self._flights[-1].future
         return not last.done() or last.exception() is None
+
+    def _next_step(self) -> tuple[StepPlan, list[Share]] | None:
+        """Steps that pool and steps that generate take turns where both have work: tokens of a model may
+        see each other in one and not in the other, and each kind keeps its fastest attention."""
+        if self.lane is None or self._suspects:  # parts of a failed step come before all else
+            return self._pooling_step()
+        turns = (self._pooling_step, self._generation_step)
+        for next_of in turns if self._generated_last else reversed(turns):
+            if (step := next_of()) is not None:
+                self._generated_last = step[0].sample is not None
+                return step
+        return None
+
+    def _generation_step(self) -> tuple[StepPlan, list[Share]] | None:
+        assert self.lane is not None
+        plan = self.lane.schedule(self.clock())
+        return None if plan is None else (plan, [])
+
+    def _pooling_step(self) -> tuple[StepPlan, list[Share]] | None:
+        if not (shares := self._next_shares()):
+            return None
+        now = self.clock()
+        for share in shares:
+            progress = self._progress.get(share.request.id)
+            if progress is not None and progress.first_launch_s is None:
+                progress.first_launch_s = now
+        return build_plan(shares, self._block_size), shares
 
     def _next_shares(self) -> list[Share]:
         while self._suspects:
@@ -195,7 +261,12 @@ class EngineCore:
             if self._pressure.now < self._pressure.full:
                 self._pressure.went_well()
                 self._set_budget()
-            outcomes += self._hand_out(flight.plan, result)
+            if self.lane is not None and flight.plan.sample is not None:
+                self._lane_pressure.went_well()
+                self._set_lane_budget(self.lane)
+                outcomes += self.lane.collect(flight.plan, result)
+            else:
+                outcomes += self._hand_out(flight.plan, result)
             self.observe(self._stats(flight, result))
         return outcomes
 
@@ -264,6 +335,8 @@ class EngineCore:
         if isinstance(error, DeviceFailed):
             self.broken = error
             return []
+        if flight.plan.sample is not None:
+            return self._relieve(flight.plan, error)
         if isinstance(error, DeviceOutOfMemory) and not (flight.plan.kv is not None and self._flights):
             return self._divide(flight, error)
         self.scheduler.retract(flight.shares)
@@ -310,6 +383,8 @@ class EngineCore:
             self._forget(progress, well=False)
         outcomes += [Failure(key, error) for key in self._comparisons]
         self._comparisons.clear()
+        if self.lane is not None:
+            outcomes += [Failure(key, error) for key in self.lane.clear()]
         self._flights.clear()
         self._suspects.clear()
         return outcomes
@@ -328,6 +403,23 @@ class EngineCore:
         middle = len(shares) // 2
         self._suspects.extend(half for half in (shares[:middle], shares[middle:]) if half)
         return []
+
+    def _relieve(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
+        """A step that generates failed. Where memory ran out its rows begin again in smaller steps; else, or
+        if it cannot be smaller, the request at fault is looked for."""
+        assert self.lane is not None
+        full = isinstance(error, DeviceOutOfMemory)
+        if full:
+            self._lane_pressure.ran_out(plan.num_tokens)
+            self._set_lane_budget(self.lane)
+            log.warning("a step of %d tokens ran out of memory: %s", plan.num_tokens, error)
+        why = RowFailed(f"the step failed: {type(error).__name__}: {error}")
+        blame = not full or plan.num_tokens == 1
+        return [Failure(request.id, why) for request in self.lane.failed(plan, blame=blame)]
+
+    def _set_lane_budget(self, lane: Lane) -> None:
+        if lane.limits.tokens != self._lane_pressure.now:
+            lane.limits = replace(lane.limits, tokens=self._lane_pressure.now)
 
     def _fail(self, progress: Progress, error: PenstockError) -> list[Outcome]:
         """End a request with an error. What others wanted of it is run for them."""
@@ -371,7 +463,7 @@ class EngineCore:
         return StepStats(
             tokens=plan.num_tokens,
             rows=plan.num_rows,
-            requests=len(plan.slices),
+            requests=len(plan.slices) if plan.sample is None else plan.num_rows,
             fill=min(1.0, plan.num_tokens / self.scheduler.budget.tokens),
             step_s=self.clock() - flight.launched_s,
             device_s=result.device_s,

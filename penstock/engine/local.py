@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, InvalidStateError
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import Answer, Comparison, Request
+from penstock.core import Answer, Comparison, Generated, Request
 from penstock.engine.build import build_core
 from penstock.engine.core import Outcome
+from penstock.engine.stream import Parts, Receive, Stream, by_request
 from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
 
 
 class LocalEngine:
     """submit → future. Safe to call from any thread."""
 
+    constrains = True  # rows may be made to follow a grammar
+
     def __init__(self, spec: ModelSpec, settings: Resolved) -> None:
         self._inbox: queue.SimpleQueue[Request | Comparison | str | None] = (
             queue.SimpleQueue()
         )  # str: cancel, None: wake
         self._waiters: dict[str, Future[Answer]] = {}
+        self._receivers: dict[str, Receive] = {}
         self._closing = False
         self._why = "the engine is closed"
         self._gate = threading.Lock()  # nothing is submitted once closing has begun
@@ -33,13 +39,39 @@ class LocalEngine:
     def submit(self, request: Request | Comparison) -> Future[Answer]:
         future: Future[Answer] = Future()
         with self._gate:
-            if self._closing:
-                raise EngineUnavailable(self._why)
-            if request.id in self._waiters:
-                raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
+            self._check(request)
             self._waiters[request.id] = future
             self._inbox.put(request)
         return future
+
+    def stream(self, request: Request, receive: Receive) -> None:
+        """Continue a request's rows; `receive` is called on the engine's thread with what comes."""
+        with self._gate:
+            self._check(request)
+            self._receivers[request.id] = receive
+            self._inbox.put(request)
+
+    async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
+        """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
+        loop, stream = asyncio.get_running_loop(), Stream(request)
+
+        def receive(parts: Parts | PenstockError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(stream.receive, parts)
+
+        self.stream(request, receive)
+        try:
+            async for parts in stream.parts():
+                yield parts
+        finally:
+            if not stream.over:
+                self.cancel(request.id)
+
+    def _check(self, request: Request | Comparison) -> None:
+        if self._closing:
+            raise EngineUnavailable(self._why)
+        if request.id in self._waiters or request.id in self._receivers:
+            raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put(request_id)
@@ -63,16 +95,18 @@ class LocalEngine:
                         self._take(self._inbox.get_nowait())
                 self._settle(self._core.step())
                 if self._core.broken is not None:
-                    return self._end(self._core.broken)
+                    return self._stop(self._core.broken)
         except BaseException as error:
-            self._end(error)
+            self._stop(error)
             raise
 
-    def _end(self, error: BaseException) -> None:
+    def _stop(self, error: BaseException) -> None:
         self._why = f"the engine stopped: {error!r}"
         self._closing = True
         for future in list(self._waiters.values()):
             _settle(future, EngineUnavailable(self._why))
+        for receive in list(self._receivers.values()):
+            receive(EngineUnavailable(self._why))
 
     def _take(self, message: Request | Comparison | str | None) -> None:
         if isinstance(message, Comparison):
@@ -81,15 +115,26 @@ class LocalEngine:
             try:
                 self._core.add(message)
             except PenstockError as error:
-                _settle(self._waiters.pop(message.id), error)
+                self._end(message.id, error)
         elif message is not None:
             self._core.cancel(message)
-            _settle(self._waiters.pop(message, None), Cancelled("the request was cancelled"))
+            self._end(message, Cancelled("the request was cancelled"))
 
     def _settle(self, outcomes: list[Outcome]) -> None:
+        for request_id, parts in by_request(outcomes).items():
+            over = not self._core.generates(request_id)
+            receive = (self._receivers.pop if over else self._receivers.get)(request_id, None)
+            if receive is not None:
+                receive(parts)
         for outcome in outcomes:
-            result = outcome if isinstance(outcome, Answer) else outcome.error
-            _settle(self._waiters.pop(outcome.id, None), result)
+            if not isinstance(outcome, Generated):
+                self._end(outcome.id, outcome if isinstance(outcome, Answer) else outcome.error)
+
+    def _end(self, request_id: str, result: Answer | PenstockError) -> None:
+        _settle(self._waiters.pop(request_id, None), result)
+        receive = self._receivers.pop(request_id, None)
+        if receive is not None and isinstance(result, PenstockError):
+            receive(result)
 
 
 def _settle(future: Future[Answer] | None, result: Answer | PenstockError) -> None:

@@ -14,7 +14,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.core import Answer, Array, Comparison, Ints, PoolingParams, Request, Timings
+from penstock.core import (
+    Answer,
+    Array,
+    Comparison,
+    Generated,
+    Ints,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    Timings,
+)
 from penstock.engine.core import Failure, Outcome
 from penstock.errors import revive
 
@@ -44,6 +54,7 @@ class Entry(msgspec.Struct, array_like=True):
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
+    sampling: SamplingParams | None = None
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -72,6 +83,23 @@ class Done(msgspec.Struct, tag="done", array_like=True):
     device_s: float
 
 
+class Part(msgspec.Struct, tag="part", array_like=True):
+    """Further tokens of a row; what is known of each of them is raw bytes, a row of equal size a token."""
+
+    id: str
+    row: int
+    token_ids: list[int]
+    finish: str | None = None
+    stop_token: int | None = None
+    logprob_ids: bytes | None = None
+    logprobs: bytes | None = None
+    ranks: bytes | None = None
+    timings: tuple[float, float] | None = None
+    prompt_logprob_ids: bytes | None = None
+    prompt_logprobs: bytes | None = None
+    prompt_ranks: bytes | None = None
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True):
     id: str
     error: str
@@ -80,7 +108,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
 
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
-    items: list[Done | Failed]
+    items: list[Done | Part | Failed]
 
 
 OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
@@ -111,6 +139,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.reuse_prefix,
                 request.cache_salt,
                 request.also,
+                request.sampling,
             )
         )
         parts += [request.lengths, request.token_ids, *arrays.values()]
@@ -135,6 +164,7 @@ def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
             deadline_s=entry.deadline_s,
             reuse_prefix=entry.reuse_prefix,
             cache_salt=entry.cache_salt,
+            sampling=entry.sampling,
         )
         at = end
         for name, size in entry.arrays.items():
@@ -173,12 +203,14 @@ def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
 
 def pack_outcomes(outcomes: Sequence[Outcome]) -> list[Any]:
     """Frames of one `Outcomes`: the header, then one frame for each answer's values."""
-    items: list[Done | Failed] = []
+    items: list[Done | Part | Failed] = []
     frames: list[Any] = []
     for outcome in outcomes:
         if isinstance(outcome, Failure):
             error = outcome.error
             items.append(Failed(outcome.id, type(error).__name__, error.message, error.param))
+        elif isinstance(outcome, Generated):
+            items.append(_part(outcome))
         else:
             arrays, timings = (outcome.values, *outcome.more), outcome.timings
             shapes, dtypes = [array.shape for array in arrays], [array.dtype.str for array in arrays]
@@ -196,12 +228,65 @@ def _joined(frames: list[Array]) -> list[Any]:
     return [b"".join(small), *large]
 
 
-def unpack_outcomes(items: Iterable[Done | Failed], frames: Sequence[Any]) -> list[Outcome]:
+def _part(generated: Generated) -> Part:
+    timings = generated.timings
+    if (
+        generated.finish is None and generated.ranks is None and generated.prompt_ranks is None
+    ):  # almost all are so
+        return Part(generated.id, generated.row, generated.token_ids.tolist())
+    scores = {
+        name: None if (array := getattr(generated, name)) is None else array.tobytes() for name in _SCORES
+    }
+    return Part(
+        generated.id,
+        generated.row,
+        generated.token_ids.tolist(),
+        generated.finish,
+        generated.stop_token,
+        timings=None if timings is None else (timings.queue_s, timings.device_s),
+        **scores,
+    )
+
+
+# Arrays of a part: their type, and whether a token has a row of them rather than one number.
+_SCORES: dict[str, tuple[type[Any], bool]] = {
+    "logprob_ids": (np.int32, True),
+    "logprobs": (np.float32, True),
+    "ranks": (np.int32, False),
+    "prompt_logprob_ids": (np.int32, True),
+    "prompt_logprobs": (np.float32, True),
+    "prompt_ranks": (np.int32, False),
+}
+
+
+def _generated(part: Part) -> Generated:
+    scores: dict[str, Any] = {}
+    for name, (dtype, wide) in _SCORES.items():
+        if (raw := getattr(part, name)) is not None:
+            array = np.frombuffer(raw, dtype=dtype)
+            ranks = part.prompt_ranks if name.startswith("prompt") else part.ranks
+            count = len(ranks or b"") // 4
+            scores[name] = array.reshape(count, -1 if count else 1) if wide else array
+    return Generated(
+        part.id,
+        part.row,
+        np.array(part.token_ids, dtype=np.int32),
+        part.finish,
+        part.stop_token,
+        timings=None if part.timings is None else Timings(*part.timings),
+        **scores,
+    )
+
+
+def unpack_outcomes(items: Iterable[Done | Part | Failed], frames: Sequence[Any]) -> list[Outcome]:
     small, large, at = memoryview(frames[0]), iter(frames[1:]), 0
     outcomes: list[Outcome] = []
     for item in items:
         if isinstance(item, Failed):
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
+            continue
+        if isinstance(item, Part):
+            outcomes.append(_generated(item))
             continue
         arrays = []
         for shape, dtype in zip(item.shapes, map(np.dtype, item.dtypes), strict=True):

@@ -29,6 +29,15 @@ PREFIX_ASKED_TOKENS = Gauge(
     ["model"],
     multiprocess_mode="livesum",
 )
+HELD_BLOCKS = Gauge(
+    "penstock_kv_blocks", "Key/value blocks that rows hold", ["model"], multiprocess_mode="livesum"
+)
+PREEMPTED_ROWS = Gauge(
+    "penstock_preempted_rows",
+    "Times that a row gave its blocks to others",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 SHARED_ROWS = Gauge(
     "penstock_shared_rows",
     "Rows that waited for an identical row instead of running",
@@ -83,6 +92,8 @@ class EngineMetrics:
         self.document_asked = SCORE_ASKED.labels(model, "document")
         self.prefix_hit_tokens = PREFIX_HIT_TOKENS.labels(model)
         self.prefix_asked_tokens = PREFIX_ASKED_TOKENS.labels(model)
+        self.held_blocks = HELD_BLOCKS.labels(model)
+        self.preempted_rows = PREEMPTED_ROWS.labels(model)
         self._shown_s = 0.0
 
     def step(self, stats: StepStats) -> None:
@@ -100,8 +111,9 @@ class EngineMetrics:
         self._shown_s = now
         self._tallies.flush()
         line = core.scheduler.line
-        self.queued_rows.set(line.rows)
-        self.queued_tokens.set(line.tokens)
+        lane = core.lane
+        self.queued_rows.set(line.rows + (0 if lane is None else lane.waiting))
+        self.queued_tokens.set(line.tokens + (0 if lane is None else lane.queued_tokens))
         self.running_rows.set(core.running)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
             self.graphs.set(len(graphs.captured))
@@ -113,7 +125,10 @@ class EngineMetrics:
             self.query_asked.set(places.query_asked)
             self.document_hits.set(places.document_hits)
             self.document_asked.set(places.document_asked)
-        if core.scheduler.chunking is not None:
-            self.prefix_hit_tokens.set(core.scheduler.chunking.pool.hit_tokens)
-            self.prefix_asked_tokens.set(core.scheduler.chunking.pool.asked_tokens)
+        if lane is not None:
+            self.preempted_rows.set(lane.preempted)
+        if (pool := core.pool) is not None:
+            self.held_blocks.set(pool.num_blocks - pool.available)
+            self.prefix_hit_tokens.set(pool.hit_tokens)
+            self.prefix_asked_tokens.set(pool.asked_tokens)
         return True

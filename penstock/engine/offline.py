@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.checkpoint.spec import ModelSpec, describe, with_limit
 from penstock.config import EngineConfig, from_mapping
 from penstock.core import Answer, Array, Chunks, Ints, OutputDtype, PoolingParams, Request, Task
+from penstock.engine.generation import AsyncGenerating, Generating
 from penstock.engine.local import LocalEngine
 from penstock.engine.ranking import AsyncRanking, Ranking
 from penstock.errors import BadValue
@@ -51,7 +52,7 @@ T = TypeVar("T")
 _Prepare = Callable[[str, Any], tuple[Request, T]]  # with what is needed to read the answer
 
 
-class Engine(Ranking):
+class Engine(Ranking, Generating):
     """A model in this process.
 
     `model` is a folder, a hub id, or nothing for the embedded default; every field of
@@ -444,7 +445,7 @@ def _joined(answers: Iterator[tuple[Request, Answer]]) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class AsyncEngine(AsyncRanking):
+class AsyncEngine(AsyncRanking, AsyncGenerating):
     """`Engine` for asyncio programs: calls from many tasks share the engine's steps."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:

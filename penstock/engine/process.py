@@ -22,6 +22,7 @@ import zmq
 
 from penstock.checkpoint.spec import ModelSpec, with_limit
 from penstock.config import EngineConfig
+from penstock.core import Generated
 from penstock.engine.build import build_core
 from penstock.engine.core import EngineCore, Failure, Outcome
 from penstock.engine.messages import (
@@ -101,7 +102,7 @@ class EngineServer:
 
     def _patience_ms(self, shown: bool) -> int:
         idle_ms = self.IDLE_MS if shown else self.UNSHOWN_MS
-        deadline = self._core.scheduler.line.next_deadline_s()
+        deadline = self._core.next_deadline_s()
         if deadline is None:
             return idle_ms
         return max(1, min(idle_ms, int((deadline - self._core.clock()) * 1000) + 1))
@@ -147,8 +148,11 @@ class EngineServer:
         that reads slowly has its messages kept for it."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
-            if (owner := self._owner.pop(outcome.id, None)) is not None:
+            if (owner := self._owner.get(outcome.id)) is not None:
                 by_owner[owner].append(outcome)
+        for outcome in outcomes:
+            if not isinstance(outcome, Generated) or not self._core.generates(outcome.id):
+                self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
             self._socket.send_multipart([owner, *pack_outcomes(theirs)], zmq.NOBLOCK, copy=False)
 

@@ -14,6 +14,14 @@ def check_tasks(tasks: Sequence[Task]) -> None:
         raise BadValue("task is an empty list; name at least one", param="task")
     if len(set(tasks)) != len(tasks):
         raise BadValue("task names one task twice", param="task")
+    for task in tasks:
+        refuse_generation(task)
+
+
+def refuse_generation(task: Task) -> None:
+    """Where rows are pooled."""
+    if task is Task.GENERATE:
+        raise BadValue("task 'generate' continues prompts; use /v1/completions", param="task")
 
 
 def want_also(processor: InputProcessor, request: Request, more: Sequence[PoolingParams]) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import normalizers
+from tokenizers import decoders, normalizers
 
 from penstock.checkpoint.convert import tokenizer_file
 from penstock.core import Ints
 from penstock.errors import BadValue, ModelLoadError
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte that no piece of the vocabulary has
 
 
 class Located(NamedTuple):
@@ -50,6 +53,7 @@ class Tokenizer:
         self._rust.no_padding()
         self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
         self.prefix, self.suffix = self._special_frame()
+        self._token_bytes: dict[int, bytes] = {}
 
     @property
     def highest_id(self) -> int:
@@ -92,6 +96,42 @@ class Tokenizer:
 
     def token_strings(self, ids: Sequence[int]) -> list[str | None]:
         return [self._rust.id_to_token(int(i)) for i in ids]
+
+    @cached_property
+    def byte_level(self) -> bool:
+        """Whether a text's bytes are those of its tokens, one after another."""
+        return isinstance(self._rust.decoder, decoders.ByteLevel)
+
+    def token_bytes(self, number: int) -> bytes:
+        """What a token of a byte-level vocabulary stands for."""
+        found = self._token_bytes.get(number)
+        if found is None:
+            token, table = self._rust.id_to_token(number) or "", byte_of()
+            inside = all(sign in table for sign in token)  # an added token may be written plainly
+            found = bytes(table[sign] for sign in token) if inside else token.encode()
+            self._token_bytes[number] = found
+        return found
+
+    def token_text(self, number: int) -> str:
+        """A token as it stands within a text, with the space that begins it."""
+        text = self.decode([number])
+        spaced = (self._rust.id_to_token(number) or "").startswith("\u2581") and not text.startswith(" ")
+        return f" {text}" if spaced else text
+
+    def token_raw(self, number: int) -> bytes:
+        """The bytes of a token, which may be less than a character."""
+        if self.byte_level:
+            return self.token_bytes(number)
+        if found := _BYTE.fullmatch(self._rust.id_to_token(number) or ""):
+            return bytes([int(found.group(1), 16)])
+        return self.token_text(number).encode()
+
+    def is_special(self, number: int) -> bool:
+        return number in self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.special_ids.tolist())
 
     @cached_property
     def special_ids(self) -> Ints:
@@ -138,6 +178,14 @@ class Tokenizer:
             if full[start : start + len(bare)] == bare:
                 return start, len(full) - len(bare) - start
         raise ModelLoadError("the tokenizer's template changes the text's own tokens; it is not supported")
+
+
+@cache
+def byte_of() -> dict[str, int]:
+    """The signs of bytes in a byte-level vocabulary: a byte that prints is itself, others follow 255."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def _find(ids: list[int], part: list[int], start: int) -> int:

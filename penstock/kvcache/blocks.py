@@ -86,8 +86,13 @@ class BlockPool:
                 del self._idle[block]
                 self._free.append(block)
 
+    def check_integrity(self) -> None:
+        """Every block is in exactly one state, and nobody holds one; called by tests when idle."""
+        self.check()
+        assert not any(self._holders), f"{sum(map(bool, self._holders))} blocks are held by nobody's rows"
+
     def check(self) -> None:
-        """Every block is in exactly one state; called by tests when idle."""
+        """Every block is in exactly one state."""
         held = sum(1 for count in self._holders if count)
         assert all(count >= 0 for count in self._holders)
         assert held + len(self._free) + len(self._idle) == self.num_blocks
@@ -101,9 +106,15 @@ class BlockPool:
 
 def prefix_keys(token_ids: Ints, block_size: int, salt: str = "") -> list[bytes]:
     """A key for each full block; it stands for the block's tokens and all before them."""
-    keys, above = [], salt.encode()
-    for first in range(0, len(token_ids) - block_size + 1, block_size):
+    keys: list[bytes] = []
+    extend_keys(keys, token_ids, block_size, salt)
+    return keys
+
+
+def extend_keys(keys: list[bytes], token_ids: Ints, block_size: int, salt: str = "") -> None:
+    """Add the keys of further full blocks of a row that has grown."""
+    above = keys[-1] if keys else salt.encode()
+    for first in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
         block = token_ids[first : first + block_size].tobytes()
         above = hashlib.blake2b(above + block, digest_size=16).digest()
         keys.append(above)
-    return keys

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
-
-from penstock.kernels.language import fused
-
-_WIDEST = 128  # of the heads that our kernels are tuned for
 
 
 class KVStore:
     def __init__(
         self, layers: int, slots: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.keys = torch.zeros((layers, slots, kv_heads, dim), dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-
-    @property
-    def paged(self) -> bool:
-        """Whether attention reads remembered keys where they lie, by a kernel, instead of gathering them."""
-        halves = self.keys.dtype in (torch.bfloat16, torch.float16)
-        return halves and self.keys.shape[-1] <= _WIDEST and fused(self.keys)
+        shape = (layers, slots, kv_heads, dim)
+        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
 
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
@@ -34,3 +27,11 @@ class KVStore:
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the pages of memory that nobody has written to yet take no room."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

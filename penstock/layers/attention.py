@@ -22,7 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.core import LengthGroup
 from penstock.kernels.attention import SHORT, Remembered, flash_rows, keep_rows, short_rows
 from penstock.kernels.language import fused
-from penstock.layers.batch import Batch, Limits, Memory
+from penstock.kernels.paged import paged_reference, paged_rows
+from penstock.kvcache.store import KVStore
+from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
 
 ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added to the scores
 
@@ -35,12 +37,14 @@ class AttentionKind:
     causal: bool = False
     window: int | None = None
     scale: float | None = None  # None: 1 / sqrt(head size)
+    softcap: float | None = None  # scores are bent to stay within ± this
 
 
 _SHORT = 64  # tokens; rows up to here are faster by plain products on a CPU
 _OWN = (
     1 << 30
 )  # tokens; on CUDA rows up to here go to our kernels, which benchmarks/gpu_kernels.py found faster
+_HALVES = (torch.bfloat16, torch.float16)
 _WIDEST = 128  # of the heads that our kernels are tuned for
 
 BIDIRECTIONAL = AttentionKind()
@@ -59,13 +63,52 @@ def attend(
     """Attention within each row → [tokens, heads · dim]. `layer` finds the row's earlier tokens."""
     if batch.limits is not None and kind.causal:
         raise ValueError("rows with a key limit need attention that looks ahead")
+    if batch.memory is not None and batch.memory.paged is not None:
+        return _generating(query, key, value, batch, batch.memory, batch.memory.paged, kind, layer)
     if batch.memory is not None:
-        if bias is None and batch.memory.store.paged:
+        if bias is None and kind.softcap is None and read_in_place(batch.memory.store):
             return _paged(query, key, value, batch, batch.memory, kind, layer)
         key, value = batch.memory.recall(layer, key, value)
-    if query.is_cuda and bias is None and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and bias is None and kind.softcap is None and query.dtype in _HALVES:
         return _on_cuda(query, key, value, batch, kind)
     return _by_length(query, key, value, batch, kind, bias)
+
+
+def _generating(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    memory: Memory,
+    paged: Paged,
+    kind: AttentionKind,
+    layer: int,
+) -> Tensor:
+    """A step that generates: all is kept first; then rows of one token read the blocks, and the others,
+    which are parts of prompts, a run of keys."""
+    memory.keep(layer, key, value)
+    (tokens, heads, dim), one = query.shape, paged.rows
+    keys, values = memory.remembered(layer, key[one:], value[one:])
+    if one == tokens or kind.softcap is not None or not (query.is_cuda and query.dtype in _HALVES):
+        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+        _fill(out, batch.groups, query, keys, values, kind, None)
+    else:
+        out = _varlen(query, keys, values, batch, kind, first_row=one)
+    if one:
+        _read_blocks(query[:one], memory.store, paged, kind, layer, out[:one])
+    return out
+
+
+def _read_blocks(
+    query: Tensor, store: KVStore, paged: Paged, kind: AttentionKind, layer: int, out: Tensor
+) -> None:
+    where = (store.keys[layer], store.values[layer], paged.tables, paged.keys)
+    scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
+    size, window, cap = paged.block_size, kind.window, kind.softcap
+    if fused(query) and query.dtype in _HALVES:
+        paged_rows(query, *where, block_size=size, scale=scale, window=window, softcap=cap, out=out)
+    else:
+        out.copy_(paged_reference(query, *where, block_size=size, scale=scale, window=window, softcap=cap))
 
 
 def attend_fused(
@@ -108,13 +151,36 @@ def _fill(
         if group.keys:
             k, v = k[:, :, : group.keys], v[:, :, : group.keys]
             mask = None if mask is None else mask[..., : group.keys]
-        if on_cpu and length <= _SHORT and mask is None and not causal and not grouped:
+        if kind.softcap is not None:
+            context = _capped(q, k, v, mask, causal, kind, kind.softcap)
+        elif on_cpu and length <= _SHORT and mask is None and not causal and not grouped:
             context = _short_rows(q, k, v, kind.scale)
         else:
             context = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=kind.scale, enable_gqa=grouped
             )
         out[first:stop].view(rows, length, heads, dim).copy_(context.transpose(1, 2))
+
+
+def _capped(
+    query: Tensor,  # [rows, heads, length, dim]
+    key: Tensor,  # [rows, kv heads, keys, dim]
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    kind: AttentionKind,
+    cap: float,
+) -> Tensor:
+    """Plain products, for no library call bends scores. A row is short, or it is cut into chunks."""
+    (_, heads, length, dim), kv_heads = query.shape, key.shape[1]
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+    scale = dim**-0.5 if kind.scale is None else kind.scale
+    scores = torch.tanh(query @ k.transpose(2, 3) * (scale / cap)) * cap
+    if causal:
+        mask = _visible(length, 0, True, None, query.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
 
 
 def _short_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

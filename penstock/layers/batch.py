@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.core import LengthGroup
+from penstock.kernels.attention import keep_rows
+from penstock.kernels.language import fused
 from penstock.kvcache.store import KVStore
+
+_WIDEST = 128  # of the heads that our kernels are tuned for
+
+
+def read_in_place(store: KVStore) -> bool:
+    """Whether attention reads remembered keys where they lie, by a kernel, instead of gathering them."""
+    halves = store.keys.dtype in (torch.bfloat16, torch.float16)
+    return halves and store.keys.shape[-1] <= _WIDEST and fused(store.keys)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paged:
+    """`core.PagedPlan` on the device."""
+
+    rows: int
+    tables: Tensor  # int32 [rows, width]
+    keys: Tensor  # int32 [rows]
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,20 +48,34 @@ class Memory:
     carry_rows: Tensor  # int [cut]
     carry_slots: Tensor  # int [cut]
     carry_old: Tensor  # int [cut]
+    paged: Paged | None = None  # leading rows that read memory where it lies
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Leave the keys and values of a step in which every token is kept."""
+        if read_in_place(self.store):
+            keep_rows(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
+        else:
+            self.store.write(layer, self.write_slots, key, value)
 
     def recall(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep what later steps need, and put remembered keys and values before the step's own."""
         if len(self.write_slots):
             kept = self.write_tokens
-            self.store.write(layer, self.write_slots, key.index_select(0, kept), value.index_select(0, kept))
+            slots = self.write_slots.long()
+            self.store.write(layer, slots, key.index_select(0, kept), value.index_select(0, kept))
+        return self.remembered(layer, key, value)
+
+    def remembered(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Remembered keys and values before the step's own, row by row."""
         if not len(self.read_slots):
             return key, value
         old_key, old_value = self.store.read(layer, self.read_slots)
         total = len(self.read_slots) + len(self.new_at)
         keys = key.new_empty((total, *key.shape[1:]))
         values = value.new_empty((total, *value.shape[1:]))
-        keys.index_copy_(0, self.old_at, old_key).index_copy_(0, self.new_at, key)
-        values.index_copy_(0, self.old_at, old_value).index_copy_(0, self.new_at, value)
+        old_at, new_at = self.old_at.long(), self.new_at.long()
+        keys.index_copy_(0, old_at, old_key).index_copy_(0, new_at, key)
+        values.index_copy_(0, old_at, old_value).index_copy_(0, new_at, value)
         return keys, values
 
     def carry(self, sums: Tensor) -> Tensor:
@@ -81,6 +116,7 @@ class Batch:
     memory: Memory | None = None
     adapters: Tensor | None = None  # int32 [rows], -1: none; None: no row has one
     limits: Limits | None = None  # of rows that attend to their leading tokens only
+    generates: bool = False  # no token sees one after it, whatever the model does otherwise
 
     @property
     def totals(self) -> Tensor:

@@ -1,13 +1,14 @@
 """Decoders: norms before each part, rotary positions, grouped heads, gated MLPs.
 
-Llama, Mistral, Qwen2, Qwen3, Gemma and Gemma3 are one wiring with flags. So are the variants that were
-trained to look both ways (embeddinggemma, nemotron-embed, GritLM): only the kind of attention differs.
+Llama, Mistral, Phi3, Qwen2, Qwen3 (with experts too), Gemma, Gemma2 and Gemma3 are one wiring with flags. So
+are the variants that were trained to look both ways (embeddinggemma, nemotron-embed, GritLM): only the kind
+of attention differs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +26,11 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.mlp import GatedMLP
+from penstock.layers.moe import ExpertShape, SparseMLP
 from penstock.layers.norm import RMSNorm, sandwich
 from penstock.layers.residual import join_norm
 from penstock.layers.rotary import Angles, Rope, Rotary
-from penstock.models.options import require, rope_options
+from penstock.models.options import option, require, rope_options
 
 # Heads and buffers that nothing here reads.
 UNNEEDED = ("lm_head.", "rotary_emb.inv_freq")
@@ -70,6 +72,11 @@ class DecoderShape:
     sandwich: bool = False  # norms after attention and MLP as well as before
     norm_plus_one: bool = False  # the checkpoint stores the norms' weights less one
     embedding_scale: float = 1.0
+    generate_reach: int | None = None  # of a model that embeds in full sight, where it generates
+    softcap: float | None = None  # of the scores
+    joined: bool = False  # the checkpoint has query, key and value, and gate and up, as one tensor each
+    experts: ExpertShape | None = None  # of the layers in `sparse`
+    sparse: tuple[bool, ...] = ()
 
 
 class DecoderAttention:
@@ -79,6 +86,8 @@ class DecoderAttention:
         dim = shape.head_dim
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
         widths = [heads * dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        if shape.joined:
+            names, widths = [prefix + "qkv_proj"], [sum(widths)]
         self.qkv = build.linear(names, shape.hidden, widths, bias=shape.qkv_bias)
         self.out = build.linear(prefix + "o_proj", shape.heads * dim, shape.hidden, bias=shape.out_bias)
         self.norms = None
@@ -87,14 +96,18 @@ class DecoderAttention:
             self.norms = (query_norm, key_norm)
         self.heads, self.kv_heads = shape.heads, shape.kv_heads
         reach = shape.reach if shape.sliding[layer] else None
-        self.kind = AttentionKind(shape.causal, reach, shape.scale)
+        self.kind = AttentionKind(shape.causal, reach, shape.scale, shape.softcap)
+        self.generating = (
+            self.kind if shape.causal else replace(self.kind, causal=True, window=shape.generate_reach)
+        )
         self.layer = layer
         self.rotary = rotary
 
     def __call__(self, hidden: Rows, batch: Batch, angles: Angles) -> Tensor:
         """What `out` projects, [tokens, heads · dim]."""
         query, key, value = self.rotary.fused(self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms)
-        return attend(query, key, value, batch, self.kind, layer=self.layer)
+        kind = self.generating if batch.generates else self.kind
+        return attend(query, key, value, batch, kind, layer=self.layer)
 
 
 class DecoderLayer:
@@ -106,12 +119,9 @@ class DecoderLayer:
 
         self.sliding = shape.sliding[layer]
         self.attention = DecoderAttention(build, prefix + "self_attn.", shape, layer, rotary)
-        gate_up = [prefix + name for name in ("mlp.gate_proj", "mlp.up_proj")]
-        self.mlp = GatedMLP(
-            build.linear(gate_up, shape.hidden, shape.intermediate, bias=shape.mlp_bias),
-            build.linear(prefix + "mlp.down_proj", shape.intermediate, shape.hidden, bias=shape.mlp_bias),
-            shape.act,
-        )
+        sparse = shape.experts is not None and shape.sparse[layer]
+        mlp = (_experts if sparse else _gated_mlp)(build, prefix + "mlp.", shape)
+        self.mlp: GatedMLP | SparseMLP = mlp
         self.after_attention = self.after_mlp = None
         if shape.sandwich:
             self.after_attention = norm("post_attention_layernorm")
@@ -119,7 +129,8 @@ class DecoderLayer:
             self.after_mlp = norm("post_feedforward_layernorm")
         else:
             self.mlp_norm = norm("post_attention_layernorm")
-        self.mlp_norm.feed(self.mlp.first)
+        if isinstance(mlp, GatedMLP):
+            self.mlp_norm.feed(mlp.first)
 
     def __call__(
         self, hidden: Tensor, normed: Rows, batch: Batch, angles: Angles, behind: RMSNorm
@@ -198,7 +209,8 @@ def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     """Mistral, trained to embed with every token in sight of every other, whatever the window."""
     shape = _mistral_shape("GritLM", config)
     if not shape.causal:
-        shape = replace(shape, sliding=(False,) * shape.layers)
+        reach = shape.reach - 1 if shape.reach and all(shape.sliding) else None
+        shape = replace(shape, sliding=(False,) * shape.layers, generate_reach=reach)
     return _with_head(Decoder(build, shape), build, config, head)
 
 
@@ -211,6 +223,28 @@ def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
     bias = bool(config.get("attention_bias"))
     shape = replace(_qwen_shape("Qwen3", config, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
     return _with_head(Decoder(build, shape), build, config, head)
+
+
+def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Qwen3 whose MLPs are experts, in every layer or in some."""
+    bias = bool(config.get("attention_bias"))
+    shape = _qwen_shape("Qwen3Moe", config, head_dim=128)
+    plain, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    experts = ExpertShape(
+        option(config, "num_experts", "num_local_experts"),
+        option(config, "num_experts_per_tok", default=8),
+        option(config, "moe_intermediate_size", default=768),
+        bool(config.get("norm_topk_prob", False)),
+    )
+    sparse = tuple(layer not in plain and (layer + 1) % every == 0 for layer in range(shape.layers))
+    shape = replace(shape, qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts, sparse=sparse)
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def phi3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    window = config.get("sliding_window")
+    shape = _shape(config, is_causal("Phi3", config), window, lambda layer: window is not None)
+    return _with_head(Decoder(build, replace(shape, joined=True)), build, config, head)
 
 
 def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -233,6 +267,24 @@ def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         qkv_bias=bias,
         out_bias=bias,
+        norm_plus_one=True,
+        embedding_scale=math.sqrt(config["hidden_size"]),
+    )
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Every other layer slides, and scores are bent to a bound."""
+    window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
+    causal = is_causal("Gemma2", config)
+    shape = replace(
+        _shape(config, causal, window, lambda layer: layer % 2 == 0, head_dim=256, capped=True),
+        act=config.get("hidden_activation") or "gelu_pytorch_tanh",
+        scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        softcap=config.get("attn_logit_softcapping"),
+        qkv_bias=bias,
+        out_bias=bias,
+        sandwich=True,
         norm_plus_one=True,
         embedding_scale=math.sqrt(config["hidden_size"]),
     )
@@ -287,9 +339,11 @@ def _shape(
     window: int | None,
     sliding: Callable[[int], bool],  # whether a layer is, where config.json does not list them
     head_dim: int | None = None,
+    *,
+    capped: bool = False,
 ) -> DecoderShape:
     """What all families read alike. A window of n is the token itself and n - 1 before it, or n each way."""
-    _check(config)
+    _check(config, _REFUSED[1:] if capped else _REFUSED)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -316,11 +370,11 @@ def _shape(
     )
 
 
-def _check(config: Mapping[str, Any]) -> None:
+def _check(config: Mapping[str, Any], refused: Sequence[str]) -> None:
     """Refuse what is missing, and what would be computed wrongly."""
     if missing := [name for name in _REQUIRED if not isinstance(config.get(name), int)]:
         raise ModelLoadError(f"config.json has no integer {', '.join(missing)}")
-    for name in _REFUSED:
+    for name in refused:
         if config.get(name) is not None:
             raise ModelLoadError(f"{name} in config.json ({config[name]!r}) is not supported")
     require(config, partial_rotary_factor=1.0)
@@ -337,6 +391,32 @@ def _sliding_layers(config: Mapping[str, Any], default: Callable[[int], bool]) -
             f"layer_types in config.json has {unknown[0]!r}; supported: {', '.join(_LAYER_TYPES)}"
         )
     return tuple(_LAYER_TYPES[kind] for kind in types[:layers])
+
+
+def _gated_mlp(build: LayerBuilder, prefix: str, shape: DecoderShape) -> GatedMLP:
+    names, widths = [prefix + "gate_proj", prefix + "up_proj"], [shape.intermediate] * 2
+    if shape.joined:
+        names, widths = [prefix + "gate_up_proj"], [sum(widths)]
+    gate_up = build.linear(names, shape.hidden, widths, bias=shape.mlp_bias)
+    down = build.linear(prefix + "down_proj", shape.intermediate, shape.hidden, bias=shape.mlp_bias)
+    return GatedMLP(gate_up, down, shape.act)
+
+
+def _experts(build: LayerBuilder, prefix: str, shape: DecoderShape) -> SparseMLP:
+    """Each expert has its own tensors in most files, and all share one in some."""
+    assert shape.experts is not None
+    weights, count, width = build.weights, shape.experts.experts, shape.experts.intermediate
+    router = weights.take(prefix + "gate.weight", count, shape.hidden)
+    own = prefix + "experts."
+    if weights.has(own + "0.gate_proj.weight"):
+        parts = [f"{own}{i}.{name}_proj.weight" for i in range(count) for name in ("gate", "up")]
+        gate_up = weights.fuse(parts, width, shape.hidden).view(count, 2 * width, shape.hidden)
+        parts = [f"{own}{i}.down_proj.weight" for i in range(count)]
+        down = weights.fuse(parts, shape.hidden, width).view(count, shape.hidden, width)
+    else:
+        gate_up = weights.take(own + "gate_up_proj", count, 2 * width, shape.hidden)
+        down = weights.take(own + "down_proj", count, shape.hidden, width)
+    return SparseMLP(router, gate_up, down, shape.experts, shape.act)
 
 
 def _norm(build: LayerBuilder, name: str, size: int, shape: DecoderShape) -> RMSNorm:

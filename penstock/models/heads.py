@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
-from penstock.layers.linear import Linear
+from penstock.layers.linear import Linear, make_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +150,18 @@ def add_token_head(
         words = build.weights.take(own, *words.shape)
     rows = words[list(tokens)].float()
     model.heads[Task.SCORE] = TaskHead("last", lambda x: F.linear(x.float(), rows), len(rows))
+
+
+def add_language_head(model: WordTable, build: LayerBuilder, config: Mapping[str, Any]) -> None:
+    """Logits of the whole vocabulary, in the model's precision; bent where config.json says so."""
+    words = getattr(model, "embedding", None)
+    if not isinstance(words, Tensor):
+        raise ModelLoadError("this architecture has no head that generates")
+    own = "lm_head.weight"
+    if not config.get("tie_word_embeddings", not build.weights.has(own)):
+        words = build.weights.take(own, *words.shape)
+    project: Callable[[Tensor], Tensor] = make_linear(words, None, "identity", None)
+    cap = config.get("final_logit_softcapping")
+    if cap is not None:
+        project = Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
+    model.heads[Task.GENERATE] = TaskHead("last", project, len(words))

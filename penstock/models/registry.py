@@ -25,9 +25,11 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "deberta-v2": ("DebertaV2", "deberta:deberta"),
     "distilbert": ("DistilBert", "encoder:distilbert"),
     "gemma": ("Gemma", "decoder:gemma"),
+    "gemma2": ("Gemma2", "decoder:gemma2"),
     "gemma3": ("Gemma3", "decoder:gemma3"),
     "gemma3_text": ("Gemma3Text", "decoder:gemma3"),
     "GritLM": ("GritLM", "decoder:gritlm"),
+    "gpt2": ("GPT2", "gpt2:gpt2"),
     "gte": ("Gte", "gte:gte"),
     "JinaForRanking": ("JinaForRanking", "decoder:jina_ranking"),
     "jina_embeddings_v3": ("JinaEmbeddingsV3", "jina:jina"),
@@ -39,8 +41,10 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "mpnet": ("MPNet", "encoder:mpnet"),
     "new": ("New", "gte:gte"),
     "nomic_bert": ("NomicBert", "nomic:nomic"),
+    "phi3": ("Phi3", "decoder:phi3"),
     "qwen2": ("Qwen2", "decoder:qwen2"),
     "qwen3": ("Qwen3", "decoder:qwen3"),
+    "qwen3_moe": ("Qwen3Moe", "decoder:qwen3_moe"),
     "roberta": ("Roberta", "encoder:roberta"),
     "xlm-roberta": ("XLMRoberta", "jina:xlm_roberta"),
 }
@@ -85,11 +89,12 @@ def build_model(
     *,
     splade: bool = False,
     score_tokens: Sequence[int] = (),
+    generates: bool = False,
 ) -> Model:
     """Builder functions take (layer builder, config.json, head task or None).
 
     `splade` asks for the masked-language head, which most checkpoints carry without a use for it;
-    `score_tokens`, for these rows of a decoder's language-model head.
+    `score_tokens`, for these rows of a decoder's language-model head; `generates`, for all of it.
     """
     builder, head = find_family(backbone_of(architecture, config))
     if splade:
@@ -110,6 +115,9 @@ def build_model(
     if score_tokens:
         heads = importlib.import_module("penstock.models.heads")
         heads.add_token_head(model, build, config, score_tokens)
+    if generates:
+        heads = importlib.import_module("penstock.models.heads")
+        heads.add_language_head(model, build, config)
     build.weights.finish(model.unneeded)
     return model
 

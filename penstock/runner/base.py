@@ -7,6 +7,8 @@ from typing import Protocol
 
 from penstock.core import Array, Comparison, StepPlan, StepResult
 
+BLOCK_SIZE = 16  # tokens of a block of key/value memory
+
 
 class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Future[StepResult]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.core import Array, PoolingParams, StepPlan, Task, Variant
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Memory
+from penstock.layers.batch import Batch, Memory, read_in_place
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
@@ -160,7 +160,7 @@ class Graphs:
 
     def key_of(self, plan: StepPlan) -> Key | None:
         """None: such a step is never replayed."""
-        if plan.limits is not None or plan.adapters is not None:
+        if plan.limits is not None or plan.adapters is not None or plan.sample is not None:
             return None
         bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
         if bucket is None:
@@ -178,7 +178,7 @@ class Graphs:
     def _pages(self) -> bool:
         """Whether steps with memory can be replayed: what is gathered has no fixed size, and sums that go on
         over steps would not survive that a step runs twice when it is captured."""
-        return self.cache is not None and self.cache[0].paged and not self._sums
+        return self.cache is not None and read_in_place(self.cache[0]) and not self._sums
 
     def _inside(self, variants: tuple[Variant, ...]) -> PoolingParams | None:
         """What can be finished inside: one result for all rows, of which there are few kinds."""

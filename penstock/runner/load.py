@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
+from penstock.core import Task
 from penstock.errors import ConfigError
-from penstock.runner.base import Runner
+from penstock.runner.base import BLOCK_SIZE, Runner
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from penstock.kvcache.store import KVStore
     from penstock.models.registry import CausalModel, Model
     from penstock.scoring.pairs import PairScorer
-
-
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,7 @@ def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
         shares_prefixes=spec.shares_prefixes,
         hidden=_number(spec.config, "hidden_size", "n_embd", "dim", "d_model"),
         layers=_number(spec.config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        generates=spec.generates,
     )
 
 
@@ -81,8 +80,9 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
     if settings.device == "null":
         from penstock.runner.null import NullRunner
 
-        blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if settings.chunked else 0
-        widths = {task: spec.width(task) for task in spec.tasks}
+        cached = settings.chunked or settings.generates
+        blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if cached else 0
+        widths: dict[Task, int] = {t: spec.width(t) for t in spec.tasks if t is not Task.GENERATE}
         return Loaded(NullRunner(widths), blocks, _LATE_PLACES)
     return _model_runner(spec, settings)
 
@@ -92,7 +92,14 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
 
     from penstock.pooling.build import build_pooler
     from penstock.runner.model_runner import ModelRunner
-    from penstock.runner.warmup import KERNEL_LENGTHS, LENGTHS, capture_graphs, warm_up, warm_up_memory
+    from penstock.runner.warmup import (
+        KERNEL_LENGTHS,
+        LENGTHS,
+        capture_graphs,
+        warm_up,
+        warm_up_generation,
+        warm_up_memory,
+    )
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
@@ -103,16 +110,26 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     pooler.scorer = _scorer(spec, settings, device)
     places = 0 if pooler.scorer is None else len(pooler.scorer.store)
     cache, blocks = None, 0
-    if settings.chunked:
+    generator = None
+    if settings.generates:
+        from penstock.runner.generator import Generator
+
+        generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
+    if settings.chunked or settings.generates:
         cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
-    runner = ModelRunner(model, pooler, device, settings.pipeline_depth, cache, graphs=settings.graphs)
+    runner = ModelRunner(
+        model, pooler, device, settings.pipeline_depth, cache, generator, graphs=settings.graphs
+    )
     lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
     warm_up(runner, longest, lengths)
-    if blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
+    if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
         warm_up_memory(runner, BLOCK_SIZE)
     if runner.graphs is not None:
         capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
+    if generator is not None and settings.max_model_len >= 8:
+        room = min(settings.max_model_len - 3, settings.max_num_batched_tokens)
+        warm_up_generation(runner, generator.sampler, blocks, room)
     return Loaded(runner, blocks, places)
 
 
@@ -152,7 +169,17 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
     tokens = () if spec.score is None else spec.score.tokens
-    return build_model(spec.architecture, spec.config, build, splade=splade, score_tokens=tokens)
+    return build_model(
+        spec.architecture,
+        spec.config,
+        build,
+        splade=splade,
+        score_tokens=tokens,
+        generates=settings.generates,
+    )
+
+
+_KV_SHARE = 0.8  # of what the weights leave free; the rest is for activations
 
 
 def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
@@ -177,7 +204,10 @@ def make_cache(
     block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, dtype)
     needed = -(-settings.max_model_len // BLOCK_SIZE)
     enough = needed * settings.max_num_seqs
-    blocks = max(needed, min(enough, settings.kv_cache_bytes // block_bytes))
+    granted = settings.kv_cache_bytes or int(_KV_SHARE * torch.cuda.mem_get_info(device)[0])
+    blocks = max(needed, min(enough, granted // block_bytes))
     store = KVStore(layers, blocks * BLOCK_SIZE, kv_heads, dim, dtype, device)
-    sums = torch.zeros((blocks, model.hidden_size), dtype=torch.float32, device=device)
+    sums = torch.zeros(
+        (blocks if settings.chunked else 0, model.hidden_size), dtype=torch.float32, device=device
+    )
     return (store, sums), blocks

@@ -22,16 +22,19 @@ from penstock.core import (
     KeyLimits,
     KVPlan,
     PairPlan,
+    SamplePlan,
     StepPlan,
     StepResult,
     Variant,
 )
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Limits, Memory
+from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
+from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.faults import typed_faults
+from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs, Key
 from penstock.runner.staging import Staging
 from penstock.scoring.brought import compare
@@ -48,14 +51,17 @@ class ModelRunner:
         device: torch.device,
         depth: int,
         cache: tuple[KVStore, Tensor] | None = None,
+        generator: Generator | None = None,
         *,
         graphs: bool = False,
     ) -> None:
-        """`cache` is memory for keys and values and for running sums, where rows are cut."""
+        """`cache` is memory for keys and values and for running sums, where rows are cut; `generator`
+        continues rows, where the model does."""
         self.model = model
         self.pooler = pooler
         self.device = device
         self.cache = cache
+        self.generator = generator
         self.staging = Staging(device, depth)
         self.graphs = Graphs(model, pooler, self.staging, cache=cache) if graphs else None
         self._events: list[_Events] = []  # a pair more than there are steps in flight
@@ -93,9 +99,20 @@ class ModelRunner:
         return self.pooler(hidden, batch, plan.variants, index, pairs)
 
     @torch.inference_mode()
+    def generate(self, plan: StepPlan, sample: SamplePlan) -> list[Tensor]:
+        """The whole step on the device: the sampled ids, and what was asked about them."""
+        assert self.generator is not None, "a plan that samples needs a runner with a generator"
+        self.generator.settle(sample)
+        batch, sent = self._batch(plan, **self.generator.arrays(sample))
+        batch = self.generator.feed(batch, sent)
+        return self.generator(self.model(batch), sample, sent)
+
+    @torch.inference_mode()
     def _step(self, plan: StepPlan) -> _Results:
         """Host arrays of the outputs, and of what tells whether they are finite; valid once the device
         has passed this point."""
+        if plan.sample is not None:
+            return tuple(self.staging.fetch(self.generate(plan, plan.sample))), ()
         return self._fetched(self.forward(plan), plan)
 
     def _fetched(self, values: list[Tensor], plan: StepPlan) -> _Results:
@@ -117,6 +134,19 @@ class ModelRunner:
         return self._fetched(self.pooler(hidden, batch, plan.variants, index, pairs), plan)
 
     def _prepare(self, plan: StepPlan) -> tuple[Batch, list[Tensor | None], dict[int, PairTensors]]:
+        batch, sent = self._batch(
+            plan,
+            **{f"variant{i}": _index(v) for i, v in enumerate(plan.variants)},
+            **{
+                f"pairs{i}.{name}": array
+                for i, v in enumerate(plan.variants)
+                for name, array in _pair_arrays(v.pairs).items()
+            },
+        )
+        index = [sent.get(f"variant{i}") for i in range(len(plan.variants))]
+        return batch, index, _pairs(plan, sent)
+
+    def _batch(self, plan: StepPlan, **more: Ints | None) -> tuple[Batch, dict[str, Tensor]]:
         """All integers of the plan, sent at once."""
         sent = self.staging.send(
             {
@@ -129,7 +159,7 @@ class ModelRunner:
                 "adapters": plan.adapters,
                 **_kv_arrays(plan.kv),
                 **_limit_arrays(plan.limits),
-                **_variant_arrays(plan),
+                **more,
             }
         )
         batch = Batch(
@@ -146,18 +176,26 @@ class ModelRunner:
             num_rows=plan.num_rows,
             memory=self._memory(plan.kv, sent),
             limits=_limits(plan.limits, sent),
+            generates=plan.sample is not None,
         )
-        return batch, *_chosen(plan, sent)
+        return batch, sent
 
     def _memory(self, kv: KVPlan | None, sent: dict[str, Tensor]) -> Memory | None:
         if kv is None:
             return None
         assert self.cache is not None, "a plan with memory needs a runner with a cache"
         store, sums = self.cache
-        index = {name: sent[name] for name in _kv_arrays(kv) if name != "cu_keys"}
-        if not store.paged:  # the library wants longer integers than kernels do
+        index = {name: sent[name] for name in _KV_INDEX}
+        if not read_in_place(store):  # the library wants longer integers than kernels do
             index = {name: array.long() for name, array in index.items()}
-        return Memory(store, sums, sent["cu_keys"], kv.max_keys, **index)
+        paged = None
+        if kv.paged is not None:
+            index |= {
+                name: index[name].long() for name in ("new_at", "old_at")
+            }  # keys of prompts are gathered
+            tables = sent["paged_tables"].view(kv.paged.rows, kv.paged.width)
+            paged = Paged(kv.paged.rows, tables, sent["paged_keys"], BLOCK_SIZE)
+        return Memory(store, sums, sent["cu_keys"], kv.max_keys, paged=paged, **index)
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
@@ -258,7 +296,13 @@ def _limits(limits: KeyLimits | None, sent: dict[str, Tensor]) -> Limits | None:
     )
 
 
+_KV_INDEX = tuple(f.name for f in fields(KVPlan) if f.name not in ("cu_keys", "max_keys", "paged"))
+
+
 def _kv_arrays(kv: KVPlan | None) -> dict[str, Ints]:
     if kv is None:
         return {}
-    return {field.name: getattr(kv, field.name) for field in fields(KVPlan) if field.name != "max_keys"}
+    arrays = {name: getattr(kv, name) for name in ("cu_keys", *_KV_INDEX)}
+    if kv.paged is not None:
+        arrays |= {"paged_tables": kv.paged.tables, "paged_keys": kv.paged.keys}
+    return arrays

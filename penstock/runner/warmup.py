@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from penstock.core import PoolingParams, Request, StepPlan, Task
-from penstock.runner.base import Runner
+from penstock.core import PoolingParams, Request, SamplingParams, StepPlan, Task
+from penstock.kvcache.blocks import BlockPool
+from penstock.runner.base import BLOCK_SIZE, Runner
+from penstock.scheduler.lane import Lane, LaneLimits
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
 
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
     from penstock.runner.graphs import Graphs
 
 log = logging.getLogger("penstock.warmup")
+
+
+class Leaves(Protocol):
+    """What of a sampler has to be told afterwards."""
+
+    def leave(self, slot: int) -> None: ...
+
+
 LENGTHS = (1, 64)
 # On CUDA kernels are compiled on their first use: each of these lengths takes another of their forms.
 KERNEL_LENGTHS = (1, 17, 64, 256)
@@ -69,3 +79,20 @@ def _plan(rows: int, length: int, params: PoolingParams) -> StepPlan:
     tokens = np.ones(rows * length, dtype=np.int32)
     request = Request("warm-up", tokens, np.full(rows, length, dtype=np.int32), params)
     return build_plan([Share(request, np.arange(rows, dtype=np.int32))])
+
+
+def warm_up_generation(runner: Runner, sampler: Leaves, num_blocks: int, max_tokens: int) -> None:
+    """A prompt and a few tokens after it, on blocks and a slot that are free again afterwards."""
+    length = min(17, max_tokens)
+    lane = Lane(
+        BlockPool(num_blocks, BLOCK_SIZE),
+        LaneLimits(1, max_tokens, max_tokens, length + 3, length, prefixes=False),
+    )
+    tokens = np.ones(length, dtype=np.int32)
+    sampling = SamplingParams(max_tokens=3, temperature=0)
+    lengths = np.array([length], dtype=np.int32)
+    lane.add(Request("warm-up", tokens, lengths, PoolingParams(Task.GENERATE), sampling=sampling))
+    while (plan := lane.schedule(0.0)) is not None:
+        lane.collect(plan, runner.launch(plan).result())
+    for slot in lane.left_slots():
+        sampler.leave(slot)

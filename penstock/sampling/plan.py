@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Ints, SamplingParams
-from penstock.errors import BadValue
+from penstock.core import Ints, SamplingParams, check_sampling
 
 GREEDY_BELOW = 1e-5  # temperatures under it take the likeliest token
 
@@ -129,7 +128,7 @@ class SlotPlan:
             raise ValueError(f"slot {slot} is not in 0 … {self.max_slots - 1}")
         if slot in self.held:
             raise ValueError(f"slot {slot} is held by another row; let it leave first")
-        check(params, self.vocab_size)
+        check_sampling(params, self.vocab_size)
         if params.seed is None:
             self._streams += 1
         entries = [entry for entry in _entries(params, generated) if entry[1] < self.vocab_size]
@@ -254,27 +253,11 @@ class SlotPlan:
         return row
 
 
-def check(params: SamplingParams, vocab_size: int) -> None:
-    """Refuses token ids that the vocabulary does not have."""
-    _inside("logit_bias", params.logit_bias, vocab_size)
-    _inside("bad_words", (token for word in params.bad_token_ids for token in word), vocab_size)
-    if params.allowed_token_ids is not None:
-        if not params.allowed_token_ids:
-            raise BadValue("allowed_token_ids is empty; give at least one", param="allowed_token_ids")
-        _inside("allowed_token_ids", params.allowed_token_ids, vocab_size)
-
-
 def packed_bits(ids: Iterable[int], vocab_size: int) -> Ints:
     """Allowed ids as bits, 32 to a word, the lowest first: [⌈vocab / 32⌉]."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def _inside(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise BadValue(f"{name} has token {token}; the vocabulary is 0 … {vocab_size - 1}", param=name)
 
 
 def _need(params: SamplingParams) -> Need:

@@ -26,7 +26,17 @@ def test_importing_the_command_line_brings_no_heavy_library() -> None:
 def test_help_lists_every_command() -> None:
     ran = run("--help")
     assert ran.returncode == 0
-    for command in (b"serve", b"embed", b"info", b"doctor", b"rerank", b"score", b"bench"):
+    for command in (
+        b"serve",
+        b"embed",
+        b"info",
+        b"doctor",
+        b"rerank",
+        b"score",
+        b"generate",
+        b"chat",
+        b"bench",
+    ):
         assert command in ran.stdout
 
 

@@ -16,6 +16,7 @@ import torch
 
 from penstock import Engine
 from penstock.core import OutputDtype, PoolingParams, Request, StepPlan, Task
+from penstock.layers.batch import read_in_place
 from penstock.runner.buckets import TOKENS
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
@@ -304,7 +305,7 @@ def test_steps_of_cut_rows_replay_as_they_run(
         wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
     with Engine(str(folder), **CUT) as engine:
         runner = runner_of(engine)
-        assert runner.cache is not None and runner.cache[0].paged
+        assert runner.cache is not None and read_in_place(runner.cache[0])
         steps = [
             [piece(200, 0, 48, 0, params)],
             [piece(200, 48, 96, 0, params), piece(70, 0, 48, 20, params), piece(9, 0, 9, None, params)],

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from penstock.kernels import activation, attention, cast, embedding, language
-from penstock.kernels import norm, pooling, quantize, rotary, sampling, splade, thresholds
+from penstock.kernels import norm, paged, pooling, quantize, rotary, sampling, splade, thresholds
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
 TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
@@ -50,7 +50,7 @@ class Compiler:
 kernels, helpers = set(), {"_activated", "_key_tile", "_squashed", "_philox", "_gumbel", "_penalized", "_key"}
 helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source", "store_quantized"}
 modules = (activation, attention, cast, embedding, norm, pooling, quantize, rotary, sampling, splade)
-modules += (thresholds,)
+modules += (paged, thresholds)
 for module in modules:
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
@@ -100,6 +100,10 @@ for heads, kv_heads, dim in ((12, 12, 64), (8, 2, 128), (4, 4, 96)):
             *qkv, i(2), i(2), max_length=99, scale=0.1, causal=True, window=window, remembered=remembered
         )
     attention.flash_rows(*qkv, i(2), i(2), max_length=99, scale=0.1, causal=True, window=9, limits=i(1))
+    where = x(640, kv_heads, dim), x(640, kv_heads, dim), i(20).view(2, 10), i(2)
+    for splits, more in ((1, {}), (4, {"window": 50, "softcap": 30.0})):
+        out = x(2, heads * dim)
+        paged.paged_rows(x(2, heads, dim), *where, block_size=16, scale=0.1, out=out, splits=splits, **more)
 logits, table, work = x(2, 151936), i(45).view(3, 15), x(2, 151936, dtype=torch.float32)
 counts, masks, slots = i(2 * 151936).view(2, -1), i(2 * 4748).view(2, -1), i(2)
 sampling.choose(logits, slots, table, i(3))

@@ -46,6 +46,17 @@ MINISTRAL = {
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 6}
 
+GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LIMIT, "n_inner": 80}
+MOE = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+CAPPED = GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0, "sliding_window": 12}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -95,12 +106,16 @@ FAMILIES: dict[str, Family] = {
     "mistral-no-window": Family("MistralForCausalLM", {"sliding_window": None, "head_dim": 16}),
     "ministral": Family("MinistralModel", MINISTRAL),
     "gemma": Family("GemmaModel", {"head_dim": 16}, old=True),
+    "gemma2": Family("Gemma2Model", CAPPED),
     "gemma3": Family("Gemma3TextModel", GEMMA),
     "gemma3-causal-lm": Family("Gemma3ForCausalLM", GEMMA | {"attention_bias": True}, old=True),
     "embeddinggemma": Family("Gemma3TextModel", GEMMA | {"use_bidirectional_attention": True}, old=True),
     "embeddinggemma-new": Family(
         "Gemma3TextModel", GEMMA | {"use_bidirectional_attention": True, "sliding_window": 31}
     ),
+    "gpt2": Family("GPT2Model", GPT2),
+    "phi3": Family("Phi3Model"),
+    "qwen3-moe": Family("Qwen3MoeModel", MOE),
     "nemotron": Family(
         "LlamaModel",
         {"rope_parameters": LLAMA3},

@@ -189,7 +189,11 @@ def _ask_encoder(name: str, task: Task, folder: Path) -> Question:
 
 _DECODERS = {
     "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gpt2": "gpt2",
+    "phi3": "phi3",
     "qwen3": "qwen3",
+    "qwen3-moe": "qwen3_moe",
     "qwen2": "qwen2",
     "reward": "qwen2",
     "llama": "llama",

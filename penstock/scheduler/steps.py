@@ -1,0 +1,166 @@
+"""From the rows that a lane has chosen to the `StepPlan` of a step that generates."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core import (
+    Ints,
+    Join,
+    KVPlan,
+    LengthGroup,
+    PagedPlan,
+    PromptPlan,
+    SamplePlan,
+    StepPlan,
+    cumulative,
+)
+from penstock.scheduler.ragged import runs
+
+_NONE = np.zeros(0, dtype=np.int32)
+
+
+class StepRows(NamedTuple):
+    """Which tokens of which slots run, [rows] each."""
+
+    slots: Ints
+    begins: Ints
+    counts: Ints
+    epochs: Ints
+    visits: Ints
+
+
+def generation_plan(
+    rows: StepRows,
+    sampled: NDArray[np.bool_],  # [rows], whether a row's last token is in the step
+    *,
+    known: Ints,  # [rows], tokens of each row that the CPU has read
+    wants: Ints,  # [rows], log probabilities; -1: none
+    tokens: Ints,  # [slots, length]
+    tables: Ints,  # [slots, blocks]
+    block_size: int,
+    leaves: tuple[int, ...],
+    joins: tuple[Join, ...],
+    masks: tuple[tuple[int, Ints], ...] = (),
+    prompt_ends: Ints | None = None,  # [rows], tokens of a prompt that is asked about, else 0; None: none is
+    most: int = 0,  # likeliest tokens of prompts that are asked for
+) -> StepPlan:
+    """Rows of one token stand first: they read memory block by block, all others as a run of keys."""
+    order = np.lexsort((rows.begins, rows.counts))
+    slots, begins, counts, epochs, visits = (column[order] for column in rows)
+    known, sampled = known[order], sampled[order]
+    cu_lengths = cumulative(counts)
+    positions = runs(begins, counts)
+    slot_of = np.repeat(slots, counts)
+    fed = np.flatnonzero(positions >= np.repeat(known, counts)).astype(np.int32)
+    chosen = np.flatnonzero(sampled).astype(np.int32)
+    paged = int(np.searchsorted(counts, 1, side="right"))
+    sample = SamplePlan(
+        slots=slots,
+        epochs=epochs,
+        visits=visits,
+        ends=begins + counts,
+        rows=chosen,
+        tokens=cu_lengths[1:][chosen] - 1,
+        sampled_slots=slots[chosen],
+        asked=wants[order][chosen],
+        fed_tokens=fed,
+        fed_slots=slot_of[fed],
+        leaves=leaves,
+        joins=joins,
+        masks=masks,
+        prompts=None
+        if prompt_ends is None
+        else _prompt_plan(slots, begins, counts, cu_lengths, prompt_ends[order], tokens, most),
+    )
+    own = tables[slots, : -(-int((begins + counts).max()) // block_size)]
+    return StepPlan(
+        token_ids=tokens[slot_of, np.minimum(positions, tokens.shape[1] - 1)],
+        positions=positions,
+        cu_lengths=cu_lengths,
+        lengths=counts,
+        type_ids=None,
+        skip=None,
+        groups=_groups(begins, counts, cu_lengths, paged),
+        slices=(),
+        variants=(),
+        kv=_kv_plan(own, begins, counts, positions, paged, block_size),
+        sample=sample,
+    )
+
+
+def _prompt_plan(
+    slots: Ints, begins: Ints, counts: Ints, cu_lengths: Ints, ends: Ints, tokens: Ints, most: int
+) -> PromptPlan | None:
+    """A prompt's last token predicts what is sampled; those before it predict the prompt."""
+    scored = np.clip(ends - 1 - begins, 0, counts)
+    rows = np.flatnonzero(scored).astype(np.int32)
+    if not len(rows):
+        return None
+    own = scored[rows]
+    following = tokens[np.repeat(slots[rows], own), runs(begins[rows], own) + 1]
+    return PromptPlan(rows, begins[rows], own, runs(cu_lengths[:-1][rows], own), following, most)
+
+
+def _groups(begins: Ints, counts: Ints, cu_lengths: Ints, first: int) -> tuple[LengthGroup, ...]:
+    """Those of the rows from `first` on; their keys lie from 0 on in the run of keys."""
+    length, context = counts[first:], begins[first:]
+    if not len(length):
+        return ()
+    changes = (np.diff(length, prepend=-1) != 0) | (np.diff(context, prepend=-1) != 0)
+    firsts = np.flatnonzero(changes)
+    keys = cumulative(length + context)
+    sizes = np.diff(firsts, append=len(length)).tolist()
+    return tuple(
+        LengthGroup(
+            first + at, size, int(length[at]), int(cu_lengths[first + at]), int(context[at]), int(keys[at])
+        )
+        for at, size in zip(firsts.tolist(), sizes, strict=True)
+    )
+
+
+def _kv_plan(
+    tables: Ints,  # [rows, blocks]
+    begins: Ints,
+    counts: Ints,
+    positions: Ints,
+    paged: int,
+    size: int,
+) -> KVPlan:
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    def slots(rows: Ints, places: Ints) -> Ints:
+        return tables[rows, places // size] * size + places % size
+
+    token_slots = slots(rows, positions)
+
+    length, context = counts[paged:], begins[paged:]
+    keys = np.concatenate([np.zeros(paged, dtype=np.int32), length + context])
+    cu_keys = cumulative(keys)
+    first = cu_keys[paged:-1]
+    old = runs(np.zeros_like(context), context)
+    old_rows = np.repeat(np.arange(paged, len(counts), dtype=np.int32), context)
+    most = int(begins[:paged].max(initial=0)) + 1
+    width = -(-most // size)
+    return KVPlan(
+        cu_keys=cu_keys,
+        max_keys=int(keys.max(initial=0)),
+        new_at=runs(first + context, length),
+        old_at=runs(first, context),
+        read_slots=slots(old_rows, old),
+        write_tokens=np.arange(len(rows), dtype=np.int32),
+        write_slots=token_slots,
+        token_slots=token_slots,
+        carry_rows=_NONE,
+        carry_slots=_NONE,
+        carry_old=_NONE,
+        paged=PagedPlan(
+            rows=paged,
+            width=width,
+            tables=np.ascontiguousarray(tables[:paged, :width]).reshape(-1),
+            keys=begins[:paged] + 1,
+        ),
+    )

@@ -1,0 +1,57 @@
+"""The application over a scripted engine, in this process or on a loopback port."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from penstock.api.app import build_app
+from penstock.api.state import ServedModel, ServerState
+from penstock.config import ServerConfig
+from penstock.inputs.batcher import BatchTokenizer
+from penstock.inputs.processor import InputProcessor
+from penstock.inputs.tokenizer import Tokenizer
+from tests.writing import ScriptedEngine, text_spec
+
+
+def state_of(
+    folder: Path, engine: ScriptedEngine, server: dict[str, Any] | None = None, **spec: Any
+) -> ServerState:
+    described = text_spec(folder, **spec)
+    tokenizer = Tokenizer(folder)
+    model = ServedModel(
+        spec=described,
+        processor=InputProcessor(described, tokenizer),
+        tokenizer=BatchTokenizer(tokenizer),
+        client=engine,  # type: ignore[arg-type]
+        created_s=0,
+    )
+    return ServerState(ServerConfig(**(server or {})), {described.name: model})
+
+
+@contextmanager
+def on_a_port(state: ServerState) -> Iterator[str]:
+    """A real server in a thread of this process; its address."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(build_app(state), http="httptools", lifespan="on", log_config=None)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()

@@ -1,0 +1,138 @@
+"""A device that remembers token ids where a real one keeps keys: a wrong block shows as a wrong token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+
+from penstock.core import Generated, Ints, PoolingParams, Request, SamplingParams, StepPlan, StepResult, Task
+from penstock.engine.core import EngineCore, Failure
+from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.lane import Lane, LaneLimits
+from penstock.scheduler.scheduler import Budget, Scheduler
+
+VOCABULARY = 97
+BLOCK = 4
+LENGTH = 64
+
+
+def following(tokens: list[int]) -> int:
+    """The token after these: it depends on each and on its place."""
+    total = 7
+    for token in tokens:
+        total = (total * 31 + int(token) + 1) % 1_000_003
+    return total % VOCABULARY
+
+
+def continued(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(following(tokens))
+    return tokens[len(prompt) :]
+
+
+class MemoryRunner:
+    """Runs a plan as a model would, reading nothing but what the plan points at."""
+
+    def __init__(
+        self, blocks: int, slots: int, fails: Callable[[StepPlan], bool] = lambda plan: False
+    ) -> None:
+        self.memory = np.full(blocks * BLOCK, -1, dtype=np.int32)
+        self.last = np.zeros(slots, dtype=np.int32)
+        self.joined: set[int] = set()
+        self.fails = fails
+        self.error: Exception = RuntimeError("this step fails")
+        self.steps = 0
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        self.steps += 1
+        sample, kv = plan.sample, plan.kv
+        assert sample is not None and kv is not None and kv.paged is not None
+        self.joined -= set(sample.leaves)
+        assert not self.joined & {join.slot for join in sample.joins}, "a slot is taken twice"
+        self.joined |= {join.slot for join in sample.joins}
+        if self.fails(plan):
+            future.set_exception(self.error)
+            return future
+        ids = plan.token_ids.copy()
+        ids[sample.fed_tokens] = self.last[sample.fed_slots]
+        self.memory[kv.write_slots] = ids[kv.write_tokens]
+        run = np.full(int(kv.cu_keys[-1]), -1, dtype=np.int32)
+        run[kv.old_at] = self.memory[kv.read_slots]
+        run[kv.new_at] = ids[kv.paged.rows :]
+        new = [self._next(plan, int(row), run) for row in sample.rows]
+        out: Ints = np.array(new, dtype=np.int32)
+        assert {int(slot) for slot in sample.sampled_slots} <= self.joined
+        self.last[sample.sampled_slots] = out
+        future.set_result(StepResult((out,), 0.001))
+        return future
+
+    def _next(self, plan: StepPlan, row: int, run: Ints) -> int:
+        assert plan.kv is not None and plan.kv.paged is not None
+        paged = plan.kv.paged
+        if row < paged.rows:
+            table = paged.tables.reshape(paged.rows, paged.width)[row]
+            slots = (table[:, None] * BLOCK + np.arange(BLOCK)).ravel()[: paged.keys[row]]
+            return following(self.memory[slots].tolist())
+        return following(run[plan.kv.cu_keys[row] : plan.kv.cu_keys[row + 1]].tolist())
+
+    def close(self) -> None:
+        return None
+
+
+def make_core(
+    *,
+    blocks: int = LENGTH // BLOCK,
+    rows: int = 6,
+    tokens: int = 24,
+    chunk: int = 9,
+    depth: int = 2,
+    prefixes: bool = True,
+    fails: Callable[[StepPlan], bool] = lambda plan: False,
+) -> EngineCore:
+    lane = Lane(BlockPool(blocks, BLOCK), LaneLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes))
+    runner = MemoryRunner(blocks, rows, fails)
+    return EngineCore(
+        runner, Scheduler(Budget(tokens, rows, 10_000)), depth=depth, lane=lane, clock=lambda: 1.0
+    )
+
+
+def asking(name: str, prompts: list[list[int]], count: int, **params: object) -> Request:
+    sampling = SamplingParams(max_tokens=count, temperature=0, **params)  # type: ignore[arg-type]
+    flat = np.array([token for prompt in prompts for token in prompt], dtype=np.int32)
+    lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
+    return Request(name, flat, lengths, PoolingParams(Task.GENERATE), sampling=sampling)
+
+
+class Answers:
+    """What came back, by request and row."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finished: dict[tuple[str, int], str] = {}
+        self.failed: dict[str, Failure] = {}
+
+    def take(self, outcomes: list[object]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, Failure):
+                self.failed[outcome.id] = outcome
+                continue
+            assert isinstance(outcome, Generated)
+            key = (outcome.id, outcome.row)
+            assert key not in self.finished, "a row goes on after its end"
+            self.tokens.setdefault(key, []).extend(outcome.token_ids.tolist())
+            if outcome.finish is not None:
+                self.finished[key] = outcome.finish
+
+
+def run(core: EngineCore, answers: Answers, steps: int = 10_000) -> None:
+    for _ in range(steps):
+        if not core.busy:
+            return
+        answers.take(list(core.step()))
+        assert core.lane is not None
+        core.lane.check_integrity()
+    assert not core.busy, "it never ends"

@@ -1,0 +1,90 @@
+"""Seeded checkpoints of every family that generates, and what transformers generates with them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from penstock import Engine, SamplingParams
+from tests.parity.decoders import CAPPED, GEMMA, GPT2, LLAMA3, MOE, VOCABULARY, Family
+
+TOKENS = 70
+LENGTHS = (1, 2, 5, 16, 17, 33, 64, 90)
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", {"head_dim": 16, "rope_parameters": LLAMA3}, old=True),
+    "mistral": Family("MistralForCausalLM", {"sliding_window": 16, "head_dim": 16}),
+    "qwen2": Family("Qwen2ForCausalLM", {"num_key_value_heads": 3}),
+    "qwen3": Family("Qwen3ForCausalLM", {"head_dim": 12, "tie_word_embeddings": True}, old=True),
+    "gemma": Family("GemmaForCausalLM", {"head_dim": 16}, old=True),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        CAPPED,
+    ),
+    "gemma3": Family("Gemma3ForCausalLM", GEMMA | {"attention_bias": True}, old=True),
+    "phi3": Family("Phi3ForCausalLM"),
+    "gpt2": Family("GPT2LMHeadModel", GPT2),
+    "qwen3-moe": Family("Qwen3MoeForCausalLM", MOE),
+    "gritlm": Family(
+        "MistralForCausalLM", {"sliding_window": 16}, {"architectures": ["GritLM"]}, full=True, old=True
+    ),
+}
+
+
+def prompts(seed: int = 3, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    draw = np.random.default_rng(seed)
+    return [draw.integers(5, VOCABULARY, length).tolist() for length in lengths]
+
+
+def write(name: str, folder: Path) -> Path:
+    """With small word vectors: a token's own, which may be its head too, names it as the next less often, and
+    the model repeats itself less."""
+    FAMILIES[name].write(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for tensor, values in tensors.items():
+        if tensor.endswith(("embed_tokens.weight", "wte.weight")):
+            values *= 0.05
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@cache
+def reference(name: str, folder: Path) -> Any:
+    kind = getattr(transformers, FAMILIES[name].model)
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def logits_after(name: str, folder: Path, row: list[int], new: list[int]) -> torch.Tensor:
+    """What transformers thinks of each new token's place, from all before it, [new, vocabulary]."""
+    logits: torch.Tensor = reference(name, folder)(torch.tensor([row + new])).logits[0, len(row) - 1 : -1]
+    return logits
+
+
+def check_greedy(name: str, folder: Path, rows: list[list[int]], made: list[list[int]]) -> None:
+    """Each token is the one that transformers finds likeliest after all before it, which by induction is what
+    its `generate` gives, at the cost of one forward a row."""
+    for row, new in zip(rows, made, strict=True):
+        logits = logits_after(name, folder, row, new)
+        chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
+        assert (logits.max(dim=-1).values - chosen).max() < 1e-4
+
+
+def engine(folder: Path, **options: Any) -> Engine:
+    return Engine(str(folder), device="cpu", **options)
+
+
+def check_nothing_is_held(used: Engine) -> None:
+    """After every call: all blocks and slots are free."""
+    core = used._engine._core
+    assert core.lane is not None and not core.lane.busy
+    core.check_integrity()
+    core.lane.pool.check_integrity()

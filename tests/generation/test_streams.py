@@ -1,0 +1,154 @@
+"""Streams over the wire and in this process: parts in order, and a client that goes away frees its blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import AsyncEngine, SamplingParams
+from penstock.core import Generated, Timings
+from penstock.engine.client import EngineClient
+from penstock.engine.core import EngineCore
+from penstock.engine.messages import Outcomes, Ready, decode_from_engine, pack_outcomes, unpack_outcomes
+from penstock.engine.process import EngineServer
+from penstock.errors import BadValue
+from tests.generation.fakes import asking, continued, make_core
+from tests.generation.families import check_nothing_is_held, prompts, write
+
+
+def test_parts_cross_the_wire_as_they_are() -> None:
+    parts = [
+        Generated("a", 3, np.array([5, 6], dtype=np.int32)),
+        Generated(
+            "b",
+            0,
+            np.array([7], dtype=np.int32),
+            "length",
+            None,
+            np.array([[7, 1, 2]], dtype=np.int32),
+            np.array([[-0.5, -1.0, -2.25]], dtype=np.float32),
+            np.array([1], dtype=np.int32),
+            Timings(0.5, 0.25),
+        ),
+        Generated("c", 1, np.zeros(0, dtype=np.int32), "stop", 2),
+    ]
+    header, *frames = pack_outcomes(parts)
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes)
+    for got, sent in zip(unpack_outcomes(message.items, frames), parts, strict=True):
+        assert isinstance(got, Generated)
+        assert (got.id, got.row, got.finish, got.stop_token) == (
+            sent.id,
+            sent.row,
+            sent.finish,
+            sent.stop_token,
+        )
+        assert got.timings == sent.timings
+        for name in ("token_ids", "logprob_ids", "logprobs", "ranks"):
+            mine, theirs = getattr(got, name), getattr(sent, name)
+            assert (mine is None) == (theirs is None)
+            if theirs is not None:
+                np.testing.assert_array_equal(mine, theirs)
+                assert mine.dtype == theirs.dtype
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, EngineCore]]:
+    """An engine that continues rows, behind a socket, on a thread."""
+    address = f"ipc://{tmp_path}/engine"
+    server, core = EngineServer(address), make_core(blocks=60)
+    core.wake = server.wake
+    thread = threading.Thread(target=server.serve, args=(core, Ready(1, {}), lambda core: time.sleep(0.002)))
+    thread.start()
+    yield address, core
+    server.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+async def connected(address: str) -> EngineClient:
+    client = EngineClient(address)
+    client.start()
+    async with asyncio.timeout(10):
+        while client.ready is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return client
+
+
+async def until_idle(core: EngineCore) -> None:
+    async with asyncio.timeout(10):
+        while core.busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_a_client_gets_every_part_and_one_that_leaves_frees_its_blocks(
+    served: tuple[str, EngineCore],
+) -> None:
+    address, core = served
+
+    async def scene() -> None:
+        client = await connected(address)
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        async for parts in client.generate(asking("a", [[1, 2], [3]], 20)):
+            for part in parts:
+                tokens[part.row] += part.token_ids.tolist()
+        assert tokens == {0: continued([1, 2], 20), 1: continued([3], 20)}
+
+        left = client.generate(asking("b", [[4], [5]], 60))
+        first = await anext(left)
+        assert first[0].finish is None
+        await left.aclose()  # type: ignore[attr-defined]
+        await until_idle(core)
+
+        async def listen() -> None:
+            async for _ in client.generate(asking("c", [[6]], 60)):
+                pass
+
+        task = asyncio.create_task(listen())
+        await asyncio.sleep(0.03)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until_idle(core)
+
+        with pytest.raises(BadValue, match="max_tokens is 0"):
+            await anext(client.generate(asking("d", [[6]], 0)))
+        assert client.waiting == 0
+        client.close()
+
+    asyncio.run(scene())
+    assert core.lane is not None
+    core.lane.check_integrity()
+    core.lane.pool.check_integrity()
+
+
+def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_path: Path) -> None:
+    folder = write("qwen3", tmp_path / "qwen3")
+    greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+
+    async def scene() -> None:
+        async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as used:
+            inner = used._open()
+            whole = inner.generate(prompts(), greedy)
+            streams = [used.generate(row, greedy) for row in prompts()]
+
+            async def read(stream: object) -> list[int]:
+                return [token async for part in stream for token in part.token_ids.tolist()]  # type: ignore[attr-defined]
+
+            got = await asyncio.gather(*(read(stream) for stream in streams))
+            assert got == [row.token_ids for row in whole]
+            check_nothing_is_held(inner)
+
+            leaving = used.generate(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
+            assert len((await anext(leaving)).token_ids) >= 1
+            await leaving.aclose()
+            await until_idle(inner._engine._core)
+            check_nothing_is_held(inner)
+
+    asyncio.run(scene())

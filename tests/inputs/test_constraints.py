@@ -1,0 +1,145 @@
+"""Masks let through exactly what the grammar allows, for every kind of vocabulary."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.core import Grammar
+from penstock.errors import BadValue, NotPossible
+from penstock.inputs import constraints
+from penstock.inputs.constraints import Constraint, Constraints
+from penstock.inputs.tokenizer import Tokenizer
+from tests.writing import KINDS, tokenizer_folder
+
+pytest.importorskip("llguidance")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["red", "green"]},
+    },
+    "required": ["name", "count", "kind"],
+    "additionalProperties": False,
+}
+
+
+class Model:
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer(folder)
+        self.vocabulary = self.tokenizer.highest_id + 8
+        self.eos = int(self.tokenizer.special_ids[-1])
+        self.constraints = Constraints(folder / "tokenizer.json", self.vocabulary, [self.eos])
+
+
+@pytest.fixture(scope="module", params=[kind for kind in KINDS if kind != "unigram"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tokenizer_folder(request.param, tmp_path_factory.mktemp("tokenizer")))
+
+
+def allowed(constraint: Constraint) -> list[int]:
+    bits = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def walk(model: Model, grammar: Grammar, seed: int, most: int = 300) -> str:
+    """A random way through the grammar; the end is taken as soon as it is allowed, half of the time."""
+    draw = random.Random(seed)
+    constraint, ids = model.constraints(grammar), []
+    for _ in range(most):
+        choices = allowed(constraint)
+        assert choices, "nothing may come, and the text has not ended"
+        assert max(choices) <= model.tokenizer.highest_id, "a padding token is allowed"
+        if choices == [model.eos] or (model.eos in choices and draw.random() < 0.5):
+            assert constraint.complete
+            constraint.accept(model.eos)
+            assert constraint.done
+            return model.tokenizer.decode(ids, skip_special_tokens=True)
+        inked = [choice for choice in choices if not model.tokenizer.token_text(choice).isspace()]
+        token = draw.choice([choice for choice in inked or choices if choice != model.eos])
+        constraint.accept(token)
+        ids.append(token)
+    pytest.fail("the text did not end")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schema_gives_texts_that_follow_it(model: Model, seed: int) -> None:
+    text = walk(model, constraints.json_schema(SCHEMA, "x"), seed)
+    value = json.loads(text)
+    assert value.keys() == {"name", "count", "kind"}
+    assert len(value["name"]) <= 6 and 0 <= value["count"] <= 99 and value["kind"] in ("red", "green")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_expressions_and_choices(model: Model, seed: int) -> None:
+    expression = r"[A-Z]{2}-\d{3}(é|日){1,2}"
+    assert re.fullmatch(expression, walk(model, Grammar("regex", expression), seed))
+    options = ["yes", "no", 'a "quoted" one', "日本"]
+    assert walk(model, constraints.choice(options, "x"), seed) in options
+
+
+def test_grammars_of_both_notations(model: Model) -> None:
+    lark = Grammar("lark", 'start: "(" start ")" | "x"')
+    gbnf = constraints.written('root ::= "(" root ")" | "x"', "guided_grammar")
+    for grammar in (lark, gbnf):
+        text = walk(model, grammar, 5)
+        assert text.count("(") == text.count(")") and text.strip("()") == "x"
+
+
+def test_a_forbidden_token_is_an_error_and_rows_do_not_share_their_way(model: Model) -> None:
+    grammar = constraints.choice(["yes", "no"], "x")
+    first, second = model.constraints(grammar), model.constraints(grammar)
+    before = allowed(second)
+    token = allowed(first)[0]
+    first.accept(token)
+    assert allowed(second) == before
+    wrong = next(i for i in range(model.vocabulary) if i not in before)
+    with pytest.raises(BadValue, match=f"token {wrong} does not follow the grammar"):
+        second.accept(wrong)
+
+
+def test_the_mask_has_a_bit_for_every_token(model: Model) -> None:
+    mask = model.constraints(constraints.JSON_OBJECT).mask()
+    assert mask.dtype == np.uint32 and len(mask) == -(-model.vocabulary // 32)
+
+
+BAD: list[Any] = [
+    Grammar("regex", "a(b"),
+    Grammar("json", '{"type": "wrong"}'),
+    Grammar("json", '{"$ref": "#/nowhere"}'),
+    Grammar("lark", "start: nothing"),
+    Grammar("lark", "no grammar at all ("),
+    Grammar("regex", "a" * 300_000),
+]
+
+
+@pytest.mark.parametrize("grammar", BAD, ids=[f"{g.kind} {g.text[:20]}" for g in BAD])
+def test_what_cannot_be_compiled_is_refused_with_and_without_a_vocabulary(
+    grammar: Grammar, tmp_path: Path
+) -> None:
+    with pytest.raises(BadValue) as caught:
+        constraints.check(grammar)
+    assert caught.value.status == 400 and len(caught.value.message) < 700
+    if len(grammar.text) < 1000:
+        model = Model(tokenizer_folder("byte bpe", tmp_path))
+        with pytest.raises(BadValue):
+            model.constraints(grammar)
+
+
+def test_a_model_needs_an_end(tmp_path: Path) -> None:
+    folder = tokenizer_folder("byte bpe", tmp_path)
+    with pytest.raises(NotPossible, match="ends a text"):
+        Constraints(folder / "tokenizer.json", 500, [])
+
+
+def test_without_the_library_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NotPossible, match=r"penstock\[structured\]"):
+        constraints.check(Grammar("regex", "never seen before"))

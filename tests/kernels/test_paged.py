@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.kernels.attention import attention_reference
+from penstock.kernels.paged import paged_reference, paged_rows, splits_for
+
+PAGE = 16
+
+
+def memory(
+    counts: list[int], heads: int, kv_heads: int, dim: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Rows in blocks that are dealt out at random, and what lies beyond a row's end is no number."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    width = -(-max(counts) // PAGE)
+    blocks = torch.randperm(len(counts) * width + 3)[: len(counts) * width].view(len(counts), width)
+    query = torch.randn(len(counts), heads + 2, dim).to(device, dtype)[:, :heads]
+    keys, values = (
+        torch.randn((len(counts) * width + 3) * PAGE, kv_heads, dim).to(device, dtype) for _ in range(2)
+    )
+    tables = blocks.to(device, torch.int32)
+    return query, keys, values, tables, torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    loose = {torch.bfloat16: 2e-2, torch.float16: 3e-3}[got.dtype]
+    torch.testing.assert_close(got, expected, atol=loose, rtol=loose)
+
+
+@pytest.mark.parametrize("window", [None, 0, 20, 100])
+def test_the_reference_is_causal_attention_over_the_rows(window: int | None, device: torch.device) -> None:
+    counts = [1, 16, 17, 50, 90]
+    query, keys, values, tables, lengths = memory(counts, 4, 2, 32, device)
+    slots = torch.cat(
+        [
+            (tables[i].long()[:, None] * PAGE + torch.arange(PAGE, device=device)).flatten()[:n]
+            for i, n in enumerate(counts)
+        ]
+    )
+    one = torch.arange(len(counts) + 1, dtype=torch.int32, device=device)
+    cu_keys = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    expected = attention_reference(
+        query, keys[slots], values[slots], one, cu_keys, scale=0.2, causal=True, window=window
+    )
+    got = paged_reference(query, keys, values, tables, lengths, block_size=PAGE, scale=0.2, window=window)
+    close(got, expected)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (2, 2, 32), (8, 1, 20), (6, 2, 96)])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 0, 20, 100])
+def test_the_kernel_equals_the_reference(
+    heads: int, kv_heads: int, dim: int, splits: int, window: int | None, device: torch.device
+) -> None:
+    query, keys, values, tables, counts = memory([1, 16, 63, 64, 65, 200], heads, kv_heads, dim, device)
+    options = {"block_size": PAGE, "scale": 0.2, "window": window}
+    expected = paged_reference(query, keys, values, tables, counts, **options)
+    room = torch.full((len(query) + 1, heads * dim + 5), 7.0, device=device, dtype=query.dtype)
+    out = room[:-1, : heads * dim]
+    paged_rows(query, keys, values, tables, counts, splits=splits, out=out, **options)
+    close(out, expected)
+    assert (room[-1] == 7).all() and (room[:, heads * dim :] == 7).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_scores_are_bent_alike(splits: int, device: torch.device) -> None:
+    query, keys, values, tables, counts = memory([3, 40, 130], 4, 2, 32, device)
+    options = {"block_size": PAGE, "scale": 0.5, "softcap": 3.0}
+    expected = paged_reference(query, keys, values, tables, counts, **options)
+    out = torch.empty_like(expected)
+    paged_rows(query, keys, values, tables, counts, splits=splits, out=out, **options)
+    close(out, expected)
+    plain = paged_reference(query, keys, values, tables, counts, block_size=PAGE, scale=0.5)
+    assert (plain - expected).abs().max() > 0.01
+
+
+def test_few_long_rows_are_split_and_many_short_ones_are_not() -> None:
+    assert splits_for(1, 8, 100) == 1
+    assert splits_for(1, 8, 32_000) == 16
+    assert splits_for(128, 8, 32_000) == 1
+    assert splits_for(16, 8, 2_000) == 4
