@@ -108,7 +108,9 @@ def serve(
     ] = None,
     profile_steps: Annotated[int, typer.Option(min=1, help="Steps in one trace.")] = 20,
     seed: flags.Seed = 0,
-    runner: Annotated[str, typer.Option(help="Accepted for familiarity; found out by itself.")] = "auto",
+    runner: Annotated[
+        str, typer.Option(help="auto, or pooling: no memory is kept for generation.", metavar="auto|pooling")
+    ] = "auto",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
     disable_log_stats: Annotated[
@@ -146,7 +148,7 @@ def serve(
         enable_chunked_prefill=enable_chunked_prefill,
         long_prefill_token_threshold=long_prefill_token_threshold,
         enable_prefix_caching=enable_prefix_caching,
-        enable_generation=enable_generation,
+        enable_generation=generation(enable_generation, runner),
         kv_cache_gb=kv_cache_gb,
         share_identical=share_identical,
         document_cache_gb=document_cache_gb,
@@ -179,6 +181,18 @@ def serve(
 
         _ = ModelTemplate(spec.path, server.chat_template).template  # what is wrong with it is told now
     raise typer.Exit(Supervisor(engine, server, spec).run())
+
+
+def generation(asked: bool | None, runner: str) -> bool | None:
+    """`--runner pooling` says what `--no-enable-generation` does, in words that users of other servers know."""
+    if runner not in ("auto", "pooling", "generate"):
+        raise ConfigError(f"--runner is {runner!r}; use auto, pooling or generate", param="runner")
+    if runner == "auto":
+        return asked
+    wanted = runner == "generate"
+    if asked is not None and asked is not wanted:
+        raise ConfigError(f"--runner {runner} contradicts --enable-generation", param="runner")
+    return wanted
 
 
 def api_processes(wanted: str, device: str, cores: int | None = None, gpu: bool | None = None) -> int:

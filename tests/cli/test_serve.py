@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cli.serve import api_processes, cores_here
+from penstock.cli.serve import api_processes, cores_here, generation
 from penstock.errors import ConfigError
 
 
@@ -33,3 +33,19 @@ def test_a_number_is_taken_as_it_is() -> None:
 def test_anything_else_is_refused_with_what_would_be_accepted(wanted: str) -> None:
     with pytest.raises(ConfigError, match="auto or a number from 1"):
         api_processes(wanted, "auto")
+
+
+@pytest.mark.parametrize(
+    ("asked", "runner", "expected"),
+    [(None, "auto", None), (True, "auto", True), (None, "pooling", False), (None, "generate", True)],
+)
+def test_the_runner_says_whether_rows_are_continued(
+    asked: bool | None, runner: str, expected: bool | None
+) -> None:
+    assert generation(asked, runner) is expected
+
+
+@pytest.mark.parametrize(("asked", "runner"), [(True, "pooling"), (False, "generate"), (None, "training")])
+def test_a_runner_that_contradicts_or_is_unknown_is_refused(asked: bool | None, runner: str) -> None:
+    with pytest.raises(ConfigError, match="--runner"):
+        generation(asked, runner)
