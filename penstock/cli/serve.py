@@ -184,7 +184,7 @@ def serve(
 
 
 def generation(asked: bool | None, runner: str) -> bool | None:
-    """`--runner pooling` says what `--no-enable-generation` does, in words that users of other servers know."""
+    """`--runner pooling` says what `--no-enable-generation` does, in words that users of others know."""
     if runner not in ("auto", "pooling", "generate"):
         raise ConfigError(f"--runner is {runner!r}; use auto, pooling or generate", param="runner")
     if runner == "auto":
