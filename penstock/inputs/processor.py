@@ -184,7 +184,15 @@ class InputProcessor:
         else:
             made = late.document_rows(rows, options.truncate_prompt_tokens, framing)
         _refuse_empty(made.lengths)
-        return Request(request_id, made.token_ids, made.lengths, params, keys=made.keys, keep=made.keep)
+        return Request(
+            request_id,
+            made.token_ids,
+            made.lengths,
+            params,
+            keys=made.keys,
+            keep=made.keep,
+            cache_salt=options.cache_salt,
+        )
 
     def kept(self, lengths: Ints) -> Ints | None:
         """Which tokens have a vector in the answer: of BGE-M3 all but the first."""

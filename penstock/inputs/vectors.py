@@ -97,6 +97,8 @@ def _width(matrices: list[Array]) -> int:
         raise BadValue(
             f"vectors have {widths[0]} and {widths[1]} numbers; all must have the same", param="documents"
         )
+    if widths == [0]:
+        raise BadValue("vectors have no numbers; each needs at least one", param="documents")
     return widths[0] if widths else 1
 
 

@@ -145,6 +145,11 @@ def _scorer(spec: ModelSpec, settings: Resolved, device: torch.device) -> PairSc
     from penstock.scoring.pairs import PairScorer
 
     if (kind := spec.score_kind) not in ("late", "bi"):
+        if settings.document_cache_bytes:
+            raise ConfigError(
+                f"{spec.architecture} keeps no vectors of documents: it does not score by them",
+                param="document_cache_gb",
+            )
         return None
     late = kind == "late"
     dim = spec.token_dim if late else spec.embed_dim

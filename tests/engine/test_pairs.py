@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock import Engine
 from penstock.core import Answer, Ints, PoolingParams, Request, Task
+from penstock.errors import ConfigError
+from tests.checkpoints import write_cross_encoder
 
 TEXTS = [
     "what is a cat",
@@ -80,3 +83,8 @@ def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:
         np.testing.assert_allclose(answer.values, engine.embed(TEXTS), atol=1e-6)
         np.testing.assert_allclose(answer.more[0], np.concatenate(engine.token_embed(TEXTS)), atol=1e-6)
         np.testing.assert_allclose(answer.more[1], engine.embed(TEXTS, dimensions=8), atol=1e-6)
+
+
+def test_a_cache_of_documents_is_refused_where_none_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keeps no vectors of documents"):
+        Engine(str(write_cross_encoder(tmp_path)), device="cpu", document_cache_gb=0.1)

@@ -54,6 +54,7 @@ def test_as_many_queries_as_documents_are_pairs() -> None:
         ({"documents": ["no!"], "dim": 2}, "documents 0 is not valid base64"),
         ({"documents": ["AAAA"], "dim": 2}, "3 bytes, which are no rows of 2 float32"),
         ({"dim": 0}, "dim is 0"),
+        ({"queries": [[[]]], "documents": [[[]]]}, "vectors have no numbers"),
         ({"dtype": "int4"}, "dtype 'int4' is unknown"),
         ({"dtype": "int8"}, "queries 0 holds fractions"),
         ({"dtype": "int8", "queries": [[[300, 1]]], "documents": [[[1, 1]]]}, "beyond int8"),

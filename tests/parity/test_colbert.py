@@ -239,3 +239,13 @@ def test_an_instruction_has_no_place_in_a_late_model(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
     with engine(tmp_path) as ours, pytest.raises(NotPossible, match="no place for an instruction"):
         ours.score("a", ["b"], instruction="find")
+
+
+def test_a_salt_keeps_queries_apart(tmp_path: Path) -> None:
+    LATE["stanford"].write(tmp_path)
+    with engine(tmp_path) as ours:
+        places = ours._engine._core.scheduler.places
+        assert places is not None
+        for salt, hits in (("a", 0), ("b", 0), ("a", 1)):
+            ours.score("who is there?", ["a", "b"], cache_salt=salt)
+            assert places.query_hits == hits
