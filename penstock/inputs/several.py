@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.core import PoolingParams, Request, Task
-from penstock.errors import BadValue
+from penstock.errors import BadValue, NotPossible
 from penstock.inputs.processor import InputProcessor
 
 
@@ -27,6 +27,11 @@ def refuse_generation(task: Task) -> None:
 def want_also(processor: InputProcessor, request: Request, more: Sequence[PoolingParams]) -> None:
     """Ask for further outputs of a request's rows. Then no row may stand on a cached prefix alone, unless
     every output could."""
+    if processor.late is not None and more:
+        raise NotPossible(
+            f"model {processor.spec.name} reads texts in another way for each task; ask for one at a time",
+            param="task",
+        )
     request.also = tuple(processor.settled(params) for params in more)
     if request.keep is None and any(params.task is Task.TOKEN_EMBED for params in more):
         request.keep = processor.kept(request.lengths)

@@ -17,6 +17,7 @@ from penstock.core import PoolingParams, Task
 from penstock.engine.offline import Engine
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.inputs.processor import InputOptions
+from penstock.inputs.several import want_also
 from penstock.outputs.tokens import token_rows
 from tests.checkpoints import write_json
 from tests.parity.colbert import DIM, LATE, bert_tokenizer, worst
@@ -249,3 +250,12 @@ def test_a_salt_keeps_queries_apart(tmp_path: Path) -> None:
         for salt, hits in (("a", 0), ("b", 0), ("a", 1)):
             ours.score("who is there?", ["a", "b"], cache_salt=salt)
             assert places.query_hits == hits
+
+
+def test_tasks_that_read_texts_in_different_ways_are_asked_for_one_at_a_time(tmp_path: Path) -> None:
+    LATE["stanford"].write(tmp_path)
+    with engine(tmp_path) as ours:
+        assert list(ours.outputs(["a"], ["token_embed"])) == ["token_embed"]
+        request = ours._processor.prepare("r", ["a"], PoolingParams(Task.TOKEN_EMBED))
+        with pytest.raises(NotPossible, match="one at a time"):
+            want_also(ours._processor, request, [PoolingParams(Task.EMBED)])
