@@ -326,7 +326,7 @@ class KVPlan:
     step's own tokens and the remembered ones go in that run.
     """
 
-    cu_keys: Ints  # [rows + 1]
+    cu_keys: Ints  # [rows + 1]; rows that are `paged` count their own key alone
     max_keys: int
     new_at: Ints  # [tokens]
     old_at: Ints  # [remembered]

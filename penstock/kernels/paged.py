@@ -72,9 +72,10 @@ def _paged(
     CAPPED: tl.constexpr,
 ) -> None:
     """One program for each row, key/value head and part of its keys, for all heads that share these."""
-    row = tl.program_id(0)
-    kv = tl.program_id(1)
-    part = tl.program_id(2)
+    program = tl.program_id(0)
+    part = program % SPLITS
+    kv = (program // SPLITS) % KV_HEADS
+    row = program // SPLITS // KV_HEADS
     count = tl.load(counts + row)
     first = 0
     if WINDOW >= 0:
@@ -188,7 +189,7 @@ def paged_rows(
         into = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=query.device)
         sums = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=query.device)
     group, block_dim = heads // kv_heads, max(16, power_of_2(dim))
-    _paged[(rows, kv_heads, splits)](
+    _paged[(rows * kv_heads * splits,)](
         query,
         keys,
         values,
@@ -197,8 +198,8 @@ def paged_rows(
         into,
         sums,
         width,
-        scale,
-        1.0 if softcap is None else softcap,
+        float(scale),
+        1.0 if softcap is None else float(softcap),
         QUERY_STRIDE=query.stride(0),
         OUT_STRIDE=out.stride(0),
         SLOT_STRIDE=kv_heads * dim,

@@ -84,19 +84,47 @@ def _generating(
     kind: AttentionKind,
     layer: int,
 ) -> Tensor:
-    """A step that generates: all is kept first; then rows of one token read the blocks, and the others,
-    which are parts of prompts, a run of keys."""
+    """A step that generates: all is kept first; then rows of one token read the blocks, and the others are
+    parts of prompts."""
     memory.keep(layer, key, value)
     (tokens, heads, dim), one = query.shape, paged.rows
-    keys, values = memory.remembered(layer, key[one:], value[one:])
-    if one == tokens or kind.softcap is not None or not (query.is_cuda and query.dtype in _HALVES):
-        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-        _fill(out, batch.groups, query, keys, values, kind, None)
-    else:
-        out = _varlen(query, keys, values, batch, kind, first_row=one)
+    out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+    if one < tokens:
+        _read_prompts(query, key, value, batch, memory, one, kind, layer, out)
     if one:
         _read_blocks(query[:one], memory.store, paged, kind, layer, out[:one])
     return out
+
+
+def _read_prompts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    memory: Memory,
+    one: int,
+    kind: AttentionKind,
+    layer: int,
+    out: Tensor,
+) -> None:
+    """The rows from `one` on: what they remember is read where it lies, or gathered before their own keys."""
+    if kind.softcap is None and query.dtype in _HALVES and fused(query):
+        flash_rows(
+            query,
+            key,
+            value,
+            batch.cu_lengths[one:],
+            memory.cu_keys[one:],
+            max_length=batch.max_length,
+            scale=query.shape[-1] ** -0.5 if kind.scale is None else kind.scale,
+            causal=kind.causal,
+            window=kind.window,
+            remembered=Remembered(memory.store.keys[layer], memory.store.values[layer], memory.read_slots),
+            out=out,
+        )
+        return
+    keys, values = memory.remembered(layer, key[one:], value[one:])
+    _fill(out, batch.groups, query, keys, values, kind, None)
 
 
 def _read_blocks(

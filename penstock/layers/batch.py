@@ -52,7 +52,7 @@ class Memory:
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Leave the keys and values of a step in which every token is kept."""
-        if read_in_place(self.store):
+        if fused(self.store.keys):
             keep_rows(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
         else:
             self.store.write(layer, self.write_slots, key, value)

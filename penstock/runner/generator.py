@@ -18,7 +18,8 @@ class Generator:
     def __init__(self, head: TaskHead, slots: int, device: torch.device, seed: int | None = None) -> None:
         self.head = head
         self.sampler = Sampler(head.outputs, slots, device, seed)
-        self.last = torch.zeros(slots, dtype=torch.int32, device=device)  # the newest token of each slot
+        self.spare = slots  # the slot of rows without a request
+        self.last = torch.zeros(slots + 1, dtype=torch.int32, device=device)  # the newest token of each slot
 
     def settle(self, sample: SamplePlan) -> None:
         """Let rows leave and join, whatever becomes of the step."""
@@ -63,11 +64,18 @@ class Generator:
         if not len(sample.tokens):
             return [self.last[:0]]
         logits = self.head.project(hidden.index_select(0, sent["sample_tokens"]))
-        sampled = self.sampler(logits, sample.sampled_slots, sent["sample_slots"])
-        ids = sampled.token_ids
-        self.last.index_copy_(0, sent["sample_slots"].long(), ids)
+        return self.choose(logits, sample, sent["sample_slots"])
+
+    def choose(self, logits: Tensor, sample: SamplePlan, slots: Tensor) -> list[Tensor]:
+        """The same of logits [sampled, vocabulary]; slots int32 [sampled]."""
+        sampled = self.sampler(logits, sample.sampled_slots, slots)
+        self.remember(sampled.token_ids, slots)
         more = (sampled.logprob_ids, sampled.logprobs, sampled.ranks)
-        return [ids, *(tensor for tensor in more if tensor is not None)]
+        return [sampled.token_ids, *(tensor for tensor in more if tensor is not None)]
+
+    def remember(self, token_ids: Tensor, slots: Tensor) -> None:
+        """Keep the newest token of each slot for the step that runs it."""
+        self.last.index_copy_(0, slots.long(), token_ids)
 
     def _scores(self, states: Tensor, following: Tensor, most: int) -> list[Tensor]:
         """How likely known tokens were, a few at a time: logits of a whole prompt may not fit."""

@@ -95,6 +95,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     from penstock.runner.warmup import (
         KERNEL_LENGTHS,
         LENGTHS,
+        capture_decoding,
         capture_graphs,
         warm_up,
         warm_up_generation,
@@ -130,6 +131,11 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     if generator is not None and settings.max_model_len >= 8:
         room = min(settings.max_model_len - 3, settings.max_num_batched_tokens)
         warm_up_generation(runner, generator.sampler, blocks, room)
+        if runner.decode is not None:
+            from penstock.runner.decode import first_keys
+
+            with torch.inference_mode():
+                capture_decoding(runner.decode, first_keys(settings.max_num_seqs))
     return Loaded(runner, blocks, places)
 
 

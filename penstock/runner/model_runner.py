@@ -33,6 +33,7 @@ from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
 from penstock.runner.base import BLOCK_SIZE
+from penstock.runner.decode import DecodeGraphs
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs, Key
@@ -64,6 +65,9 @@ class ModelRunner:
         self.generator = generator
         self.staging = Staging(device, depth)
         self.graphs = Graphs(model, pooler, self.staging, cache=cache) if graphs else None
+        self.decode: DecodeGraphs | None = None
+        if self.graphs is not None and generator is not None and cache is not None:
+            self.decode = DecodeGraphs(model, generator, self.staging, cache[0], self.graphs.capture)
         self._events: list[_Events] = []  # a pair more than there are steps in flight
         self._depth = depth
         self._turn = 0
@@ -103,6 +107,8 @@ class ModelRunner:
         """The whole step on the device: the sampled ids, and what was asked about them."""
         assert self.generator is not None, "a plan that samples needs a runner with a generator"
         self.generator.settle(sample)
+        if self.decode is not None and (replayed := self.decode(plan, sample)) is not None:
+            return replayed
         batch, sent = self._batch(plan, **self.generator.arrays(sample))
         batch = self.generator.feed(batch, sent)
         return self.generator(self.model(batch), sample, sent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
 
 if TYPE_CHECKING:
+    from penstock.runner.decode import DecodeGraphs, Key
     from penstock.runner.graphs import Graphs
 
 log = logging.getLogger("penstock.warmup")
@@ -65,6 +67,18 @@ def capture_graphs(
             _show(done + 1, len(shapes))
     took = time.perf_counter() - began
     log.info("captured %d of %d graphs in %.1f s", len(graphs.captured), len(shapes), took)
+
+
+def capture_decoding(graphs: DecodeGraphs, keys: Sequence[Key], seconds: float = CAPTURE_S) -> None:
+    """Steps that continue rows, as many as can be had in so many seconds."""
+    began = time.perf_counter()
+    for done, key in enumerate(keys):
+        if time.perf_counter() - began > seconds:
+            break
+        graphs.ready(key)
+        _show(done + 1, len(keys))
+    took = time.perf_counter() - began
+    log.info("captured %d of %d graphs that continue rows in %.1f s", len(graphs.captured), len(keys), took)
 
 
 def _show(done: int, total: int) -> None:

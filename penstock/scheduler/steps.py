@@ -138,9 +138,10 @@ def _kv_plan(
     token_slots = slots(rows, positions)
 
     length, context = counts[paged:], begins[paged:]
-    keys = np.concatenate([np.zeros(paged, dtype=np.int32), length + context])
+    # A row that reads blocks counts its own key alone, so that what others remember begins where they expect.
+    keys = np.concatenate([np.ones(paged, dtype=np.int32), length + context])
     cu_keys = cumulative(keys)
-    first = cu_keys[paged:-1]
+    first = cu_keys[paged:-1] - paged
     old = runs(np.zeros_like(context), context)
     old_rows = np.repeat(np.arange(paged, len(counts), dtype=np.int32), context)
     most = int(begins[:paged].max(initial=0)) + 1

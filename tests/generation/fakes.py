@@ -77,7 +77,8 @@ class MemoryRunner:
             table = paged.tables.reshape(paged.rows, paged.width)[row]
             slots = (table[:, None] * BLOCK + np.arange(BLOCK)).ravel()[: paged.keys[row]]
             return following(self.memory[slots].tolist())
-        return following(run[plan.kv.cu_keys[row] : plan.kv.cu_keys[row + 1]].tolist())
+        begin, end = plan.kv.cu_keys[row : row + 2] - paged.rows  # rows that read blocks count one each
+        return following(run[begin:end].tolist())
 
     def close(self) -> None:
         return None

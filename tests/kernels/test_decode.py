@@ -1,0 +1,178 @@
+"""Steps that continue rows as graphs would run them, in Triton's interpreter: padded to a bucket's rows and
+read from one buffer, they give the tokens of the plain way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.spec import PoolingSpec
+from penstock.core import PoolingParams, Request, SamplingParams, Task
+from penstock.kernels import language
+from penstock.kernels.feed import feed_tokens
+from penstock.kvcache.blocks import BlockPool
+from penstock.kvcache.store import KVStore
+from penstock.layers.build import LayerBuilder
+from penstock.models.registry import build_model
+from penstock.pooling.build import Pooler
+from penstock.runner.base import BLOCK_SIZE
+from penstock.runner.decode import DecodeGraphs, Key, first_keys
+from penstock.runner.generator import Generator
+from penstock.runner.graphs import Work
+from penstock.runner.model_runner import ModelRunner
+from penstock.scheduler.lane import Lane, LaneLimits
+from penstock.weights.stream import open_weights
+from tests.helpers import make_spec
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+}
+SLOTS, LENGTH, BLOCKS = 6, 64, 24
+PROMPTS = [[5], [7, 8], [9] * 17, [11, 12, 13], [14] * 5]
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    if not language.INTERPRETED:
+        pytest.skip("on a CUDA device tests/gpu/test_generation.py replays real graphs")
+    before = language._devices
+    language.switch("cpu", "cuda")
+    yield
+    language.switch(*before)
+
+
+def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
+    """Replays by doing the work again and writing the results where the first ones were."""
+    kept = [tensor.clone() for tensor in work()]
+
+    def replay() -> None:
+        for old, new in zip(kept, work(), strict=True):
+            old.copy_(new)
+
+    return replay, kept
+
+
+def make_runner(path: Path, graphs: bool, capture: object = fake) -> ModelRunner:
+    weights = open_weights(path, "dummy", 0, torch.float32, CPU)
+    model = build_model("Qwen3ForCausalLM", CONFIG, LayerBuilder(weights), generates=True)
+    store = KVStore(2, BLOCKS * BLOCK_SIZE, 1, 16, torch.float32, CPU)
+    generator = Generator(model.heads[Task.GENERATE], SLOTS, CPU, seed=1)
+    pooler = Pooler(make_spec(pooling=PoolingSpec(("last",))), {}, [])
+    runner = ModelRunner(model, pooler, CPU, 2, (store, torch.zeros(0, 32)), generator)
+    if graphs:
+        # In fp32 attention is the reference, which reads tables to their end, not to that of each row.
+        slot = runner.staging.slot
+        runner.staging.slot = lambda size: slot(size).zero_()  # type: ignore[method-assign]
+        runner.decode = DecodeGraphs(model, generator, runner.staging, store, capture)  # type: ignore[arg-type]
+    return runner
+
+
+def run(runner: ModelRunner, params: list[SamplingParams]) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log probabilities of each prompt; a third of the rows joins later."""
+    lane = Lane(BlockPool(BLOCKS, BLOCK_SIZE), LaneLimits(SLOTS, 32, 16, LENGTH, 1000, prefixes=False))
+    found: list[tuple[list[int], list[float]]] = [([], []) for _ in PROMPTS]
+
+    def add(number: int) -> None:
+        ids = np.array(PROMPTS[number], dtype=np.int32)
+        lengths = np.array([len(ids)], dtype=np.int32)
+        lane.add(Request(str(number), ids, lengths, PoolingParams(Task.GENERATE), sampling=params[number]))
+
+    for number in range(len(PROMPTS) - 2):
+        add(number)
+    for step in range(200):
+        if step == 4:
+            add(len(PROMPTS) - 2)
+            add(len(PROMPTS) - 1)
+        plan = lane.schedule(0.0)
+        if plan is None:
+            break
+        for part in lane.collect(plan, runner.launch(plan).result()):
+            tokens, logprobs = found[int(part.id)]
+            tokens.extend(part.token_ids.tolist())
+            if part.logprobs is not None:
+                logprobs.extend(part.logprobs.ravel().tolist())
+        lane.check_integrity()
+    assert not lane.busy
+    return found
+
+
+def sampling(**options: object) -> SamplingParams:
+    return SamplingParams(max_tokens=12, ignore_eos=True, **options)  # type: ignore[arg-type]
+
+
+GREEDY = sampling(temperature=0.0)
+KINDS = {
+    "greedy": [GREEDY] * 5,
+    "noise": [GREEDY, sampling(seed=3), GREEDY, sampling(seed=4, temperature=0.5), GREEDY],
+    "filtered": [sampling(seed=3, top_k=5), GREEDY, sampling(seed=5, top_p=0.8), GREEDY, sampling(seed=6)],
+    "edited": [sampling(temperature=0.0, presence_penalty=1.0), GREEDY, sampling(seed=2), GREEDY, GREEDY],
+    "logprobs": [sampling(temperature=0.0, logprobs=2), GREEDY, GREEDY, sampling(seed=1, logprobs=0), GREEDY],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_gives_the_tokens_of_the_plain_way(kind: str, tmp_path: Path) -> None:
+    wanted = run(make_runner(tmp_path, graphs=False), KINDS[kind])
+    runner = make_runner(tmp_path, graphs=True)
+    got = run(runner, KINDS[kind])
+    assert runner.decode is not None and runner.decode.replays > 10
+    choose = {key.choose for key in runner.decode.captured}
+    assert (False in choose) == (kind in ("edited", "logprobs"))
+    assert any(key.filtered for key in runner.decode.captured) == (kind == "filtered")
+    for (tokens, logprobs), (same, close) in zip(got, wanted, strict=True):
+        assert tokens == same and len(tokens) == 12
+        np.testing.assert_allclose(logprobs, close, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_graph_steps_run_as_ever(tmp_path: Path) -> None:
+    def broken(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
+        raise RuntimeError("no")
+
+    runner = make_runner(tmp_path, graphs=True, capture=broken)
+    assert run(runner, KINDS["noise"]) == run(make_runner(tmp_path, graphs=False), KINDS["noise"])
+    assert runner.decode is not None and not runner.decode.captured and runner.decode.replays == 0
+
+
+def test_a_capture_continues_no_row(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, graphs=True)
+    assert runner.decode is not None and runner.generator is not None and runner.cache is not None
+    generator, keys = runner.generator, runner.cache[0].keys
+    last, positions, kept = generator.last.clone(), generator.sampler.positions.clone(), keys.clone()
+    with torch.inference_mode():
+        for key in first_keys(SLOTS):
+            assert runner.decode.ready(key) is not None
+    assert torch.equal(generator.last[:-1], last[:-1]) and torch.equal(keys, kept)
+    assert torch.equal(generator.sampler.positions[:-1], positions[:-1])
+
+
+def test_first_graphs_reach_as_many_rows_as_may_run() -> None:
+    assert max(key.rows for key in first_keys(100)) == 128
+    assert first_keys(1) == [Key(1, 16, True, True), Key(1, 16, True, False)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 130])
+def test_tokens_are_fed_where_a_slot_is_named(count: int) -> None:
+    draw = torch.Generator().manual_seed(count)
+    tokens = torch.randint(0, 50, (count,), generator=draw, dtype=torch.int32)
+    slots = torch.randint(-1, 9, (count,), generator=draw, dtype=torch.int32)
+    last = torch.randint(100, 200, (9,), generator=draw, dtype=torch.int32)
+    wanted = [int(last[s]) if s >= 0 else int(t) for s, t in zip(slots, tokens, strict=True)]
+    by_torch = tokens.clone()
+    feed_tokens(tokens, slots, last)
+    assert tokens.tolist() == wanted
+    language.switch()
+    feed_tokens(by_torch, slots, last)
+    assert by_torch.tolist() == wanted
