@@ -173,7 +173,8 @@ def _line(name: str, runner: ModelRunner, rows: int, length: int) -> str:
     if graphs.replays == before:
         return f"| {name} | {rows} × {length} | {_cells(eager)} | no graph | {known} | |"
     got = measure(runner, plan)
-    cosine = float(torch.nn.functional.cosine_similarity(values, expected, dim=1).min())
+    pair = (torch.from_numpy(array).float() for array in (values, expected))
+    cosine = float(torch.nn.functional.cosine_similarity(*pair, dim=1).min())
     return f"| {name} | {rows} × {length} | {_cells(eager)} | {_cells(got)} | {known} | {cosine:.5f} |"
 
 

@@ -8,6 +8,8 @@ is out of the ordinary, Triton launches as ever.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import attrgetter, methodcaller, or_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,6 +30,64 @@ class Form(NamedTuple):
     constants: tuple[Any, ...]  # in the order of the signature, which ends with them
 
 
+_address = methodcaller("data_ptr")
+_dtype = attrgetter("dtype")
+
+
+class Reads(NamedTuple):
+    """Which of a kernel's arguments are what, so that each is looked at once and without a loop in Python."""
+
+    tensors: tuple[int, ...]
+    aligned: tuple[int, ...]  # those whose address counts
+    floats: tuple[int, ...]
+    integers: tuple[int, ...]  # that are loose
+    others: bool  # there are arguments that only Triton knows how to take
+    total: int
+
+    @staticmethod
+    def of(args: tuple[Any, ...], loose: tuple[bool, ...]) -> Reads:
+        places = range(len(args))
+        tensors = tuple(i for i in places if isinstance(args[i], Tensor))
+        floats = tuple(i for i in places if type(args[i]) is float)
+        integers = tuple(i for i in places if type(args[i]) is int and loose[i])
+        aligned = tuple(i for i in tensors if not loose[i])
+        others = len(tensors) + len(floats) + len(integers) < len(args)
+        return Reads(tensors, aligned, floats, integers, others, len(args))
+
+    def kinds(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What a compiled form depends on. None: that is for Triton to say, as where a tensor begins at an
+        odd address, or a number might be compiled in."""
+        if self.others or len(args) != self.total:
+            return None
+        for i in self.floats:
+            if type(args[i]) is not float:
+                return None
+        for i in self.integers:
+            if type(args[i]) is not int or not -_INT32 <= args[i] < _INT32:
+                return None
+        try:
+            if reduce(or_, map(_address, [args[i] for i in self.aligned]), 0) & 15:
+                return None
+            return tuple(map(_dtype, [args[i] for i in self.tensors]))
+        except AttributeError:  # a number where a tensor was
+            return None
+
+
+def _straight(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Without what Triton does around each launch for kernels that need memory of their own."""
+    launch = getattr(run, "launch", None)
+    sizes = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+    flags = [getattr(run, name, None) for name in ("launch_cooperative_grid", "launch_pdl")]
+    if launch is None or sizes != [0, 0] or None in flags:
+        return run
+    cooperative, dependent = flags
+
+    def straight(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        launch(x, y, z, stream, function, cooperative, dependent, None, None, *rest)
+
+    return straight
+
+
 class Kernel(JITFunction):  # type: ignore[misc]
     """A `JITFunction` that remembers its compiled forms by the kinds of their arguments.
 
@@ -39,6 +99,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self.forms: dict[tuple[Any, ...], Form] = {}
         self.quick = 0  # launches that took the short way
         self._loose = tuple(name in loose for name in self.arg_names)
+        self._reads: Reads | None = None  # of the first launch, as all others are
         self._constants = [parameter.name for parameter in self.params if parameter.is_constexpr]
         places = [parameter.num for parameter in self.params if parameter.is_constexpr]
         self._last = places == list(range(len(self.params) - len(places), len(self.params)))
@@ -50,12 +111,14 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return launch
 
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        kinds = self._kinds(args)
+        if (reads := self._reads) is None:
+            reads = self._reads = Reads.of(args, self._loose)
+        kinds = reads.kinds(args)
         if kinds is None or len(grid) != 1 or self.pre_run_hooks or _watched():
             return self.run(*args, grid=grid, warmup=False, **constants)
         device, stream = _where()
-        values = constants.values()
-        key = (device, *kinds, *constants, *values, *map(type, values))
+        values = tuple(constants.values())
+        key = (device, kinds, tuple(constants), values, tuple(map(type, values)))
         form = self.forms.get(key)
         if form is None:
             compiled = self.run(*args, grid=grid, warmup=False, **constants)
@@ -67,24 +130,6 @@ class Kernel(JITFunction):  # type: ignore[misc]
         )
         return None
 
-    def _kinds(self, args: tuple[Any, ...]) -> list[Any] | None:
-        """What a compiled form depends on. None: that is for Triton to say, as where a tensor begins at an
-        odd address, or a number might be compiled in."""
-        kinds: list[Any] = []
-        addresses = 0
-        for value, loose in zip(args, self._loose, strict=False):
-            if isinstance(value, Tensor):
-                kinds.append(value.dtype)
-                if not loose:
-                    addresses |= value.data_ptr()
-            elif type(value) is float:
-                kinds.append(float)
-            elif type(value) is int and loose and -_INT32 <= value < _INT32:
-                kinds.append(int)
-            else:
-                return None
-        return None if addresses & 15 else kinds
-
     def _remember(self, key: tuple[Any, ...], compiled: Any, given: int, constants: dict[str, Any]) -> None:
         run, function, metadata = (
             getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")
@@ -93,7 +138,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
         complete = complete and all(name in constants for name in self._constants)
         if not complete or run is None or function is None or metadata is None or len(self.forms) >= MOST:
             return
-        self.forms[key] = Form(run, function, metadata, tuple(constants[name] for name in self._constants))
+        values = tuple(constants[name] for name in self._constants)
+        self.forms[key] = Form(_straight(run), function, metadata, values)
 
 
 def _watched() -> bool:
@@ -107,6 +153,12 @@ def _watched() -> bool:
 
 def _where() -> tuple[int, int]:
     """The device that kernels go to, and its stream."""
-    active = driver.active
-    device = active.get_current_device()
-    return device, active.get_current_stream(device)
+    global _ask
+    if _ask is None:
+        active = driver.active
+        _ask = active.get_current_device, active.get_current_stream
+    device = _ask[0]()
+    return device, _ask[1](device)
+
+
+_ask: tuple[Callable[[], int], Callable[[int], int]] | None = None

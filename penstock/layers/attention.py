@@ -44,6 +44,7 @@ _SHORT = 64  # tokens; rows up to here are faster by plain products on a CPU
 _OWN = (
     1 << 30
 )  # tokens; on CUDA rows up to here go to our kernels, which benchmarks/gpu_kernels.py found faster
+_FEW = 16  # short rows; among longer ones so few are not worth a launch of their own
 _HALVES = (torch.bfloat16, torch.float16)
 _WIDEST = 128  # of the heads that our kernels are tuned for
 
@@ -281,6 +282,8 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
     tokens, heads, dim = query.shape
     reaches_all = kind.window is None or kind.window >= SHORT - 1
     short, longest = _rows_up_to(SHORT, batch) if reaches_all else (0, 0)
+    if short < batch.num_rows and short <= _FEW:
+        short = 0
     own, longest_own = _rows_up_to(_OWN, batch)
     own = max(own, short)
     if own < batch.num_rows:
