@@ -92,7 +92,11 @@ def _piece(share: Share) -> _Piece:
     lengths, starts = request.lengths[rows], request.starts[rows]
     if share.begins is not None and share.ends is not None:
         lengths, starts = share.ends - share.begins, starts + share.begins
-    where = ragged_arange(starts, lengths, cumulative(lengths))
+    where: Ints | slice
+    if share.begins is None and (rows[1:] - rows[:-1] == 1).all():  # neighbours: nothing has to be gathered
+        where = slice(int(starts[0]), int(starts[-1] + lengths[-1])) if len(rows) else slice(0)
+    else:
+        where = ragged_arange(starts, lengths, cumulative(lengths))
     return _Piece(
         request.token_ids[where],
         lengths,

@@ -93,6 +93,11 @@ class Waiting:
         return int(self.request.lengths[self.order[self.cursor]])
 
     @property
+    def least(self) -> int:
+        """Tokens without which nothing more of it can run, where rows are not cut."""
+        return self.next_length if self.cursor < len(self.order) else 0
+
+    @property
     def tokens_taken(self) -> int:
         return int(self.ends[self.cursor - 1]) if self.cursor else 0
 

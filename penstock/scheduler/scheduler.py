@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,25 +135,41 @@ class Scheduler:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be cut."""
         room, passed_over, visited = _Room(self.budget.tokens, self.budget.rows), 0, 0
         shares: list[Share] = []
+        large: list[Waiting] = []
         for waiting in self.line:
             visited += 1
             share = None
             if waiting.held is not None or waiting.request.pairs is None or self._hold(waiting):
-                if self.chunking is None:
-                    share = self._whole_rows(waiting, room, alone=not shares)
-                else:
+                if self.chunking is not None:
                     share = self._chunks(waiting, room, self.chunking)
+                elif shares and 2 * waiting.least > room.tokens:
+                    large.append(waiting)
+                else:
+                    share = self._whole_rows(waiting, room, alone=not shares)
             if share is not None:
                 shares.append(share)
             if waiting.rows_left:
                 passed_over += 1
             if room.full or passed_over > self.LOOK_AHEAD:
                 break
+        shares += self._best_fits(large, room)
         if shares:
             self.line.sweep(visited)
             self._release(self._finished)
             self._finished = []
         return shares
+
+    def _best_fits(self, large: list[Waiting], room: _Room) -> Iterator[Share]:
+        """Of rows that would take more than half of what is left, the largest that fits: the first in line
+        has its place already, and a step that is full costs as much to launch as one that is not."""
+        while large and room.rows > 0:
+            fitting = [waiting for waiting in large if waiting.least <= room.tokens]
+            if not fitting:
+                return
+            best = max(fitting, key=lambda waiting: waiting.least)
+            large.remove(best)
+            if (share := self._whole_rows(best, room, alone=False)) is not None:
+                yield share
 
     def _whole_rows(self, waiting: Waiting, room: _Room, *, alone: bool) -> Share | None:
         """Rows that run from end to end in this step."""

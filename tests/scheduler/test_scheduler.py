@@ -280,3 +280,19 @@ def test_a_refused_request_leaves_no_trace() -> None:
         scheduler.add(refused)
     assert expired_ids(scheduler, 2.0) == []
     assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
+
+
+def test_large_rows_are_chosen_so_that_they_fill_the_step_behind_the_first_in_line() -> None:
+    scheduler = scheduler_of(tokens=100)
+    for name, length in (("a", 50), ("b", 30), ("c", 70), ("d", 49), ("e", 50)):
+        scheduler.add(make_request(name, [length]))
+    # "e" fits beside "a" exactly. Then "b" is the first in line, and "c" fills what it leaves.
+    assert [sorted(ids(step)) for step in drain(scheduler)] == [["a", "e"], ["b", "c"], ["d"]]
+
+
+def test_small_rows_come_in_order_even_where_a_large_one_would_fill_more() -> None:
+    scheduler = scheduler_of(tokens=100)
+    for name, length in (("a", 20), ("b", 20), ("c", 20), ("d", 45), ("e", 40)):
+        scheduler.add(make_request(name, [length]))
+    assert ids(scheduler.schedule()) == ["a", "b", "c", "e"]
+    assert ids(scheduler.schedule()) == ["d"]
