@@ -44,6 +44,7 @@ def build_core(
             queued_tokens=settings.max_queued_tokens,
             prefixes=settings.generate_prefixes,
             vocabulary=spec.vocab_size,
+            apart=settings.graphs,
         )
         lane = Lane(pool, limits, _constrain(spec))
     places = None

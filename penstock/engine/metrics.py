@@ -116,8 +116,9 @@ class EngineMetrics:
         self.queued_tokens.set(line.tokens + (0 if lane is None else lane.queued_tokens))
         self.running_rows.set(core.running)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
-            self.graphs.set(len(graphs.captured))
-            self.graph_steps.set(graphs.replays)
+            both = [graphs] if (decode := getattr(core.runner, "decode", None)) is None else [graphs, decode]
+            self.graphs.set(sum(len(kind.captured) for kind in both))
+            self.graph_steps.set(sum(kind.replays for kind in both))
         if core.twins is not None:
             self.shared_rows.set(core.twins.shared_rows)
         if (places := core.scheduler.places) is not None:

@@ -18,13 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.core import Array, PoolingParams, StepPlan, Task, Variant
+from penstock.core import Array, PoolingParams, SamplePlan, StepPlan, Task, Variant
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Memory, read_in_place
+from penstock.layers.batch import Batch, Memory, Paged, read_in_place
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
 from penstock.pooling.methods import CARRIED
+from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.buckets import (
     Bucket,
     Layout,
@@ -56,6 +57,7 @@ class Key(NamedTuple):
     skip: bool
     params: PoolingParams | None
     memory: int | None = None  # remembered keys that it has room for; None: rows are not cut
+    generates: bool = False  # it runs prompts, and ends with the model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,11 +162,16 @@ class Graphs:
 
     def key_of(self, plan: StepPlan) -> Key | None:
         """None: such a step is never replayed."""
-        if plan.limits is not None or plan.adapters is not None or plan.sample is not None:
+        if plan.limits is not None or plan.adapters is not None:
+            return None
+        if plan.sample is not None and not self._runs_prompts(plan, plan.sample):
             return None
         bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
         if bucket is None:
             return None
+        if plan.sample is not None and plan.kv is not None:
+            memory = memory_of(len(plan.kv.read_slots))
+            return None if memory is None else Key(bucket, False, False, None, memory, True)
         types, skip = plan.type_ids is not None, plan.skip is not None
         inside, memory = self._inside(plan.variants), None
         if plan.kv is not None:
@@ -174,6 +181,12 @@ class Graphs:
             if inside is not None and not inside.per_token:
                 inside = None  # rows that end may be few among those that go on
         return Key(bucket, types, skip, inside, memory)
+
+    def _runs_prompts(self, plan: StepPlan, sample: SamplePlan) -> bool:
+        """Whether a step runs parts of prompts and nothing else; their tokens are all here."""
+        paged = None if plan.kv is None else plan.kv.paged
+        alone = paged is not None and not paged.rows and not len(sample.fed_tokens)
+        return alone and self.cache is not None and read_in_place(self.cache[0])
 
     def _pages(self) -> bool:
         """Whether steps with memory can be replayed: what is gathered has no fixed size, and sums that go on
@@ -288,6 +301,8 @@ class Graphs:
 
     def _captured(self, key: Key, layout: Layout) -> Graph:
         batch, params = _batch(layout, self.integers, self.cache), key.params
+        if key.generates and batch.memory is not None:
+            batch = replace(batch, generates=True, memory=_of_prompts(batch.memory))
         variants = () if params is None else (Variant(params, None),)
 
         def work() -> list[Tensor]:
@@ -323,6 +338,12 @@ def _batch(layout: Layout, integers: Tensor, cache: tuple[KVStore, Tensor] | Non
         num_rows=rows,
         memory=_memory(layout, views, cache),
     )
+
+
+def _of_prompts(memory: Memory) -> Memory:
+    """The same for a step in which no row reads block by block."""
+    nothing = memory.read_slots[:0]
+    return replace(memory, paged=Paged(0, nothing.view(0, 0), nothing, BLOCK_SIZE))
 
 
 def _memory(layout: Layout, views: dict[str, Tensor], cache: tuple[KVStore, Tensor] | None) -> Memory | None:

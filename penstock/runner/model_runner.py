@@ -109,6 +109,11 @@ class ModelRunner:
         self.generator.settle(sample)
         if self.decode is not None and (replayed := self.decode(plan, sample)) is not None:
             return replayed
+        if self.graphs is not None and (key := self.graphs.key_of(plan)) is not None:
+            graph = self.graphs.place(key, plan)
+            if graph is not None:
+                hidden, _ = self.graphs.hidden(graph, plan)
+                return self.generator(hidden, sample, self.staging.send(self.generator.arrays(sample)))
         batch, sent = self._batch(plan, **self.generator.arrays(sample))
         batch = self.generator.feed(batch, sent)
         return self.generator(self.model(batch), sample, sent)
@@ -214,11 +219,11 @@ class ModelRunner:
         events.begin.record()
         graphs = self.graphs
         key = None if graphs is None else graphs.key_of(plan)
-        results = None
-        if graphs is not None and key is not None:
+        results, before = None, 0 if graphs is None else graphs.replays
+        if graphs is not None and key is not None and plan.sample is None:
             results = self._replayed(graphs, key, plan)
-        replayed = results is not None
         outputs, finite = self._step(plan) if results is None else results
+        replayed = graphs is not None and graphs.replays > before
         events.end.record()
         host_s = time.perf_counter() - began
 

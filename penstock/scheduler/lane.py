@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,6 +65,7 @@ class LaneLimits:
     queued_tokens: int  # of prompts that wait
     prefixes: bool = True  # keep full blocks for rows that begin alike
     vocabulary: int = 1 << 31
+    apart: bool = False  # prompts and rows that go on take turns, for each kind of step is replayed
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +135,7 @@ class Lane:
         )
         self._device_s = np.zeros(slots)
         self._constrained = np.zeros(slots, dtype=bool)
+        self._prompts_last = False
         self._scored_rows = 0  # rows with a slot whose prompt is asked about
 
     def __contains__(self, request_id: str) -> bool:
@@ -216,18 +218,43 @@ class Lane:
 
     def _next_step(self, may: May | None, *, begin: bool = True) -> StepPlan | None:
         """A step of the requests that `may` run, None for all; with `begin`, of new rows too."""
+        if self.limits.apart:
+            return self._in_turn(may, begin)
         decode = self._grown(self._going_on(may))
         slots, counts = [decode], [np.ones(len(decode), dtype=np.int32)]
         tokens, rows = self.limits.tokens - len(decode), self.limits.rows - len(decode)
-        for slot in self._prefilling(may, begin):
-            if tokens <= 0 or rows <= 0:
-                break
-            count = min(int(self._length[slot] - self._done[slot]), self.limits.chunk_tokens, tokens)
+        for slot, count in self._prompts(may, begin, tokens, rows):
             slots.append(np.array([slot], dtype=np.int32))
             counts.append(np.array([count], dtype=np.int32))
-            tokens, rows = tokens - count, rows - 1
         chosen, count_of = np.concatenate(slots), np.concatenate(counts)
         return self._planned(chosen, count_of) if len(chosen) else None
+
+    def _in_turn(self, may: May | None, begin: bool) -> StepPlan | None:
+        """The same, of one kind: prompts, unless the last step was theirs and other rows go on."""
+        for prompts in (not self._prompts_last, self._prompts_last, False):
+            if prompts:
+                found = self._prompts(may, begin, self.limits.tokens, self.limits.rows)
+                # A row that has begun and has one token to run goes on with the others.
+                several = [one for one in found if self._length[one[0]] - self._done[one[0]] > 1]
+                slots, counts = np.array(several, dtype=np.int32).reshape(-1, 2).T
+            else:
+                slots = self._grown(self._going_on(may))
+                counts = np.ones(len(slots), dtype=np.int32)
+            if len(slots):
+                self._prompts_last = prompts
+                return self._planned(slots, counts)
+        return None
+
+    def _prompts(self, may: May | None, begin: bool, tokens: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Slots that run parts of prompts, with how many tokens each, within so many of both."""
+        if tokens <= 0 or rows <= 0:
+            return
+        for slot in self._prefilling(may, begin):
+            count = min(int(self._length[slot] - self._done[slot]), self.limits.chunk_tokens, tokens)
+            yield slot, count
+            tokens, rows = tokens - count, rows - 1
+            if tokens <= 0 or rows <= 0:
+                return
 
     def collect(self, plan: StepPlan, result: StepResult) -> list[Generated]:
         """Take in what a step sampled, end the rows that are done, and publish the blocks it filled."""

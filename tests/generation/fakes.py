@@ -84,6 +84,9 @@ class MemoryRunner:
         return None
 
 
+APART = False  # whether prompts and rows that go on take turns
+
+
 def make_core(
     *,
     blocks: int = LENGTH // BLOCK,
@@ -94,7 +97,8 @@ def make_core(
     prefixes: bool = True,
     fails: Callable[[StepPlan], bool] = lambda plan: False,
 ) -> EngineCore:
-    lane = Lane(BlockPool(blocks, BLOCK), LaneLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes))
+    limits = LaneLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes, apart=APART)
+    lane = Lane(BlockPool(blocks, BLOCK), limits)
     runner = MemoryRunner(blocks, rows, fails)
     return EngineCore(
         runner, Scheduler(Budget(tokens, rows, 10_000)), depth=depth, lane=lane, clock=lambda: 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from penstock.errors import (
     RowFailed,
 )
 from penstock.scheduler.scheduler import Budget, Scheduler
+from tests.generation import fakes
 from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
@@ -30,6 +32,14 @@ def check_idle(core: EngineCore) -> None:
     core.check_integrity()
     core.lane.pool.check_integrity()
     assert core.lane.queued_tokens == 0 and core.lane.running == core.lane.waiting == 0
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["together", "apart"], scope="module")
+def turns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test twice: prompts among the rows that go on, and in steps of their own."""
+    fakes.APART = request.param
+    yield
+    fakes.APART = False
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -133,7 +143,7 @@ def test_decoding_rows_go_before_prompts_which_fill_the_rest() -> None:
     core.add(asking("b", [list(range(30))], 2))
     answers.take(list(core.step()))
     plan = core._flights[0].plan
-    assert plan.lengths.tolist() == [1, 1, 8]
+    assert plan.lengths.tolist() == ([10] if fakes.APART else [1, 1, 8])
     run(core, answers)
     check_idle(core)
 

@@ -23,7 +23,7 @@ from penstock.pooling.build import Pooler
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.decode import DecodeGraphs, Key, first_keys
 from penstock.runner.generator import Generator
-from penstock.runner.graphs import Work
+from penstock.runner.graphs import Graphs, Work
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.lane import Lane, LaneLimits
 from penstock.weights.stream import open_weights
@@ -65,10 +65,12 @@ def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
     return replay, kept
 
 
-def make_runner(path: Path, graphs: bool, capture: object = fake) -> ModelRunner:
-    weights = open_weights(path, "dummy", 0, torch.float32, CPU)
+def make_runner(
+    path: Path, graphs: bool, capture: object = fake, dtype: torch.dtype = torch.float32
+) -> ModelRunner:
+    weights = open_weights(path, "dummy", 0, dtype, CPU)
     model = build_model("Qwen3ForCausalLM", CONFIG, LayerBuilder(weights), generates=True)
-    store = KVStore(2, BLOCKS * BLOCK_SIZE, 1, 16, torch.float32, CPU)
+    store = KVStore(2, BLOCKS * BLOCK_SIZE, 1, 16, dtype, CPU)
     generator = Generator(model.heads[Task.GENERATE], SLOTS, CPU, seed=1)
     pooler = Pooler(make_spec(pooling=PoolingSpec(("last",))), {}, [])
     runner = ModelRunner(model, pooler, CPU, 2, (store, torch.zeros(0, 32)), generator)
@@ -80,9 +82,12 @@ def make_runner(path: Path, graphs: bool, capture: object = fake) -> ModelRunner
     return runner
 
 
-def run(runner: ModelRunner, params: list[SamplingParams]) -> list[tuple[list[int], list[float]]]:
+def run(
+    runner: ModelRunner, params: list[SamplingParams], apart: bool = False
+) -> list[tuple[list[int], list[float]]]:
     """Tokens and log probabilities of each prompt; a third of the rows joins later."""
-    lane = Lane(BlockPool(BLOCKS, BLOCK_SIZE), LaneLimits(SLOTS, 32, 16, LENGTH, 1000, prefixes=False))
+    limits = LaneLimits(SLOTS, 32, 12, LENGTH, 1000, prefixes=False, apart=apart)
+    lane = Lane(BlockPool(BLOCKS, BLOCK_SIZE), limits)
     found: list[tuple[list[int], list[float]]] = [([], []) for _ in PROMPTS]
 
     def add(number: int) -> None:
@@ -135,6 +140,18 @@ def test_a_graph_gives_the_tokens_of_the_plain_way(kind: str, tmp_path: Path) ->
     for (tokens, logprobs), (same, close) in zip(got, wanted, strict=True):
         assert tokens == same and len(tokens) == 12
         np.testing.assert_allclose(logprobs, close, rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_are_replayed_too_piece_after_piece(tmp_path: Path) -> None:
+    wanted = run(make_runner(tmp_path, graphs=False, dtype=torch.float16), KINDS["greedy"])
+    runner = make_runner(tmp_path, graphs=True, dtype=torch.float16)
+    runner.graphs = Graphs(runner.model, runner.pooler, runner.staging, fake, cache=runner.cache)
+    with runner.graphs.at_once():
+        got = run(runner, KINDS["greedy"], apart=True)
+    # One of 17 tokens runs in two pieces of at most 12; only the one of a single token needs no such step.
+    assert runner.graphs.replays >= 3 and all(key.generates for key in runner.graphs.captured)
+    assert runner.decode is not None and runner.decode.replays > 10
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in wanted]
 
 
 def test_without_a_graph_steps_run_as_ever(tmp_path: Path) -> None:
