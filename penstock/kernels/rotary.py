@@ -1,4 +1,5 @@
-"""Norms of queries and keys and their rotation, in place on the fused output of the projection."""
+"""Norms of queries and keys and their rotation, in place on the fused output of the projection; where later
+steps need keys and values, these go to memory in the same pass."""
 
 from __future__ import annotations
 
@@ -19,6 +20,14 @@ class HeadNorms(NamedTuple):
     query: Tensor  # [dim]
     key: Tensor  # [dim]
     eps: float
+
+
+class Keep(NamedTuple):
+    """Memory of keys and values, and where in it each token's go."""
+
+    keys: Tensor  # [slots, kv heads, dim], contiguous
+    values: Tensor  # [slots, kv heads, dim], contiguous
+    slots: Tensor  # int32 [tokens]; -1: nowhere
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, size: int, interleaved: bool) -> Tensor:
@@ -62,7 +71,7 @@ def rotate_fused_reference(
     )
 
 
-@jit(loose=("positions",))
+@jit(loose=("positions", "slots"))
 def _rotate(
     qkv: tl.tensor,
     positions: tl.tensor,
@@ -70,23 +79,29 @@ def _rotate(
     sin: tl.tensor,
     query_norm: tl.tensor,
     key_norm: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     TURNED: tl.constexpr,
+    TOTAL: tl.constexpr,  # with KEEP the heads of values come behind those that turn
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
+    KEEP: tl.constexpr,
 ) -> None:
-    parts: tl.constexpr = (TURNED + HEADS - 1) // HEADS
+    parts: tl.constexpr = (TOTAL + HEADS - 1) // HEADS
     program = tl.program_id(0)
     token = program // parts
     head = (program % parts) * HEADS + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
-    inside = (head < TURNED) & (pair < HALF)
+    inside = (head < TOTAL) & (pair < HALF)
+    turned = inside & (head < TURNED)
     if INTERLEAVED:
         low, high = 2 * pair, 2 * pair + 1
     else:
@@ -97,21 +112,37 @@ def _rotate(
     if NORM:
         squares = tl.sum(first * first + second * second, axis=1)
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        scale = tl.where(head < TURNED, scale, 1.0)
         is_query = inside & (head < QUERIES)
-        is_key = inside & (head >= QUERIES)
+        is_key = turned & (head >= QUERIES)
+        is_value = (head >= TURNED).to(tl.float32)
         first *= scale * (
             tl.load(query_norm + low + head * 0, mask=is_query, other=0.0).to(tl.float32)
             + tl.load(key_norm + low + head * 0, mask=is_key, other=0.0).to(tl.float32)
+            + is_value
         )
         second *= scale * (
             tl.load(query_norm + high + head * 0, mask=is_query, other=0.0).to(tl.float32)
             + tl.load(key_norm + high + head * 0, mask=is_key, other=0.0).to(tl.float32)
+            + is_value
         )
     angle = tl.load(positions + token).to(tl.int64) * HALF + pair
     c = tl.load(cos + angle, mask=pair < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=pair < HALF, other=0.0).to(tl.float32)
-    tl.store(at + low, (first * c - second * s).to(qkv.dtype.element_ty), mask=inside)
-    tl.store(at + high, (second * c + first * s).to(qkv.dtype.element_ty), mask=inside)
+    one = (first * c - second * s).to(qkv.dtype.element_ty)
+    two = (second * c + first * s).to(qkv.dtype.element_ty)
+    tl.store(at + low, one, mask=turned)
+    tl.store(at + high, two, mask=turned)
+    if KEEP:
+        slot = tl.load(slots + token).to(tl.int64)
+        is_kept = turned & (head >= QUERIES) & (slot >= 0)
+        into = keys + slot * ((TOTAL - TURNED) * DIM) + (head - QUERIES) * DIM
+        tl.store(into + low, one, mask=is_kept)
+        tl.store(into + high, two, mask=is_kept)
+        is_kept = inside & (head >= TURNED) & (slot >= 0)
+        into = values + slot * ((TOTAL - TURNED) * DIM) + (head - TURNED) * DIM
+        tl.store(into + low, first.to(qkv.dtype.element_ty), mask=is_kept)
+        tl.store(into + high, second.to(qkv.dtype.element_ty), mask=is_kept)
 
 
 def rotate_fused_(
@@ -124,33 +155,39 @@ def rotate_fused_(
     size: int,
     interleaved: bool = False,
     norms: HeadNorms | None = None,
+    keep: Keep | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, over `qkv` itself, with the tables of all positions. With norms, whole heads turn."""
+    """As the reference, over `qkv` itself, with the tables of all positions. With norms, or where
+    something is to be kept, whole heads turn."""
     tokens, total, dim = qkv.shape
-    if norms is not None and size != dim:
-        raise ValueError(f"head norms need the whole head turned, not {size} of {dim} components")
+    if (norms is not None or keep is not None) and size != dim:
+        raise ValueError(f"head norms and memory need the whole head turned, not {size} of {dim} components")
     assert qkv.is_contiguous()
     queries, keys = heads
     pairs = power_of_2(size // 2)
-    block = max(1, min(_ELEMENTS // pairs, power_of_2(queries + keys)))
+    heads_of = queries + keys if keep is None else total
+    block = max(1, min(_ELEMENTS // pairs, power_of_2(heads_of)))
     if tokens:
-        _rotate[(tokens * cdiv(queries + keys, block),)](
+        _rotate[(tokens * cdiv(heads_of, block),)](
             qkv,
             positions,
             cos,
             sin,
             qkv if norms is None else norms.query,
             qkv if norms is None else norms.key,
+            *((qkv, qkv, positions) if keep is None else keep),
             0.0 if norms is None else norms.eps,
             WIDTH=total * dim,
             QUERIES=queries,
             TURNED=queries + keys,
+            TOTAL=heads_of,
             DIM=dim,
             HALF=size // 2,
             HEADS=block,
             PAIRS=pairs,
             INTERLEAVED=interleaved,
             NORM=norms is not None,
+            KEEP=keep is not None,
             num_warps=warps_for(2 * block * pairs),
         )
     query, key, value = qkv.split([queries, keys, keys], dim=1)

@@ -60,15 +60,19 @@ def attend(
     kind: AttentionKind = BIDIRECTIONAL,
     bias: ScoreBias | None = None,
     layer: int = 0,
+    kept: bool = False,
 ) -> Tensor:
-    """Attention within each row → [tokens, heads · dim]. `layer` finds the row's earlier tokens."""
+    """Attention within each row → [tokens, heads · dim]. `layer` finds the row's earlier tokens; `kept` says
+    that the step's own are in memory already (`Memory.keeps`)."""
     if batch.limits is not None and kind.causal:
         raise ValueError("rows with a key limit need attention that looks ahead")
     if batch.memory is not None and batch.memory.paged is not None:
+        if not kept:
+            batch.memory.keep(layer, key, value)
         return _generating(query, key, value, batch, batch.memory, batch.memory.paged, kind, layer)
     if batch.memory is not None:
         if bias is None and kind.softcap is None and read_in_place(batch.memory.store):
-            return _paged(query, key, value, batch, batch.memory, kind, layer)
+            return _paged(query, key, value, batch, batch.memory, kind, layer, kept)
         key, value = batch.memory.recall(layer, key, value)
     if query.is_cuda and bias is None and kind.softcap is None and query.dtype in _HALVES:
         return _on_cuda(query, key, value, batch, kind)
@@ -85,9 +89,8 @@ def _generating(
     kind: AttentionKind,
     layer: int,
 ) -> Tensor:
-    """A step that generates: all is kept first; then rows of one token read the blocks, and the others are
+    """A step that generates: all is kept before; rows of one token read the blocks, and the others are
     parts of prompts."""
-    memory.keep(layer, key, value)
     (tokens, heads, dim), one = query.shape, paged.rows
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
     if one < tokens:
@@ -318,12 +321,20 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
 
 
 def _paged(
-    query: Tensor, key: Tensor, value: Tensor, batch: Batch, memory: Memory, kind: AttentionKind, layer: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    memory: Memory,
+    kind: AttentionKind,
+    layer: int,
+    kept: bool,
 ) -> Tensor:
     """Two launches whatever was cut: keep what later steps need, then read what earlier ones left where it
     lies. Keeping comes first: a row may share a prefix that another writes in this very step."""
     keys, values = memory.store.keys[layer], memory.store.values[layer]
-    keep_rows(key, value, keys, values, memory.token_slots)
+    if not kept:
+        keep_rows(key, value, keys, values, memory.token_slots)
     return flash_rows(
         query,
         key,

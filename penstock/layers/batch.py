@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.core import LengthGroup
 from penstock.kernels.attention import keep_rows
 from penstock.kernels.language import fused
+from penstock.kernels.rotary import Keep
 from penstock.kvcache.store import KVStore
 
 _WIDEST = 128  # of the heads that our kernels are tuned for
@@ -49,6 +50,12 @@ class Memory:
     carry_slots: Tensor  # int [cut]
     carry_old: Tensor  # int [cut]
     paged: Paged | None = None  # leading rows that read memory where it lies
+
+    def keeps(self, layer: int, *, capped: bool) -> Keep | None:
+        """Where keys and values of this step go, where whoever makes them may put them there himself."""
+        if not fused(self.store.keys) or (self.paged is None and (capped or not read_in_place(self.store))):
+            return None
+        return Keep(self.store.keys[layer], self.store.values[layer], self.token_slots)
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Leave the keys and values of a step in which every token is kept."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.errors import ModelLoadError
 from penstock.kernels.language import fused
-from penstock.kernels.rotary import HeadNorms, rotate_fused_, rotate_fused_reference, rotate_reference
+from penstock.kernels.rotary import HeadNorms, Keep, rotate_fused_, rotate_fused_reference, rotate_reference
 from penstock.layers.batch import Batch
 from penstock.layers.norm import RMSNorm
 
@@ -73,9 +73,11 @@ class Rotary:
         angles: Angles,
         kv_heads: int | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
+        keep: Keep | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key turned, value as it is, each [tokens, heads, dim]; qkv [tokens, all heads · dim] may
-        be overwritten. `norms`, of queries and of keys, come first."""
+        be overwritten. `norms`, of queries and of keys, come first. What is to be kept is kept only where
+        `keeps` says so."""
         sizes = (heads, kv_heads or heads)
         parts = qkv.view(qkv.shape[0], sizes[0] + 2 * sizes[1], -1)
         weights = None if norms is None else HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
@@ -98,7 +100,12 @@ class Rotary:
             size=self.size,
             interleaved=self.interleaved,
             norms=weights,
+            keep=keep,
         )
+
+    def keeps(self, dim: int) -> bool:
+        """Whether keys and values of so many components can go to memory on the way."""
+        return fused(self.cos) and self.size == dim
 
     def __call__(self, x: Tensor, angles: Angles) -> Tensor:
         """x [tokens, heads, dim], turned; by gathered angles."""

@@ -94,7 +94,7 @@ class DecoderAttention:
         if shape.qk_norm:
             query_norm, key_norm = (_norm(build, prefix + name, dim, shape) for name in ("q_norm", "k_norm"))
             self.norms = (query_norm, key_norm)
-        self.heads, self.kv_heads = shape.heads, shape.kv_heads
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, dim
         reach = shape.reach if shape.sliding[layer] else None
         self.kind = AttentionKind(shape.causal, reach, shape.scale, shape.softcap)
         self.generating = (
@@ -105,9 +105,14 @@ class DecoderAttention:
 
     def __call__(self, hidden: Rows, batch: Batch, angles: Angles) -> Tensor:
         """What `out` projects, [tokens, heads · dim]."""
-        query, key, value = self.rotary.fused(self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms)
         kind = self.generating if batch.generates else self.kind
-        return attend(query, key, value, batch, kind, layer=self.layer)
+        keep = None
+        if batch.memory is not None and self.rotary.keeps(self.head_dim):
+            keep = batch.memory.keeps(self.layer, capped=kind.softcap is not None)
+        query, key, value = self.rotary.fused(
+            self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms, keep
+        )
+        return attend(query, key, value, batch, kind, layer=self.layer, kept=keep is not None)
 
 
 class DecoderLayer:

@@ -15,7 +15,7 @@ torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.kernels import activation, attention, cast, embedding, language
+from penstock.kernels import activation, attention, cast, embedding, feed, language
 from penstock.kernels import norm, paged, pooling, quantize, rotary, sampling, splade, thresholds
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
@@ -50,7 +50,7 @@ class Compiler:
 kernels, helpers = set(), {"_activated", "_key_tile", "_squashed", "_philox", "_gumbel", "_penalized", "_key"}
 helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source", "store_quantized"}
 modules = (activation, attention, cast, embedding, norm, pooling, quantize, rotary, sampling, splade)
-modules += (paged, thresholds)
+modules += (feed, paged, thresholds)
 for module in modules:
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
@@ -78,6 +78,8 @@ norm.norm_add_norm_quantized(x(2, 768), x(2, 768), x(768), x(768), 1e-6)
 tables = x(9, 64, dtype=torch.float32), x(9, 64, dtype=torch.float32)
 norms = rotary.HeadNorms(x(128), x(128), 1e-6)
 rotary.rotate_fused_(x(2, 32, 128), (16, 8), i(2), *tables, size=128, norms=norms)
+memory = rotary.Keep(x(4, 8, 128), x(4, 8, 128), i(2))
+rotary.rotate_fused_(x(2, 32, 128), (16, 8), i(2), *tables, size=128, norms=norms, keep=memory)
 rotary.rotate_fused_(x(2, 9, 128), (3, 3), i(2), *tables, size=64, interleaved=True)
 embedding.embed(i(2), x(9, 768), i(2), x(9, 768), i(2), x(2, 768), (x(768), x(768), 1e-12))
 for method in pooling.METHODS:
@@ -104,6 +106,10 @@ for heads, kv_heads, dim in ((12, 12, 64), (8, 2, 128), (4, 4, 96)):
     for splits, more in ((1, {}), (4, {"window": 50, "softcap": 30.0})):
         out = x(2, heads * dim)
         paged.paged_rows(x(2, heads, dim), *where, block_size=16, scale=0.1, out=out, splits=splits, **more)
+wide = x(99, 8, 256).split([4, 2, 2], dim=1)
+remembered = attention.Remembered(x(9, 2, 256), x(9, 2, 256), i(9))
+attention.flash_rows(*wide, i(2), i(2), max_length=99, scale=0.1, causal=True, remembered=remembered)
+feed.feed_tokens(i(2), i(2), i(3))
 logits, table, work = x(2, 151936), i(45).view(3, 15), x(2, 151936, dtype=torch.float32)
 counts, masks, slots = i(2 * 151936).view(2, -1), i(2 * 4748).view(2, -1), i(2)
 sampling.choose(logits, slots, table, i(3))

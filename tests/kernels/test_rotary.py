@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels.rotary import HeadNorms, rotate_fused_, rotate_fused_reference
+from penstock.kernels.rotary import HeadNorms, Keep, rotate_fused_, rotate_fused_reference
 
 LIMIT = 50
 
@@ -41,3 +41,36 @@ def test_the_fused_rotation_equals_the_reference(
     for name, mine, theirs in zip(("query", "key", "value"), got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert got[0].data_ptr() == qkv.data_ptr()  # in place: nothing was copied
+
+
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(4, 4, 32), (6, 2, 64), (32, 8, 128), (3, 1, 6)])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_keys_and_values_go_to_their_slots_on_the_way(
+    queries: int, keys: int, dim: int, interleaved: bool, normed: bool, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(5, queries + 2 * keys, dim, device=device)
+    positions = torch.randint(0, LIMIT, (5,), dtype=torch.int32, device=device)
+    cos, sin = tables(dim, device)
+    norms = (
+        HeadNorms(torch.rand(dim, device=device), torch.rand(dim, device=device), 1e-6) if normed else None
+    )
+    slots = torch.tensor([7, -1, 0, 3, -1], dtype=torch.int32, device=device)
+    memory = Keep(*(torch.full((9, keys, dim), 5.0, device=device) for _ in range(2)), slots)
+    options = {"size": dim, "interleaved": interleaved, "norms": norms}
+    plain = rotate_fused_(qkv.clone(), (queries, keys), positions, cos, sin, **options)
+    got = rotate_fused_(qkv, (queries, keys), positions, cos, sin, keep=memory, **options)
+    for mine, theirs in zip(got, plain, strict=True):
+        assert torch.equal(mine, theirs)
+    for kept, made in zip(memory[:2], got[1:], strict=True):
+        expected = torch.full_like(kept, 5.0)
+        expected[[7, 0, 3]] = made[[0, 2, 3]]
+        assert torch.equal(kept, expected)
+
+
+def test_a_head_that_turns_in_part_keeps_nothing(device: torch.device) -> None:
+    memory = Keep(torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), torch.zeros(2, dtype=torch.int32))
+    cos, sin = tables(4, device)
+    with pytest.raises(ValueError, match="4 of 8"):
+        rotate_fused_(torch.zeros(2, 3, 8), (1, 1), memory.slots, cos, sin, size=4, keep=memory)
