@@ -278,7 +278,7 @@ def served(folder: str, rows: int, tokens: int, step_s: float, apis: int) -> Ite
     with tempfile.TemporaryDirectory() as work:
         address = f"ipc://{work}/engine"
         launch = msgspec.to_builtins(Launch(config, spec, address))
-        orders = [([sys.executable, __file__, "--engine"], json.dumps({"launch": launch, "step_s": step_s}).encode())]
+        orders = [([sys.executable, str(Path(__file__).resolve()), "--engine"], json.dumps({"launch": launch, "step_s": step_s}).encode())]
         for index in range(apis):
             server = ServerConfig(api_server_count=apis, log_level="warning")
             own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state", index)

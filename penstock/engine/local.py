@@ -11,10 +11,10 @@ from concurrent.futures import Future, InvalidStateError
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import Answer, Comparison, Generated, Request
+from penstock.core import Answer, Comparison, Continued, Generated, Request
 from penstock.engine.build import build_core
 from penstock.engine.core import Outcome
-from penstock.engine.stream import Parts, Receive, Stream, by_request
+from penstock.engine.stream import Leave, Listener, Parts, Receive, Stream, by_request
 from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
 
 
@@ -53,19 +53,24 @@ class LocalEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
         """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
-        loop, stream = asyncio.get_running_loop(), Stream(request)
-
-        def receive(parts: Parts | PenstockError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(stream.receive, parts)
-
-        self.stream(request, receive)
+        stream = Stream(request)
+        leave = self.listen(request, stream)
         try:
             async for parts in stream.parts():
                 yield parts
         finally:
-            if not stream.over:
-                self.cancel(request.id)
+            leave()
+
+    def listen(self, request: Request, listener: Listener) -> Leave:
+        """Have a request's rows continued; the listener is told on the running loop as it comes."""
+        loop = asyncio.get_running_loop()
+
+        def receive(parts: Parts | PenstockError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(listener.receive, parts)
+
+        self.stream(request, receive)
+        return lambda: None if listener.over else self.cancel(request.id)
 
     def _check(self, request: Request | Comparison) -> None:
         if self._closing:
@@ -127,7 +132,7 @@ class LocalEngine:
             if receive is not None:
                 receive(parts)
         for outcome in outcomes:
-            if not isinstance(outcome, Generated):
+            if not isinstance(outcome, Continued | Generated):
                 self._end(outcome.id, outcome if isinstance(outcome, Answer) else outcome.error)
 
     def _end(self, request_id: str, result: Answer | PenstockError) -> None:

@@ -18,11 +18,12 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import zmq
 
 from penstock.checkpoint.spec import ModelSpec, with_limit
 from penstock.config import EngineConfig
-from penstock.core import Generated
+from penstock.core import Continued, Generated, Ints, Names
 from penstock.engine.build import build_core
 from penstock.engine.core import EngineCore, Failure, Outcome
 from penstock.engine.messages import (
@@ -72,6 +73,8 @@ class EngineServer:
         self._bell_in.setblocking(False)
         self._bell_out.setblocking(False)
         self._owner: dict[str, bytes] = {}  # request → API process
+        self._told: dict[bytes, Names] = {}  # API process → the rows that it was last told go on
+        self._divided: tuple[Names, list[tuple[bytes, Names, Ints]]] = ((), [])
         self._stopping = False
 
     def wake(self) -> None:
@@ -148,13 +151,37 @@ class EngineServer:
         that reads slowly has its messages kept for it."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
-            if (owner := self._owner.get(outcome.id)) is not None:
+            if isinstance(outcome, Continued):
+                for owner, rows, places in self._divide(outcome.rows):
+                    by_owner[owner].append(Continued(rows, outcome.token_ids[places]))
+            elif (owner := self._owner.get(outcome.id)) is not None:
                 by_owner[owner].append(outcome)
         for outcome in outcomes:
+            if isinstance(outcome, Continued):
+                continue
             if not isinstance(outcome, Generated) or not self._core.generates(outcome.id):
                 self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
-            self._socket.send_multipart([owner, *pack_outcomes(theirs)], zmq.NOBLOCK, copy=False)
+            frames = pack_outcomes(theirs, self._told.get(owner, ()))
+            if (rows := next((o.rows for o in reversed(theirs) if isinstance(o, Continued)), None)) is not None:
+                self._told[owner] = rows
+            self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
+
+    def _divide(self, rows: Names) -> list[tuple[bytes, Names, Ints]]:
+        """For each API process its rows among these and their places; kept, since the next step's are the same."""
+        if self._divided[0] is not rows:
+            places: dict[bytes, list[int]] = defaultdict(list)
+            for place, (request_id, _) in enumerate(rows):
+                if (owner := self._owner.get(request_id)) is not None:
+                    places[owner].append(place)
+            self._divided = (
+                rows,
+                [
+                    (owner, tuple(rows[i] for i in own), np.array(own, dtype=np.int32))
+                    for owner, own in places.items()
+                ],
+            )
+        return self._divided[1]
 
 
 def prepare_child() -> None:

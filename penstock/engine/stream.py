@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
 
-from penstock.core import Answer, Generated, Request
+import numpy as np
+
+from penstock.core import Answer, Continued, Generated, Request
 from penstock.engine.core import Failure
 from penstock.errors import PenstockError
 
@@ -13,25 +16,46 @@ Parts = list[Generated]
 Receive = Callable[[Parts | PenstockError], None]  # an error is the last that comes
 
 
-def by_request(outcomes: Iterable[Answer | Generated | Failure]) -> dict[str, Parts]:
+class Listener(Protocol):
+    """Who is told what comes of a request, on the thread of its loop."""
+
+    @property
+    def over(self) -> bool:
+        """Whether every row has ended, or the request has failed."""
+
+    def token(self, row: int, number: int) -> None:
+        """One further token of a row that goes on."""
+
+    def receive(self, parts: Parts | PenstockError) -> None: ...
+
+
+Leave = Callable[[], None]  # nobody listens any more: what is left of the request is cancelled
+
+
+def by_request(outcomes: Iterable[Answer | Continued | Generated | Failure]) -> dict[str, Parts]:
     """The parts among some outcomes, by request, in order."""
     found: dict[str, Parts] = {}
     for outcome in outcomes:
-        if isinstance(outcome, Generated):
-            found.setdefault(outcome.id, []).append(outcome)
+        for part in outcome.parts() if isinstance(outcome, Continued) else (outcome,):
+            if isinstance(part, Generated):
+                found.setdefault(part.id, []).append(part)
     return found
 
 
 class Stream:
-    """Parts of one request for one task. `receive` is called from the loop's own thread."""
+    """Parts of one request for one task: a `Listener` that is read from."""
 
     def __init__(self, request: Request) -> None:
+        self._id = request.id
         self._queue: asyncio.Queue[Parts | PenstockError] = asyncio.Queue()
         self._left = request.num_rows
 
     @property
     def over(self) -> bool:
         return self._left == 0
+
+    def token(self, row: int, number: int) -> None:
+        self.receive([Generated(self._id, row, np.array([number], dtype=np.int32))])
 
     def receive(self, parts: Parts | PenstockError) -> None:
         self._queue.put_nowait(parts)

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from penstock.core import (
     Array,
+    Continued,
     Generated,
     Ints,
     Join,
+    Names,
     PromptPlan,
     Request,
     SamplePlan,
@@ -134,6 +136,9 @@ class Lane:
         )
         self._device_s = np.zeros(slots)
         self._constrained = np.zeros(slots, dtype=bool)
+        self._apart = np.zeros(slots, dtype=bool)  # more than a token is to be told of each step
+        self._named = (np.zeros(0, dtype=np.int32),) * 2  # slots and epochs that `_names` are of
+        self._names: Names = ()
         self._scored_rows = 0  # rows with a slot whose prompt is asked about
 
     def __contains__(self, request_id: str) -> bool:
@@ -229,8 +234,9 @@ class Lane:
         chosen, count_of = np.concatenate(slots), np.concatenate(counts)
         return self._planned(chosen, count_of) if len(chosen) else None
 
-    def collect(self, plan: StepPlan, result: StepResult) -> list[Generated]:
-        """Take in what a step sampled, end the rows that are done, and publish the blocks it filled."""
+    def collect(self, plan: StepPlan, result: StepResult) -> list[Continued | Generated]:
+        """Take in what a step sampled, end the rows that are done, and publish the blocks it filled. Rows that
+        merely go on are told of together."""
         sample = plan.sample
         assert sample is not None
         live = self._epoch[sample.slots] == sample.epochs
@@ -247,13 +253,20 @@ class Lane:
         full = self._known[slots] >= self._most[slots]
         if sample.prompts is not None:
             self._take_scores(sample.prompts, sample, result.outputs[-3:])
-        extras = _extras(result, sample.asked, mine)
-        shown = [new_ids[i : i + 1] for i in range(len(new_ids))]
-        columns = (slots.tolist(), shown, stopped.tolist(), full.tolist(), extras)
-        parts = [self._part(*of_row) for of_row in zip(*columns, strict=True)]
         if self._suspects and len(slots):
-            self._clear({part.id for part in parts})
-        return parts
+            self._clear({name for name, _ in self._names_of(slots)})
+        apart = stopped | full | self._apart[slots]
+        if not apart.any():
+            return [Continued(self._names_of(slots), new_ids)] if len(slots) else []
+        on = ~apart
+        outcomes: list[Continued | Generated] = []
+        if on.any():
+            outcomes.append(Continued(self._names_of(slots[on]), new_ids[on]))
+        extras = _extras(result, sample.asked, mine)
+        for i in np.flatnonzero(apart).tolist():
+            new, ends = new_ids[i : i + 1], (bool(stopped[i]), bool(full[i]))
+            outcomes.append(self._part(int(slots[i]), new, *ends, extras[i]))
+        return outcomes
 
     def failed(self, plan: StepPlan, *, blame: bool = True) -> list[Request]:
         """A step failed: the request that stood alone in it is at fault and is let go; others begin again
@@ -371,6 +384,9 @@ class Lane:
         self._wants[slot] = -1 if params.logprobs is None else params.logprobs
         self._device_s[slot] = 0.0
         self._constrained[slot] = row.constraint is not None
+        self._apart[slot] = (
+            row.constraint is not None or params.logprobs is not None or params.prompt_logprobs is not None
+        )
         self._scored_rows += params.prompt_logprobs is not None
         row.queued_s = max(0.0, self._now_s - row.request.arrival_s)
         self._joins.append(Join(slot, params, prompt))
@@ -499,6 +515,16 @@ class Lane:
             return Generated(row.request.id, row.row, *ended, timings, *about_prompt)
         why = "stop" if done else "length"
         return Generated(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)
+
+    def _names_of(self, slots: Ints) -> Names:
+        """Request and row of each; the same object as before while nothing has changed."""
+        epochs = self._epoch[slots]
+        before, their_epochs = self._named
+        if not (np.array_equal(slots, before) and np.array_equal(epochs, their_epochs)):
+            rows = [row for slot in slots.tolist() if (row := self._rows[slot]) is not None]
+            self._names = tuple((row.request.id, row.row) for row in rows)
+            self._named = slots, epochs
+        return self._names
 
     def _finish(self, row: GeneratingRow) -> None:
         rows = self._left[row.request.id]

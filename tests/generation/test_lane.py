@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import StepPlan
+from penstock.core import Generated, StepPlan
 from penstock.engine.core import EngineCore
 from penstock.errors import (
     BadValue,
@@ -20,7 +20,7 @@ from penstock.errors import (
     RowFailed,
 )
 from penstock.scheduler.scheduler import Budget, Scheduler
-from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
+from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run, told_apart
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
 
@@ -205,8 +205,9 @@ def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
     core.add(first)
     order = []
     while core.busy:
-        for outcome in core.step():
+        for outcome in told_apart(list(core.step())):
             answers.take([outcome])
+            assert isinstance(outcome, Generated)
             if outcome.id not in order and ("first", 0) in answers.finished:
                 order.append(outcome.id)
     assert core.lane is not None and core.lane.preempted
