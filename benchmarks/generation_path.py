@@ -253,7 +253,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
         assert reader.tokens == tokens, f"{reader.tokens} tokens, not {tokens}"
         events += len(reader.gaps) + 1
     read_s = time.thread_time() - began
-    out = {name: statistics.median(each) * 1e6 for name, each in spent.turns.items()}
+    out = {name: statistics.fmean(each) * 1e6 for name, each in spent.turns.items()}
     out["load client: read events"] = read_s / (rows * tokens) * rows * 1e6
     assert events > 0.95 * rows * tokens, f"{events} events for {rows * tokens} tokens"
     return out

@@ -50,6 +50,11 @@ class Piece:
     prompt: Logprobs | None = None  # of the prompt's tokens after the first
     timings: Timings | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing but text."""
+        return self.finish is None and self.logprobs is None and self.prompt is None
+
 
 class RowWriter:
     """One row's text."""

@@ -221,7 +221,12 @@ class Lane:
 
     def _next_step(self, may: May | None, *, begin: bool = True) -> StepPlan | None:
         """A step of the requests that `may` run, None for all; with `begin`, of new rows too."""
-        decode = self._grown(self._going_on(may))
+        running = np.array(
+            self._running if may is None else [s for s in self._running if may(self._name(s))], dtype=np.int32
+        )
+        decode = self._grown(self._going_on(running))
+        if not self._paused and not (begin and self._waiting) and len(decode) == len(running):
+            return self._planned(decode, np.ones_like(decode)) if len(decode) else None
         slots, counts = [decode], [np.ones(len(decode), dtype=np.int32)]
         tokens, rows = self.limits.tokens - len(decode), self.limits.rows - len(decode)
         for slot in self._prefilling(may, begin):
@@ -318,14 +323,13 @@ class Lane:
 
     # Choosing.
 
-    def _going_on(self, may: May | None) -> Ints:
-        """Slots of the rows that need one more token, as far as they go into a step, the oldest first."""
-        running = np.array(self._running, dtype=np.int32)
-        if may is not None:
-            running = np.array([s for s in self._running if may(self._name(s))], dtype=np.int32)
-        last = self._length[running] - self._done[running] == 1
-        last &= ~self._constrained[running] | (self._known[running] == self._length[running])
-        ready: Ints = running[last & (self._length[running] < self._most[running])]
+    def _going_on(self, running: Ints) -> Ints:
+        """Those of these slots whose rows need one more token, as far as they go into a step, oldest first."""
+        length = self._length[running]
+        last = (length - self._done[running] == 1) & (length < self._most[running])
+        if self._constrained.any():
+            last &= ~self._constrained[running] | (self._known[running] == length)
+        ready: Ints = running if last.all() else running[last]
         return ready[: min(self.limits.tokens, self.limits.rows)]
 
     def _grown(self, ready: Ints) -> Ints:
@@ -333,6 +337,13 @@ class Lane:
         needed = -(-self._length[ready] // self.pool.block_size)
         short = ready[needed > self._held[ready]]
         if not len(short):
+            return ready
+        if (blocks := self.pool.allocate(len(short))) is not None:
+            self._tables[short, self._held[short]] = blocks
+            self._held[short] += 1
+            for slot, block in zip(short.tolist(), blocks, strict=True):
+                if (row := self._rows[slot]) is not None:
+                    row.blocks.append(block)
             return ready
         for slot in short.tolist():
             while self._rows[slot] is not None and slot in self._running:
