@@ -102,7 +102,11 @@ def words_of(folder: str) -> np.ndarray:
     """Tokens that are text by themselves, as most of a written text's are."""
     tokenizer = Tokenizer(Path(folder))
     drawn = np.random.default_rng(0).integers(256, min(tokenizer.vocab_size, 30_000), 4096)
-    fine = [int(i) for i in drawn if "\ufffd" not in tokenizer.decode([int(i)], True) and tokenizer.decode([int(i)])]
+    fine = [
+        int(i)
+        for i in drawn
+        if "\ufffd" not in tokenizer.decode([int(i)], True) and tokenizer.decode([int(i)])
+    ]
     return np.array(fine, dtype=np.int32)
 
 
@@ -144,12 +148,16 @@ def engine_config(folder: str, rows: int, tokens: int) -> EngineConfig:
         model=folder,
         device="null",
         load_format="dummy",
-        max_model_len=rows * (PROMPT + tokens + 32) // 4,  # the null device has memory for four of that length
+        max_model_len=rows
+        * (PROMPT + tokens + 32)
+        // 4,  # the null device has memory for four of that length
         max_num_seqs=max(256, rows),
     )
 
 
-def make_engine(config: EngineConfig, step_s: float, server: EngineServer, metrics: EngineMetrics) -> EngineCore:
+def make_engine(
+    config: EngineConfig, step_s: float, server: EngineServer, metrics: EngineMetrics
+) -> EngineCore:
     spec = describe(config)
     settings = settle(config, spec)
     core = build_core(with_limit(spec, settings.max_model_len), settings, server.wake, metrics.step)
@@ -270,7 +278,9 @@ def engine_process() -> None:
 
 
 @contextmanager
-def served(folder: str, rows: int, tokens: int, step_s: float, apis: int) -> Iterator[tuple[int, dict[str, int]]]:
+def served(
+    folder: str, rows: int, tokens: int, step_s: float, apis: int
+) -> Iterator[tuple[int, dict[str, int]]]:
     """Engine and API processes on a free port; yields it and their process numbers."""
     config = engine_config(folder, rows, tokens)
     spec, port = describe(config), free_port()
@@ -278,7 +288,12 @@ def served(folder: str, rows: int, tokens: int, step_s: float, apis: int) -> Ite
     with tempfile.TemporaryDirectory() as work:
         address = f"ipc://{work}/engine"
         launch = msgspec.to_builtins(Launch(config, spec, address))
-        orders = [([sys.executable, str(Path(__file__).resolve()), "--engine"], json.dumps({"launch": launch, "step_s": step_s}).encode())]
+        orders = [
+            (
+                [sys.executable, str(Path(__file__).resolve()), "--engine"],
+                json.dumps({"launch": launch, "step_s": step_s}).encode(),
+            )
+        ]
         for index in range(apis):
             server = ServerConfig(api_server_count=apis, log_level="warning")
             own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state", index)
@@ -312,10 +327,22 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def end_to_end(folder: str, rows: int, tokens: int, step_s: float, apis: int, clients: int) -> dict[str, float]:
+def end_to_end(
+    folder: str, rows: int, tokens: int, step_s: float, apis: int, clients: int
+) -> dict[str, float]:
     with served(folder, rows, tokens, step_s, apis) as (port, pids), tempfile.TemporaryDirectory() as work:
         before = {name: cpu_s(pid) for name, pid in pids.items()}
-        command = [sys.executable, "-m", "penstock", "bench", "serve", "--backend", "openai", "--model", folder]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "bench",
+            "serve",
+            "--backend",
+            "openai",
+            "--model",
+            folder,
+        ]
         command += ["--base-url", f"http://127.0.0.1:{port}", "--dataset-name", "random"]
         command += ["--served-model-name", Path(folder).name, "--send-token-ids"]
         command += ["--random-input-len", str(PROMPT), "--random-output-len", str(tokens)]
@@ -360,7 +387,10 @@ def main() -> None:
 
     rounds = [uvloop.run(stages(options.folder, options.rows, options.tokens)) for _ in range(options.rounds)]
     steps: Figures = {
-        name: {"µs a step": (value := statistics.median(each[name] for each in rounds)), "a row": value / options.rows}
+        name: {
+            "µs a step": (value := statistics.median(each[name] for each in rounds)),
+            "a row": value / options.rows,
+        }
         for name in rounds[0]
     }
     ends: Figures = {}

@@ -185,9 +185,7 @@ class Choice(Protocol):
         """The choice of an event that has nothing but text, of a row that has begun."""
 
 
-async def events(
-    writing: Writing, object_name: str, rows: Sequence[Choice]
-) -> AsyncGenerator[bytes, None]:
+async def events(writing: Writing, object_name: str, rows: Sequence[Choice]) -> AsyncGenerator[bytes, None]:
     """Server-sent events: the choices of each piece, the usage where asked for, the end."""
     told = writing.body.usage_in_stream
     head = writing.head(object_name)

@@ -163,7 +163,9 @@ class EngineServer:
                 self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
             frames = pack_outcomes(theirs, self._told.get(owner, ()))
-            if (rows := next((o.rows for o in reversed(theirs) if isinstance(o, Continued)), None)) is not None:
+            if (
+                rows := next((o.rows for o in reversed(theirs) if isinstance(o, Continued)), None)
+            ) is not None:
                 self._told[owner] = rows
             self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
 

@@ -176,7 +176,9 @@ class _Inbox:
     def open(self, engine: Generates, job: Job) -> None:
         """Ask for all requests; late ones fail."""
         if job.deadline_s is not None:
-            whole = DeadlineExceeded(f"not finished within the timeout of {job.deadline_s - job.arrival_s:g} s")
+            whole = DeadlineExceeded(
+                f"not finished within the timeout of {job.deadline_s - job.arrival_s:g} s"
+            )
             self._timer = self._loop.call_later(job.deadline_s - time.monotonic(), self.fail, whole)
         for request, rows in job.requests():
             listener = _Rows(self, rows)

@@ -154,7 +154,9 @@ def decode_plan(
             carry_rows=_NONE,
             carry_slots=_NONE,
             carry_old=_NONE,
-            paged=PagedPlan(rows=len(slots), width=width, tables=tables[slots, :width].reshape(-1), keys=keys),
+            paged=PagedPlan(
+                rows=len(slots), width=width, tables=tables[slots, :width].reshape(-1), keys=keys
+            ),
         ),
         sample=SamplePlan(
             slots=slots,

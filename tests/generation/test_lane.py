@@ -20,7 +20,16 @@ from penstock.errors import (
     RowFailed,
 )
 from penstock.scheduler.scheduler import Budget, Scheduler
-from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run, told_apart
+from tests.generation.fakes import (
+    LENGTH,
+    Answers,
+    MemoryRunner,
+    asking,
+    continued,
+    make_core,
+    run,
+    told_apart,
+)
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
 
