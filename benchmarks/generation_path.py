@@ -1,12 +1,12 @@
-"""The way of generated tokens around the model: what each stage costs for a step of 128 rows, in microseconds.
+"""The way of generated tokens around the model: what each stage costs for a step of many rows.
 
 No socket and no model first: engine and API process are driven in one thread, with the messages that would
-cross the wire between them, and the load client reads what the API wrote. CPU time, medians over the steps.
+cross the wire between them, and the load client reads what the API wrote. CPU time, means over the steps.
 
-Then from end to end through HTTP: an engine whose steps take `--step-ms` and compute nothing, API processes, and
-`penstock bench serve` as the client, with the CPU time of all three.
+Then from end to end through HTTP: an engine whose steps take `--step-ms` and compute nothing, API processes,
+and `penstock bench serve` as the client, with the CPU time of all three.
 
-python benchmarks/generation_path.py FOLDER [--rows 128] [--tokens 512] [--step-ms 10] [--save FILE] [--against FILE]
+python benchmarks/generation_path.py FOLDER [--step-ms 10] [--save FILE.json] [--against FILE.json]
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
 
 
 def engine_process() -> None:
-    """An engine of its own for the end-to-end part; the launch order and the step's time on standard input."""
+    """An engine of its own for the end-to-end part; its launch order and step time come on standard input."""
     order = json.loads(sys.stdin.buffer.read())
     launch = msgspec.convert(order["launch"], Launch)
     server, metrics = EngineServer(launch.address), EngineMetrics("bench")
@@ -380,7 +380,8 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        return engine_process()
+        engine_process()
+        return
     if options.folder is None:
         parser.error("a model's folder is needed")
     import uvloop

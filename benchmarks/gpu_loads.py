@@ -408,12 +408,8 @@ def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list
     if load.generates:
         made = load.tokens if seconds > WARM_UP_S else min(load.tokens, 32)
         data = ["--backend", "openai", "--dataset-name", "random", "--random-input-len", "2", *load.sampling]
-        data += [
-            "--random-output-len",
-            str(options.output_len or made),
-            "--num-prompts",
-            str(load.concurrency),
-        ]
+        data += ["--random-output-len", str(options.output_len or made)]
+        data += ["--num-prompts", str(load.concurrency)]
         if load.kind == "both":
             return [*data, *clients, "--duration", str(seconds)]
         clients = ["--num-processes", str(options.clients)]  # all at once, as S3 says

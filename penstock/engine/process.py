@@ -152,8 +152,8 @@ class EngineServer:
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
             if isinstance(outcome, Continued):
-                for owner, rows, places in self._divide(outcome.rows):
-                    by_owner[owner].append(Continued(rows, outcome.token_ids[places]))
+                for whose, rows, places in self._divide(outcome.rows):
+                    by_owner[whose].append(Continued(rows, outcome.token_ids[places]))
             elif (owner := self._owner.get(outcome.id)) is not None:
                 by_owner[owner].append(outcome)
         for outcome in outcomes:
@@ -162,15 +162,13 @@ class EngineServer:
             if not isinstance(outcome, Generated) or not self._core.generates(outcome.id):
                 self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
-            frames = pack_outcomes(theirs, self._told.get(owner, ()))
-            if (
-                rows := next((o.rows for o in reversed(theirs) if isinstance(o, Continued)), None)
-            ) is not None:
-                self._told[owner] = rows
+            told = self._told.get(owner, ())
+            frames = pack_outcomes(theirs, told)
+            self._told[owner] = next((o.rows for o in reversed(theirs) if isinstance(o, Continued)), told)
             self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
 
     def _divide(self, rows: Names) -> list[tuple[bytes, Names, Ints]]:
-        """For each API process its rows among these and their places; kept, since the next step's are the same."""
+        """Each API process's rows among these, and their places; kept, since most steps have the same."""
         if self._divided[0] is not rows:
             places: dict[bytes, list[int]] = defaultdict(list)
             for place, (request_id, _) in enumerate(rows):

@@ -151,7 +151,7 @@ async def write(engine: Generates, tokenizer: Decodes, job: Job) -> AsyncIterato
                 if writer.done:
                     continue
                 pieces.append(piece := writer.push(new) if isinstance(new, int) else writer.take(new))
-                if writer.done:
+                if piece.finish is not None:
                     left -= 1
                     if isinstance(piece.stop_reason, str):  # the engine does not know that it has ended
                         inbox.ended(row)

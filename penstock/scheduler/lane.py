@@ -240,8 +240,8 @@ class Lane:
         return self._planned(chosen, count_of) if len(chosen) else None
 
     def collect(self, plan: StepPlan, result: StepResult) -> list[Continued | Generated]:
-        """Take in what a step sampled, end the rows that are done, and publish the blocks it filled. Rows that
-        merely go on are told of together."""
+        """Take in what a step sampled, end the rows that are done, and publish the blocks it filled. Of rows
+        that merely go on it tells together."""
         sample = plan.sample
         assert sample is not None
         live = self._epoch[sample.slots] == sample.epochs
@@ -324,7 +324,7 @@ class Lane:
     # Choosing.
 
     def _going_on(self, running: Ints) -> Ints:
-        """Those of these slots whose rows need one more token, as far as they go into a step, oldest first."""
+        """Those of these slots whose rows need one more token, as far as they go into a step."""
         length = self._length[running]
         last = (length - self._done[running] == 1) & (length < self._most[running])
         if self._constrained.any():
@@ -338,12 +338,12 @@ class Lane:
         short = ready[needed > self._held[ready]]
         if not len(short):
             return ready
-        if (blocks := self.pool.allocate(len(short))) is not None:
-            self._tables[short, self._held[short]] = blocks
+        if (one_each := self.pool.allocate(len(short))) is not None:
+            self._tables[short, self._held[short]] = one_each
             self._held[short] += 1
-            for slot, block in zip(short.tolist(), blocks, strict=True):
+            for slot, taken in zip(short.tolist(), one_each, strict=True):
                 if (row := self._rows[slot]) is not None:
-                    row.blocks.append(block)
+                    row.blocks.append(taken)
             return ready
         for slot in short.tolist():
             while self._rows[slot] is not None and slot in self._running:

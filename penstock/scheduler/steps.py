@@ -118,7 +118,7 @@ def decode_plan(
     joins: tuple[Join, ...],
     masks: tuple[tuple[int, Ints], ...] = (),
 ) -> StepPlan:
-    """The same where every row runs one token, as in most steps: a token is a row, and no run has to be built."""
+    """The same where every row runs one token, as in most steps: no run has to be built."""
     order = np.argsort(rows.begins, kind="stable")
     slots, positions, counts = rows.slots[order], rows.begins[order], rows.counts[order]
     known, sampled, wants = known[order], sampled[order], wants[order]
