@@ -28,7 +28,7 @@ from penstock.engine.messages import (
     pack_requests,
     unpack_outcomes,
 )
-from penstock.engine.stream import Leave, Listener, Stream, by_request
+from penstock.engine.stream import Leave, Listener, Parts, Stream
 from penstock.errors import EngineUnavailable
 
 log = logging.getLogger("penstock.client")
@@ -164,11 +164,13 @@ class EngineClient:
 
     def _settle(self, message: Outcomes, frames: list[memoryview]) -> None:
         outcomes = unpack_outcomes(message.items, frames, self._going_on)
+        by_request: dict[str, Parts] = {}
         for outcome in outcomes:
             if isinstance(outcome, Continued):
                 self._go_on(outcome)
-        parts_of = by_request(outcome for outcome in outcomes if isinstance(outcome, Generated))
-        for request_id, parts in parts_of.items():
+            elif isinstance(outcome, Generated):
+                by_request.setdefault(outcome.id, []).append(outcome)
+        for request_id, parts in by_request.items():
             if (stream := self._streams.get(request_id)) is not None:
                 stream.receive(parts)
         for outcome in outcomes:

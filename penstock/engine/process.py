@@ -18,12 +18,11 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 import zmq
 
 from penstock.checkpoint.spec import ModelSpec, with_limit
 from penstock.config import EngineConfig
-from penstock.core import Continued, Generated, Ints, Names
+from penstock.core import Continued, Generated, Names
 from penstock.engine.build import build_core
 from penstock.engine.core import EngineCore, Failure, Outcome
 from penstock.engine.messages import (
@@ -38,6 +37,7 @@ from penstock.engine.messages import (
     unpack_comparison,
     unpack_requests,
 )
+from penstock.engine.stream import Division
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
@@ -74,7 +74,7 @@ class EngineServer:
         self._bell_out.setblocking(False)
         self._owner: dict[str, bytes] = {}  # request → API process
         self._told: dict[bytes, Names] = {}  # API process → the rows that it was last told go on
-        self._divided: tuple[Names, list[tuple[bytes, Names, Ints]]] = ((), [])
+        self._division = Division()
         self._stopping = False
 
     def wake(self) -> None:
@@ -152,7 +152,7 @@ class EngineServer:
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
             if isinstance(outcome, Continued):
-                for whose, rows, places in self._divide(outcome.rows):
+                for whose, (rows, places) in self._division.of(outcome.rows, self._owner).items():
                     by_owner[whose].append(Continued(rows, outcome.token_ids[places]))
             elif (owner := self._owner.get(outcome.id)) is not None:
                 by_owner[owner].append(outcome)
@@ -166,22 +166,6 @@ class EngineServer:
             frames = pack_outcomes(theirs, told)
             self._told[owner] = next((o.rows for o in reversed(theirs) if isinstance(o, Continued)), told)
             self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
-
-    def _divide(self, rows: Names) -> list[tuple[bytes, Names, Ints]]:
-        """Each API process's rows among these, and their places; kept, since most steps have the same."""
-        if self._divided[0] is not rows:
-            places: dict[bytes, list[int]] = defaultdict(list)
-            for place, (request_id, _) in enumerate(rows):
-                if (owner := self._owner.get(request_id)) is not None:
-                    places[owner].append(place)
-            self._divided = (
-                rows,
-                [
-                    (owner, tuple(rows[i] for i in own), np.array(own, dtype=np.int32))
-                    for owner, own in places.items()
-                ],
-            )
-        return self._divided[1]
 
 
 def prepare_child() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.core import Answer, Continued, Generated, Request
-from penstock.engine.core import Failure
+from penstock.core import Continued, Generated, Ints, Names, Request
 from penstock.errors import PenstockError
 
 Parts = list[Generated]
 Receive = Callable[[Parts | PenstockError], None]  # an error is the last that comes
+Told = list[Continued | Generated]
+Hear = Callable[[Told | PenstockError], None]
+Share = tuple[Names, Ints]  # some of the rows that go on, and their places among all
 
 
 class Listener(Protocol):
@@ -32,14 +34,34 @@ class Listener(Protocol):
 Leave = Callable[[], None]  # nobody listens any more: what is left of the request is cancelled
 
 
-def by_request(outcomes: Iterable[Answer | Continued | Generated | Failure]) -> dict[str, Parts]:
-    """The parts among some outcomes, by request, in order."""
-    found: dict[str, Parts] = {}
-    for outcome in outcomes:
-        for part in outcome.parts() if isinstance(outcome, Continued) else (outcome,):
-            if isinstance(part, Generated):
-                found.setdefault(part.id, []).append(part)
-    return found
+def parts_of(told: Told) -> Parts:
+    """The same, row by row."""
+    out: Parts = []
+    for some in told:
+        out += some.parts() if isinstance(some, Continued) else [some]
+    return out
+
+
+class Division:
+    """Who is to hear of which rows that go on; kept, since most steps have the same rows."""
+
+    def __init__(self) -> None:
+        self._rows: Names = ()
+        self._shares: dict[Any, Share] = {}
+
+    def of(self, rows: Names, hears: Mapping[str, Any]) -> dict[Any, Share]:
+        """By who hears of each request; rows that nobody hears of are left out."""
+        if self._rows is not rows:
+            places: dict[Any, list[int]] = {}
+            for place, (request_id, _) in enumerate(rows):
+                if (who := hears.get(request_id)) is not None:
+                    places.setdefault(who, []).append(place)
+            self._shares = {
+                who: (tuple(rows[i] for i in own), np.array(own, dtype=np.int32))
+                for who, own in places.items()
+            }
+            self._rows = rows
+        return self._shares
 
 
 class Stream:

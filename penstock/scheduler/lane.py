@@ -117,6 +117,7 @@ class Lane:
         self._paused: list[GeneratingRow] = []  # with a slot but no blocks, by place
         self._waiting: list[GeneratingRow] = []  # with neither, by place
         self._left: dict[str, list[GeneratingRow]] = {}  # request → rows that have not ended
+        self._dated = False  # whether some of them may have a deadline
         self._suspects: list[str] = []  # requests of failed steps, each to be run apart
         self._count = itertools.count()
         self._joins: list[Join] = []
@@ -171,6 +172,7 @@ class Lane:
         for row in rows:
             row.constraint = self.constrain(request.sampling)
         self._left[request.id] = rows
+        self._dated |= request.deadline_s is not None
         for row in rows:
             _insert(self._waiting, row)
         self.queued_tokens += request.num_tokens
@@ -190,6 +192,8 @@ class Lane:
 
     def expired(self, now_s: float) -> list[Request]:
         """Let go of the requests whose deadline has passed, and return them."""
+        if not self._dated:
+            return []
         asked = [rows[0].request for rows in self._left.values()]
         late = [r for r in asked if r.deadline_s is not None and r.deadline_s <= now_s]
         for request in late:
@@ -204,7 +208,10 @@ class Lane:
         return broken
 
     def next_deadline_s(self) -> float | None:
+        if not self._dated:
+            return None
         deadlines = [rows[0].request.deadline_s for rows in self._left.values()]
+        self._dated = any(d is not None for d in deadlines)
         return min((d for d in deadlines if d is not None), default=None)
 
     def schedule(self, now_s: float) -> StepPlan | None:
