@@ -45,7 +45,8 @@ class EngineClient:
         self._waiters: dict[str, asyncio.Future[Answer]] = {}
         self._streams: dict[str, Listener] = {}
         self._going_on: Names = ()  # the rows that the engine last named,
-        self._told: list[tuple[Callable[[int, int], None], int]] = []  # and who hears of each
+        # and who hears of each; None: somebody has come or gone.
+        self._told: list[tuple[Callable[[int, int], None], int]] | None = None
         self._outgoing: list[Request] = []
         self._cancelled: list[str] = []
         self.ready: Ready | None = None
@@ -112,11 +113,13 @@ class EngineClient:
         if self.ready is None:
             raise EngineUnavailable(self.reason())
         self._streams[request.id] = listener
+        self._told = None
         self._enqueue(request)
         return lambda: self._leave(request.id)
 
     def _leave(self, request_id: str) -> None:
         listener = self._streams.pop(request_id, None)
+        self._told = None
         if listener is not None and not listener.over:
             self._cancel(request_id)
 
@@ -188,8 +191,8 @@ class EngineClient:
                 future.set_exception(outcome.error)
 
     def _go_on(self, step: Continued) -> None:
-        """Tell each row's listener its token; who that is, is looked up when the rows change."""
-        if step.rows is not self._going_on:
+        """Tell each row's listener its token; who that is, is looked up when something has changed."""
+        if self._told is None or step.rows is not self._going_on:
             self._going_on = step.rows
             heard = [(self._streams.get(request_id), row) for request_id, row in step.rows]
             self._told = [(_unheard if stream is None else stream.token, row) for stream, row in heard]

@@ -192,6 +192,20 @@ def test_two_clients_get_their_own_tokens_though_others_come_and_go(served: tupl
     core.lane.pool.check_integrity()
 
 
+def test_a_name_that_is_used_again_is_heard_by_its_new_owner(served: tuple[str, EngineCore]) -> None:
+    async def scene() -> None:
+        client = await connected(served[0])
+        for prompt in ([1, 2], [3]):
+            got: list[int] = []
+            async with asyncio.timeout(10):
+                async for parts in client.generate(asking("same", [prompt], 12)):
+                    got += [token for part in parts for token in part.token_ids.tolist()]
+            assert got == continued(prompt, 12)
+        client.close()
+
+    asyncio.run(scene())
+
+
 def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_path: Path) -> None:
     folder = write("qwen3", tmp_path / "qwen3")
     greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
