@@ -228,12 +228,7 @@ class Lane:
 
     def _next_step(self, may: May | None, *, begin: bool = True) -> StepPlan | None:
         """A step of the requests that `may` run, None for all; with `begin`, of new rows too."""
-        running = np.array(
-            self._running if may is None else [s for s in self._running if may(self._name(s))], dtype=np.int32
-        )
-        decode = self._grown(self._going_on(running))
-        if not self._paused and not (begin and self._waiting) and len(decode) == len(running):
-            return self._planned(decode, np.ones_like(decode)) if len(decode) else None
+        decode = self._grown(self._going_on(may))
         slots, counts = [decode], [np.ones(len(decode), dtype=np.int32)]
         tokens, rows = self.limits.tokens - len(decode), self.limits.rows - len(decode)
         for slot in self._prefilling(may, begin):
@@ -330,8 +325,10 @@ class Lane:
 
     # Choosing.
 
-    def _going_on(self, running: Ints) -> Ints:
-        """Those of these slots whose rows need one more token, as far as they go into a step."""
+    def _going_on(self, may: May | None) -> Ints:
+        """Slots of the rows that need one more token, as far as they go into a step, the oldest first."""
+        chosen = self._running if may is None else [s for s in self._running if may(self._name(s))]
+        running = np.array(chosen, dtype=np.int32)
         length = self._length[running]
         last = (length - self._done[running] == 1) & (length < self._most[running])
         if self._constrained.any():

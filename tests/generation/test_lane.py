@@ -20,16 +20,8 @@ from penstock.errors import (
     RowFailed,
 )
 from penstock.scheduler.scheduler import Budget, Scheduler
-from tests.generation.fakes import (
-    LENGTH,
-    Answers,
-    MemoryRunner,
-    asking,
-    continued,
-    make_core,
-    run,
-    told_apart,
-)
+from tests.generation import fakes
+from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
 
@@ -214,7 +206,7 @@ def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
     core.add(first)
     order = []
     while core.busy:
-        for outcome in told_apart(list(core.step())):
+        for outcome in fakes.told_apart(list(core.step())):
             answers.take([outcome])
             assert isinstance(outcome, Generated)
             if outcome.id not in order and ("first", 0) in answers.finished:
