@@ -122,6 +122,9 @@ class Lane:
         self._count = itertools.count()
         self._joins: list[Join] = []
         self._leaves: list[int] = []
+        self._alone = np.zeros(slots, dtype=bool)  # slots of whose tokens there is more to tell than the id
+        self._named = (np.zeros(0, dtype=np.int32),) * 2  # slots and epochs that `_names` are of
+        self._names: Names = ()
         self._tokens: Ints = np.zeros((slots, limits.length), dtype=np.int32)
         self._tables: Ints = np.zeros((slots, pool.blocks_for(limits.length)), dtype=np.int32)
         self._stops: Ints = np.full((slots, 1), -1, dtype=np.int32)
@@ -137,9 +140,6 @@ class Lane:
         )
         self._device_s = np.zeros(slots)
         self._constrained = np.zeros(slots, dtype=bool)
-        self._apart = np.zeros(slots, dtype=bool)  # more than a token is to be told of each step
-        self._named = (np.zeros(0, dtype=np.int32),) * 2  # slots and epochs that `_names` are of
-        self._names: Names = ()
         self._scored_rows = 0  # rows with a slot whose prompt is asked about
 
     def __contains__(self, request_id: str) -> bool:
@@ -262,7 +262,7 @@ class Lane:
             self._take_scores(sample.prompts, sample, result.outputs[-3:])
         if self._suspects and len(slots):
             self._clear({name for name, _ in self._names_of(slots)})
-        apart = stopped | full | self._apart[slots]
+        apart = stopped | full | self._alone[slots]
         if not apart.any():
             return [Continued(self._names_of(slots), new_ids)] if len(slots) else []
         on = ~apart
@@ -399,7 +399,7 @@ class Lane:
         self._wants[slot] = -1 if params.logprobs is None else params.logprobs
         self._device_s[slot] = 0.0
         self._constrained[slot] = row.constraint is not None
-        self._apart[slot] = (
+        self._alone[slot] = (
             row.constraint is not None or params.logprobs is not None or params.prompt_logprobs is not None
         )
         self._scored_rows += params.prompt_logprobs is not None
