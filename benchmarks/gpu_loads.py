@@ -25,15 +25,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from http.client import HTTPConnection
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 CLIENTS = 6  # load processes
 WARM_UP_S = 1.5
+MEMORY_BYTES_S = 4.3e12  # that an H200 reads in practice
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,18 @@ class Load:
 
     name: str
     title: str
-    kind: str  # ids | rerank | file | s2 | latency
-    tokens: int = 0
+    kind: str  # ids | rerank | file | s2 | latency; gen, both: tokens are generated
+    tokens: int = 0  # of a text; where they are generated, of an answer
     concurrency: int | None = None
     documents: int = 1  # in one request
-    goal: float | None = None  # req/s, of latency ms
-    floor: float | None = None  # req/s that the GEMMs alone allow
+    goal: float | None = None  # req/s, of latency ms, of gen tok/s
+    floor: float | None = None  # req/s that the GEMMs alone allow; of gen it is computed from the model
     vllm: str = "–"
+    sampling: tuple[str, ...] = ("--temperature", "0")
+
+    @property
+    def generates(self) -> bool:
+        return self.kind in ("gen", "both")
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,34 @@ SETUPS = (
         (Load("s1-fp8", "S1 GritLM-7B, 2,000 at once, FP8", "file", 45, None, 1, 1600, 2250, "–"),),
         ("--max-model-len", "4000", "--quantization", "fp8"),
     ),
+    Setup(
+        "gen",
+        "qwen3-4b",
+        (
+            Load("gen-greedy", "Qwen3-4B, 128 × 512 tokens, greedy", "gen", 512, 128, goal=24_000),
+            Load(
+                "gen-sampled",
+                "Qwen3-4B, 128 × 512, top-p 0.95, top-k 50",
+                "gen",
+                512,
+                128,
+                goal=23_500,
+                sampling=("--temperature", "0.8", "--top-p", "0.95", "--top-k", "50"),
+            ),
+        ),
+    ),
+    Setup(
+        "gen-moe",
+        "qwen3-30b-a3b",
+        (Load("gen-moe", "S3 Qwen3-30B-A3B FP8, 128 × 512 tokens", "gen", 512, 128, vllm="2,966"),),
+        ("--quantization", "fp8", "--enable-expert-parallel"),
+    ),
+    Setup(
+        "gritlm-both",
+        "gritlm-7b",
+        (Load("gritlm-both", "GritLM-7B, 32 streams beside embeddings of S1", "both", 256, 32),),
+        ("--max-model-len", "4000"),
+    ),
 )
 
 
@@ -164,11 +200,15 @@ class Figures:
     p99_ms: float
     token_rate: float
     failed: int = 0
+    tpot_ms: float = 0.0  # of what generates; its rate is in tokens
+    ttft_ms: float = 0.0
+    beside: float = 0.0  # embeddings/s at the same time
 
 
 @dataclass
 class Row:
     load: Load
+    floor_ms: float = 0.0  # of a token of every row, of loads that generate
     start_s: float = 0.0
     apis: int = 0
     memory_mib: int = 0
@@ -215,7 +255,8 @@ class Server:
         self.apis = _apis(setup, options)
         self.log = logs / f"{setup.name}.log"
         self.command = [sys.executable, "-m", "penstock", "serve", str(folder_of(setup.model, options))]
-        self.command += ["--load-format", "dummy", "--runner", "pooling", "--port", str(self.port)]
+        runner = "generate" if any(load.generates for load in setup.loads) else "pooling"
+        self.command += ["--load-format", "dummy", "--runner", runner, "--port", str(self.port)]
         self.command += ["--served-model-name", setup.model, "--api-server-count", str(self.apis)]
         self.command += ["--drain", "2", *setup.flags, *shlex.split(options.serve_flags)]
         if setup.name.startswith(("s2", "s4")) and not options.share:
@@ -295,20 +336,11 @@ def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: f
     """One run of one load, in processes of its own."""
     if load.kind == "s2":
         return _run_s2(load, server, seconds)
-    result = Path(options.work) / f"{load.name}.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "penstock", "bench", "serve", "--base-url", server.url]
-    command += ["--model", str(folder_of(server.name, options)), "--served-model-name", server.name]
-    command += _data_flags(load, options, seconds)
-    command += ["--percentile-metrics", "e2el", "--metric-percentiles", "50,95,99", "--save-result"]
-    command += ["--result-dir", str(result.parent), "--result-filename", result.name]
-    command += shlex.split(options.bench_flags)
-    text = _client(command, seconds)
-    if not result.exists():
-        raise Failed("the client gave no result: " + " / ".join(text.strip().splitlines()[-3:]))
-    found = json.loads(result.read_text())
-    if not found["completed"]:
-        raise Failed(f"no request succeeded: {next((e for e in found['errors'] if e), 'no reason given')}")
+    if load.kind == "both":
+        return _run_both(load, server, options, seconds)
+    found = _bench(load, server, options, seconds)
+    if load.generates:
+        return _generated(found)
     return Figures(
         found["request_throughput"],
         found["median_e2el_ms"],
@@ -316,6 +348,48 @@ def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: f
         found["total_token_throughput"],
         found["failed"],
     )
+
+
+def _generated(found: dict[str, Any], beside: float = 0.0) -> Figures:
+    return Figures(
+        found["output_throughput"],
+        found["median_e2el_ms"],
+        found["p99_e2el_ms"],
+        found["total_token_throughput"],
+        found["failed"],
+        found["mean_tpot_ms"],
+        found["mean_ttft_ms"],
+        beside,
+    )
+
+
+def _bench(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """What `penstock bench serve` saves of a load."""
+    result = Path(options.work) / f"{load.name}-{load.kind}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "penstock", "bench", "serve", "--base-url", server.url]
+    command += ["--model", str(folder_of(server.name, options)), "--served-model-name", server.name]
+    command += _data_flags(load, options, seconds)
+    shown = "ttft,tpot,itl,e2el" if load.generates else "e2el"
+    command += ["--percentile-metrics", shown, "--metric-percentiles", "50,95,99", "--save-result"]
+    command += ["--result-dir", str(result.parent), "--result-filename", result.name]
+    command += shlex.split(options.bench_flags)
+    text = _client(command, seconds)
+    if not result.exists():
+        raise Failed("the client gave no result: " + " / ".join(text.strip().splitlines()[-3:]))
+    found: dict[str, Any] = json.loads(result.read_text())
+    if not found["completed"]:
+        raise Failed(f"no request succeeded: {next((e for e in found['errors'] if e), 'no reason given')}")
+    return found
+
+
+def _run_both(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> Figures:
+    """Streams for some seconds, and for the same seconds embeddings of S1's texts."""
+    texts = replace(load, kind="texts", concurrency=64)
+    with ThreadPoolExecutor(1) as pool:
+        embedded = pool.submit(_bench, texts, server, options, seconds)
+        found = _bench(load, server, options, seconds)
+        return _generated(found, embedded.result()["request_throughput"])
 
 
 def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list[str]:
@@ -326,10 +400,20 @@ def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list
     clients = ["--num-processes", str(options.clients)]
     if load.concurrency is not None:
         clients += ["--max-concurrency", str(load.concurrency)]
-    if load.kind == "file":
+    if load.kind in ("file", "texts"):
         data = ["--backend", "openai-embeddings", "--dataset-name", "custom", "--skip-chat-template"]
         data += ["--dataset-path", options.s1_file, "--custom-output-len", "1"]
-        return [*data, *clients, "--num-prompts", "2000", "--num-warmups", "100"]
+        timed = ["--num-warmups", "100"] if load.kind == "file" else ["--duration", str(seconds)]
+        return [*data, *clients, "--num-prompts", "2000", *timed]
+    if load.generates:
+        made = load.tokens if seconds > WARM_UP_S else min(load.tokens, 32)
+        data = ["--backend", "openai", "--dataset-name", "random", "--random-input-len", "2", *load.sampling]
+        data += ["--random-output-len", str(options.output_len or made)]
+        data += ["--num-prompts", str(load.concurrency)]
+        if load.kind == "both":
+            return [*data, *clients, "--duration", str(seconds)]
+        clients = ["--num-processes", str(options.clients)]  # all at once, as S3 says
+        return [*data, *clients, "--request-rate", "inf", "--num-warmups", "16"]
     if load.kind == "rerank":
         data = ["--backend", "vllm-rerank", "--dataset-name", "random-rerank", "--seed", "0", *length]
         if load.documents > 1:
@@ -403,7 +487,7 @@ def gpu_report(server: Server) -> list[str]:
 
 def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace) -> list[Row]:
     server = Server(setup, options, Path(options.work))
-    rows = [Row(load, apis=server.apis) for load in loads]
+    rows = [Row(load, floor_ms=floor_ms(setup, load, options), apis=server.apis) for load in loads]
     if not folder_of(setup.model, options).is_dir():
         for row in rows:
             row.problem = f"there is no {setup.model} under --models"
@@ -438,6 +522,11 @@ def _measure(row: Row, server: Server, options: argparse.Namespace) -> None:
         for _ in range(options.rounds):
             row.runs.append(run_load(row.load, server, options, options.seconds))
             run = row.runs[-1]
+            if row.load.generates:
+                beside = f", beside {run.beside:,.1f} embeddings/s" if run.beside else ""
+                times = f"TPOT {run.tpot_ms:.2f}, TTFT {run.ttft_ms:.1f} ms"
+                _say(f"  {row.load.name}: {run.rate:,.0f} tok/s, {times}{beside}")
+                continue
             _say(f"  {row.load.name}: {run.rate:,.1f} req/s, p50 {run.p50_ms:.2f}, p99 {run.p99_ms:.2f} ms")
     except Failed as error:
         row.problem = f"failed: {error}"
@@ -446,6 +535,64 @@ def _measure(row: Row, server: Server, options: argparse.Namespace) -> None:
 
 def table(rows: list[Row]) -> list[str]:
     """Medians over the rounds; the shares are of the medians."""
+    pooled = [row for row in rows if not row.load.generates]
+    generated = [row for row in rows if row.load.generates]
+    parts = [_pooled(pooled) if pooled else [], _written(generated) if generated else []]
+    return [*parts[0], *([""] if all(parts) else []), *parts[1]]
+
+
+def _written(rows: list[Row]) -> list[str]:
+    lines = [
+        "| load | tok/s median (min–max) | TPOT ms | TTFT ms | floor of TPOT ms | share of floor | goal "
+        "| vLLM's best | embeddings/s beside | start s | API processes | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        load = row.load
+        if not row.runs:
+            lines.append(f"| {load.title} | {row.problem} | | | | | | | | | | |")
+            continue
+        rates = [run.rate for run in row.runs]
+        spread = f" ({_short(min(rates))}–{_short(max(rates))})" if len(rates) > 1 else ""
+        failed = sum(run.failed for run in row.runs)
+        short = f"; {failed} failed" if failed else ""
+        rate, tpot, ttft, beside = (
+            statistics.median(getattr(run, name) for run in row.runs)
+            for name in ("rate", "tpot_ms", "ttft_ms", "beside")
+        )
+        share = f"{row.floor_ms / tpot:.0%}" if row.floor_ms and tpot else ""
+        lines.append(
+            f"| {load.title} | {_short(rate)}{spread}{short} | {tpot:.2f} | {ttft:.1f} "
+            f"| {f'{row.floor_ms:.2f}' if row.floor_ms else ''} | {share} | {_goal(load, rate, 0.0)} "
+            f"| {load.vllm} | {_short(beside) if beside else ''} | {row.start_s:.1f} | {row.apis} "
+            f"| {row.memory_mib or ''} |"
+        )
+    return lines
+
+
+def floor_ms(setup: Setup, load: Load, options: argparse.Namespace) -> float:
+    """The least time of a step: all weights that it touches and all keys and values once through memory."""
+    file = folder_of(setup.model, options) / "config.json"
+    if load.kind != "gen" or not file.exists():
+        return 0.0
+    config = json.loads(file.read_text())
+    width, layers, rows = config["hidden_size"], config["num_hidden_layers"], load.concurrency or 1
+    head = config.get("head_dim") or width // config["num_attention_heads"]
+    keys = 2 * head * config.get("num_key_value_heads", config["num_attention_heads"])
+    attention = width * (2 * head * config["num_attention_heads"] + keys)
+    if experts := config.get("num_experts"):
+        missed = (1 - config["num_experts_per_tok"] / experts) ** rows  # of an expert, by every row
+        feed = 3 * width * config["moe_intermediate_size"] * experts * (1 - missed)
+    else:
+        feed = 3 * width * config["intermediate_size"]
+    weight = 1 if "fp8" in setup.flags else 2  # bytes
+    length = 2 + (options.output_len or load.tokens) / 2  # of a row, on average
+    read = layers * (attention + feed) * weight + config["vocab_size"] * width * 2
+    read += rows * length * keys * layers * 2
+    return float(read / MEMORY_BYTES_S * 1000)
+
+
+def _pooled(rows: list[Row]) -> list[str]:
     lines = [
         "| load | req/s median (min–max) | p50 ms | p99 ms | tok/s | goal | vLLM's best | share of floor "
         "| start s | API processes | peak MiB |",
@@ -531,6 +678,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="PATTERN", help="regular expression over the loads' names")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a load that is bounded by time")
+    parser.add_argument("--output-len", type=int, help="tokens of an answer, if not the load's own")
     parser.add_argument("--full", action="store_true", help="S4 with all its 2,000 requests")
     parser.add_argument("--api-server-count", type=int, default=8, help="where a load sets none itself")
     parser.add_argument("--api", action="append", default=[], metavar="SETUP=N", help="for one setup")
@@ -586,7 +734,7 @@ def _save(path: Path, lines: list[str], options: argparse.Namespace) -> None:
         f"{options.rounds} rounds of {options.seconds:g} s, {options.clients} load processes beside the "
         "server, dummy weights; rows of `random` loads are token ids, one in a request. S2 computes every row"
         f"{' once for all clients' if options.share else ', though its clients send the same ones'}. "
-        "The floor is the matrix products alone.\n\n"
+        "The floor is the matrix products alone; of generation, weights, keys and values read once.\n\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + notes + "\n".join(lines) + "\n")

@@ -474,6 +474,22 @@ class Generated:
     prompt_ranks: Ints | None = None  # [prompt - 1]
 
 
+Names = tuple[tuple[str, int], ...]  # request and row of each of some rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continued:
+    """One further token of each of several rows that go on: what most steps give, in columns."""
+
+    rows: Names  # the same object from step to step while the same rows go on
+    token_ids: Ints  # [rows]
+
+    def parts(self) -> list[Generated]:
+        """The same, row by row."""
+        ids = self.token_ids
+        return [Generated(name, row, ids[at : at + 1]) for at, (name, row) in enumerate(self.rows)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
     """The parts of a request's texts. Each is a row of its own, or with `spans` a run of a text's tokens."""

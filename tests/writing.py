@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import (
@@ -24,6 +25,8 @@ from tokenizers import (
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.core import Generated, Ints, Request, Task, Timings
+from penstock.engine.stream import Leave, Listener
+from penstock.errors import PenstockError
 from penstock.inputs.tokenizer import Tokenizer as OurTokenizer
 from tests.checkpoints import WORDS
 from tests.helpers import ints, make_spec
@@ -176,6 +179,23 @@ class ScriptedEngine:
 
     def close(self) -> None:
         return None
+
+    def listen(self, request: Request, listener: Listener) -> Leave:
+        task = asyncio.create_task(self._tell(request, listener))
+        return lambda: None if listener.over else cast(None, task.cancel())
+
+    async def _tell(self, request: Request, listener: Listener) -> None:
+        async with aclosing(cast(Any, self.generate(request))) as stream:
+            try:
+                async for parts in stream:
+                    for part in parts:
+                        if part.finish is None and part.ranks is None and part.prompt_ranks is None:
+                            for number in part.token_ids.tolist():
+                                listener.token(part.row, number)
+                        else:
+                            listener.receive([part])
+            except PenstockError as error:
+                listener.receive(error)
 
     async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
         self.requests.append(request)

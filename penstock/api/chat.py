@@ -54,9 +54,7 @@ async def chat_completions(call: Call, body: ChatRequest) -> Reply | Streamed:
     said = _echoed(messages[-1], role) if body.echo else ""
     choices = [_Choice(writing, index, role, said, logprobs) for index in range(writing.job.num_rows)]
     if body.stream:
-        return await streamed(
-            events(writing, "chat.completion.chunk", lambda piece: choices[piece.row].chunks(piece))
-        )
+        return await streamed(events(writing, "chat.completion.chunk", choices))
     async for pieces in writing.pieces():
         for piece in pieces:
             choices[piece.row].take(piece)
@@ -129,16 +127,13 @@ class _Choice:
         self._text, self._content = [], []
         if text or content or piece.finish is not None:
             delta = {"content": text} if text or piece.finish is None else {}
-            out.append(
-                {
-                    "index": self._index,
-                    "delta": delta,
-                    "logprobs": {"content": content} if content else None,
-                    "finish_reason": piece.finish,
-                    "stop_reason": piece.stop_reason,
-                }
-            )
+            chunk = {"index": self._index, "delta": delta}
+            chunk["logprobs"] = {"content": content} if content else None
+            out.append({**chunk, "finish_reason": piece.finish, "stop_reason": piece.stop_reason})
         return out
+
+    def plain(self, text: str) -> dict[str, Any]:
+        return {"index": self._index, "delta": {"content": text}, **_OPEN, "stop_reason": None}
 
     def shaped(self) -> dict[str, Any]:
         return {

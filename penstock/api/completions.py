@@ -41,7 +41,7 @@ async def completions(call: Call, body: CompletionRequest) -> Reply | Streamed:
     )
     rows = [_Row(writing, body, row) for row in range(writing.job.num_rows)]
     if body.stream:
-        return await streamed(events(writing, "text_completion", lambda piece: rows[piece.row].chunk(piece)))
+        return await streamed(events(writing, "text_completion", rows))
     async for pieces in writing.pieces():
         for piece in pieces:
             rows[piece.row].take(piece)
@@ -96,7 +96,10 @@ class _Row:
         self._lists += lists
         return "".join(texts), joined(lists) if lists else None
 
-    def chunk(self, piece: Piece) -> list[dict[str, Any]]:
+    def plain(self, text: str) -> dict[str, Any]:
+        return self._shaped(text, None)
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """The event's choices: none while there is nothing to tell."""
         text, logprobs = self.take(piece)
         self._text.clear()

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import orjson
@@ -175,25 +175,56 @@ def event(content: Any) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
-async def events(
-    writing: Writing,
-    object_name: str,
-    choices: Callable[[Piece], Sequence[dict[str, Any]]],
-) -> AsyncGenerator[bytes, None]:
+class Choice(Protocol):
+    """One row of a stream."""
+
+    def chunks(self, piece: Piece) -> Sequence[dict[str, Any]]:
+        """The choices of a piece's events: none while there is nothing to tell."""
+
+    def plain(self, text: str) -> dict[str, Any]:
+        """The choice of an event that has nothing but text, of a row that has begun."""
+
+
+async def events(writing: Writing, object_name: str, rows: Sequence[Choice]) -> AsyncGenerator[bytes, None]:
     """Server-sent events: the choices of each piece, the usage where asked for, the end."""
     told = writing.body.usage_in_stream
     head = writing.head(object_name)
+    frames: list[_Frame | None] = [None] * len(rows)  # of rows that have begun
+
+    def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+        whole = {**head, "choices": [choice]}
+        if told.include_usage:
+            whole["usage"] = writing.usage if told.continuous_usage_stats else None
+        return whole
+
     async with aclosing(writing.pieces()) as stream:
         async for pieces in stream:
             out = []
             for piece in pieces:
-                for choice in choices(piece):
-                    chunk = {**head, "choices": [choice]}
-                    if told.include_usage:
-                        chunk["usage"] = writing.usage if told.continuous_usage_stats else None
-                    out.append(event(chunk))
+                frame = frames[piece.row]
+                if frame is not None and piece.is_plain:
+                    if piece.text:
+                        out.append(frame.event(piece.text))
+                    continue
+                row = rows[piece.row]
+                out += [event(chunk(choice)) for choice in row.chunks(piece)]
+                if not told.continuous_usage_stats:
+                    frames[piece.row] = _Frame(chunk(row.plain(_MARK)))
             if out:
                 yield b"".join(out)
     if told.include_usage:
         yield event({**head, "choices": [], "usage": writing.usage})
     yield DONE
+
+
+_MARK = "\0text\0"
+
+
+class _Frame:
+    """What is the same in all events of a row that have nothing but text, written once."""
+
+    def __init__(self, marked: dict[str, Any]) -> None:
+        self._before, _, self._after = event(marked).rpartition(orjson.dumps(_MARK))  # names stand before it
+
+    def event(self, text: str) -> bytes:
+        return self._before + orjson.dumps(text) + self._after

@@ -1,12 +1,12 @@
 """A server that computes nothing: `python -m penstock.bench.nullserver`. It answers every request with the
-same prepared bytes, so that what `--self-test` measures is the load client."""
+same prepared bytes, a stream event by event, so that what `--self-test` measures is the load client."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.bench.load.worker import fast_loop
@@ -17,7 +17,7 @@ _LENGTH = b"content-length:"
 class NullProtocol(asyncio.Protocol):
     """Knows only where a request ends: at its header's blank line plus its Content-Length."""
 
-    answer = b""
+    pieces: Sequence[bytes] = (b"",)  # of the answer, a write each
 
     def __init__(self) -> None:
         self._rest = b""
@@ -25,6 +25,16 @@ class NullProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._write = transport.write  # type: ignore[attr-defined]
+        self._closing = transport.is_closing
+        self._later = asyncio.get_running_loop().call_soon
+
+    def _answer(self, at: int = 0) -> None:
+        """One piece a turn of the loop: all connections that are being answered take turns."""
+        if self._closing():
+            return
+        self._write(self.pieces[at])
+        if at + 1 < len(self.pieces):
+            self._later(self._answer, at + 1)
 
     def data_received(self, data: bytes) -> None:
         if self._missing > len(data):
@@ -32,7 +42,7 @@ class NullProtocol(asyncio.Protocol):
             return
         if self._missing:
             data, self._missing = data[self._missing :], 0
-            self._write(self.answer)
+            self._answer()
         data = self._rest + data
         self._rest = b""
         while data:
@@ -44,7 +54,7 @@ class NullProtocol(asyncio.Protocol):
             if len(data) < end:
                 self._missing = end - len(data)
                 return
-            self._write(self.answer)
+            self._answer()
             data = data[end:]
 
 
@@ -55,13 +65,17 @@ def _body_size(head: bytes) -> int:
 
 
 @contextmanager
-def null_server(body: bytes, processes: int = 1, content_type: str = "application/json") -> Iterator[int]:
-    """Runs in processes of its own, all on one port, which it yields."""
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+def null_server(
+    body: Sequence[bytes], processes: int = 1, content_type: str = "application/json"
+) -> Iterator[int]:
+    """Runs in processes of its own, all on one port, which it yields. The body is written piece by piece."""
+    size = sum(map(len, body))
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ncontent-length: {size}\r\n\r\n"
+    pieces = [head.encode() + body[0], *body[1:]]
     port, started = 0, []
     try:
         for _ in range(processes):
-            process, port = _start(port, head.encode() + body)
+            process, port = _start(port, pieces)
             started.append(process)
         yield port
     finally:
@@ -69,7 +83,7 @@ def null_server(body: bytes, processes: int = 1, content_type: str = "applicatio
             process.communicate(timeout=10)  # closes its input, which ends it
 
 
-def _start(port: int, answer: bytes) -> tuple[subprocess.Popen[bytes], int]:
+def _start(port: int, pieces: Sequence[bytes]) -> tuple[subprocess.Popen[bytes], int]:
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.bench.nullserver"],
         stdin=subprocess.PIPE,
@@ -77,7 +91,8 @@ def _start(port: int, answer: bytes) -> tuple[subprocess.Popen[bytes], int]:
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(f"{port} {len(answer)}\n".encode() + answer)
+    sizes = " ".join(str(len(piece)) for piece in pieces)
+    process.stdin.write(f"{port} {sizes}\n".encode() + b"".join(pieces))
     process.stdin.flush()
     return process, int(process.stdout.readline())
 
@@ -91,9 +106,9 @@ async def _serve(port: int) -> None:
 
 
 def main() -> None:
-    """First a line with port and size, then the answer."""
-    port, size = (int(word) for word in sys.stdin.buffer.readline().split())
-    NullProtocol.answer = sys.stdin.buffer.read(size)
+    """First a line with the port and the size of each piece, then the pieces."""
+    port, *sizes = (int(word) for word in sys.stdin.buffer.readline().split())
+    NullProtocol.pieces = [sys.stdin.buffer.read(size) for size in sizes]
     with asyncio.Runner(loop_factory=fast_loop) as runner:
         runner.run(_serve(port))
 

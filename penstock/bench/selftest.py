@@ -64,15 +64,21 @@ def self_test(
 
 def ceiling(run: Run) -> list[str]:
     summary, cpus = run.summary, available_cpus()
-    return [
-        row("Ceiling beside a null server (req/s)", round(summary.request_throughput)),
-        row("Ceiling for a core of the client (req/s)", round(summary.completed / summary.client.cpu_s))
+    beside, core_s = "Ceiling beside a null server", "Ceiling for a core of the client"
+    lines = [
+        row(f"{beside} (req/s)", round(summary.request_throughput)),
+        row(f"{core_s} (req/s)", round(summary.completed / summary.client.cpu_s))
         + f" ({summary.client.processes} processes, {cpus} cores)",
     ]
+    if run.load.backend.generates:
+        lines.append(row(f"{beside} (tok/s)", round(summary.output_throughput)))
+        tokens = round(summary.total_output_tokens / summary.client.cpu_s)
+        lines.append(row(f"{core_s} (tok/s)", tokens))
+    return lines
 
 
-def null_body(name: BackendName, backend: Backend, item: Item) -> bytes:
-    """What a server of this kind would answer, with made-up numbers."""
+def null_body(name: BackendName, backend: Backend, item: Item) -> list[bytes]:
+    """What a server of this kind would answer, with made-up numbers, and in how many pieces."""
     usage = {"prompt_tokens": item.tokens or 1, "total_tokens": item.tokens or 1}
     vector = [round(0.05 + i / 10_000, 7) for i in range(_DIMENSIONS)]
     scores = [{"index": i, "relevance_score": 0.5} for i in range(item.rows)]
@@ -88,13 +94,13 @@ def null_body(name: BackendName, backend: Backend, item: Item) -> bytes:
     else:
         data = [{"object": "embedding", "index": i, "embedding": vector} for i in range(item.rows)]
         answer = {"object": "list", "data": data, "usage": usage}
-    return orjson.dumps(answer)
+    return [orjson.dumps(answer)]
 
 
-def _stream(tokens: int, usage: dict[str, int]) -> bytes:
+def _stream(tokens: int, usage: dict[str, int]) -> list[bytes]:
     token = b'data: {"choices":[{"index":0,"text":" a","delta":{"content":" a"}}]}\n\n'
     last = orjson.dumps({"choices": [], "usage": usage | {"completion_tokens": tokens}})
-    return token * tokens + b"data: " + last + b"\n\ndata: [DONE]\n\n"
+    return [*[token] * tokens, b"data: " + last + b"\n\ndata: [DONE]\n\n"]
 
 
 def _stand_in(server: ServerOptions) -> str:

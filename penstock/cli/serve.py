@@ -113,6 +113,12 @@ def serve(
     ] = "auto",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+    enable_expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--enable-expert-parallel", help="Accepted for familiarity; one device holds all experts."
+        ),
+    ] = False,
     disable_log_stats: Annotated[
         bool, typer.Option("--disable-log-stats", help="Accepted for familiarity; no statistics are logged.")
     ] = False,

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.core import Answer, Comparison, Generated, Request
+from penstock.core import Answer, Comparison, Continued, Generated, Names, Request
 from penstock.engine.core import Failure
 from penstock.engine.messages import (
     Cancel,
@@ -28,7 +28,7 @@ from penstock.engine.messages import (
     pack_requests,
     unpack_outcomes,
 )
-from penstock.engine.stream import Stream, by_request
+from penstock.engine.stream import Leave, Listener, Parts, Stream
 from penstock.errors import EngineUnavailable
 
 log = logging.getLogger("penstock.client")
@@ -43,7 +43,10 @@ class EngineClient:
         self._address = address
         self.reason = reason
         self._waiters: dict[str, asyncio.Future[Answer]] = {}
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, Listener] = {}
+        self._going_on: Names = ()  # the rows that the engine last named,
+        # and who hears of each; None: somebody has come or gone.
+        self._told: list[tuple[Callable[[int, int], None], int]] | None = None
         self._outgoing: list[Request] = []
         self._cancelled: list[str] = []
         self.ready: Ready | None = None
@@ -105,19 +108,30 @@ class EngineClient:
             self._loop.call_soon(self._flush)
         self._outgoing.append(request)
 
-    async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
-        """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
+    def listen(self, request: Request, listener: Listener) -> Leave:
+        """Have a request's rows continued; the listener is told as it comes."""
         if self.ready is None:
             raise EngineUnavailable(self.reason())
-        stream = self._streams[request.id] = Stream(request)
+        self._streams[request.id] = listener
+        self._told = None
         self._enqueue(request)
+        return lambda: self._leave(request.id)
+
+    def _leave(self, request_id: str) -> None:
+        listener = self._streams.pop(request_id, None)
+        self._told = None
+        if listener is not None and not listener.over:
+            self._cancel(request_id)
+
+    async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
+        """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
+        stream = Stream(request)
+        leave = self.listen(request, stream)
         try:
             async for parts in stream.parts():
                 yield parts
         finally:
-            if not stream.over:
-                self._cancel(request.id)
-            self._streams.pop(request.id, None)
+            leave()
 
     def _cancel(self, request_id: str) -> None:
         if not self._cancelled:
@@ -152,12 +166,18 @@ class EngineClient:
                 self._settle(message, [frame.buffer for frame in bulk])
 
     def _settle(self, message: Outcomes, frames: list[memoryview]) -> None:
-        outcomes = unpack_outcomes(message.items, frames)
-        for request_id, parts in by_request(outcomes).items():
+        outcomes = unpack_outcomes(message.items, frames, self._going_on)
+        by_request: dict[str, Parts] = {}
+        for outcome in outcomes:
+            if isinstance(outcome, Continued):
+                self._go_on(outcome)
+            elif isinstance(outcome, Generated):
+                by_request.setdefault(outcome.id, []).append(outcome)
+        for request_id, parts in by_request.items():
             if (stream := self._streams.get(request_id)) is not None:
                 stream.receive(parts)
         for outcome in outcomes:
-            if isinstance(outcome, Generated):
+            if isinstance(outcome, Continued | Generated):
                 continue
             if isinstance(outcome, Failure) and (stream := self._streams.get(outcome.id)) is not None:
                 stream.receive(outcome.error)
@@ -169,6 +189,15 @@ class EngineClient:
                 future.set_result(outcome)
             else:
                 future.set_exception(outcome.error)
+
+    def _go_on(self, step: Continued) -> None:
+        """Tell each row's listener its token; who that is, is looked up when something has changed."""
+        if self._told is None or step.rows is not self._going_on:
+            self._going_on = step.rows
+            heard = [(self._streams.get(request_id), row) for request_id, row in step.rows]
+            self._told = [(_unheard if stream is None else stream.token, row) for stream, row in heard]
+        for (token, row), number in zip(self._told, step.token_ids.tolist(), strict=True):
+            token(row, number)
 
     def _on_monitor(self) -> None:
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -197,3 +226,7 @@ class EngineClient:
             future.set_exception(EngineUnavailable(f"{reason}; it is being restarted, try again"))
         for stream in self._streams.values():
             stream.receive(EngineUnavailable(f"{reason}; it is being restarted, try again"))
+
+
+def _unheard(row: int, number: int) -> None:
+    """Its client went away."""

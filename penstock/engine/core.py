@@ -15,7 +15,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.core import Answer, Array, Comparison, Generated, Request, StepPlan, StepResult, Timings
+from penstock.core import (
+    Answer,
+    Array,
+    Comparison,
+    Continued,
+    Generated,
+    Request,
+    StepPlan,
+    StepResult,
+    Timings,
+)
 from penstock.engine.progress import Follower, Progress, rows_of, sound
 from penstock.engine.relief import Pressure, halves
 from penstock.engine.twins import Twins, some_rows
@@ -45,7 +55,7 @@ class Failure:
     error: PenstockError
 
 
-Outcome = Answer | Generated | Failure
+Outcome = Answer | Continued | Generated | Failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import Generated, Ints, PoolingParams, Request, SamplingParams, Task, Timings
+from penstock.core import (
+    Continued,
+    Generated,
+    Ints,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    Task,
+    Timings,
+)
 from penstock.engine.local import LocalEngine
-from penstock.engine.stream import Parts, Receive
+from penstock.engine.stream import Told
 from penstock.errors import BadValue, PenstockError
 from penstock.inputs.processor import InputProcessor, Inputs, split_inputs
 
@@ -38,6 +47,20 @@ class Completion:
     timings: Timings = field(default_factory=Timings)
 
 
+class _Row:
+    """What has come of one row."""
+
+    __slots__ = ("parts", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.parts: list[Generated] = []  # those that say more than a token
+
+    def take(self, part: Generated) -> None:
+        self.token_ids += part.token_ids.tolist()
+        self.parts.append(part)
+
+
 class Generating(ABC):
     spec: ModelSpec
     _processor: InputProcessor
@@ -55,26 +78,27 @@ class Generating(ABC):
     ) -> list[Completion]:
         """What follows each prompt, a text or its token ids. `sampling` is for all prompts, or one each."""
         requests = self._requests(prompts, sampling, add_special_tokens, priority, cache_salt)
-        inbox: queue.SimpleQueue[tuple[str, Parts | PenstockError]] = queue.SimpleQueue()
-
-        def receiver(name: str) -> Receive:
-            return lambda parts: inbox.put((name, parts))
-
-        for request in requests:
-            self._engine.stream(request, receiver(request.id))
-        parts: dict[str, Parts] = {request.id: [] for request in requests}
-        left = sum(request.num_rows for request in requests)
+        inbox: queue.SimpleQueue[Told | PenstockError] = queue.SimpleQueue()
+        self._engine.stream_all(requests, inbox.put)
+        rows = {(request.id, row): _Row() for request in requests for row in range(request.num_rows)}
+        left = len(rows)
         try:
             while left:
-                name, found = inbox.get()
-                if isinstance(found, PenstockError):
-                    raise found
-                parts[name] += found
-                left -= sum(part.finish is not None for part in found)
+                told = inbox.get()
+                if isinstance(told, PenstockError):
+                    raise told
+                for some in told:
+                    if isinstance(some, Continued):
+                        for name, number in zip(some.rows, some.token_ids.tolist(), strict=True):
+                            rows[name].token_ids.append(number)
+                        continue
+                    rows[some.id, some.row].take(some)
+                    left -= some.finish is not None
         finally:
-            for request in requests if left else ():
-                self._engine.cancel(request.id)
-        return [done for request in requests for done in self._completions(request, parts[request.id])]
+            if left:
+                for request in requests:
+                    self._engine.cancel(request.id)
+        return [self._completion(row) for row in rows.values()]
 
     def _requests(
         self, prompts: Inputs, sampling: Sampling, special: bool, priority: int, salt: str
@@ -118,18 +142,12 @@ class Generating(ABC):
                 raise BadValue(f"token ids must be from 0 to {self.spec.vocab_size - 1}", param="prompt")
         return rows
 
-    def _completions(self, request: Request, parts: Iterable[Generated]) -> list[Completion]:
-        by_row: list[Parts] = [[] for _ in range(request.num_rows)]
-        for part in parts:
-            by_row[part.row].append(part)
-        return [self._completion(row) for row in by_row]
-
-    def _completion(self, parts: Parts) -> Completion:
-        last = parts[-1]
-        ids = np.concatenate([part.token_ids for part in parts]).tolist()
+    def _completion(self, row: _Row) -> Completion:
+        ids, last = row.token_ids, row.parts[-1]
         assert last.finish is not None
         logprob_ids, logprobs, ranks = (
-            _joined(getattr(part, name) for part in parts) for name in ("logprob_ids", "logprobs", "ranks")
+            _joined(getattr(part, name) for part in row.parts)
+            for name in ("logprob_ids", "logprobs", "ranks")
         )
         text = self._processor.tokenizer.decode(ids, skip_special_tokens=True)
         timings = last.timings or Timings()

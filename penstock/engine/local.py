@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import Answer, Comparison, Generated, Request
+from penstock.core import Answer, Comparison, Continued, Generated, Request
 from penstock.engine.build import build_core
 from penstock.engine.core import Outcome
-from penstock.engine.stream import Parts, Receive, Stream, by_request
+from penstock.engine.stream import Division, Hear, Leave, Listener, Parts, Receive, Stream, Told, parts_of
 from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
 
 
@@ -28,7 +28,8 @@ class LocalEngine:
             queue.SimpleQueue()
         )  # str: cancel, None: wake
         self._waiters: dict[str, Future[Answer]] = {}
-        self._receivers: dict[str, Receive] = {}
+        self._receivers: dict[str, Hear] = {}
+        self._division = Division()
         self._closing = False
         self._why = "the engine is closed"
         self._gate = threading.Lock()  # nothing is submitted once closing has begun
@@ -46,26 +47,38 @@ class LocalEngine:
 
     def stream(self, request: Request, receive: Receive) -> None:
         """Continue a request's rows; `receive` is called on the engine's thread with what comes."""
+        self.stream_all(
+            [request], lambda told: receive(told if isinstance(told, PenstockError) else parts_of(told))
+        )
+
+    def stream_all(self, requests: Sequence[Request], receive: Hear) -> None:
+        """The same of several requests, with one call for all that a step gives them."""
         with self._gate:
-            self._check(request)
-            self._receivers[request.id] = receive
-            self._inbox.put(request)
+            for request in requests:
+                self._check(request)
+                self._receivers[request.id] = receive
+                self._inbox.put(request)
 
     async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
         """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
-        loop, stream = asyncio.get_running_loop(), Stream(request)
-
-        def receive(parts: Parts | PenstockError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(stream.receive, parts)
-
-        self.stream(request, receive)
+        stream = Stream(request)
+        leave = self.listen(request, stream)
         try:
             async for parts in stream.parts():
                 yield parts
         finally:
-            if not stream.over:
-                self.cancel(request.id)
+            leave()
+
+    def listen(self, request: Request, listener: Listener) -> Leave:
+        """Have a request's rows continued; the listener is told on the running loop as it comes."""
+        loop = asyncio.get_running_loop()
+
+        def receive(parts: Parts | PenstockError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(listener.receive, parts)
+
+        self.stream(request, receive)
+        return lambda: None if listener.over else self.cancel(request.id)
 
     def _check(self, request: Request | Comparison) -> None:
         if self._closing:
@@ -105,7 +118,7 @@ class LocalEngine:
         self._closing = True
         for future in list(self._waiters.values()):
             _settle(future, EngineUnavailable(self._why))
-        for receive in list(self._receivers.values()):
+        for receive in set(self._receivers.values()):
             receive(EngineUnavailable(self._why))
 
     def _take(self, message: Request | Comparison | str | None) -> None:
@@ -121,13 +134,20 @@ class LocalEngine:
             self._end(message, Cancelled("the request was cancelled"))
 
     def _settle(self, outcomes: list[Outcome]) -> None:
-        for request_id, parts in by_request(outcomes).items():
-            over = not self._core.generates(request_id)
-            receive = (self._receivers.pop if over else self._receivers.get)(request_id, None)
-            if receive is not None:
-                receive(parts)
+        told: dict[Hear, Told] = {}
         for outcome in outcomes:
-            if not isinstance(outcome, Generated):
+            if isinstance(outcome, Continued):
+                for receive, (rows, places) in self._division.of(outcome.rows, self._receivers).items():
+                    told.setdefault(receive, []).append(Continued(rows, outcome.token_ids[places]))
+            elif isinstance(outcome, Generated) and (hears := self._receivers.get(outcome.id)) is not None:
+                told.setdefault(hears, []).append(outcome)
+        for outcome in outcomes:
+            if isinstance(outcome, Generated) and not self._core.generates(outcome.id):
+                self._receivers.pop(outcome.id, None)
+        for receive, theirs in told.items():
+            receive(theirs)
+        for outcome in outcomes:
+            if not isinstance(outcome, Continued | Generated):
                 self._end(outcome.id, outcome if isinstance(outcome, Answer) else outcome.error)
 
     def _end(self, request_id: str, result: Answer | PenstockError) -> None:

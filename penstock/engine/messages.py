@@ -18,8 +18,10 @@ from penstock.core import (
     Answer,
     Array,
     Comparison,
+    Continued,
     Generated,
     Ints,
+    Names,
     PoolingParams,
     Request,
     SamplingParams,
@@ -100,6 +102,13 @@ class Part(msgspec.Struct, tag="part", array_like=True):
     prompt_ranks: bytes | None = None
 
 
+class More(msgspec.Struct, tag="more", array_like=True):
+    """One further token of each of some rows."""
+
+    token_ids: bytes  # int32
+    rows: list[tuple[str, int]] | None = None  # None: those of the last such message to this process
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True):
     id: str
     error: str
@@ -107,8 +116,11 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
     param: str | None
 
 
+Item = Done | Part | More | Failed
+
+
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
-    items: list[Done | Part | Failed]
+    items: list[Item]
 
 
 OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
@@ -201,12 +213,17 @@ def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
     return Comparison(header.id, **arrays, arrival_s=header.arrival_s)
 
 
-def pack_outcomes(outcomes: Sequence[Outcome]) -> list[Any]:
-    """Frames of one `Outcomes`: the header, then one frame for each answer's values."""
-    items: list[Done | Part | Failed] = []
+def pack_outcomes(outcomes: Sequence[Outcome], told: Names = ()) -> list[Any]:
+    """Frames of one `Outcomes`: the header, then one frame for each answer's values. `told` are the rows of
+    the last `Continued` that this receiver got: they need not be named again."""
+    items: list[Item] = []
     frames: list[Any] = []
     for outcome in outcomes:
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, Continued):
+            same = outcome.rows is told or outcome.rows == told
+            items.append(More(outcome.token_ids.tobytes(), None if same else list(outcome.rows)))
+            told = outcome.rows
+        elif isinstance(outcome, Failure):
             error = outcome.error
             items.append(Failed(outcome.id, type(error).__name__, error.message, error.param))
         elif isinstance(outcome, Generated):
@@ -278,10 +295,15 @@ def _generated(part: Part) -> Generated:
     )
 
 
-def unpack_outcomes(items: Iterable[Done | Part | Failed], frames: Sequence[Any]) -> list[Outcome]:
+def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Names = ()) -> list[Outcome]:
+    """`told` are the rows of the last `Continued` from this sender."""
     small, large, at = memoryview(frames[0]), iter(frames[1:]), 0
     outcomes: list[Outcome] = []
     for item in items:
+        if isinstance(item, More):
+            told = told if item.rows is None else tuple(item.rows)
+            outcomes.append(Continued(told, np.frombuffer(item.token_ids, dtype=np.int32)))
+            continue
         if isinstance(item, Failed):
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
             continue

@@ -22,7 +22,7 @@ import zmq
 
 from penstock.checkpoint.spec import ModelSpec, with_limit
 from penstock.config import EngineConfig
-from penstock.core import Generated
+from penstock.core import Continued, Generated, Names
 from penstock.engine.build import build_core
 from penstock.engine.core import EngineCore, Failure, Outcome
 from penstock.engine.messages import (
@@ -37,6 +37,7 @@ from penstock.engine.messages import (
     unpack_comparison,
     unpack_requests,
 )
+from penstock.engine.stream import Division
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
@@ -72,6 +73,8 @@ class EngineServer:
         self._bell_in.setblocking(False)
         self._bell_out.setblocking(False)
         self._owner: dict[str, bytes] = {}  # request → API process
+        self._told: dict[bytes, Names] = {}  # API process → the rows that it was last told go on
+        self._division = Division()
         self._stopping = False
 
     def wake(self) -> None:
@@ -148,13 +151,21 @@ class EngineServer:
         that reads slowly has its messages kept for it."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
-            if (owner := self._owner.get(outcome.id)) is not None:
+            if isinstance(outcome, Continued):
+                for whose, (rows, places) in self._division.of(outcome.rows, self._owner).items():
+                    by_owner[whose].append(Continued(rows, outcome.token_ids[places]))
+            elif (owner := self._owner.get(outcome.id)) is not None:
                 by_owner[owner].append(outcome)
         for outcome in outcomes:
+            if isinstance(outcome, Continued):
+                continue
             if not isinstance(outcome, Generated) or not self._core.generates(outcome.id):
                 self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
-            self._socket.send_multipart([owner, *pack_outcomes(theirs)], zmq.NOBLOCK, copy=False)
+            told = self._told.get(owner, ())
+            frames = pack_outcomes(theirs, told)
+            self._told[owner] = next((o.rows for o in reversed(theirs) if isinstance(o, Continued)), told)
+            self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
 
 
 def prepare_child() -> None:

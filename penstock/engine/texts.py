@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core import Generated, Ints, Request, Timings
-from penstock.errors import DeadlineExceeded, EngineError
+from penstock.engine.stream import Leave, Listener, Parts
+from penstock.errors import DeadlineExceeded, EngineError, PenstockError
 from penstock.inputs.generation import Job
 from penstock.outputs.detokenizer import Decodes, detokenizer
 from penstock.outputs.stops import StopStrings
 
 
 class Generates(Protocol):
-    def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
-        """The parts of a request's rows as they come. Closing the iterator cancels the request."""
+    def listen(self, request: Request, listener: Listener) -> Leave:
+        """Have a request's rows continued. The listener is told what comes; once it leaves, which it does
+        in any case, what has not ended is cancelled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +50,11 @@ class Piece:
     prompt: Logprobs | None = None  # of the prompt's tokens after the first
     timings: Timings | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing but text."""
+        return self.finish is None and self.logprobs is None and self.prompt is None
+
 
 class RowWriter:
     """One row's text."""
@@ -65,6 +72,18 @@ class RowWriter:
         self._count = 0
         # Tokens of the prompt whose log probabilities are awaited; nothing predicts the first.
         self._unscored = 0 if job.sampling.prompt_logprobs is None else len(prompt) - 1
+
+    def push(self, number: int) -> Piece:
+        """One further token; the row goes on, as far as the engine knows."""
+        if self._unscored:
+            self._prompt_logprobs(None)
+        self._count += 1
+        text = self._text.push(number)
+        if not self._stops.wanted:
+            return Piece(self.row, text, [number])
+        shown, stop = self._stops.push(text, search=self._count > self._min_tokens)
+        self.done = stop is not None
+        return Piece(self.row, shown, [number], None, None if stop is None else "stop", stop)
 
     def take(self, part: Generated) -> Piece:
         piece = Piece(self.row, "", [], finish=part.finish, timings=part.timings)
@@ -91,11 +110,11 @@ class RowWriter:
         piece.logprobs = _first(part, len(piece.token_ids), self._width)
         return piece
 
-    def _prompt_logprobs(self, part: Generated) -> Logprobs:
+    def _prompt_logprobs(self, part: Generated | None) -> Logprobs:
         """They come with the first part; answering without them would be wrong in silence."""
-        ids, values = part.prompt_logprob_ids, part.prompt_logprobs
-        if ids is None or values is None or len(ids) != self._unscored:
-            raise EngineError(f"the engine gave no log probabilities of the prompt of request {part.id}")
+        ids, values = (None, None) if part is None else (part.prompt_logprob_ids, part.prompt_logprobs)
+        if part is None or ids is None or values is None or len(ids) != self._unscored:
+            raise EngineError(f"the engine gave no log probabilities of the prompt of row {self.row}")
         self._unscored = 0
         return Logprobs(ids, values, part.prompt_ranks)
 
@@ -121,83 +140,112 @@ def _first(part: Generated, count: int, width: int) -> Logprobs | None:
 async def write(engine: Generates, tokenizer: Decodes, job: Job) -> AsyncIterator[list[Piece]]:
     """Pieces of the job's rows until all have ended. Closing it, at any point, cancels what still runs."""
     writers = [RowWriter(tokenizer, job, row) for row in range(job.num_rows)]
-    parts = _Parts(engine, job.requests())
+    left = len(writers)
+    inbox = _Inbox()
     try:
-        while not all(writer.done for writer in writers):
+        inbox.open(engine, job)
+        while left:
             pieces = []
-            for row, part in await _in_time(parts.next, job):
+            for row, new in await inbox.next():
                 writer = writers[row]
-                if not writer.done:
-                    pieces.append(writer.take(part))
-                    if isinstance(pieces[-1].stop_reason, str):  # the engine does not know that it has ended
-                        parts.ended(row)
+                if writer.done:
+                    continue
+                pieces.append(piece := writer.push(new) if isinstance(new, int) else writer.take(new))
+                if piece.finish is not None:
+                    left -= 1
+                    if isinstance(piece.stop_reason, str):  # the engine does not know that it has ended
+                        inbox.ended(row)
             if pieces:
                 yield pieces
     finally:
-        await parts.close()
+        inbox.close()
 
 
-async def _in_time(
-    work: Callable[[], Awaitable[list[tuple[int, Generated]]]], job: Job
-) -> list[tuple[int, Generated]]:
-    if job.deadline_s is None:
-        return await work()
-    left_s = job.deadline_s - time.monotonic()
-    try:
-        async with asyncio.timeout(left_s):
-            return await work()
-    except TimeoutError:
-        whole = job.deadline_s - job.arrival_s
-        raise DeadlineExceeded(f"not finished within the timeout of {whole:g} s") from None
+class _Inbox:
+    """What comes of a job's requests, for one task. All that has come since the last call is handed out
+    together, so a slow reader gets fewer, longer pieces."""
 
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._found: list[tuple[int, int | Generated]] = []
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._open: list[tuple[_Rows, Leave]] = []
 
-class _Parts:
-    """The parts of several requests as one stream. Each is read by a task of its own; what has come
-    since the last call is handed out together, so a slow reader gets fewer, longer pieces."""
+    def open(self, engine: Generates, job: Job) -> None:
+        """Ask for all requests; late ones fail."""
+        if job.deadline_s is not None:
+            whole = DeadlineExceeded(
+                f"not finished within the timeout of {job.deadline_s - job.arrival_s:g} s"
+            )
+            self._timer = self._loop.call_later(job.deadline_s - time.monotonic(), self.fail, whole)
+        for request, rows in job.requests():
+            listener = _Rows(self, rows)
+            self._open.append((listener, engine.listen(request, listener)))
 
-    def __init__(self, engine: Generates, requests: Sequence[tuple[Request, list[int]]]) -> None:
-        self._queue: asyncio.Queue[list[tuple[int, Generated]] | BaseException] = asyncio.Queue()
-        self._tasks: dict[asyncio.Task[None], set[int]] = {}
-        for request, rows in requests:
-            task = asyncio.create_task(self._read(engine, request, rows))
-            self._tasks[task] = set(rows)
+    def put(self, row: int, new: int | Generated) -> None:
+        self._found.append((row, new))
+        if self._waiter is not None:
+            self._wake()
 
-    async def _read(self, engine: Generates, request: Request, rows: list[int]) -> None:
-        stream: Any = engine.generate(request)
-        missing = set(range(len(rows)))
-        try:
-            async for parts in stream:
-                self._queue.put_nowait([(rows[part.row], part) for part in parts])
-                missing -= {part.row for part in parts if part.finish is not None}
-            if missing:
-                raise EngineError(
-                    f"the engine ended {len(missing)} rows of request {request.id} without a reason"
-                )
-        except Exception as error:  # told to whoever reads; a cancelled task has no reader
-            self._queue.put_nowait(error)
-        finally:
-            if hasattr(stream, "aclose"):
-                await stream.aclose()
+    def fail(self, error: BaseException) -> None:
+        """What came before it is still handed out."""
+        self._error = self._error or error
+        self._wake()
 
-    async def next(self) -> list[tuple[int, Generated]]:
-        found = [await self._queue.get()]
-        while not self._queue.empty():
-            found.append(self._queue.get_nowait())
-        parts: list[tuple[int, Generated]] = []
-        for some in found:
-            if isinstance(some, BaseException):
-                raise some
-            parts += some
-        return parts
+    async def next(self) -> list[tuple[int, int | Generated]]:
+        if not self._found and self._error is None:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if not self._found and self._error is not None:
+            raise self._error
+        found, self._found = self._found, []
+        return found
 
     def ended(self, row: int) -> None:
         """Nobody wants more of this row: once all rows of its request have ended, so has the request."""
-        for task, rows in self._tasks.items():
-            rows.discard(row)
-            if not rows:
-                task.cancel()
+        for listener, leave in self._open:
+            listener.wanted.discard(row)
+            if not listener.wanted:
+                leave()
 
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for _, leave in self._open:
+            leave()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Rows:
+    """One request's part of an inbox; its rows are some of the job's."""
+
+    def __init__(self, inbox: _Inbox, rows: list[int]) -> None:
+        self.wanted = set(rows)
+        self._inbox = inbox
+        self._rows = rows
+        self._left = len(rows)
+
+    @property
+    def over(self) -> bool:
+        return self._left == 0
+
+    def token(self, row: int, number: int) -> None:
+        self._inbox.put(self._rows[row], number)
+
+    def receive(self, parts: Parts | PenstockError) -> None:
+        if isinstance(parts, PenstockError):
+            self._left = 0
+            if self.wanted:
+                self._inbox.fail(parts)
+            return
+        self._left -= sum(part.finish is not None for part in parts)
+        for part in parts:
+            self._inbox.put(self._rows[part.row], part)

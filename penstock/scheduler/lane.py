@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from penstock.core import (
     Array,
+    Continued,
     Generated,
     Ints,
     Join,
+    Names,
     PromptPlan,
     Request,
     SamplePlan,
@@ -116,10 +118,14 @@ class Lane:
         self._paused: list[GeneratingRow] = []  # with a slot but no blocks, by place
         self._waiting: list[GeneratingRow] = []  # with neither, by place
         self._left: dict[str, list[GeneratingRow]] = {}  # request → rows that have not ended
+        self._dated = False  # whether some of them may have a deadline
         self._suspects: list[str] = []  # requests of failed steps, each to be run apart
         self._count = itertools.count()
         self._joins: list[Join] = []
         self._leaves: list[int] = []
+        self._alone = np.zeros(slots, dtype=bool)  # slots of whose tokens there is more to tell than the id
+        self._named = (np.zeros(0, dtype=np.int32),) * 2  # slots and epochs that `_names` are of
+        self._names: Names = ()
         self._tokens: Ints = np.zeros((slots, limits.length), dtype=np.int32)
         self._tables: Ints = np.zeros((slots, pool.blocks_for(limits.length)), dtype=np.int32)
         self._stops: Ints = np.full((slots, 1), -1, dtype=np.int32)
@@ -168,6 +174,7 @@ class Lane:
         for row in rows:
             row.constraint = self.constrain(request.sampling)
         self._left[request.id] = rows
+        self._dated |= request.deadline_s is not None
         for row in rows:
             _insert(self._waiting, row)
         self.queued_tokens += request.num_tokens
@@ -187,6 +194,8 @@ class Lane:
 
     def expired(self, now_s: float) -> list[Request]:
         """Let go of the requests whose deadline has passed, and return them."""
+        if not self._dated:
+            return []
         asked = [rows[0].request for rows in self._left.values()]
         late = [r for r in asked if r.deadline_s is not None and r.deadline_s <= now_s]
         for request in late:
@@ -201,7 +210,10 @@ class Lane:
         return broken
 
     def next_deadline_s(self) -> float | None:
+        if not self._dated:
+            return None
         deadlines = [rows[0].request.deadline_s for rows in self._left.values()]
+        self._dated = any(d is not None for d in deadlines)
         return min((d for d in deadlines if d is not None), default=None)
 
     def schedule(self, now_s: float) -> StepPlan | None:
@@ -256,8 +268,9 @@ class Lane:
             if tokens <= 0 or rows <= 0:
                 return
 
-    def collect(self, plan: StepPlan, result: StepResult) -> list[Generated]:
-        """Take in what a step sampled, end the rows that are done, and publish the blocks it filled."""
+    def collect(self, plan: StepPlan, result: StepResult) -> list[Continued | Generated]:
+        """Take in what a step sampled, end the rows that are done, and publish the blocks it filled. Of rows
+        that merely go on it tells together."""
         sample = plan.sample
         assert sample is not None
         live = self._epoch[sample.slots] == sample.epochs
@@ -274,13 +287,20 @@ class Lane:
         full = self._known[slots] >= self._most[slots]
         if sample.prompts is not None:
             self._take_scores(sample.prompts, sample, result.outputs[-3:])
-        extras = _extras(result, sample.asked, mine)
-        shown = [new_ids[i : i + 1] for i in range(len(new_ids))]
-        columns = (slots.tolist(), shown, stopped.tolist(), full.tolist(), extras)
-        parts = [self._part(*of_row) for of_row in zip(*columns, strict=True)]
         if self._suspects and len(slots):
-            self._clear({part.id for part in parts})
-        return parts
+            self._clear({name for name, _ in self._names_of(slots)})
+        apart = stopped | full | self._alone[slots]
+        if not apart.any():
+            return [Continued(self._names_of(slots), new_ids)] if len(slots) else []
+        on = ~apart
+        outcomes: list[Continued | Generated] = []
+        if on.any():
+            outcomes.append(Continued(self._names_of(slots[on]), new_ids[on]))
+        extras = _extras(result, sample.asked, mine)
+        for i in np.flatnonzero(apart).tolist():
+            new, ends = new_ids[i : i + 1], (bool(stopped[i]), bool(full[i]))
+            outcomes.append(self._part(int(slots[i]), new, *ends, extras[i]))
+        return outcomes
 
     def failed(self, plan: StepPlan, *, blame: bool = True) -> list[Request]:
         """A step failed: the request that stood alone in it is at fault and is let go; others begin again
@@ -334,12 +354,13 @@ class Lane:
 
     def _going_on(self, may: May | None) -> Ints:
         """Slots of the rows that need one more token, as far as they go into a step, the oldest first."""
-        running = np.array(self._running, dtype=np.int32)
-        if may is not None:
-            running = np.array([s for s in self._running if may(self._name(s))], dtype=np.int32)
-        last = self._length[running] - self._done[running] == 1
-        last &= ~self._constrained[running] | (self._known[running] == self._length[running])
-        ready: Ints = running[last & (self._length[running] < self._most[running])]
+        chosen = self._running if may is None else [s for s in self._running if may(self._name(s))]
+        running = np.array(chosen, dtype=np.int32)
+        length = self._length[running]
+        last = (length - self._done[running] == 1) & (length < self._most[running])
+        if self._constrained.any():
+            last &= ~self._constrained[running] | (self._known[running] == length)
+        ready: Ints = running if last.all() else running[last]
         return ready[: min(self.limits.tokens, self.limits.rows)]
 
     def _grown(self, ready: Ints) -> Ints:
@@ -347,6 +368,13 @@ class Lane:
         needed = -(-self._length[ready] // self.pool.block_size)
         short = ready[needed > self._held[ready]]
         if not len(short):
+            return ready
+        if (one_each := self.pool.allocate(len(short))) is not None:
+            self._tables[short, self._held[short]] = one_each
+            self._held[short] += 1
+            for slot, taken in zip(short.tolist(), one_each, strict=True):
+                if (row := self._rows[slot]) is not None:
+                    row.blocks.append(taken)
             return ready
         for slot in short.tolist():
             while self._rows[slot] is not None and slot in self._running:
@@ -398,6 +426,9 @@ class Lane:
         self._wants[slot] = -1 if params.logprobs is None else params.logprobs
         self._device_s[slot] = 0.0
         self._constrained[slot] = row.constraint is not None
+        self._alone[slot] = (
+            row.constraint is not None or params.logprobs is not None or params.prompt_logprobs is not None
+        )
         self._scored_rows += params.prompt_logprobs is not None
         row.queued_s = max(0.0, self._now_s - row.request.arrival_s)
         self._joins.append(Join(slot, params, prompt))
@@ -526,6 +557,16 @@ class Lane:
             return Generated(row.request.id, row.row, *ended, timings, *about_prompt)
         why = "stop" if done else "length"
         return Generated(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)
+
+    def _names_of(self, slots: Ints) -> Names:
+        """Request and row of each; the same object as before while nothing has changed."""
+        epochs = self._epoch[slots]
+        before, their_epochs = self._named
+        if not (np.array_equal(slots, before) and np.array_equal(epochs, their_epochs)):
+            rows = [row for slot in slots.tolist() if (row := self._rows[slot]) is not None]
+            self._names = tuple((row.request.id, row.row) for row in rows)
+            self._named = slots, epochs
+        return self._names
 
     def _finish(self, row: GeneratingRow) -> None:
         rows = self._left[row.request.id]

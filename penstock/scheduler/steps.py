@@ -49,6 +49,19 @@ def generation_plan(
     most: int = 0,  # likeliest tokens of prompts that are asked for
 ) -> StepPlan:
     """Rows of one token stand first: they read memory block by block, all others as a run of keys."""
+    if prompt_ends is None and len(rows.counts) and int(rows.counts.max()) == 1:
+        return decode_plan(
+            rows,
+            sampled,
+            known=known,
+            wants=wants,
+            tokens=tokens,
+            tables=tables,
+            block_size=block_size,
+            leaves=leaves,
+            joins=joins,
+            masks=masks,
+        )
     order = np.lexsort((rows.begins, rows.counts))
     slots, begins, counts, epochs, visits = (column[order] for column in rows)
     known, sampled = known[order], sampled[order]
@@ -89,6 +102,77 @@ def generation_plan(
         variants=(),
         kv=_kv_plan(own, begins, counts, positions, paged, block_size),
         sample=sample,
+    )
+
+
+def decode_plan(
+    rows: StepRows,
+    sampled: NDArray[np.bool_],
+    *,
+    known: Ints,
+    wants: Ints,
+    tokens: Ints,
+    tables: Ints,
+    block_size: int,
+    leaves: tuple[int, ...],
+    joins: tuple[Join, ...],
+    masks: tuple[tuple[int, Ints], ...] = (),
+) -> StepPlan:
+    """The same where every row runs one token, as in most steps: no run has to be built."""
+    order = np.argsort(rows.begins, kind="stable")
+    slots, positions, counts = rows.slots[order], rows.begins[order], rows.counts[order]
+    known, sampled, wants = known[order], sampled[order], wants[order]
+    places = np.arange(len(order) + 1, dtype=np.int32)
+    fed = np.flatnonzero(positions >= known).astype(np.int32)
+    chosen, own_slots = places[:-1], slots
+    if not sampled.all():
+        chosen = np.flatnonzero(sampled).astype(np.int32)
+        own_slots, wants = slots[chosen], wants[chosen]
+    keys = positions + 1
+    width = -(-int(keys[-1]) // block_size)
+    block, within = np.divmod(positions, np.int32(block_size))
+    token_slots = tables[slots, block] * np.int32(block_size) + within
+    return StepPlan(
+        token_ids=tokens[slots, np.minimum(positions, tokens.shape[1] - 1)],
+        positions=positions,
+        cu_lengths=places,
+        lengths=counts,
+        type_ids=None,
+        skip=None,
+        groups=(),
+        slices=(),
+        variants=(),
+        kv=KVPlan(
+            cu_keys=places,
+            max_keys=1,
+            new_at=_NONE,
+            old_at=_NONE,
+            read_slots=_NONE,
+            write_tokens=places[:-1],
+            write_slots=token_slots,
+            token_slots=token_slots,
+            carry_rows=_NONE,
+            carry_slots=_NONE,
+            carry_old=_NONE,
+            paged=PagedPlan(
+                rows=len(slots), width=width, tables=tables[slots, :width].reshape(-1), keys=keys
+            ),
+        ),
+        sample=SamplePlan(
+            slots=slots,
+            epochs=rows.epochs[order],
+            visits=rows.visits[order],
+            ends=keys,
+            rows=chosen,
+            tokens=chosen,
+            sampled_slots=own_slots,
+            asked=wants,
+            fed_tokens=fed,
+            fed_slots=slots[fed],
+            leaves=leaves,
+            joins=joins,
+            masks=masks,
+        ),
     )
 
 

@@ -247,6 +247,18 @@ class TestCompletions:
         counts = [chunk["usage"]["completion_tokens"] for chunk in every]
         assert counts == sorted(counts) and counts[0] >= 1
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_every_event_of_a_stream_has_the_same_form(self, http: TestClient, path: str) -> None:
+        """Events of text alone are written around a frame; those that tell the usage each time are not."""
+        framed = chunks(http, path, stream_options={"include_usage": True}, request_id='a"b')
+        told = {"include_usage": True, "continuous_usage_stats": True}
+        whole = chunks(http, path, stream_options=told, request_id='a"b')
+        assert len(framed) > 5
+        for one, other in zip(framed, whole, strict=True):
+            assert one["usage"] is None or not one["choices"]
+            assert list(one) == list(other)
+            assert one | {"usage": 0, "created": 0} == other | {"usage": 0, "created": 0}
+
     @pytest.mark.parametrize("burst", [1, 4])
     def test_a_stream_is_the_answer_in_pieces(
         self, http: TestClient, engine: ScriptedEngine, burst: int

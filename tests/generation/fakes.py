@@ -7,7 +7,17 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from penstock.core import Generated, Ints, PoolingParams, Request, SamplingParams, StepPlan, StepResult, Task
+from penstock.core import (
+    Continued,
+    Generated,
+    Ints,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    Task,
+)
 from penstock.engine.core import EngineCore, Failure
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.lane import Lane, LaneLimits
@@ -112,6 +122,15 @@ def asking(name: str, prompts: list[list[int]], count: int, **params: object) ->
     return Request(name, flat, lengths, PoolingParams(Task.GENERATE), sampling=sampling)
 
 
+def told_apart(outcomes: list[object]) -> list[object]:
+    """Outcomes with those of rows that go on one by one."""
+    return [
+        part
+        for outcome in outcomes
+        for part in (outcome.parts() if isinstance(outcome, Continued) else [outcome])
+    ]
+
+
 class Answers:
     """What came back, by request and row."""
 
@@ -121,7 +140,7 @@ class Answers:
         self.failed: dict[str, Failure] = {}
 
     def take(self, outcomes: list[object]) -> None:
-        for outcome in outcomes:
+        for outcome in told_apart(outcomes):
             if isinstance(outcome, Failure):
                 self.failed[outcome.id] = outcome
                 continue

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import StepPlan
+from penstock.core import Generated, StepPlan
 from penstock.engine.core import EngineCore
 from penstock.errors import (
     BadValue,
@@ -215,8 +215,9 @@ def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
     core.add(first)
     order = []
     while core.busy:
-        for outcome in core.step():
+        for outcome in fakes.told_apart(list(core.step())):
             answers.take([outcome])
+            assert isinstance(outcome, Generated)
             if outcome.id not in order and ("first", 0) in answers.finished:
                 order.append(outcome.id)
     assert core.lane is not None and core.lane.preempted

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock import AsyncEngine, SamplingParams
-from penstock.core import Generated, Timings
+from penstock.core import Continued, Generated, Names, Timings
 from penstock.engine.client import EngineClient
 from penstock.engine.core import EngineCore
 from penstock.engine.messages import Outcomes, Ready, decode_from_engine, pack_outcomes, unpack_outcomes
@@ -56,6 +56,39 @@ def test_parts_cross_the_wire_as_they_are() -> None:
             if theirs is not None:
                 np.testing.assert_array_equal(mine, theirs)
                 assert mine.dtype == theirs.dtype
+
+
+def test_rows_that_go_on_are_named_only_when_they_change() -> None:
+    def sent(rows: Names, told: Names) -> tuple[int, Continued]:
+        ids = np.arange(len(rows), dtype=np.int32) + 7
+        header, *frames = pack_outcomes([Continued(rows, ids)], told)
+        message = decode_from_engine(header)
+        assert isinstance(message, Outcomes)
+        (got,) = unpack_outcomes(message.items, frames, told)
+        assert isinstance(got, Continued) and got.rows == rows
+        np.testing.assert_array_equal(got.token_ids, ids)
+        return len(header), got
+
+    rows: Names = (("a", 0), ("a", 1), ("é", 0))
+    named, _ = sent(rows, ())
+    again, got = sent(rows, rows)
+    assert again < named and got.rows is rows
+    assert sent(rows[1:], rows)[0] > again
+
+
+def test_a_step_names_the_same_rows_by_the_same_object() -> None:
+    core = make_core(blocks=60, depth=1)
+    core.add(asking("a", [[1, 2], [3]], 20))
+    core.add(asking("b", [[4]], 6))
+    seen: list[Names] = []
+    while core.busy:
+        for outcome in core.step():
+            if isinstance(outcome, Continued) and outcome.rows not in seen:
+                seen.append(outcome.rows)
+            elif isinstance(outcome, Continued):
+                assert any(outcome.rows is one for one in seen)
+    three, two = {("a", 0), ("a", 1), ("b", 0)}, {("a", 0), ("a", 1)}
+    assert [set(rows) for rows in seen] == [three, two]
 
 
 @pytest.fixture
@@ -126,6 +159,51 @@ def test_a_client_gets_every_part_and_one_that_leaves_frees_its_blocks(
     assert core.lane is not None
     core.lane.check_integrity()
     core.lane.pool.check_integrity()
+
+
+def test_two_clients_get_their_own_tokens_though_others_come_and_go(served: tuple[str, EngineCore]) -> None:
+    address, core = served
+
+    async def scene() -> None:
+        clients = [await connected(address), await connected(address)]
+
+        async def read(client: EngineClient, name: str, prompts: list[list[int]], count: int) -> None:
+            tokens: list[list[int]] = [[] for _ in prompts]
+            async for parts in client.generate(asking(name, prompts, count)):
+                for part in parts:
+                    tokens[part.row] += part.token_ids.tolist()
+            assert tokens == [continued(prompt, count) for prompt in prompts]
+
+        async def leave(client: EngineClient, name: str) -> None:
+            stream = client.generate(asking(name, [[9, 9]], 50))
+            await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+
+        async with asyncio.timeout(30):
+            work = [read(clients[i % 2], f"r{i}", [[i], [i, 5]], 8 + 5 * i) for i in range(6)]
+            await asyncio.gather(*work, *(leave(clients[i % 2], f"l{i}") for i in range(4)))
+        await until_idle(core)
+        for client in clients:
+            client.close()
+
+    asyncio.run(scene())
+    assert core.lane is not None
+    core.lane.check_integrity()
+    core.lane.pool.check_integrity()
+
+
+def test_a_name_that_is_used_again_is_heard_by_its_new_owner(served: tuple[str, EngineCore]) -> None:
+    async def scene() -> None:
+        client = await connected(served[0])
+        for prompt in ([1, 2], [3]):
+            got: list[int] = []
+            async with asyncio.timeout(10):
+                async for parts in client.generate(asking("same", [prompt], 12)):
+                    got += [token for part in parts for token in part.token_ids.tolist()]
+            assert got == continued(prompt, 12)
+        client.close()
+
+    asyncio.run(scene())
 
 
 def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_path: Path) -> None:

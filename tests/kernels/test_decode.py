@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import PoolingParams, Request, SamplingParams, Task
+from penstock.core import Generated, PoolingParams, Request, SamplingParams, Task
 from penstock.kernels import language
 from penstock.kernels.feed import feed_tokens
 from penstock.kvcache.blocks import BlockPool
@@ -27,6 +27,7 @@ from penstock.runner.graphs import Graphs, Work
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.lane import Lane, LaneLimits
 from penstock.weights.stream import open_weights
+from tests.generation.fakes import told_apart
 from tests.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -104,7 +105,8 @@ def run(
         plan = lane.schedule(0.0)
         if plan is None:
             break
-        for part in lane.collect(plan, runner.launch(plan).result()):
+        for part in told_apart(lane.collect(plan, runner.launch(plan).result())):
+            assert isinstance(part, Generated)
             tokens, logprobs = found[int(part.id)]
             tokens.extend(part.token_ids.tolist())
             if part.logprobs is not None:

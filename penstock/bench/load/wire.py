@@ -133,7 +133,9 @@ class StreamConnection(Connection):
         self.stream = TokenStream()
 
     def on_body(self, chunk: bytes) -> None:
-        super().on_body(chunk)
+        self.body_bytes += len(chunk)
+        if len(self.head) < _KEPT_BYTES:
+            self.head += chunk
         self.stream.feed(chunk, time.monotonic())
 
     def tokens(self) -> tuple[int, int]:

@@ -1,0 +1,73 @@
+"""The script of loads runs them through HTTP on a small model, and its floors are what memory allows."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.generation.families import write
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/gpu_loads.py"
+
+
+@pytest.fixture(scope="module")
+def loads() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_loads", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["gpu_loads"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generation_is_loaded_through_http_alone_and_beside_embeddings(tmp_path: Path) -> None:
+    write("qwen3", tmp_path / "qwen3-4b")
+    write("gritlm", tmp_path / "gritlm-7b")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"prompt": f"water {i}"}) + "\n" for i in range(50)))
+    command = [sys.executable, str(SCRIPT), "--models", str(tmp_path), "--s1-file", str(texts)]
+    command += ["--only", "gen-greedy|gen-sampled|gritlm-both", "--output-len", "6", "--seconds", "1.6"]
+    command += ["--api-server-count", "2", "--clients", "1", "--save", str(tmp_path / "table.md")]
+    command += ["--serve-flags", "--device cpu --load-format auto --max-model-len 64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gen: ready after" in done.stdout and "gritlm-both: ready after" in done.stdout
+    lines = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]
+    greedy, sampled, both = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:])
+    for cells in (greedy, sampled, both):
+        rate, tpot, ttft = cells[1:4]
+        assert "failed" not in rate and float(rate.replace(",", "")) > 0, done.stdout
+        assert float(tpot) > 0 and float(ttft) > 0
+    assert greedy[6].startswith("≥ 24,000") and sampled[6].startswith("≥ 23,500")
+    assert not greedy[8] and float(both[8].replace(",", "")) > 0, "embeddings were made meanwhile"
+
+
+def test_the_floor_is_all_bytes_that_a_step_reads(loads: ModuleType, tmp_path: Path) -> None:
+    shape = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 100,
+        "vocab_size": 1000,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 10}
+    options = argparse.Namespace(models=str(tmp_path), output_len=None)
+    attention, keys = 64 * (64 + 64 + 32 + 32), 2 * 32
+    rows = loads.Load("x", "x", "gen", 20, 4)
+    for name, more, flags, feed, weight in (
+        ("dense", {}, (), 3 * 64 * 100, 2),
+        ("moe", experts, ("--quantization", "fp8"), 3 * 64 * 10 * 8, 1),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(shape | more))
+        wanted = 2 * (attention + feed) * weight + 1000 * 64 * 2 + 4 * 12 * keys * 2 * 2
+        found = loads.floor_ms(loads.Setup(name, name, (rows,), flags), rows, options)
+        assert found == pytest.approx(wanted / loads.MEMORY_BYTES_S * 1000)
