@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,6 +78,7 @@ class Scheduler:
         self.chunking = chunking
         self.places = places  # where requests with pairs keep their vectors
         self.line = WaitingLine()
+        self.apart: deque[list[Waiting]] = deque()  # rows of failed steps, in groups that run before the line
         self._finished: list[OpenRow] = []  # rows that end in the step being planned
 
     def add(self, request: Request) -> None:
@@ -95,11 +98,13 @@ class Scheduler:
             self.places.release(request.id, well=well)
 
     def cancel(self, request_id: str) -> bool:
-        waiting = self.line.remove(request_id)
-        if waiting is None:
-            return False
-        self._release(waiting.open)
-        return True
+        apart, waiting = self._take_apart(request_id), self.line.remove(request_id)
+        if apart is not None:
+            self.line.took(apart.tokens_left, apart.rows_left)
+            self._release(apart.open)
+        if waiting is not None:
+            self._release(waiting.open)
+        return apart is not None or waiting is not None
 
     def expire(self, now_s: float) -> list[Request]:
         late = self.line.expired(now_s)
@@ -107,16 +112,42 @@ class Scheduler:
             self._release(waiting.open)
         return [waiting.request for waiting in late]
 
-    def forget_open(self, request_id: str, rows: Ints) -> None:
-        """Rows whose step failed will be run whole by the caller: drop what was kept of them."""
-        waiting = self.line.find(request_id)
+    def again(self, groups: Sequence[Sequence[Share]]) -> None:
+        """Rows whose step failed, or that stood on what it was to write, begin once more before all others:
+        each group apart, the next when all of the one before it have been planned."""
+        for shares in groups:
+            group: dict[str, Waiting] = {}
+            for share in shares:
+                name = share.request.id
+                group[name] = self._back(share, group.get(name) or self._take_apart(name))
+            self.apart.append(list(group.values()))
+
+    def _back(self, share: Share, waiting: Waiting | None) -> Waiting:
+        """The rows of a share, with those of their request that run apart already: queries go first."""
+        request, line = share.request, self.line.find(share.request.id)
         if waiting is None:
-            return
-        dropped = [row for row in waiting.open if row.row in rows]
-        waiting.open = [row for row in waiting.open if row.row not in rows]
-        self._release(dropped)
-        self.line.took(sum(row.length - row.done for row in dropped), len(dropped))
+            waiting = Waiting(request, _NO_ROWS, _NO_ROWS, self.line.place(request), held=share.held)
+        for closed in (waiting.close(share.rows), [] if line is None else line.close(share.rows)):
+            self._release(closed)
+            self.line.took(sum(row.length - row.done for row in closed), len(closed))
         self.line.sweep()
+        stored = 0 if share.stored is None else len(share.stored)
+        self.line.took(-int(request.lengths[share.rows].sum()), -len(share.rows) - stored)
+        waiting.put_back(share.rows, share.stored)
+        return waiting
+
+    def _take_apart(self, request_id: str) -> Waiting | None:
+        for group in self.apart:
+            for waiting in group:
+                if waiting.request.id == request_id:
+                    group.remove(waiting)
+                    self._sweep_apart()
+                    return waiting
+        return None
+
+    def _sweep_apart(self) -> None:
+        groups = [[waiting for waiting in group if waiting.rows_left] for group in self.apart]
+        self.apart = deque(group for group in groups if group)
 
     def retract(self, shares: list[Share]) -> None:
         """The step of these shares did not run: no row may reuse what it was to write."""
@@ -132,9 +163,24 @@ class Scheduler:
 
     def schedule(self) -> list[Share]:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be cut."""
+        if self.apart:
+            shares, _ = self._fill(self.apart[0])
+            if not shares and self._close_line():
+                shares, _ = self._fill(self.apart[0])
+            self._sweep_apart()
+        else:
+            shares, visited = self._fill(self.line)
+            if shares:
+                self.line.sweep(visited)
+        self._release(self._finished)
+        self._finished = []
+        return shares
+
+    def _fill(self, waits: Iterable[Waiting]) -> tuple[list[Share], int]:
+        """The shares of a step, and how many of those that wait were asked."""
         room, passed_over, visited = _Room(self.budget.tokens, self.budget.rows), 0, 0
         shares: list[Share] = []
-        for waiting in self.line:
+        for waiting in waits:
             visited += 1
             share = None
             if waiting.held is not None or waiting.request.pairs is None or self._hold(waiting):
@@ -148,11 +194,18 @@ class Scheduler:
                 passed_over += 1
             if room.full or passed_over > self.LOOK_AHEAD:
                 break
-        if shares:
-            self.line.sweep(visited)
-            self._release(self._finished)
-            self._finished = []
-        return shares
+        return shares, visited
+
+    def _close_line(self) -> bool:
+        """Rows that are open in the line give their memory to those that run apart, and begin again later."""
+        found = False
+        for waiting in self.line:
+            for row in waiting.close():
+                self._release([row])
+                self.line.took(-row.done, 0)
+                waiting.put_back(np.array([row.row], dtype=np.int32))
+                found = True
+        return found
 
     def _whole_rows(self, waiting: Waiting, room: _Room, *, alone: bool) -> Share | None:
         """Rows that run from end to end in this step."""
