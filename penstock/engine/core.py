@@ -418,7 +418,7 @@ class EngineCore:
         self._set_budget()
 
     def _divide(self, flight: _Flight, error: DeviceOutOfMemory) -> list[Outcome]:
-        """Memory ran out: run the rows again in two parts. A row that is not to be divided gets the device for
+        """Memory ran out: run the rows again in two parts. A row that cannot be divided gets the device for
         itself before it is given up.
 
         Rows that go on over steps keep their memory meanwhile: nothing is planned before the parts have run.

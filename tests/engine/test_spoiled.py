@@ -198,9 +198,7 @@ LONG = list(range(100, 130))
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("task", [Task.EMBED, Task.TOKEN_EMBED])
 @pytest.mark.parametrize("failing", range(5))
-def test_a_row_whose_chunk_failed_begins_again_and_others_go_on(
-    depth: int, task: Task, failing: int
-) -> None:
+def test_a_row_whose_chunk_failed_begins_again_and_others_go_on(depth: int, task: Task, failing: int) -> None:
     core, runner = make_core(step_fails(failing), depth=depth, prefixes=False)
     asked = [request("a", [LONG], task), request("b", [LONG[::-1]], task), request("c", [[1, 2, 3]])]
     for each in asked:
@@ -213,7 +211,7 @@ def test_a_row_whose_chunk_failed_begins_again_and_others_go_on(
 @pytest.mark.parametrize("depth", [2, 3])
 def test_a_row_that_found_a_prefix_of_a_failed_step_begins_again(depth: int) -> None:
     core, runner = make_core(step_fails(0), depth=depth, chunk=12)
-    asked = [request("a", [LONG[:10]]), request("b", [LONG[:9] + [5, 6]]), request("c", [[9, 8, 7]])]
+    asked = [request("a", [LONG[:10]]), request("b", [[*LONG[:9], 5, 6]]), request("c", [[9, 8, 7]])]
     core.add(asked[0])
     core.step()
     for each in asked[1:]:

@@ -1,4 +1,4 @@
-"""Steps that fail while later ones of the same rows are in flight: every token that is handed out is right."""
+"""Steps that fail while later ones of the same rows are in flight: every token handed out is right."""
 
 from __future__ import annotations
 
