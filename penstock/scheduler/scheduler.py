@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import Held, Ints, Request
+from penstock.core import Held, Ints, PoolingParams, Request
 from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool, prefix_keys
 from penstock.scheduler.queue import OpenRow, Waiting, WaitingLine
@@ -21,6 +21,7 @@ class Budget:
     tokens: int  # of one step
     rows: int  # of one step
     queued_tokens: int  # of the waiting line; beyond it requests are refused
+    output_bytes: int = 0  # of token vectors that leave one step, a first row aside; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,28 @@ class _Room:
 
     tokens: int
     rows: int
+    output_bytes: int  # of token vectors
+    token_bytes: int = 0  # what leaves the step for each token of the request that is asked now
+    has_output: bool = False  # some token vectors leave it
 
     @property
     def full(self) -> bool:
         return self.tokens <= 0 or self.rows <= 0
+
+    @property
+    def most(self) -> int:
+        """Tokens that may still run and, if they have to, leave."""
+        return min(self.tokens, self.output_bytes // self.token_bytes) if self.token_bytes else self.tokens
+
+    def may_leave(self, tokens: int) -> bool:
+        """Whether a row of so many may: a first one always, so that none waits for ever."""
+        return not (self.token_bytes and self.has_output) or tokens * self.token_bytes <= self.output_bytes
+
+    def use(self, tokens: int, rows: int) -> None:
+        self.tokens -= tokens
+        self.rows -= rows
+        self.output_bytes -= tokens * self.token_bytes
+        self.has_output |= self.token_bytes > 0
 
 
 class Scheduler:
@@ -72,9 +91,15 @@ class Scheduler:
     LOOK_AHEAD = 64  # requests behind one that does not fit which may still fill the step
 
     def __init__(
-        self, budget: Budget, chunking: Chunking | None = None, places: VectorPlaces | None = None
+        self,
+        budget: Budget,
+        chunking: Chunking | None = None,
+        places: VectorPlaces | None = None,
+        token_bytes: Callable[[PoolingParams], int] = lambda params: 0,
     ) -> None:
+        """`token_bytes` says how much leaves the engine for each token of a row that wants this."""
         self.budget = budget
+        self.token_bytes = token_bytes
         self.chunking = chunking
         self.places = places  # where requests with pairs keep their vectors
         self.line = WaitingLine()
@@ -178,11 +203,14 @@ class Scheduler:
 
     def _fill(self, waits: Iterable[Waiting]) -> tuple[list[Share], int]:
         """The shares of a step, and how many of those that wait were asked."""
-        room, passed_over, visited = _Room(self.budget.tokens, self.budget.rows), 0, 0
+        budget, passed_over, visited = self.budget, 0, 0
+        room = _Room(budget.tokens, budget.rows, budget.output_bytes)
         shares: list[Share] = []
         for waiting in waits:
             visited += 1
             share = None
+            if budget.output_bytes:
+                room.token_bytes = self._leaving(waiting.request)
             if waiting.held is not None or waiting.request.pairs is None or self._hold(waiting):
                 if self.chunking is None:
                     share = self._whole_rows(waiting, room, alone=not shares)
@@ -195,6 +223,11 @@ class Scheduler:
             if room.full or passed_over > self.LOOK_AHEAD:
                 break
         return shares, visited
+
+    def _leaving(self, request: Request) -> int:
+        if not request.also:  # almost all are so, and this is asked for each of them in every step
+            return self.token_bytes(request.params)
+        return sum(self.token_bytes(params) for params in request.wants)
 
     def _close_line(self) -> bool:
         """Rows that are open in the line give their memory to those that run apart, and begin again later."""
@@ -210,7 +243,9 @@ class Scheduler:
     def _whole_rows(self, waiting: Waiting, room: _Room, *, alone: bool) -> Share | None:
         """Rows that run from end to end in this step."""
         before = waiting.tokens_taken
-        taken = waiting.take(room.tokens, room.rows)
+        taken = waiting.take(room.most, room.rows)
+        if not len(taken) and room.token_bytes and not room.has_output:
+            taken = waiting.take(room.tokens, 1)
         if not len(taken) and alone:
             taken = waiting.take(waiting.tokens_left, 1)
         stored = None if waiting.stored is None else self._take_stored(waiting)
@@ -249,10 +284,12 @@ class Scheduler:
         most = chunking.threshold
         pieces: list[_Chunk] = []
         for open_row in list(waiting.open):
-            if not room.full:
+            if not room.full and room.may_leave(min(open_row.length - open_row.done, most)):
                 pieces.append(self._advance(waiting, open_row, most, chunking, room))
         while not room.full and waiting.unopened and not waiting.documents_wait:
             length = waiting.next_length
+            if not room.may_leave(length):
+                break  # it goes first in another step, rather than being cut
             if length <= min(most, room.tokens) and not self._keeps(waiting, length, chunking):
                 (row,) = waiting.take(length, 1)
                 pieces.append(_Chunk(int(row), 0, length, None))
@@ -316,8 +353,7 @@ class Scheduler:
         return chunk
 
     def _use(self, room: _Room, tokens: int, rows: int, *, finished: int) -> None:
-        room.tokens -= tokens
-        room.rows -= rows
+        room.use(tokens, rows)
         self.line.took(tokens, finished)
 
     def _release(self, rows: list[OpenRow]) -> None:
