@@ -33,6 +33,7 @@ from penstock.engine.messages import (
     Submit,
     decode_to_engine,
     encode,
+    in_messages,
     pack_outcomes,
     unpack_comparison,
     unpack_requests,
@@ -144,8 +145,8 @@ class EngineServer:
         return refused
 
     def _answer(self, outcomes: list[Outcome]) -> None:
-        """All outcomes of one turn, one message for each API process. Sending never waits: an API process
-        that reads slowly has its messages kept for it."""
+        """All outcomes of one turn, one message for each API process and each large answer. Sending never
+        waits: an API process that reads slowly has its messages kept for it."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
             if (owner := self._owner.get(outcome.id)) is not None:
@@ -154,7 +155,8 @@ class EngineServer:
             if not isinstance(outcome, Generated) or not self._core.generates(outcome.id):
                 self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
-            self._socket.send_multipart([owner, *pack_outcomes(theirs)], zmq.NOBLOCK, copy=False)
+            for some in in_messages(theirs):
+                self._socket.send_multipart([owner, *pack_outcomes(some)], zmq.NOBLOCK, copy=False)
 
 
 def prepare_child() -> None:
