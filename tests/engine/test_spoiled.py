@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import Engine
 from penstock.core import Answer, Array, Ints, PoolingParams, Request, StepPlan, StepResult, Task
 from penstock.engine.core import EngineCore, Failure
 from penstock.errors import DeviceOutOfMemory, RowFailed
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vectors import VectorPlaces
+from tests.engine.test_chunked import check_no_memory_is_held, chunked, folder, rows
 from tests.helpers import ints
+
+__all__ = ["folder"]
 
 BLOCK = 4
 PLACES = 64
@@ -266,6 +272,49 @@ def test_rows_that_run_apart_get_the_memory_of_those_that_are_open_in_the_line()
     found = run(core, runner)
     assert isinstance(found["bad"], Failure)
     check(found, asked, {"bad"})
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("failing", [1, 2, 4])
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_a_real_model_gives_the_same_vectors_when_a_step_fails_on_its_way(
+    folder: Path, depth: int, failing: int, prefixes: bool
+) -> None:
+    long, other = rows([150, 149], seed=3)
+    asked = [
+        (long, Task.EMBED),
+        (other, Task.TOKEN_EMBED),
+        (long[:100] + other[:30], Task.EMBED),
+        (other[::-1], Task.EMBED),
+    ]
+
+    def submit(engine: Engine) -> list[Array]:
+        futures = []
+        for number, (row, task) in enumerate(asked):
+            made = request(f"r{number}", [row], task)
+            futures.append(engine._engine.submit(made))
+        return [future.result(timeout=60).values for future in futures]
+
+    with chunked(folder) as plain:
+        wanted = submit(plain)
+    options = {"enable_prefix_caching": prefixes, "long_prefill_token_threshold": 20}
+    with chunked(folder, pipeline_depth=depth, **options) as engine:
+        runner = engine._engine._core.runner
+        run_step, steps = runner._run_on_cpu, iter(range(1000))
+        gate = threading.Event()
+
+        def fails(plan: StepPlan) -> StepResult:
+            gate.wait(60)
+            if next(steps) == failing:
+                raise RuntimeError("this step fails")
+            return run_step(plan)
+
+        runner._run_on_cpu = fails  # type: ignore[method-assign]
+        threading.Timer(0.2, gate.set).start()  # by then all requests are there
+        got = submit(engine)
+        for mine, theirs in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+        check_no_memory_is_held(engine)
 
 
 TASKS = st.sampled_from([Task.EMBED, Task.EMBED, Task.TOKEN_EMBED, Task.SCORE])
