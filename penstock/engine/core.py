@@ -251,7 +251,8 @@ class EngineCore:
 
     def _generation_step(self) -> tuple[StepPlan, list[Share]] | None:
         assert self.lane is not None
-        plan = self.lane.schedule(self.clock())
+        # Rows that run apart and find no memory get what others leave.
+        plan = self.lane.schedule(self.clock(), begin=not self.scheduler.apart)
         return None if plan is None else (plan, [])
 
     def _pooling_step(self) -> tuple[StepPlan, list[Share]] | None:

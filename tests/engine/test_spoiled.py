@@ -18,9 +18,11 @@ from penstock.core import Answer, Array, Ints, PoolingParams, Request, StepPlan,
 from penstock.engine.core import EngineCore, Failure
 from penstock.errors import DeviceOutOfMemory, RowFailed
 from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.lane import Lane, LaneLimits
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vectors import VectorPlaces
 from tests.engine.test_chunked import check_no_memory_is_held, chunked, folder, rows
+from tests.generation.fakes import asking
 from tests.helpers import ints
 
 __all__ = ["folder"]
@@ -272,6 +274,54 @@ def test_rows_that_run_apart_get_the_memory_of_those_that_are_open_in_the_line()
     found = run(core, runner)
     assert isinstance(found["bad"], Failure)
     check(found, asked, {"bad"})
+
+
+class BothRunner(AsyncRunner):
+    """Continues rows too, at once and by the token after the last."""
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        if plan.sample is None:
+            return super().launch(plan)
+        future: Future[StepResult] = Future()
+        future.set_result(StepResult((np.ones(len(plan.sample.rows), dtype=np.int32),), 0.001))
+        return future
+
+
+def test_rows_that_run_apart_wait_for_the_memory_of_rows_that_are_continued() -> None:
+    """Two rows give their memory back with their last part; others take it; then that step fails."""
+    rows, failed = [list(range(100, 145)), list(range(200, 244))], []
+
+    def fails(number: int, plan: StepPlan) -> Exception | None:
+        if failed or rows[0][-1] not in plan.token_ids:
+            return None
+        failed.append(number)
+        return RuntimeError("this step fails")
+
+    runner, pool = BothRunner(24, fails), BlockPool(24, BLOCK)
+    core = EngineCore(
+        runner,  # type: ignore[arg-type]
+        Scheduler(Budget(16, 8, 10**9), Chunking(pool, 8), VectorPlaces(PLACES)),
+        depth=2,
+        clock=lambda: 1.0,
+        share_identical=False,
+        lane=Lane(pool, LaneLimits(6, 16, 16, 60, 10**6, prefixes=False)),
+    )
+    asked = [request(name, [row]) for name, row in zip("ab", rows, strict=True)]
+    for each in asked:
+        core.add(each)
+    found: dict[str, Answer | Failure] = {}
+    for turn in range(600):
+        if turn:  # both have begun
+            core.add(asking(f"g{turn}", [[7] * 9], 12))  # there is always more that would begin
+        for outcome in core.step():
+            if isinstance(outcome, Answer | Failure):
+                found[outcome.id] = outcome
+        if runner.in_flight and (not failed or turn % 8 == 0):
+            runner.finish()
+        if len(found) == len(asked):
+            break
+    assert failed
+    check(found, asked, set())
 
 
 @pytest.mark.parametrize("depth", [2, 3])
