@@ -1,15 +1,20 @@
 """S2: token vectors of 16 texts a request, four clients in a loop, as base64.
 
-python benchmarks/scenario_s2.py --base-url http://127.0.0.1:9256 --model NAME [--seconds 120]
+python benchmarks/scenario_s2.py --base-url http://127.0.0.1:9256 --model NAME [--seconds 120] [--different]
+
+All clients post the same body, as the scenario says, so rows in flight together are computed once; with
+--different no two requests have a text in common.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
@@ -18,11 +23,16 @@ UNIT = "retrieval benchmark sentence "
 
 
 def client(
-    base_url: str, body: bytes, until: float, samples: list[tuple[float, int, int]], errors: list[str]
+    base_url: str,
+    bodies: Iterator[bytes],
+    until: float,
+    samples: list[tuple[float, int, int]],
+    errors: list[str],
 ) -> None:
     """Open a connection, post the body, read the answer whole; again until the time is up."""
     address = urlsplit(base_url)
     while time.perf_counter() < until:
+        body = next(bodies)
         began = time.perf_counter()
         connection = HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=60)
         try:
@@ -43,27 +53,39 @@ def client(
         samples.append((seconds, tokens, len(content)))
 
 
+def body_of(model: str, before: str = "") -> bytes:
+    fields = {
+        "model": model,
+        "task": "token_embed",
+        "truncate_prompt_tokens": -1,
+        "encoding_format": "base64",
+        "input": [before + UNIT * count for count in REPEATS],
+    }
+    return json.dumps(fields).encode()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--base-url", default="http://127.0.0.1:9256")
     parser.add_argument("--model", required=True)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--different", action="store_true", help="no two requests have a text in common")
     options = parser.parse_args()
-    body = json.dumps(
-        {
-            "model": options.model,
-            "task": "token_embed",
-            "truncate_prompt_tokens": -1,
-            "encoding_format": "base64",
-            "input": [UNIT * count for count in REPEATS],
-        }
-    ).encode()
+
+    def bodies(client: int) -> Iterator[bytes]:
+        if not options.different:
+            return itertools.repeat(body_of(options.model))
+        return (body_of(options.model, f"{client} {number} ") for number in itertools.count())
+
     samples: list[tuple[float, int, int]] = []
     errors: list[str] = []
     began = time.perf_counter()
-    arguments = (options.base_url, body, began + options.seconds, samples, errors)
-    threads = [threading.Thread(target=client, args=arguments) for _ in range(options.clients)]
+    until = began + options.seconds
+    threads = [
+        threading.Thread(target=client, args=(options.base_url, bodies(i), until, samples, errors))
+        for i in range(options.clients)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,12 +1,13 @@
 """Mixed load for minutes; fails if a process of the server, or its device, keeps more and more memory.
 
-    python benchmarks/soak.py --minutes 5 --model FOLDER --serve-flags "--load-format dummy"
-    python benchmarks/soak.py --minutes 5 --base-url http://127.0.0.1:8000 --pid PID
+    python benchmarks/soak.py --seconds 300 --model FOLDER --serve-flags "--load-format dummy"
+    python benchmarks/soak.py --seconds 300 --base-url http://127.0.0.1:8000 --pid PID
 
-The first form starts a server and ends it; the second takes one that runs, by its `penstock serve` process.
-Short and long texts, one and many in a request, both encodings, refused bodies and clients that leave are
-mixed.
-Exit code 1: memory grew by more than the bound after the warm-up, or a process was lost.
+The first form starts a server on loopback and ends it; the second takes one that runs, by its `penstock
+serve` process. Whatever the model answers is asked, side by side: embeddings, token vectors, classes,
+rankings, and continuations, streamed or not; short and long texts, one and many, both encodings, refused
+bodies and clients that leave.
+Exit code 1: memory grew by more than the bound after the warm-up, a request failed, or a process was lost.
 """
 
 from __future__ import annotations
@@ -32,32 +33,65 @@ from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 WORDS = ("water", "river", "pipe", "valve", "pump", "gate", "flow", "turbine", "basin", "weir", "sluice")
 DEVICE = "device"
 
 
-def body(draw: random.Random, model: str, longest: int) -> bytes:
-    """One request of the mix; one in thirty is refused by the server."""
-    if draw.random() < 1 / 30:
-        return json.dumps({"model": model, "input": 7, "unknown": True}).encode()
-    many = draw.choice((1, 1, 1, 2, 8, 64))
+Request = tuple[str, str, dict[str, Any]]  # kind, path, fields
+
+
+def texts(draw: random.Random, count: int, most: int) -> list[str]:
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, most))) for _ in range(count)]
+
+
+def request_of(draw: random.Random, kind: str, longest: int) -> Request:
+    """One request of a kind: short and long texts, one and many."""
     most = longest if draw.random() < 0.2 else min(longest, 40)
-    texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, most))) for _ in range(many)]
-    fields = {"model": model, "input": texts, "truncate_prompt_tokens": -1}
-    return json.dumps(fields | {"encoding_format": draw.choice(("float", "base64"))}).encode()
+    many = draw.choice((1, 1, 1, 2, 8, 64))
+    encoding = {"encoding_format": draw.choice(("float", "base64")), "truncate_prompt_tokens": -1}
+    if kind == "embed":
+        return kind, "/v1/embeddings", {"input": texts(draw, many, most)} | encoding
+    if kind == "tokens":
+        return kind, "/pooling", {"task": "token_embed", "input": texts(draw, min(many, 8), most)} | encoding
+    if kind == "classify":
+        return kind, "/classify", {"input": texts(draw, min(many, 8), most)}
+    if kind == "rerank":
+        query, *documents = texts(draw, 1 + min(many, 16), min(most, longest // 2))
+        return kind, "/rerank", {"query": query, "documents": documents}
+    asked = {"prompt": texts(draw, 1, most)[0], "max_tokens": draw.randint(1, 48)}
+    asked |= {"temperature": draw.choice((0, 0.8)), "stream": draw.random() < 0.5}
+    return kind, "/v1/completions", asked
 
 
-def client(url: str, model: str, longest: int, seed: int, stop: Event, counts: Counter[str]) -> None:
-    """Requests one after another; now and then it leaves before the answer, or opens a new connection."""
+KINDS = ("embed", "tokens", "classify", "rerank", "generate")
+
+
+def offered(url: str, model: str) -> list[str]:
+    """What the server answers: nobody has to say what the model is for."""
+    draw, found = random.Random(0), []
+    for kind in KINDS:
+        _, path, fields = request_of(draw, kind, 16)
+        if ask(url, "POST", path, json.dumps({"model": model} | fields).encode())[0] == 200:
+            found.append(kind)
+    return found
+
+
+def client(
+    url: str, model: str, kinds: list[str], longest: int, seed: int, stop: Event, counts: Counter[str]
+) -> None:
+    """Requests one after another; now and then it leaves before the answer, or asks for nonsense."""
     draw, address = random.Random(seed), urlsplit(url)
-    connection = HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=60)
+    connection = HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=120)
     headers = {"Content-Type": "application/json"}
+    weights = [2 if kind == "embed" else 1 for kind in kinds]
     while not stop.is_set():
-        sent = body(draw, model, longest)
+        kind, path, fields = request_of(draw, draw.choices(kinds, weights)[0], longest)
+        fields = {"model": model, "unknown": True} if draw.random() < 1 / 30 else {"model": model} | fields
         try:
-            connection.request("POST", "/v1/embeddings", sent, headers)
+            connection.request("POST", path, json.dumps(fields).encode(), headers)
             if draw.random() < 0.02:
                 connection.close()
                 counts["left"] += 1
@@ -65,26 +99,39 @@ def client(url: str, model: str, longest: int, seed: int, stop: Event, counts: C
             response = connection.getresponse()
             content = response.read()
             counts[str(response.status)] += 1
-            if response.status == 200 and draw.random() < 0.01 and not right(content, sent):
-                counts["wrong"] += 1
+            if response.status == 200:
+                counts[kind] += 1
+                if draw.random() < 0.02 and not right(kind, content, fields):
+                    counts["wrong"] += 1
         except (OSError, HTTPException) as error:
             counts[type(error).__name__] += 1
             connection.close()
             time.sleep(0.1)
 
 
-def right(content: bytes, sent: bytes) -> bool:
-    """Whether an answer has a finite vector for each text."""
-    vectors = [row["embedding"] for row in json.loads(content)["data"]]
-    values = [array("f", base64.b64decode(v)) if isinstance(v, str) else v for v in vectors]
-    return len(values) == len(json.loads(sent)["input"]) and all(
-        len(v) > 0 and all(map(math.isfinite, v)) for v in values
+def right(kind: str, content: bytes, fields: dict[str, Any]) -> bool:
+    """Whether an answer has what was asked for, in finite numbers."""
+    if kind == "generate":
+        return b"[DONE]" in content if fields["stream"] else len(json.loads(content)["choices"]) == 1
+    if kind == "rerank":
+        scores = [row["relevance_score"] for row in json.loads(content)["results"]]
+        return len(scores) == len(fields["documents"]) and all(map(math.isfinite, scores))
+    data = json.loads(content)["data"]
+    if len(data) != len(fields["input"]):
+        return False
+    return kind != "embed" or all(
+        len(row) > 0 and all(map(math.isfinite, row)) for row in (numbers(each["embedding"]) for each in data)
     )
+
+
+def numbers(value: str | list[float]) -> array[float] | list[float]:
+    return array("f", base64.b64decode(value)) if isinstance(value, str) else value
 
 
 def load_process(
     url: str,
     model: str,
+    kinds: list[str],
     longest: int,
     threads: int,
     seed: int,
@@ -93,7 +140,7 @@ def load_process(
 ) -> None:
     counts: list[Counter[str]] = [Counter() for _ in range(threads)]
     workers = [
-        threading.Thread(target=client, args=(url, model, longest, seed * 1000 + i, stop, counts[i]))
+        threading.Thread(target=client, args=(url, model, kinds, longest, seed * 1000 + i, stop, counts[i]))
         for i in range(threads)
     ]
     for worker in workers:
@@ -121,6 +168,12 @@ def resident_mib(pid: int) -> float:
 
 
 def device_mib() -> float | None:
+    """Memory in use on the first device, by whoever; None where there is none."""
+    with contextlib.suppress(Exception):
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -148,11 +201,11 @@ def start_server(options: argparse.Namespace) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 
-def get(url: str, path: str) -> tuple[int, bytes]:
+def ask(url: str, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
     address = urlsplit(url)
-    connection = HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=5)
+    connection = HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=60)
     try:
-        connection.request("GET", path)
+        connection.request(method, path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read()
     except OSError:
@@ -163,7 +216,7 @@ def get(url: str, path: str) -> tuple[int, bytes]:
 
 def await_ready(url: str, server: subprocess.Popen[bytes] | None, patience_s: float) -> None:
     until = time.monotonic() + patience_s
-    while get(url, "/ready")[0] != 200:
+    while ask(url, "GET", "/ready")[0] != 200:
         if server is not None and server.poll() is not None:
             raise SystemExit(f"the server ended with status {server.returncode}")
         if time.monotonic() > until:
@@ -171,33 +224,38 @@ def await_ready(url: str, server: subprocess.Popen[bytes] | None, patience_s: fl
         time.sleep(0.1)
 
 
-def report(samples: list[tuple[float, dict[str, float]]], warm_up_s: float, bound_mib: float) -> list[str]:
+def report(samples: list[tuple[float, dict[str, float]]], options: argparse.Namespace) -> list[str]:
     """A line for each process, and the complaints. Memory is a median over a tenth of the time."""
     complaints: list[str] = []
-    after = [found for at, found in samples if at >= warm_up_s]
+    after = [found for at, found in samples if at >= options.warm_up]
     size = max(3, len(after) // 10)
-    print(f"\n| {'process':<34} | at first | warm MiB | end MiB | peak MiB | growth MiB |")
-    print("|---|---|---|---|---|---|")
+    print(f"\n| {'process':<34} | at first | warm MiB | end MiB | peak MiB | growth MiB | allowed |")
+    print("|---|---|---|---|---|---|---|")
     for name in after[0]:
         if any(name not in found for found in after):
             complaints.append(f"{name} was lost")
             continue
+        bound = options.device_bound_mib if name == DEVICE else options.bound_mib
         values = [found[name] for found in after]
         warm, end = statistics.median(values[:size]), statistics.median(values[-size:])
         first = f"{samples[0][1].get(name, 0.0):,.0f}"
-        grown = f"{end - warm:+,.1f}"
+        grown = f"{end - warm:+,.1f} | {bound:g}"
         print(f"| {name:<34} | {first} | {warm:,.0f} | {end:,.0f} | {max(values):,.0f} | {grown} |")
-        if end - warm > bound_mib:
-            complaints.append(f"{name} grew by {end - warm:,.1f} MiB; {bound_mib:g} are allowed")
+        if end - warm > bound:
+            complaints.append(f"{name} grew by {end - warm:,.1f} MiB; {bound:g} are allowed")
     new = {name for found in after for name in found} - set(after[0])
     return complaints + [f"{name} is new: something was restarted" for name in sorted(new)]
 
 
 def soak(options: argparse.Namespace, pid: int) -> list[str]:
-    model = json.loads(get(options.base_url, "/v1/models")[1])["data"][0]["id"]
+    model = json.loads(ask(options.base_url, "GET", "/v1/models")[1])["data"][0]["id"]
+    answers = offered(options.base_url, model)
+    kinds = [kind for kind in answers if kind in options.only.split(",")]
+    if not kinds:
+        return [f"nothing to ask: the server answers {', '.join(answers) or 'nothing'}"]
     context = multiprocessing.get_context("spawn")
     stop, out = context.Event(), context.Queue()
-    fixed = (options.base_url, model, options.longest, options.threads)
+    fixed = (options.base_url, model, kinds, options.longest, options.threads)
     clients = [
         context.Process(target=load_process, args=(*fixed, seed, stop, out), daemon=True)
         for seed in range(options.clients)
@@ -207,22 +265,27 @@ def soak(options: argparse.Namespace, pid: int) -> list[str]:
     for one in clients:
         one.start()
     try:
-        while (at := time.monotonic() - began) < options.minutes * 60:
+        while (at := time.monotonic() - began) < options.seconds:
             time.sleep(options.every)
             samples.append((at, sample(pid)))
             if options.verbose:
                 print(f"{at:6.0f} s  " + "  ".join(f"{v:,.0f}" for v in samples[-1][1].values()), flush=True)
     finally:
         stop.set()
-    counts = sum((out.get(timeout=90) for _ in clients), Counter[str]())
+    counts = sum((out.get(timeout=150) for _ in clients), Counter[str]())
     for one in clients:
         one.join(10)
-    answers = ", ".join(f"{name}: {count:,}" for name, count in sorted(counts.items()))
-    print(f"{counts['200'] / (time.monotonic() - began):,.0f} answered requests/s ({answers})")
-    complaints = report(samples, options.warm_up * options.minutes * 60, options.bound_mib)
+    took = time.monotonic() - began
+    answered = ", ".join(f"{kind} {counts.pop(kind, 0):,}" for kind in kinds)
+    others = ", ".join(f"{name}: {count:,}" for name, count in sorted(counts.items()))
+    complaints = report(samples, options)
     failed = sum(count for name, count in counts.items() if name not in ("200", "400", "422", "left"))
     if failed or not counts["200"]:
-        complaints.append(f"{failed} requests failed, {counts['200']} were answered")
+        complaints.append(f"{failed} requests failed or were wrong, {counts['200']} were answered")
+    print(
+        f"\n{took:.0f} s, {counts['200']:,} requests answered ({counts['200'] / took:,.0f}/s: {answered}), "
+        f"{failed} errors ({others}); growth is counted from {options.warm_up:g} s on"
+    )
     return complaints
 
 
@@ -230,9 +293,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--warm-up", type=float, default=0.3, help="share of the time that does not count")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--minutes", type=float, help="the same, in minutes")
+    parser.add_argument("--warm-up", type=float, help="seconds that do not count; default 60, or 0.4 of less")
     parser.add_argument("--bound-mib", type=float, default=48.0, help="growth allowed to each process")
+    parser.add_argument(
+        "--device-bound-mib", type=float, default=256.0, help="the same for the device: graphs come with use"
+    )
     parser.add_argument("--model", help="start a server for this folder")
     parser.add_argument("--serve-flags", default="", help="flags of a server that is started here")
     parser.add_argument("--base-url", help="a server that runs")
@@ -240,14 +307,19 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=2, help="load processes")
     parser.add_argument("--threads", type=int, default=8, help="connections of each")
     parser.add_argument("--longest", type=int, default=400, help="words of the longest text")
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between samples")
+    parser.add_argument("--only", default=",".join(KINDS), help="kinds of requests, with commas")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between samples")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
+    if options.minutes is not None:
+        options.seconds = options.minutes * 60
+    if options.warm_up is None:
+        options.warm_up = 60.0 if options.seconds >= 150 else 0.4 * options.seconds
     if (options.base_url is None) != (options.pid is None):
         parser.error("--base-url and --pid go together")
     server = start_server(options) if options.base_url is None else None
     try:
-        await_ready(options.base_url, server, 120)
+        await_ready(options.base_url, server, 300)
         complaints = soak(options, server.pid if server is not None else options.pid)
     finally:
         if server is not None:
@@ -255,7 +327,7 @@ def main() -> int:
             server.wait(60)
     for line in complaints:
         print(f"FAILED: {line}")
-    print("no growth" if not complaints else "")
+    print("FAILED" if complaints else "passed: no growth, no errors")
     return 1 if complaints else 0
 
 

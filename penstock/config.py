@@ -54,6 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_cache_gb: float | None = None  # memory for keys and values of rows that go on over steps
     share_identical: bool = True  # rows that are alike and in flight together, and queries, are computed once
     document_cache_gb: float = 0.0  # memory for vectors of documents that may be scored again
+    step_output_mb: float = 16.0  # of token vectors that leave one step; 0: as many as the step has
     enforce_eager: bool = False
     profile: str | None = None  # folder for traces of what steps do
     profile_steps: int = 20  # in one trace
@@ -99,6 +100,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int = 0  # 0: what is left of the device
     share_identical: bool = True
     document_cache_bytes: int = 0
+    step_output_bytes: int = 0  # 0: no limit
     graphs: bool = False  # small steps are replayed as CUDA graphs
     profile: str = ""  # folder; empty: no profile
     profile_steps: int = 20
@@ -181,6 +183,7 @@ def resolve(
         kv_cache_bytes=_kv_cache(config.kv_cache_gb, on_cpu, generates),
         share_identical=config.share_identical,
         document_cache_bytes=_document_cache(config.document_cache_gb),
+        step_output_bytes=_step_output(config.step_output_mb),
         graphs=_graphs(config, on_cpu, dtype),
         profile=config.profile or "",
         profile_steps=config.profile_steps,
@@ -299,6 +302,12 @@ def _document_cache(size_gb: float) -> int:
     if size_gb < 0:
         raise ConfigError("document_cache_gb must not be negative", param="document_cache_gb")
     return int(size_gb * 2**30)
+
+
+def _step_output(size_mb: float) -> int:
+    if size_mb < 0:
+        raise ConfigError(f"step_output_mb is {size_mb}; use 0 for no limit", param="step_output_mb")
+    return int(size_mb * 2**20)
 
 
 def _given(value: int | None, otherwise: int) -> int:

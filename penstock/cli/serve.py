@@ -99,6 +99,14 @@ def serve(
     kv_cache_gb: Annotated[
         float | None, typer.Option(min=0.0, help="Memory for keys and values of rows that go on over steps.")
     ] = None,
+    step_output_mb: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Token vectors that leave one step, so that answers are sent while the next is computed; "
+            "0 for no limit.",
+        ),
+    ] = 16.0,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     profile: Annotated[
         str | None,
@@ -158,6 +166,7 @@ def serve(
         kv_cache_gb=kv_cache_gb,
         share_identical=share_identical,
         document_cache_gb=document_cache_gb,
+        step_output_mb=step_output_mb,
         enforce_eager=enforce_eager,
         profile=profile,
         profile_steps=profile_steps,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache, partial
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import SamplingParams
+from penstock.core import PoolingParams, SamplingParams
 from penstock.engine.core import EngineCore, StepStats
 from penstock.errors import BadValue, NotPossible, PenstockError
 from penstock.inputs.constraints import Constraint, Constraints
@@ -29,7 +29,12 @@ def build_core(
     wake: Callable[[], None],
     observe: Callable[[StepStats], None] = lambda stats: None,
 ) -> EngineCore:
-    budget = Budget(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_queued_tokens)
+    budget = Budget(
+        settings.max_num_batched_tokens,
+        settings.max_num_seqs,
+        settings.max_queued_tokens,
+        settings.step_output_bytes,
+    )
     loaded = load_runner(spec, settings)
     pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
     chunking = lane = None
@@ -56,13 +61,21 @@ def build_core(
         )
     return EngineCore(
         loaded.runner,
-        Scheduler(budget, chunking, places),
+        Scheduler(budget, chunking, places, lru_cache(1024)(partial(_token_bytes, spec))),
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,
         share_identical=settings.share_identical,
         lane=lane,
     )
+
+
+def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:
+    """What leaves the engine for each token of a row; 0 where only rows do."""
+    if not params.per_token:
+        return 0
+    width = params.dimensions or spec.width(params.task)
+    return -(-width // 8) if params.dtype.packed else width * params.dtype.numpy.itemsize
 
 
 def _constrain(spec: ModelSpec) -> Constrain:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,12 +22,14 @@ from penstock.core import (
     Continued,
     Generated,
     Request,
+    RowSlice,
     StepPlan,
     StepResult,
     Timings,
 )
-from penstock.engine.progress import Follower, Progress, rows_of, sound
+from penstock.engine.progress import Follower, Part, Progress, rows_of, sound
 from penstock.engine.relief import Pressure, halves
+from penstock.engine.spoiled import Rows, Spoiled, sound_rows, without
 from penstock.engine.twins import Twins, some_rows
 from penstock.errors import (
     BadValue,
@@ -77,6 +79,8 @@ class _Flight:
     future: Future[StepResult]
     launched_s: float
     apart: bool  # nothing else is in flight
+    suspected: bool  # some of its rows may be at fault: nothing is launched behind it
+    lost: Rows = field(default_factory=set)  # rows that stood on a step that failed; they begin again
 
 
 class EngineCore:
@@ -205,33 +209,42 @@ class EngineCore:
         return outcomes + [Failure(request_id, why) for request_id, why in broken.items()]
 
     def _launch(self) -> None:
-        while self._may_launch() and (step := self._next_step()) is not None:
+        while self._may_launch():
+            suspected = self._suspecting
+            if (step := self._next_step()) is None:
+                return
             (plan, shares), now = step, self.clock()
             try:
                 future = self.runner.launch(plan)
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
-            self._flights.append(_Flight(plan, shares, future, now, apart=not self._flights))
+            self._flights.append(_Flight(plan, shares, future, now, not self._flights, suspected))
             future.add_done_callback(lambda _: self.wake())
+
+    @property
+    def _suspecting(self) -> bool:
+        """Whether rows of failed steps are to be run, before all else and apart."""
+        return bool(self._suspects or self.scheduler.apart)
 
     def _may_launch(self) -> bool:
         """Parts of a failed step run one at a time: the next may need what the one before it wrote. So does
         whatever would follow a step that has just failed."""
         if not self._flights:
             return True
-        if self._suspects or len(self._flights) >= self.depth:
+        last = self._flights[-1]
+        if self._suspecting or last.suspected or len(self._flights) >= self.depth:
             return False
-        last = self._flights[-1].future
-        return not last.done() or last.exception() is None
+        return not last.future.done() or last.future.exception() is None
 
     def _next_step(self) -> tuple[StepPlan, list[Share]] | None:
         """Steps that pool and steps that generate take turns where both have work: tokens of a model may
         see each other in one and not in the other, and each kind keeps its fastest attention."""
-        if self.lane is None or self._suspects:  # parts of a failed step come before all else
+        if self.lane is None:
             return self._pooling_step()
         turns = (self._pooling_step, self._generation_step)
-        for next_of in turns if self._generated_last else reversed(turns):
+        pool_first = self._generated_last or self._suspecting  # parts of a failed step come before all else
+        for next_of in turns if pool_first else reversed(turns):
             if (step := next_of()) is not None:
                 self._generated_last = step[0].sample is not None
                 return step
@@ -239,7 +252,8 @@ class EngineCore:
 
     def _generation_step(self) -> tuple[StepPlan, list[Share]] | None:
         assert self.lane is not None
-        plan = self.lane.schedule(self.clock())
+        # Rows that run apart and find no memory get what others leave.
+        plan = self.lane.schedule(self.clock(), begin=not self.scheduler.apart)
         return None if plan is None else (plan, [])
 
     def _pooling_step(self) -> tuple[StepPlan, list[Share]] | None:
@@ -254,7 +268,7 @@ class EngineCore:
 
     def _next_shares(self) -> list[Share]:
         while self._suspects:
-            shares = [s for s in self._suspects.popleft() if s.tables or s.request.id in self._progress]
+            shares = [s for s in self._suspects.popleft() if s.tables or self._wanted(s.request)]
             if shares:
                 return shares
         return self.scheduler.schedule()
@@ -276,7 +290,7 @@ class EngineCore:
                 self._set_lane_budget(self.lane)
                 outcomes += self.lane.collect(flight.plan, result)
             else:
-                outcomes += self._hand_out(flight.plan, result)
+                outcomes += self._hand_out(flight, result)
             self.observe(self._stats(flight, result))
         return outcomes
 
@@ -294,11 +308,11 @@ class EngineCore:
             outcomes.append(Answer(key, future.result(), Timings(device_s=waited)))
         return outcomes
 
-    def _hand_out(self, plan: StepPlan, result: StepResult) -> list[Outcome]:
+    def _hand_out(self, flight: _Flight, result: StepResult) -> list[Outcome]:
         """Give each request its rows; those that are complete become answers."""
         outcomes: list[Outcome] = []
-        unsound = self._unsound(plan, result)
-        for piece, values in rows_of(plan, result.outputs):
+        unsound = self._unsound(flight, result)
+        for piece, values in self._sound_rows(flight, result.outputs):
             progress = self._progress.get(piece.request.id)
             if progress is None or progress.job is not piece.request:
                 continue  # cancelled meanwhile
@@ -312,12 +326,22 @@ class EngineCore:
         return outcomes
 
     @staticmethod
-    def _unsound(plan: StepPlan, result: StepResult) -> set[str]:
+    def _sound_rows(flight: _Flight, arrays: tuple[Array, ...]) -> list[tuple[RowSlice, tuple[Part, ...]]]:
+        """What each slice of a step gets, but for the rows that stood on a step that failed."""
+        rows = rows_of(flight.plan, arrays)
+        if not flight.lost:
+            return rows
+        left = (sound_rows(piece, parts, flight.lost) for piece, parts in rows)
+        return [each for each in left if each is not None]
+
+    @classmethod
+    def _unsound(cls, flight: _Flight, result: StepResult) -> set[str]:
         """The requests that have values which are not finite: asked of the whole step first."""
         checked, flags = result.finite or result.outputs, bool(result.finite)
         if sound(checked, flags):
             return set()
-        return {piece.request.id for piece, parts in rows_of(plan, checked) if not sound(parts, flags)}
+        rows = cls._sound_rows(flight, checked)
+        return {piece.request.id for piece, parts in rows if not sound(parts, flags)}
 
     def _finish(self, progress: Progress) -> list[Outcome]:
         """The answer of a complete request, and of those that waited for nothing but its rows."""
@@ -347,24 +371,64 @@ class EngineCore:
             return []
         if flight.plan.sample is not None:
             return self._relieve(flight.plan, error)
-        if isinstance(error, DeviceOutOfMemory) and not (flight.plan.kv is not None and self._flights):
-            return self._divide(flight, error)
+        behind = self._spoil(flight)
+        if isinstance(error, DeviceOutOfMemory):
+            self._ran_out(flight.plan, error)
+            if flight.plan.kv is None or not self._flights:
+                self._begin_again([behind])
+                return self._divide(flight, error)
+            self.scheduler.retract(flight.shares)
+            self._begin_again([without(flight.shares, flight.lost) + behind])
+            return []
         self.scheduler.retract(flight.shares)
-        return self._isolate(flight.plan, error)
+        return self._isolate(flight, behind, error)
+
+    def _spoil(self, flight: _Flight) -> list[Share]:
+        """Rows of the steps in flight that stood on one that failed: what they give is dropped."""
+        spoiled = Spoiled(flight.shares, self._block_size)
+        found: list[Share] = []
+        for later in self._flights:
+            shares = without(spoiled.of(later.shares), later.lost)
+            for share in shares:
+                stored = () if share.stored is None else share.stored.tolist()
+                later.lost.update((share.request, row) for row in (*share.rows.tolist(), *stored))
+            found += shares
+        self.scheduler.retract(found)
+        return found
+
+    def _begin_again(self, groups: list[list[Share]]) -> None:
+        """Run rows once more from their beginning, apart from all others; each row once."""
+        seen: Rows = set()
+        wanted: list[list[Share]] = []
+        for group in groups:
+            wanted.append([])
+            for share in group:
+                if self._wanted(share.request) and (left := without([share], seen)):
+                    wanted[-1] += left
+                    stored = () if left[0].stored is None else left[0].stored.tolist()
+                    seen.update((share.request, row) for row in (*left[0].rows.tolist(), *stored))
+        self.scheduler.again([group for group in wanted if group])
+
+    def _wanted(self, request: Request) -> bool:
+        """Whether a request still waits for rows: it has neither ended nor been cancelled."""
+        progress = self._progress.get(request.id)
+        return progress is not None and progress.job is request
+
+    def _ran_out(self, plan: StepPlan, error: DeviceOutOfMemory) -> None:
+        self._pressure.ran_out(plan.num_tokens)
+        log.warning("a step of %d tokens ran out of memory: %s", plan.num_tokens, error.message)
+        self._set_budget()
 
     def _divide(self, flight: _Flight, error: DeviceOutOfMemory) -> list[Outcome]:
-        """Memory ran out: run the rows again in two parts, and smaller steps for a while. A row that is not
-        to be divided gets the device for itself before it is given up.
+        """Memory ran out: run the rows again in two parts. A row that cannot be divided gets the device for
+        itself before it is given up.
 
         Rows that go on over steps keep their memory meanwhile: nothing is planned before the parts have run.
         Of cancelled ones the same is true, and others may have found the beginning that they were to write.
         """
-        shares = [s for s in flight.shares if s.tables or s.request.id in self._progress]
+        shares = [s for s in without(flight.shares, flight.lost) if s.tables or self._wanted(s.request)]
         if not shares:
             return []
-        self._pressure.ran_out(flight.plan.num_tokens)
-        log.warning("a step of %d tokens ran out of memory: %s", flight.plan.num_tokens, error.message)
-        self._set_budget()
         if (parts := halves(shares)) is not None:
             self._suspects.extendleft(part for part in reversed(parts) if part)
             return []
@@ -399,20 +463,21 @@ class EngineCore:
         self._suspects.clear()
         return outcomes
 
-    def _isolate(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
-        """A step failed: run its requests again in halves until the one at fault stands alone."""
-        shares = [
-            Share(piece.request, piece.rows, held=piece.held, stored=piece.stored) for piece in plan.slices
-        ]
-        shares = [share for share in shares if share.request.id in self._progress]
-        for share in shares if plan.kv is not None else ():
-            self.scheduler.forget_open(share.request.id, share.rows)
-        if len(shares) == 1:
-            failed = self._progress[shares[0].request.id]
-            return self._fail(failed, RowFailed(f"the step failed: {type(error).__name__}: {error}"))
+    def _isolate(self, flight: _Flight, behind: list[Share], error: BaseException) -> list[Outcome]:
+        """A step failed: run its requests again in halves until the one at fault stands alone. Rows that
+        stood on it go with their request, or after all others."""
+        shares = [s for s in without(flight.shares, flight.lost) if self._wanted(s.request)]
+        outcomes: list[Outcome] = []
+        if len(shares) == 1 and len(flight.plan.slices) == 1:
+            failed = self._progress[shares.pop().request.id]
+            outcomes += self._fail(failed, RowFailed(f"the step failed: {type(error).__name__}: {error}"))
         middle = len(shares) // 2
-        self._suspects.extend(half for half in (shares[:middle], shares[middle:]) if half)
-        return []
+        suspects = [shares[:middle], shares[middle:]]
+        for group in suspects:
+            names = {share.request.id for share in group}
+            group += [share for share in behind if share.request.id in names]
+        self._begin_again([*suspects, behind])
+        return outcomes
 
     def _relieve(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
         """A step that generates failed. Where memory ran out its rows begin again in smaller steps; else, or

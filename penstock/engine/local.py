@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
@@ -157,12 +158,19 @@ class LocalEngine:
             receive(result)
 
 
+def _own(answer: Answer) -> Answer:
+    """What its caller may write to: requests that are alike have been given the same arrays."""
+    if answer.values.flags.writeable:
+        return answer
+    return replace(answer, values=answer.values.copy(), more=tuple(array.copy() for array in answer.more))
+
+
 def _settle(future: Future[Answer] | None, result: Answer | PenstockError) -> None:
     """Hand a result over, unless its caller has given up, which may happen at any moment."""
     if future is None:
         return
     with contextlib.suppress(InvalidStateError):
         if isinstance(result, Answer):
-            future.set_result(result)
+            future.set_result(_own(result))
         else:
             future.set_exception(result)

@@ -76,11 +76,13 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
 
 
 class Done(msgspec.Struct, tag="done", array_like=True):
-    """A result; the bytes of its arrays lie in the frames, one after another."""
+    """A result; the bytes of its arrays lie in the frames. In the first they lie one after another; a large
+    array has one of its own, which answers that are alike share."""
 
     id: str
     shapes: list[tuple[int, ...]]
     dtypes: list[str]
+    frames: list[int]  # the frame of each array
     queue_s: float
     device_s: float
 
@@ -214,10 +216,12 @@ def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
 
 
 def pack_outcomes(outcomes: Sequence[Outcome], told: Names = ()) -> list[Any]:
-    """Frames of one `Outcomes`: the header, then one frame for each answer's values. `told` are the rows of
-    the last `Continued` that this receiver got: they need not be named again."""
+    """Frames of one `Outcomes`: the header, then one for all small arrays and one for each large one. `told`
+    are the rows of the last `Continued` that this receiver got: they need not be named again."""
     items: list[Item] = []
-    frames: list[Any] = []
+    small: list[bytes] = []
+    large: list[Array] = []
+    number_of: dict[int, int] = {}  # array → its frame: requests that are alike have the same arrays
     for outcome in outcomes:
         if isinstance(outcome, Continued):
             same = outcome.rows is told or outcome.rows == told
@@ -231,18 +235,34 @@ def pack_outcomes(outcomes: Sequence[Outcome], told: Names = ()) -> list[Any]:
         else:
             arrays, timings = (outcome.values, *outcome.more), outcome.timings
             shapes, dtypes = [array.shape for array in arrays], [array.dtype.str for array in arrays]
-            items.append(Done(outcome.id, shapes, dtypes, timings.queue_s, timings.device_s))
-            frames += arrays
-    return [encode(Outcomes(items)), *_joined(frames)]
+            frames = []
+            for array in arrays:
+                if array.nbytes < _JOIN_BELOW:
+                    small.append(array.tobytes())
+                    frames.append(0)
+                    continue
+                if id(array) not in number_of:
+                    large.append(array)
+                    number_of[id(array)] = len(large)
+                frames.append(number_of[id(array)])
+            items.append(Done(outcome.id, shapes, dtypes, frames, timings.queue_s, timings.device_s))
+    return [encode(Outcomes(items)), b"".join(small), *map(np.ascontiguousarray, large)]
 
 
 _JOIN_BELOW = 1 << 16  # small answers travel in one frame, large ones by reference
+_APART_FROM = 1 << 20  # a message is there when all of it is: large answers do not wait for each other
 
 
-def _joined(frames: list[Array]) -> list[Any]:
-    small = [frame.tobytes() for frame in frames if frame.nbytes < _JOIN_BELOW]
-    large = [np.ascontiguousarray(frame) for frame in frames if frame.nbytes >= _JOIN_BELOW]
-    return [b"".join(small), *large]
+def in_messages(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Outcomes that travel together: all small ones, and each large answer with those that are alike."""
+    together: list[Outcome] = []
+    apart: dict[int, list[Outcome]] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Answer) and outcome.values.nbytes >= _APART_FROM:
+            apart.setdefault(id(outcome.values), []).append(outcome)
+        else:
+            together.append(outcome)
+    return [*([together] if together else []), *apart.values()]
 
 
 def _part(generated: Generated) -> Part:
@@ -297,7 +317,7 @@ def _generated(part: Part) -> Generated:
 
 def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Names = ()) -> list[Outcome]:
     """`told` are the rows of the last `Continued` from this sender."""
-    small, large, at = memoryview(frames[0]), iter(frames[1:]), 0
+    small, at = memoryview(frames[0]), 0
     outcomes: list[Outcome] = []
     for item in items:
         if isinstance(item, More):
@@ -311,13 +331,12 @@ def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Names = 
             outcomes.append(_generated(item))
             continue
         arrays = []
-        for shape, dtype in zip(item.shapes, map(np.dtype, item.dtypes), strict=True):
-            count = math.prod(shape) * dtype.itemsize
-            if count < _JOIN_BELOW:
-                raw: Any = small[at : at + count]
+        for shape, dtype, frame in zip(item.shapes, map(np.dtype, item.dtypes), item.frames, strict=True):
+            raw: Any = frames[frame]
+            if not frame:
+                count = math.prod(shape) * dtype.itemsize
+                raw = small[at : at + count]
                 at += count
-            else:
-                raw = next(large)
             arrays.append(np.frombuffer(raw, dtype=dtype).reshape(shape))
         timings = Timings(item.queue_s, item.device_s)
         outcomes.append(Answer(item.id, arrays[0], timings, tuple(arrays[1:])))

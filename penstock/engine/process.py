@@ -33,6 +33,7 @@ from penstock.engine.messages import (
     Submit,
     decode_to_engine,
     encode,
+    in_messages,
     pack_outcomes,
     unpack_comparison,
     unpack_requests,
@@ -147,8 +148,8 @@ class EngineServer:
         return refused
 
     def _answer(self, outcomes: list[Outcome]) -> None:
-        """All outcomes of one turn, one message for each API process. Sending never waits: an API process
-        that reads slowly has its messages kept for it."""
+        """All outcomes of one turn, one message for each API process and each large answer. Sending never
+        waits: an API process that reads slowly has its messages kept for it."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
             if isinstance(outcome, Continued):
@@ -163,9 +164,10 @@ class EngineServer:
                 self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
             told = self._told.get(owner, ())
-            frames = pack_outcomes(theirs, told)
-            self._told[owner] = next((o.rows for o in reversed(theirs) if isinstance(o, Continued)), told)
-            self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
+            for some in in_messages(theirs):
+                self._socket.send_multipart([owner, *pack_outcomes(some, told)], zmq.NOBLOCK, copy=False)
+                told = next((o.rows for o in reversed(some) if isinstance(o, Continued)), told)
+            self._told[owner] = told
 
 
 def prepare_child() -> None:

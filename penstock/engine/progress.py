@@ -80,7 +80,7 @@ class Progress:
 
     def spread(self) -> None:
         """From the rows that were run, and those of others, to all rows of the request."""
-        if self.source is None:
+        if self.source is None or self._shared():
             return
         own = np.flatnonzero(self.source >= 0).astype(np.int32)
         givers = [(self.values, self.job, own, self.source[own])]
@@ -90,6 +90,20 @@ class Progress:
             for number, array in enumerate(values):
                 if array is not None:
                     self._copy_rows(number, rows, array, giver, theirs)
+
+    def _shared(self) -> bool:
+        """Where all rows are those of one other request, in its order, both have the same arrays, which
+        nobody may write to any more."""
+        if len(self.received) != 1 or self.job.num_rows:
+            return False
+        giver, follower = self.received[0]
+        if giver.request.num_rows != len(follower.rows) or (follower.rows != follower.theirs).any():
+            return False
+        self.values = giver.values
+        for array in self.values:
+            if array is not None:
+                array.flags.writeable = False
+        return True
 
     def receive(self, giver: Progress, follower: Follower) -> None:
         """A request whose rows this one waited for is complete."""

@@ -32,8 +32,8 @@ def halves(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
         elif at <= 0:
             second.append(share)
         else:  # documents that lie in the store are scored when all queries have been run
-            first.append(_part(share, slice(0, at))._replace(stored=None))
-            second.append(_part(share, slice(at, size)))
+            first.append(part_of(share, slice(0, at))._replace(stored=None))
+            second.append(part_of(share, slice(at, size)))
         at -= size
     return first, second
 
@@ -49,10 +49,11 @@ def _queries_first(share: Share) -> Share:
     if share.request.pairs is None or len(share.rows) < 2:
         return share
     order = np.argsort(share.rows >= share.request.num_queries, kind="stable")
-    return _part(share, order.astype(np.int32))
+    return part_of(share, order.astype(np.int32))
 
 
-def _part(share: Share, which: slice | Ints) -> Share:
+def part_of(share: Share, which: slice | Ints) -> Share:
+    """Some places of a share."""
     places = np.arange(len(share.rows))[which]
     return share._replace(
         rows=share.rows[which],

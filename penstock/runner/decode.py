@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ from penstock.layers.batch import Batch, Memory, Paged
 from penstock.models.registry import Model
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.buckets import NoGroups, NotCapturable
+from penstock.runner.faults import out_of_memory
 from penstock.runner.generator import Generator
-from penstock.runner.graphs import FAILURES, Capture
+from penstock.runner.graphs import FAILURES, SCARCE_S, Capture
 from penstock.runner.staging import Staging
 from penstock.sampling.plan import EDITS, Need
 
@@ -118,6 +120,7 @@ class DecodeGraphs:
         most = Layout(_bucket(ROWS, generator.spare), _bucket(WIDTHS, store.keys.shape[1] // BLOCK_SIZE)).size
         self.integers = torch.zeros(most, dtype=torch.int32, device=staging.device)
         self._failures = 0
+        self._not_before = 0.0  # captures, where memory ran out
 
     def key_of(self, plan: StepPlan, sample: SamplePlan) -> Key | None:
         """None: such a step is never replayed."""
@@ -157,9 +160,11 @@ class DecodeGraphs:
         self.integers[: layout.size].copy_(pinned, non_blocking=True)
 
     def _capture(self, key: Key) -> Graph | None:
+        began = time.perf_counter()
         if key in self.refused or self._failures >= FAILURES or len(self.captured) >= MOST:
             return None
-        began = time.perf_counter()
+        if began < self._not_before:
+            return None
         layout = Layout(key.rows, key.width)
         try:
             graph = self._captured(key, layout)
@@ -170,6 +175,9 @@ class DecodeGraphs:
         except Exception as error:
             self.refused.add(key)
             self._failures += 1
+            if out_of_memory(error):
+                traceback.clear_frames(error.__traceback__)  # the tensors of half a capture
+                self._make_room()
             log.warning(
                 "no graph for steps that continue %d rows: %s: %s", key.rows, type(error).__name__, error
             )
@@ -179,6 +187,16 @@ class DecodeGraphs:
         self.capture_s += took
         log.debug("captured %s in %.1f ms", key, took * 1000)
         return graph
+
+    def drop(self) -> None:
+        """Give back what all graphs hold: a step needs it more."""
+        self.captured.clear()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        self._not_before = time.perf_counter() + SCARCE_S
+        if self.staging.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _captured(self, key: Key, layout: Layout) -> Graph:
         # What is captured runs once before, and no row may be continued by that.

@@ -37,7 +37,7 @@ def diagnose(error: BaseException, touch: Callable[[], None]) -> EngineError | N
     """
     words = str(error).strip()
     first_line = words.splitlines()[0] if words else type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in words for sign in _NO_MEMORY):
+    if out_of_memory(error):
         return DeviceOutOfMemory(first_line)
     if "CUDA" not in words and not isinstance(error, torch.AcceleratorError):
         return None
@@ -46,6 +46,13 @@ def diagnose(error: BaseException, touch: Callable[[], None]) -> EngineError | N
     except RuntimeError:
         return DeviceFailed(f"the device failed: {first_line}")
     return None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    words = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        sign in words for sign in _NO_MEMORY
+    )
 
 
 def _touch(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from penstock.runner.buckets import (
     largest_size,
     memory_of,
 )
+from penstock.runner.faults import out_of_memory
 from penstock.runner.staging import Staging
 
 log = logging.getLogger("penstock.graphs")
@@ -46,6 +48,7 @@ MOST = 256  # graphs
 MOST_BYTES = 1 << 30  # of what they write to; all else they share
 FAILURES = 3  # captures that fail before no more are tried
 _REST = 4.0  # a capture is followed by so many times its own duration without another
+SCARCE_S = 60.0  # without captures after memory ran out
 _WORTH = 1.5  # a step that keeps the device busy for so many times the host's work gains nothing
 
 
@@ -106,8 +109,7 @@ class CudaCapture:
                 try:
                     outputs = work()
                 except BaseException:
-                    with contextlib.suppress(Exception):
-                        graph.capture_end()
+                    self._abandon(graph)
                     raise
                 graph.capture_end()
         except BaseException:
@@ -117,6 +119,15 @@ class CudaCapture:
             if collects:
                 gc.enable()
         return graph.replay, outputs
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed. Where it cannot be ended the allocator still has to be told: as long as
+        it believes in a capture it gives no cached memory back, and steps would run out of it."""
+        try:
+            graph.capture_end()
+        except Exception:
+            with contextlib.suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
 
 
 class Graphs:
@@ -280,6 +291,9 @@ class Graphs:
         except Exception as error:
             self.refused.add(key)
             self._failures += 1
+            if out_of_memory(error):
+                traceback.clear_frames(error.__traceback__)  # the tensors of half a capture
+                self._make_room()
             log.warning(
                 "no graph for steps of %d tokens in %d rows: %s: %s",
                 *key.bucket[:2],
@@ -298,6 +312,19 @@ class Graphs:
         if self.full:
             log.info("%d graphs are captured; steps of further shapes run without", len(self.captured))
         return graph
+
+    def drop(self) -> None:
+        """Give back what all graphs hold: a step needs it more. Shapes that come again are captured again."""
+        if self.captured:
+            log.warning("%d graphs are given up: memory ran out", len(self.captured))
+        self.captured.clear()
+        self.held_bytes = 0
+        self._make_room()
+
+    def _make_room(self) -> None:
+        self._not_before = self.clock() + SCARCE_S
+        if self.staging.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _captured(self, key: Key, layout: Layout) -> Graph:
         batch, params = _batch(layout, self.integers, self.cache), key.params

@@ -27,6 +27,7 @@ from penstock.core import (
     StepResult,
     Variant,
 )
+from penstock.errors import DeviceOutOfMemory
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
 from penstock.models.registry import Model
@@ -77,8 +78,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         if self.device.type == "cpu":
             return self._submit(lambda: self._run_on_cpu(plan))
-        with typed_faults(self.device):
-            return self._launch_on_cuda(plan)
+        try:
+            with typed_faults(self.device):
+                return self._launch_on_cuda(plan)
+        except DeviceOutOfMemory:
+            for graphs in (self.graphs, self.decode):
+                if graphs is not None:
+                    graphs.drop()  # before the rows are run again
+            raise
 
     def _submit(self, work: Callable[[], StepResult]) -> Future[StepResult]:
         """On the runner's thread, where the device may fail as well as on the caller's."""

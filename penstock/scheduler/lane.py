@@ -216,13 +216,14 @@ class Lane:
         self._dated = any(d is not None for d in deadlines)
         return min((d for d in deadlines if d is not None), default=None)
 
-    def schedule(self, now_s: float) -> StepPlan | None:
-        """The next step: rows that go on by a token first, then prompts; None if nothing can run."""
+    def schedule(self, now_s: float, *, begin: bool = True) -> StepPlan | None:
+        """The next step: rows that go on by a token first, then prompts; None if nothing can run. Without
+        `begin` no new row takes memory."""
         self._now_s = now_s
         if not self._running and not self._paused and not self._waiting:
             return None
         if not self._suspects:
-            return self._next_step(None)
+            return self._next_step(None, begin=begin)
         one, suspects = self._suspects[0], set(self._suspects)
         plan = self._next_step(lambda name: name == one)
         # It may want memory that others hold, who then go on; but nobody new begins before it.

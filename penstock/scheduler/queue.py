@@ -87,6 +87,21 @@ class Waiting:
         stored, self.stored = self.stored, None
         return stored
 
+    def put_back(self, rows: Ints, stored: Ints | None = None) -> None:
+        """Rows that were taken are to run once more, from their beginning."""
+        left = np.concatenate([self.order[self.cursor :], rows])
+        self.order = left[_long_first(self.request, left)]
+        self.ends = np.cumsum(self.request.lengths[self.order], dtype=np.int32)
+        self.cursor = 0
+        if stored is not None:
+            self.stored = stored if self.stored is None else np.concatenate([self.stored, stored])
+
+    def close(self, rows: Ints | None = None) -> list[OpenRow]:
+        """Open rows, these or all, are open no more; whoever calls gives back what they hold."""
+        closed = [row for row in self.open if rows is None or row.row in rows]
+        self.open = [row for row in self.open if row not in closed]
+        return closed
+
     @property
     def next_length(self) -> int:
         """Tokens of the next row that has not begun."""
@@ -115,12 +130,12 @@ class Waiting:
         return taken
 
 
-def _order(request: Request) -> Ints:
-    """Long rows first, but queries before the documents that need them."""
+def _long_first(request: Request, rows: Ints) -> Ints:
+    """An order of rows: long ones first, but queries before the documents that need them."""
+    lengths = request.lengths[rows]
     if request.pairs is None:
-        return np.argsort(-request.lengths, kind="stable").astype(np.int32)
-    document = np.arange(request.num_rows) >= request.num_queries
-    return np.lexsort((-request.lengths, document)).astype(np.int32)
+        return np.argsort(-lengths, kind="stable").astype(np.int32)
+    return np.lexsort((-lengths, rows >= request.num_queries)).astype(np.int32)
 
 
 class WaitingLine:
@@ -143,12 +158,16 @@ class WaitingLine:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
+    def place(self, request: Request) -> tuple[float, int]:
+        """Where a request that comes now stands."""
+        return request.arrival_s + request.priority * HEAD_START_S, next(self._count)
+
     def join(self, request: Request) -> None:
-        place = (request.arrival_s + request.priority * HEAD_START_S, next(self._count))
+        place = self.place(request)
         if request.num_rows == 1:
             order, ends = ONE_ROW, request.lengths
         else:
-            order = _order(request)
+            order = _long_first(request, np.arange(request.num_rows, dtype=np.int32))
             ends = np.cumsum(request.lengths[order], dtype=np.int32)
         waiting = Waiting(request, order, ends, place)
         if not self._line or place > self._line[-1][0]:
@@ -156,14 +175,13 @@ class WaitingLine:
         else:
             bisect.insort(self._line, (place, waiting), key=lambda entry: entry[0])
         self._by_id[request.id] = waiting
-        self.tokens += request.num_tokens
-        self.rows += request.num_rows
+        self.took(-request.num_tokens, -request.num_rows)
         if request.deadline_s is not None:
             self._forget_stale_deadlines()
             heapq.heappush(self._deadlines, (request.deadline_s, place[1], request.id))
 
     def took(self, tokens: int, rows: int) -> None:
-        """Account for rows that left the line to run."""
+        """Account for rows that left the line to run, or, less than nothing, that come to it."""
         self.tokens -= tokens
         self.rows -= rows
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import Held, Ints, Request
+from penstock.core import Held, Ints, PoolingParams, Request
 from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool, prefix_keys
 from penstock.scheduler.queue import OpenRow, Waiting, WaitingLine
@@ -20,6 +21,7 @@ class Budget:
     tokens: int  # of one step
     rows: int  # of one step
     queued_tokens: int  # of the waiting line; beyond it requests are refused
+    output_bytes: int = 0  # of token vectors that leave one step, a first row aside; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,28 @@ class _Room:
 
     tokens: int
     rows: int
+    output_bytes: int  # of token vectors
+    token_bytes: int = 0  # what leaves the step for each token of the request that is asked now
+    has_output: bool = False  # some token vectors leave it
 
     @property
     def full(self) -> bool:
         return self.tokens <= 0 or self.rows <= 0
+
+    @property
+    def most(self) -> int:
+        """Tokens that may still run and, if they have to, leave."""
+        return min(self.tokens, self.output_bytes // self.token_bytes) if self.token_bytes else self.tokens
+
+    def may_leave(self, tokens: int) -> bool:
+        """Whether a row of so many may: a first one always, so that none waits for ever."""
+        return not (self.token_bytes and self.has_output) or tokens * self.token_bytes <= self.output_bytes
+
+    def use(self, tokens: int, rows: int) -> None:
+        self.tokens -= tokens
+        self.rows -= rows
+        self.output_bytes -= tokens * self.token_bytes
+        self.has_output |= self.token_bytes > 0
 
 
 class Scheduler:
@@ -71,12 +91,19 @@ class Scheduler:
     LOOK_AHEAD = 64  # requests behind one that does not fit which may still fill the step
 
     def __init__(
-        self, budget: Budget, chunking: Chunking | None = None, places: VectorPlaces | None = None
+        self,
+        budget: Budget,
+        chunking: Chunking | None = None,
+        places: VectorPlaces | None = None,
+        token_bytes: Callable[[PoolingParams], int] = lambda params: 0,
     ) -> None:
+        """`token_bytes` says how much leaves the engine for each token of a row that wants this."""
         self.budget = budget
+        self.token_bytes = token_bytes
         self.chunking = chunking
         self.places = places  # where requests with pairs keep their vectors
         self.line = WaitingLine()
+        self.apart: deque[list[Waiting]] = deque()  # rows of failed steps, in groups that run before the line
         self._finished: list[OpenRow] = []  # rows that end in the step being planned
 
     def add(self, request: Request) -> None:
@@ -96,11 +123,13 @@ class Scheduler:
             self.places.release(request.id, well=well)
 
     def cancel(self, request_id: str) -> bool:
-        waiting = self.line.remove(request_id)
-        if waiting is None:
-            return False
-        self._release(waiting.open)
-        return True
+        apart, waiting = self._take_apart(request_id), self.line.remove(request_id)
+        if apart is not None:
+            self.line.took(apart.tokens_left, apart.rows_left)
+            self._release(apart.open)
+        if waiting is not None:
+            self._release(waiting.open)
+        return apart is not None or waiting is not None
 
     def expire(self, now_s: float) -> list[Request]:
         late = self.line.expired(now_s)
@@ -108,16 +137,42 @@ class Scheduler:
             self._release(waiting.open)
         return [waiting.request for waiting in late]
 
-    def forget_open(self, request_id: str, rows: Ints) -> None:
-        """Rows whose step failed will be run whole by the caller: drop what was kept of them."""
-        waiting = self.line.find(request_id)
+    def again(self, groups: Sequence[Sequence[Share]]) -> None:
+        """Rows whose step failed, or that stood on what it was to write, begin once more before all others:
+        each group apart, the next when all of the one before it have been planned."""
+        for shares in groups:
+            group: dict[str, Waiting] = {}
+            for share in shares:
+                name = share.request.id
+                group[name] = self._back(share, group.get(name) or self._take_apart(name))
+            self.apart.append(list(group.values()))
+
+    def _back(self, share: Share, waiting: Waiting | None) -> Waiting:
+        """The rows of a share, with those of their request that run apart already: queries go first."""
+        request, line = share.request, self.line.find(share.request.id)
         if waiting is None:
-            return
-        dropped = [row for row in waiting.open if row.row in rows]
-        waiting.open = [row for row in waiting.open if row.row not in rows]
-        self._release(dropped)
-        self.line.took(sum(row.length - row.done for row in dropped), len(dropped))
+            waiting = Waiting(request, _NO_ROWS, _NO_ROWS, self.line.place(request), held=share.held)
+        for closed in (waiting.close(share.rows), [] if line is None else line.close(share.rows)):
+            self._release(closed)
+            self.line.took(sum(row.length - row.done for row in closed), len(closed))
         self.line.sweep()
+        stored = 0 if share.stored is None else len(share.stored)
+        self.line.took(-int(request.lengths[share.rows].sum()), -len(share.rows) - stored)
+        waiting.put_back(share.rows, share.stored)
+        return waiting
+
+    def _take_apart(self, request_id: str) -> Waiting | None:
+        for group in self.apart:
+            for waiting in group:
+                if waiting.request.id == request_id:
+                    group.remove(waiting)
+                    self._sweep_apart()
+                    return waiting
+        return None
+
+    def _sweep_apart(self) -> None:
+        groups = [[waiting for waiting in group if waiting.rows_left] for group in self.apart]
+        self.apart = deque(group for group in groups if group)
 
     def retract(self, shares: list[Share]) -> None:
         """The step of these shares did not run: no row may reuse what it was to write."""
@@ -133,12 +188,30 @@ class Scheduler:
 
     def schedule(self) -> list[Share]:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be cut."""
-        room, passed_over, visited = _Room(self.budget.tokens, self.budget.rows), 0, 0
+        if self.apart:
+            shares, _ = self._fill(self.apart[0])
+            if not shares and self._close_line():
+                shares, _ = self._fill(self.apart[0])
+            self._sweep_apart()
+        else:
+            shares, visited = self._fill(self.line)
+            if shares:
+                self.line.sweep(visited)
+        self._release(self._finished)
+        self._finished = []
+        return shares
+
+    def _fill(self, waits: Iterable[Waiting]) -> tuple[list[Share], int]:
+        """The shares of a step, and how many of those that wait were asked."""
+        budget, passed_over, visited = self.budget, 0, 0
+        room = _Room(budget.tokens, budget.rows, budget.output_bytes)
         shares: list[Share] = []
         large: list[Waiting] = []
-        for waiting in self.line:
+        for waiting in waits:
             visited += 1
             share = None
+            if budget.output_bytes:
+                room.token_bytes = self._leaving(waiting.request)
             if waiting.held is not None or waiting.request.pairs is None or self._hold(waiting):
                 if self.chunking is not None:
                     share = self._chunks(waiting, room, self.chunking)
@@ -153,11 +226,23 @@ class Scheduler:
             if room.full or passed_over > self.LOOK_AHEAD:
                 break
         shares += self._best_fits(large, room)
-        if shares:
-            self.line.sweep(visited)
-            self._release(self._finished)
-            self._finished = []
-        return shares
+        return shares, visited
+
+    def _leaving(self, request: Request) -> int:
+        if not request.also:  # almost all are so, and this is asked for each of them in every step
+            return self.token_bytes(request.params)
+        return sum(self.token_bytes(params) for params in request.wants)
+
+    def _close_line(self) -> bool:
+        """Rows that are open in the line give their memory to those that run apart, and begin again later."""
+        found = False
+        for waiting in self.line:
+            for row in waiting.close():
+                self._release([row])
+                self.line.took(-row.done, 0)
+                waiting.put_back(np.array([row.row], dtype=np.int32))
+                found = True
+        return found
 
     def _best_fits(self, large: list[Waiting], room: _Room) -> Iterator[Share]:
         """Of rows that would take more than half of what is left, the largest that fits: the first in line
@@ -168,13 +253,17 @@ class Scheduler:
                 return
             best = max(fitting, key=lambda waiting: waiting.least)
             large.remove(best)
+            if self.budget.output_bytes:
+                room.token_bytes = self._leaving(best.request)
             if (share := self._whole_rows(best, room, alone=False)) is not None:
                 yield share
 
     def _whole_rows(self, waiting: Waiting, room: _Room, *, alone: bool) -> Share | None:
         """Rows that run from end to end in this step."""
         before = waiting.tokens_taken
-        taken = waiting.take(room.tokens, room.rows)
+        taken = waiting.take(room.most, room.rows)
+        if not len(taken) and room.token_bytes and not room.has_output:
+            taken = waiting.take(room.tokens, 1)
         if not len(taken) and alone:
             taken = waiting.take(waiting.tokens_left, 1)
         stored = None if waiting.stored is None else self._take_stored(waiting)
@@ -213,10 +302,12 @@ class Scheduler:
         most = chunking.threshold
         pieces: list[_Chunk] = []
         for open_row in list(waiting.open):
-            if not room.full:
+            if not room.full and room.may_leave(min(open_row.length - open_row.done, most)):
                 pieces.append(self._advance(waiting, open_row, most, chunking, room))
         while not room.full and waiting.unopened and not waiting.documents_wait:
             length = waiting.next_length
+            if not room.may_leave(length):
+                break  # it goes first in another step, rather than being cut
             if length <= min(most, room.tokens) and not self._keeps(waiting, length, chunking):
                 (row,) = waiting.take(length, 1)
                 pieces.append(_Chunk(int(row), 0, length, None))
@@ -280,8 +371,7 @@ class Scheduler:
         return chunk
 
     def _use(self, room: _Room, tokens: int, rows: int, *, finished: int) -> None:
-        room.tokens -= tokens
-        room.rows -= rows
+        room.use(tokens, rows)
         self.line.took(tokens, finished)
 
     def _release(self, rows: list[OpenRow]) -> None:

@@ -236,3 +236,14 @@ def test_prefixes_are_cached_where_rows_begin_alike_unless_told_otherwise() -> N
     assert not caches(True, enable_prefix_caching=False) and caches(False, enable_prefix_caching=True)
     assert not caches(True, enable_chunked_prefill=False)
     assert not caches(True, why_not_cut="it looks ahead")
+
+
+def test_what_leaves_a_step_is_given_in_megabytes() -> None:
+    def bytes_of(**values: float) -> int:
+        config = EngineConfig(**values)  # type: ignore[arg-type]
+        return resolve(config, model_limit=512, machine=Machine(cpus=2, cuda=False)).step_output_bytes
+
+    assert bytes_of() == 4096 * 1024 * 4, "4,096 tokens of 1,024 numbers"
+    assert bytes_of(step_output_mb=0) == 0
+    with pytest.raises(ConfigError, match="step_output_mb is -1"):
+        bytes_of(step_output_mb=-1)

@@ -19,6 +19,7 @@ from penstock.engine.messages import (
     decode_from_engine,
     decode_to_engine,
     encode,
+    in_messages,
     pack_outcomes,
     pack_requests,
     unpack_outcomes,
@@ -95,6 +96,24 @@ def test_answers_small_and_large_arrive_as_they_were_sent(shapes: list[tuple[int
         assert isinstance(after, Answer)
         assert (after.id, after.timings) == (before.id, before.timings)
         assert after.values.dtype == before.values.dtype
+        np.testing.assert_array_equal(after.values, before.values)
+
+
+def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_other() -> None:
+    shared, other = (np.full((300, 1024), value, dtype=np.float32) for value in (1, 2))
+    small = np.zeros((2, 4), dtype=np.float32)
+    sent = [
+        Answer(name, values, Timings())
+        for name, values in (("a", shared), ("b", small), ("c", other), ("d", shared), ("e", small))
+    ]
+    groups = in_messages([*sent, Failure("f", BadValue("no"))])
+    assert [[outcome.id for outcome in group] for group in groups] == [["b", "e", "f"], ["a", "d"], ["c"]]
+    header, *frames = through_the_wire(pack_outcomes(sent))
+    assert [len(frame) for frame in frames] == [2 * small.nbytes, shared.nbytes, other.nbytes]
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes)
+    for before, after in zip(sent, unpack_outcomes(message.items, frames), strict=True):
+        assert isinstance(after, Answer) and after.id == before.id
         np.testing.assert_array_equal(after.values, before.values)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import Engine
 from penstock.core import Answer, PoolingParams, Request, Task
 from penstock.engine.core import Failure, Outcome
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values, make_core, run_to_the_end
@@ -55,6 +56,34 @@ def test_a_request_follows_rows_of_another_that_is_in_flight() -> None:
     runner.finish()
     assert values(core.step()) == {"c": expected_values(third)}
     assert not core.busy
+
+
+def test_requests_that_are_alike_have_the_same_array_and_no_other_has() -> None:
+    runner = ManualRunner()
+    core = make_core(runner, share_identical=True)
+    rows = ([1, 2], [3])
+    for name in "abc":
+        core.add(request(name, *rows))
+    core.add(turned := request("d", *reversed(rows)))
+    core.add(part := request("e", [3]))
+    core.step()
+    runner.finish()
+    found = {outcome.id: outcome.values for outcome in core.step() if isinstance(outcome, Answer)}
+    assert found["a"] is found["b"] is found["c"]
+    assert not found["a"].flags.writeable
+    for each in (turned, part):
+        assert found[each.id].tolist() == expected_values(each)
+        assert not np.shares_memory(found[each.id], found["a"])
+
+
+def test_offline_each_caller_has_an_array_of_its_own() -> None:
+    with Engine(device="null") as engine:
+        asked = [request(name, list(range(1, 30))) for name in "abc"]
+        futures = [engine._engine.submit(each) for each in asked]
+        arrays = [future.result(timeout=60).values for future in futures]
+        for i, array in enumerate(arrays):
+            array[:] = i  # type: ignore[call-overload]
+        assert [float(array[0, 0]) for array in arrays] == [0.0, 1.0, 2.0]  # type: ignore[arg-type]
 
 
 def test_nothing_is_shared_after_the_answer_nor_across_salts_priorities_and_tasks() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from penstock import Engine
 from penstock.core import OutputDtype, PoolingParams, Request, StepPlan, Task
+from penstock.errors import DeviceOutOfMemory
 from penstock.layers.batch import read_in_place
 from penstock.runner.buckets import TOKENS
 from penstock.runner.model_runner import ModelRunner
@@ -267,6 +268,58 @@ def test_answers_are_the_same_alone_and_under_load(bert: Path) -> None:
                 assert (alone * crowd).sum(1).min() > 0.9995
         graphs = runner_of(engine).graphs
         assert graphs is not None and graphs.replays > 200
+
+
+WIDE = CONFIG | {"intermediate_size": 65_536, "max_position_embeddings": 4096}
+
+
+def leave(extra: int) -> None:
+    """Let this process use so many bytes beside those that it holds."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + extra) / total))
+
+
+@pytest.mark.parametrize("room", [1.2, 0.6])
+def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path, room: float) -> None:
+    """Room for a step but not for a capture besides, or not even for the run before it: a step of 4,096
+    tokens has some 512 MB between the two products of a layer, and a capture's memory is apart from all
+    other."""
+    folder = write_bert(tmp_path / "wide", config=WIDE)
+    with Engine(str(folder), device="cuda", dtype="bfloat16", load_format="dummy") as engine:
+        runner = runner_of(engine)
+        graphs = runner.graphs
+        assert graphs is not None
+        plan = plan_of((512,) * 8)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        expected = eager(runner, plan)[0]
+        needed = torch.cuda.max_memory_allocated() - before
+        graphs.drop()
+        leave(int(room * needed))
+        held = torch.cuda.memory_reserved()
+        try:
+            core = engine._engine._core
+            with graphs.at_once():
+                try:
+                    got = runner.launch(plan).result().outputs[0]
+                except DeviceOutOfMemory:
+                    assert room < 1, "there was room for the step itself"
+                else:
+                    np.testing.assert_allclose(got, expected, atol=2e-2)
+            assert graphs.key_of(plan) in graphs.refused, "the capture had memory: this proves nothing"
+            assert not graphs.captured
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() <= held + needed / 5, "workspaces of the library, no more"
+            # The whole engine goes on, in smaller steps where the device is too small, and nobody fails.
+            rows = [row.tolist() for row in np.split(plan.token_ids, 8)]
+            np.testing.assert_allclose(engine.embed(rows), expected, atol=2e-2)
+            assert core.broken is None
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        by_graph(runner, plan_of((16,) * 3))  # graphs are still to be had
 
 
 def test_enforce_eager_has_no_graphs(bert: Path) -> None:

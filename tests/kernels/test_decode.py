@@ -165,6 +165,21 @@ def test_without_a_graph_steps_run_as_ever(tmp_path: Path) -> None:
     assert runner.decode is not None and not runner.decode.captured and runner.decode.replays == 0
 
 
+def test_without_memory_for_a_graph_no_more_are_tried_for_a_while(tmp_path: Path) -> None:
+    tries = []
+
+    def full(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
+        tries.append(work())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner = make_runner(tmp_path, graphs=True, capture=full)
+    assert run(runner, KINDS["greedy"]) == run(make_runner(tmp_path, graphs=False), KINDS["greedy"])
+    assert len(tries) == 1
+    assert runner.decode is not None
+    runner.decode.drop()
+    assert not runner.decode.captured
+
+
 def test_a_capture_continues_no_row(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, graphs=True)
     assert runner.decode is not None and runner.generator is not None and runner.cache is not None

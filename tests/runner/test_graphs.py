@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import Tensor
 from penstock.checkpoint.spec import PoolingSpec
 from penstock.config import EngineConfig, Machine, resolve
 from penstock.core import OutputDtype, PoolingParams, StepPlan, Task
+from penstock.errors import DeviceOutOfMemory
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.pooling.build import Pooler
@@ -300,6 +302,52 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_step_runs() -> None:
             key = graphs.key_of(plan)
             assert key is not None and runner._replayed(graphs, key, plan) is None
     assert len(tries) == FAILURES and not graphs.captured
+
+
+@pytest.mark.parametrize("when", ["first run", "capture"])
+def test_a_capture_without_memory_keeps_nothing_and_the_step_runs(when: str) -> None:
+    held: list[Any] = []
+
+    def short(work: Work) -> Any:
+        outputs = work() if when == "capture" else [torch.zeros(4)]
+        held.extend(weakref.ref(output) for output in outputs)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    clock = Clock()
+    runner, graphs = make_runner(capture=short, clock=clock)
+    plan = plan_of(5, 9)
+    key = graphs.key_of(plan)
+    assert key is not None
+    with graphs.at_once():
+        assert runner._replayed(graphs, key, plan) is None
+    assert held and all(output() is None for output in held)
+    assert key in graphs.refused and not graphs.captured
+    (values,) = runner.launch(plan).result().outputs
+    np.testing.assert_array_equal(values, runner._step(plan)[0][0])
+    other = graphs.key_of(plan_of(200))
+    assert other is not None
+    graphs._seen[other] = module._Seen(uses=USES, host_s=1.0, device_s=0.1)
+    assert not graphs._due(other), "memory is scarce for a while"
+    clock.now += 61
+    assert graphs._due(other)
+
+
+def test_graphs_give_their_memory_back_when_a_step_has_none() -> None:
+    runner, graphs = make_runner()
+    plan = plan_of(5, 9)
+    replayed(runner, graphs, plan)
+    outputs = [weakref.ref(output) for graph in graphs.captured.values() for output in graph.outputs]
+
+    class Full(ModelRunner):
+        def _launch_on_cuda(self, plan: StepPlan) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    full = Full(runner.model, runner.pooler, CPU, 2)
+    full.device, full.graphs = SimpleNamespace(type="cuda"), graphs  # type: ignore[assignment]
+    with pytest.raises(DeviceOutOfMemory):
+        full.launch(plan)
+    assert not graphs.captured and graphs.held_bytes == 0
+    assert outputs and all(output() is None for output in outputs)
 
 
 def test_a_model_that_needs_the_step_itself_is_asked_once() -> None:

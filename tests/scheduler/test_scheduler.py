@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core import Request
+from penstock.core import PoolingParams, Request, Task
 from penstock.errors import QueueFull
+from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.scheduler import Budget, Scheduler, Share
+from penstock.scheduler.scheduler import Budget, Chunking, Scheduler, Share
 from tests.helpers import make_request
 
 
@@ -296,3 +297,49 @@ def test_small_rows_come_in_order_even_where_a_large_one_would_fill_more() -> No
         scheduler.add(make_request(name, [length]))
     assert ids(scheduler.schedule()) == ["a", "b", "c", "e"]
     assert ids(scheduler.schedule()) == ["d"]
+
+
+TOKENS = PoolingParams(Task.TOKEN_EMBED)
+
+
+def limited(chunked: bool, output_bytes: int = 40, tokens: int = 100) -> Scheduler:
+    """A token of a row whose tokens leave the engine has four bytes."""
+    chunking = Chunking(BlockPool(64, 4), tokens) if chunked else None
+    budget = Budget(tokens, 100, 10**9, output_bytes)
+    return Scheduler(budget, chunking, token_bytes=lambda params: 4 if params.per_token else 0)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_token_vectors_that_leave_a_step_are_bounded_and_other_rows_fill_it(chunked: bool) -> None:
+    scheduler = limited(chunked)
+    scheduler.add(make_request("a", [4, 4, 4], params=TOKENS))
+    scheduler.add(make_request("b", [3, 3], params=TOKENS))
+    scheduler.add(make_request("c", [50]))
+    steps = drain(scheduler)
+    assert [[(share.request.id, lengths(share)) for share in step] for step in steps] == [
+        [("a", [4, 4]), ("c", [50])],
+        [("a", [4]), ("b", [3, 3])],
+    ]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_row_beyond_the_bound_runs_whole_and_lets_no_other_in(chunked: bool) -> None:
+    scheduler = limited(chunked)
+    scheduler.add(make_request("a", [30, 2], params=TOKENS))
+    assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[30]], [[2]]]
+    assert scheduler.line.tokens == scheduler.line.rows == 0
+
+
+def test_a_row_that_is_cut_by_the_step_goes_on_whatever_leaves_it() -> None:
+    scheduler = limited(chunked=True, tokens=20)
+    scheduler.add(make_request("a", [45], params=TOKENS))
+    ends = [share.ends.tolist() for step in drain(scheduler) for share in step if share.ends is not None]
+    assert ends == [[20], [40], [45]]
+
+
+def test_further_outputs_of_a_row_count_too() -> None:
+    scheduler = limited(chunked=False)
+    request = make_request("a", [5, 5])
+    request.also = (TOKENS, TOKENS)
+    scheduler.add(request)
+    assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[5]], [[5]]]
