@@ -8,6 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.activation import KINDS
+from penstock.kernels.blockwise import Blocks, plain_blocks, plain_groups, quantize_groups_reference
+from penstock.kernels.experts import MOST_CHOSEN, MOST_EXPERTS, route_reference, run_experts
+from penstock.kernels.language import fused
 from penstock.kernels.quantize import Rows, plain
 from penstock.layers.activation import activation
 
@@ -23,59 +27,78 @@ class ExpertShape:
 class SparseMLP:
     """sum of weight · down(act(gate(x)) · up(x)) over each token's experts.
 
-    Tokens are put in the order of their experts, so that each expert is one product over its own. On CUDA
-    one grouped product serves all experts and no count is asked of the device.
+    Tokens are put in the order of their experts, so that each expert is one product over its own. Where
+    kernels run, no count is asked of the device. Of weights in blocks of fp8, gate and up have scales of their own.
     """
 
     def __init__(
         self,
         router: Tensor,  # [experts, hidden]
-        gate_up: Tensor,  # [experts, 2 · intermediate, hidden], the gate first
-        down: Tensor,  # [experts, hidden, intermediate]
+        gate_up: Tensor | Blocks,  # [experts, 2 · intermediate, hidden], the gate first
+        down: Tensor | Blocks,  # [experts, hidden, intermediate]
         shape: ExpertShape,
         act: str,
     ) -> None:
+        assert isinstance(gate_up, Blocks) is isinstance(down, Blocks)
         self.router = router
         self.gate_up = gate_up
         self.down = down
         self.shape = shape
         self.act = activation(act)
+        few = shape.experts <= MOST_EXPERTS and shape.chosen <= MOST_CHOSEN
+        self.kernel = act if act in KINDS and few else None
 
     def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
-        x = plain(x)
-        weights, experts = self._route(x)
+        x = plain(x, self.router.dtype)
+        logits = F.linear(x, self.router)
+        # On CUDA fp32 stays with the library: tiles of it are too large for the kernels.
+        if self.kernel is not None and fused(x) and not (x.is_cuda and x.dtype == torch.float32):
+            return run_experts(
+                x.contiguous(),
+                logits,
+                self.gate_up,
+                self.down,
+                chosen=self.shape.chosen,
+                normalize=self.shape.normalize,
+                act=self.kernel,
+                residual=residual,
+            )
+        weights, experts = route_reference(logits, self.shape.chosen, self.shape.normalize)
         order = experts.flatten().argsort(stable=True)  # [tokens · chosen]
         token = order // self.shape.chosen
         counts = torch.zeros(self.shape.experts, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, experts.flatten(), torch.ones_like(order, dtype=torch.int32))
         said = self._experts(x.index_select(0, token), counts)
-        said = said * weights.flatten().index_select(0, order)[:, None]
+        said = said * weights.to(x.dtype).flatten().index_select(0, order)[:, None]
         out = torch.zeros_like(x) if residual is None else residual.clone()
         return out.index_add_(0, token, said)
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of each token's experts, [tokens, chosen]."""
-        odds = F.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
-        weights, experts = odds.topk(self.shape.chosen, dim=-1)
-        if self.shape.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), experts
-
     def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [tokens · chosen, hidden], expert after expert."""
-        if x.is_cuda and x.dtype == torch.bfloat16:
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and x.is_cuda and x.dtype == torch.bfloat16:
             ends = counts.cumsum(0, dtype=torch.int32)
-            both = torch._grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends)
-            return torch._grouped_mm(self._gated(both), self.down.transpose(1, 2), offs=ends)
+            both = torch._grouped_mm(x, gate_up.transpose(1, 2), offs=ends)
+            return torch._grouped_mm(self._gated(both), down.transpose(1, 2), offs=ends)
         out = torch.empty_like(x)
         parts = counts.tolist()
         for number, (own, into) in enumerate(zip(x.split(parts), out.split(parts), strict=True)):
             if len(own):
-                inner = self._gated(F.linear(own, self.gate_up[number]))
-                into.copy_(F.linear(inner, self.down[number]))
+                inner = self._gated(_product(own, gate_up, number, halves=2))
+                into.copy_(_product(inner, down, number))
         return out
 
     def _gated(self, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         return self.act(gate) * up
+
+
+def _product(x: Tensor, weight: Tensor | Blocks, number: int, halves: int = 1) -> Tensor:
+    """By one expert's weight. In fp8 by what the quantised rows and it stand for, whose halves do not share scales."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight[number])
+    wide = plain_groups(quantize_groups_reference(x))
+    parts = (part.chunk(halves) for part in (weight.values[number], weight.scales[number]))
+    products = [F.linear(wide, plain_blocks(Blocks(*half))) for half in zip(*parts, strict=True)]
+    return torch.cat(products, dim=1).to(x.dtype)
