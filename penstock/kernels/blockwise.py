@@ -150,6 +150,7 @@ def _block_product(
     SHARE: tl.constexpr,  # outputs that share a scale: 128, or 1
     PLAIN: tl.constexpr,
     BIAS: tl.constexpr,
+    SWAP: tl.constexpr,  # weights stand first in the product: the tensor cores take 64 of them, but 16 rows
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,  # tiles of rows that are taken before the next tile of outputs
@@ -168,23 +169,31 @@ def _block_product(
     from_col = tl.minimum(col, N - 1)
     depth = tl.arange(0, 128)
     x_at = x + from_row[:, None] * STRIDE + depth[None, :]
-    w_at = weight + from_col[None, :].to(tl.int64) * K + depth[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    w_at = weight + from_col[:, None].to(tl.int64) * K + depth[None, :]
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in range(groups):
         if K % 128 == 0:
             a = tl.load(x_at + group * 128)
             b = tl.load(w_at + group * 128)
         else:
-            left = K - group * 128
-            a = tl.load(x_at + group * 128, mask=depth[None, :] < left, other=0.0)
-            b = tl.load(w_at + group * 128, mask=depth[:, None] < left, other=0.0)
+            left = depth[None, :] < K - group * 128
+            a = tl.load(x_at + group * 128, mask=left, other=0.0)
+            b = tl.load(w_at + group * 128, mask=left, other=0.0)
         by_col = tl.load(scales + (from_col // SHARE) * groups + group)
         if PLAIN:
             small, by_row = quantized_group(a.to(tl.float32), weight)
         else:
             small = a
             by_row = tl.load(x_scales + from_row * groups + group)
-        total += tl.dot(small, b) * by_row[:, None] * by_col[None, :]
+        if SWAP:
+            total += tl.dot(b, tl.trans(small)) * by_row[None, :] * by_col[:, None]
+        else:
+            total += tl.dot(small, tl.trans(b)) * by_row[:, None] * by_col[None, :]
+    if SWAP:
+        total = tl.trans(total)
     if BIAS:
         total += tl.load(bias + from_col).to(tl.float32)[None, :]
     at = out + row[:, None].to(tl.int64) * N + col[None, :]
@@ -196,13 +205,14 @@ class DenseTile(NamedTuple):
     cols: int
     warps: int
     stages: int
+    swap: bool = False
 
 
 # Up to so many rows → the tile, and whether the product quantises as it reads. Few rows: narrow tiles, or
 # there are too few programs to read the weight at full speed.
 DENSE_TILES: tuple[tuple[int, DenseTile, bool], ...] = (
-    (16, DenseTile(16, 32, 4, 4), True),
-    (64, DenseTile(64, 32, 4, 4), False),
+    (16, DenseTile(16, 64, 4, 5, swap=True), True),
+    (32, DenseTile(32, 64, 4, 5, swap=True), True),
     (256, DenseTile(64, 64, 4, 4), False),
     (1024, DenseTile(64, 128, 4, 4), False),
     (1 << 62, DenseTile(128, 128, 8, 3), False),
@@ -240,6 +250,7 @@ def dense_product(
             SHARE=1 if len(weight.scales) == outputs and outputs > 1 else GROUP,
             PLAIN=not isinstance(x, Grouped),
             BIAS=bias is not None,
+            SWAP=tile.swap,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.cols,
             AHEAD=8,

@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     depth: int  # inputs read at a time; always a group in fp8
     warps: int
     stages: int
+    swap: bool = False  # weights stand first in the product: the tensor cores take 64 of them, but 16 rows
 
 
 class Plan(NamedTuple):
@@ -38,15 +39,15 @@ class Plan(NamedTuple):
 # Up to so many rows for each expert, on average → tiles. Few rows: the time is that of reading weights, so
 # what counts is how many loads are in flight; a row tile of 16 is the least that the tensor cores take.
 HALF_PLANS: tuple[tuple[float, Plan], ...] = (
-    (12, Plan(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))),
-    (24, Plan(32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))),
-    (64, Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
-    (float("inf"), Plan(128, Tile(64, 64, 8, 4), Tile(128, 64, 8, 4))),
+    (12, Plan(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
+    (24, Plan(32, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
+    (48, Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
+    (float("inf"), Plan(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))),
 )
 FP8_PLANS: tuple[tuple[float, Plan], ...] = (
-    (12, Plan(16, Tile(64, GROUP, 4, 4), Tile(64, GROUP, 4, 4))),
-    (24, Plan(32, Tile(64, GROUP, 4, 4), Tile(64, GROUP, 4, 4))),
-    (64, Plan(64, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 4, 4), early=True)),
+    (12, Plan(16, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
+    (24, Plan(32, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
+    (48, Plan(64, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 4, 4), early=True)),
     (float("inf"), Plan(128, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 8, 3), early=True)),
 )
 
@@ -196,9 +197,9 @@ def _place(
     for start in range(0, chunks, 16):
         chunk = start + tl.arange(0, 16)
         at = counts + chunk[:, None] * BLOCK + number[None, :]
-        count = tl.load(at, mask=chunk[:, None] < chunks, other=0)
-        sizes += tl.sum(count, axis=0)
-        earlier += tl.sum(tl.where(chunk[:, None] < program, count, 0), axis=0)
+        found = tl.load(at, mask=chunk[:, None] < chunks, other=0)
+        sizes += tl.sum(found, axis=0)
+        earlier += tl.sum(tl.where(chunk[:, None] < program, found, 0), axis=0)
     begins = tl.cumsum(sizes, axis=0) - sizes
     token = program * CHUNK + tl.arange(0, CHUNK)
     taken = tl.full((CHUNK, BLOCK), -1, tl.int32)
@@ -249,6 +250,30 @@ def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
     return Routes(shares, order, table.view(tiles, 4))
 
 
+@jit()
+def _dot(
+    a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr, SWAP: tl.constexpr
+) -> tl.tensor:
+    """total + a bᵀ, or with SWAP its transpose."""
+    if SWAP:
+        total = tl.dot(b, tl.trans(a), total, input_precision=PRECISION)
+    else:
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    return total
+
+
+@jit()
+def _scaled_dot(
+    a: tl.tensor, b: tl.tensor, total: tl.tensor, scale: tl.tensor, SWAP: tl.constexpr
+) -> tl.tensor:
+    """The same of fp8, each row of `a` multiplied by its scale."""
+    if SWAP:
+        total += tl.dot(b, tl.trans(a)) * scale[None, :]
+    else:
+        total += tl.dot(a, tl.trans(b)) * scale[:, None]
+    return total
+
+
 @jit(loose=("order", "tiles"))
 def _product(
     x: tl.tensor,  # [tokens, K] for the first product, [slots, K] by place for the second
@@ -268,6 +293,7 @@ def _product(
     KIND: tl.constexpr,  # of the activation
     FORM: tl.constexpr,  # 0: as they are; 1: fp8 both; 2: fp8 weights, rows are quantised here
     PRECISION: tl.constexpr,
+    SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -292,12 +318,16 @@ def _product(
     from_col = tl.minimum(col, N - 1)
     depth = tl.arange(0, BLOCK_K)
     x_at = x + source[:, None] * K + depth[None, :]
-    w_at = weight + expert.to(tl.int64) * (halves * N * K) + from_col[None, :] * K + depth[:, None]
+    w_at = weight + expert.to(tl.int64) * (halves * N * K) + from_col[:, None] * K + depth[None, :]
     # A tile of outputs lies within one block of the weight, so its scale is one number.
     share: tl.constexpr = (N + 127) // 128
     s_at = scales + (expert * (halves * share) + part * BLOCK_N // 128) * groups
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
             a = tl.load(x_at + start)
@@ -305,15 +335,15 @@ def _product(
             if GATED:
                 c = tl.load(w_at + N * K + start)
         else:
-            left = K - start
-            a = tl.load(x_at + start, mask=depth[None, :] < left, other=0.0)
-            b = tl.load(w_at + start, mask=depth[:, None] < left, other=0.0)
+            left = depth[None, :] < K - start
+            a = tl.load(x_at + start, mask=left, other=0.0)
+            b = tl.load(w_at + start, mask=left, other=0.0)
             if GATED:
-                c = tl.load(w_at + N * K + start, mask=depth[:, None] < left, other=0.0)
+                c = tl.load(w_at + N * K + start, mask=left, other=0.0)
         if FORM == 0:
-            total = tl.dot(a, b, total, input_precision=PRECISION)
+            total = _dot(a, b, total, PRECISION, SWAP)
             if GATED:
-                other = tl.dot(a, c, other, input_precision=PRECISION)
+                other = _dot(a, c, other, PRECISION, SWAP)
         else:
             group = start // 128
             if FORM == 1:
@@ -321,9 +351,13 @@ def _product(
                 by_row = tl.load(x_scales + source * groups + group)
             else:
                 small, by_row = quantized_group(a.to(tl.float32), weight)
-            total += tl.dot(small, b) * (by_row * tl.load(s_at + group))[:, None]
+            total = _scaled_dot(small, b, total, by_row * tl.load(s_at + group), SWAP)
             if GATED:
-                other += tl.dot(small, c) * (by_row * tl.load(s_at + share * groups + group))[:, None]
+                scale = by_row * tl.load(s_at + share * groups + group)
+                other = _scaled_dot(small, c, other, scale, SWAP)
+    if SWAP:
+        total = tl.trans(total)
+        other = tl.trans(other)
     kept = inside[:, None] & (col[None, :] < N)
     if GATED:
         value = _activated(total, KIND) * other
@@ -443,6 +477,7 @@ def _launch(
         KIND=kind or 0,
         FORM=form,
         PRECISION="ieee" if given.dtype == torch.float32 else "tf32",
+        SWAP=tile.swap,
         BLOCK_M=rows,
         BLOCK_N=tile.cols,
         BLOCK_K=tile.depth if form == 0 else GROUP,
