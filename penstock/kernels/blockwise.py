@@ -1,7 +1,7 @@
 """fp8 with a scale for each 128 × 128 block of a weight and each 128 values of a row, and its product.
 
-This is the form of checkpoints with `weight_block_size`. A row's groups are quantised by a pass of their own, or,
-where rows are few, by the product as it reads them: there the weights are what takes the time.
+This is the form of checkpoints with `weight_block_size`. A row's groups are quantised by a pass of their own,
+or, where rows are few, by the product as it reads them: there the weights are what takes the time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Experts on CUDA: who goes where, the two products of each expert, and the sum over a token's experts.
 
 Tokens are put in the order of their experts by number alone; the first product gathers rows as it reads, the
-second writes to where the sum expects them. Grids follow from the count of tokens, so that all of it can be captured
-in a graph: a table says what each tile of rows is for, and tiles that are for nobody end at once.
+second writes to where the sum expects them. Grids follow from the count of tokens, so that all of it can be
+captured in a graph: a table says what each tile of rows is for, and tiles that are for nobody end at once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Routes(NamedTuple):
 
     shares: Tensor  # fp32 [slots], what each expert's answer is multiplied by
     order: Tensor  # int32 [slots], slots by expert, then by token
-    tiles: Tensor  # int32 [tiles, 4]: expert, first place in `order`, end of the expert's; `experts`: nobody's
+    tiles: (
+        Tensor  # int32 [tiles, 4]: expert, first place in `order`, end of the expert's; `experts`: nobody's
+    )
 
 
 def route_reference(logits: Tensor, chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -86,7 +88,7 @@ def _write_tiles(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """What tiles `first`, `first` + `step` and so on, 16 at a time, are for: all of one expert's lie together."""
+    """What each tile is for, in runs of 16: run `first`, `first` + `step` and so on."""
     number = tl.arange(0, BLOCK)
     needed = (sizes + (ROWS - 1)) // ROWS
     ends = tl.cumsum(needed, axis=0)
@@ -144,7 +146,7 @@ def _choose(
     value = tl.load(at, mask=known, other=float("-inf")).to(tl.float32)
     largest = tl.where(inside, tl.max(value, axis=1), 0.0)
     power = tl.exp2((value - largest[:, None]) * 1.4426950408889634)
-    total = tl.sum(power, axis=1)
+    total = tl.where(inside, tl.sum(power, axis=1), 1.0)
     odds = power / total[:, None]
     # What is not a number must still choose experts that there are; its shares are no numbers either.
     odds = tl.where(odds == odds, odds, 0.0)
@@ -399,7 +401,8 @@ def _sum(
 def run_experts(
     x: Tensor,  # [tokens, hidden]
     logits: Tensor,  # [tokens, experts], what the router says
-    gate_up: Tensor | Blocks,  # [experts, 2 · intermediate, hidden]; of blocks, each half has scales of its own
+    gate_up: Tensor
+    | Blocks,  # [experts, 2 · intermediate, hidden]; of blocks, each half has scales of its own
     down: Tensor | Blocks,  # [experts, hidden, intermediate]
     *,
     chosen: int,
@@ -413,9 +416,9 @@ def run_experts(
     Sums are made in a fixed order: the same rows give the same bits.
     """
     (tokens, hidden), fp8 = x.shape, isinstance(gate_up, Blocks)
-    weights = (gate_up.values, down.values) if fp8 else (gate_up, down)  # type: ignore[union-attr]
-    experts, inner = len(weights[0]), weights[0].shape[1] // 2
-    assert x.is_contiguous() and all(weight.is_contiguous() for weight in weights)
+    values = gate_up.values if isinstance(gate_up, Blocks) else gate_up
+    experts, inner = len(values), values.shape[1] // 2
+    assert x.is_contiguous() and (residual is None or residual.is_contiguous())
     out = torch.empty_like(x)
     if not tokens:
         return out
@@ -459,6 +462,7 @@ def _launch(
     given, given_scales = x if isinstance(x, Grouped) else (x, routes.shares)
     into, into_scales = out if isinstance(out, Grouped) else (out, routes.shares)
     experts, outputs, inputs = values.shape
+    assert values.is_contiguous() and scales.is_contiguous() and (GROUP % tile.cols == 0)
     outputs //= 1 if kind is None else 2
     form = 0 if not isinstance(weight, Blocks) else 1 if isinstance(x, Grouped) else 2
     _product[(len(routes.tiles) * cdiv(outputs, tile.cols),)](

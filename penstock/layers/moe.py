@@ -14,6 +14,8 @@ from penstock.kernels.experts import MOST_CHOSEN, MOST_EXPERTS, route_reference,
 from penstock.kernels.language import fused
 from penstock.kernels.quantize import Rows, plain
 from penstock.layers.activation import activation
+from penstock.layers.build import LayerBuilder
+from penstock.layers.stored import ExpertStack, multiplies_blocks, read_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class SparseMLP:
     """sum of weight · down(act(gate(x)) · up(x)) over each token's experts.
 
     Tokens are put in the order of their experts, so that each expert is one product over its own. Where
-    kernels run, no count is asked of the device. Of weights in blocks of fp8, gate and up have scales of their own.
+    kernels run, no count is asked of the device. In blocks of fp8, gate and up share no scales.
     """
 
     def __init__(
@@ -77,7 +79,12 @@ class SparseMLP:
     def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [tokens · chosen, hidden], expert after expert."""
         gate_up, down = self.gate_up, self.down
-        if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and x.is_cuda and x.dtype == torch.bfloat16:
+        if (
+            isinstance(gate_up, Tensor)
+            and isinstance(down, Tensor)
+            and x.is_cuda
+            and x.dtype == torch.bfloat16
+        ):
             ends = counts.cumsum(0, dtype=torch.int32)
             both = torch._grouped_mm(x, gate_up.transpose(1, 2), offs=ends)
             return torch._grouped_mm(self._gated(both), down.transpose(1, 2), offs=ends)
@@ -95,10 +102,42 @@ class SparseMLP:
 
 
 def _product(x: Tensor, weight: Tensor | Blocks, number: int, halves: int = 1) -> Tensor:
-    """By one expert's weight. In fp8 by what the quantised rows and it stand for, whose halves do not share scales."""
+    """By one expert's weight, in fp8 by what it and the quantised rows stand for."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight[number])
     wide = plain_groups(quantize_groups_reference(x))
     parts = (part.chunk(halves) for part in (weight.values[number], weight.scales[number]))
     products = [F.linear(wide, plain_blocks(Blocks(*half))) for half in zip(*parts, strict=True)]
     return torch.cat(products, dim=1).to(x.dtype)
+
+
+def read_experts(
+    build: LayerBuilder, prefix: str, shape: ExpertShape, hidden: int, act: str
+) -> tuple[Tensor | Blocks, Tensor | Blocks]:
+    """(gate and up, down) of all experts. Each has its own tensors in most files, and all share one in some.
+
+    They are kept in blocks of fp8 where the checkpoint has them so or `--quantization` wants it, and where
+    something multiplies them; a CPU does so for comparison, with weights that were quantised here.
+    """
+    weights, width = build.weights, shape.intermediate
+    stored, wanted = build.in_blocks(prefix + "0.gate_proj"), build.precision(prefix) == "fp8"
+    blocks = (stored or wanted) and act in KINDS and multiplies_blocks(weights.device)
+    blocks |= wanted and weights.device.type == "cpu"
+    sizes = {"gate_up": (2, width, hidden), "down": (1, hidden, width)}
+    stacks = {name: ExpertStack(shape.experts, *size, weights, blocks=blocks) for name, size in sizes.items()}
+    if not weights.has(prefix + "0.gate_proj.weight"):
+        for name, (halves, outputs, inputs) in sizes.items():
+            joined = weights.plain(f"{prefix}{name}_proj", (shape.experts, halves * outputs, inputs))
+            for expert, both in enumerate(joined):
+                for half, part in enumerate(both.chunk(halves)):
+                    stacks[name].put(expert, half, part)
+        return stacks["gate_up"].all, stacks["down"].all
+    for expert in range(shape.experts):
+        for part, name, half in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", 0)):
+            _, outputs, inputs = sizes[name]
+            tensor = f"{prefix}{expert}.{part}_proj.weight"
+            if stored:
+                stacks[name].put(expert, half, read_blocks(weights, tensor, outputs, inputs))
+            else:
+                stacks[name].put(expert, half, weights.plain(tensor, (outputs, inputs)))
+    return stacks["gate_up"].all, stacks["down"].all
