@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.kernels import experts as kernels
 from penstock.kernels import language
+from penstock.kernels.activation import act_reference
 from penstock.kernels.blockwise import GROUP, Blocks, plain_blocks, quantize_blocks
 from penstock.kernels.experts import (
     FP8_PLANS,
@@ -24,7 +25,7 @@ from penstock.kernels.experts import (
     run_experts,
     tile_count,
 )
-from penstock.layers.moe import ExpertShape, SparseMLP
+from penstock.layers.moe import _product
 from penstock.layers.stored import ExpertStack
 from penstock.weights.stream import DummySource
 
@@ -73,10 +74,11 @@ def make(
     hidden: int,
     inner: int,
     device: torch.device,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     *,
     fp8: bool = False,
 ) -> Case:
+    dtype = dtype or (torch.float32 if language.INTERPRETED else torch.bfloat16)
     x, router = draw(tokens, hidden), draw(experts, hidden, seed=1)
     gate_up = draw(experts, 2 * inner, hidden, seed=2) * hidden**-0.5
     down = draw(experts, hidden, inner, seed=3) * inner**-0.5
@@ -86,21 +88,37 @@ def make(
     return Case(*(each.to(device, dtype) for each in (x, router, gate_up, down)))
 
 
+def logits_of(case: Case) -> Tensor:
+    """In full precision, so that no two experts are equal."""
+    return F.linear(case.x.float(), case.router.float())
+
+
 def expected_of(case: Case, chosen: int, normalize: bool, act: str = "silu") -> Tensor:
-    """By SparseMLP's plain way, in the arithmetic of torch, on the same logits."""
-    shape = ExpertShape(len(case.router), chosen, 0, normalize)
-    language.switch()
-    try:
-        return SparseMLP(case.router, case.gate_up, case.down, shape, act)(case.x)
-    finally:
-        language.switch("cpu", "cuda")
+    """Expert after expert, in the arithmetic of torch."""
+    shares, taken = route_reference(logits_of(case), chosen, normalize)
+    out = torch.zeros_like(case.x, dtype=torch.float32)
+    for expert in range(len(case.router)):
+        token, nth = (taken == expert).nonzero(as_tuple=True)
+        if len(token):
+            gate, up = _product(case.x[token], case.gate_up, expert, halves=2).chunk(2, dim=1)
+            said = _product(act_reference(gate, act) * up, case.down, expert)
+            out.index_add_(0, token, said.float() * shares[token, nth, None])
+    return out
 
 
 def got_of(case: Case, chosen: int, normalize: bool, act: str = "silu", **more: Any) -> Tensor:
-    logits = F.linear(case.x, case.router)
     return run_experts(
-        case.x, logits, case.gate_up, case.down, chosen=chosen, normalize=normalize, act=act, **more
+        case.x, logits_of(case), case.gate_up, case.down, chosen=chosen, normalize=normalize, act=act, **more
     )
+
+
+def assert_near(got: Tensor, expected: Tensor, fp8: bool, why: object = None) -> None:
+    """A value on the edge of an fp8 step may fall to either side of it."""
+    if got.dtype == torch.float32 and not fp8:
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+        return
+    assert F.cosine_similarity(got.float(), expected).min() > (0.9995 if fp8 else 0.9999), why
+    assert (got.float() - expected).abs().max() <= 0.05 * expected.abs().max(), why
 
 
 def check_routes(routes: Routes, logits: Tensor, chosen: int, normalize: bool, rows: int) -> None:
@@ -171,11 +189,8 @@ def test_a_token_that_is_not_a_number_stays_so_and_harms_no_other(value: float, 
 def test_every_plan_gives_what_torch_does(form: str, tokens: int, device: torch.device) -> None:
     case = make(tokens, 6, 144, 136, device, fp8=form == "fp8")
     expected = expected_of(case, 2, True)
-    bound = 0.02 if form == "fp8" else 1e-5  # a value on the edge of an fp8 step may fall to either side
     for plan in PLANS[form]:
-        got = got_of(case, 2, True, plan=plan)
-        assert (got - expected).abs().max() <= bound * expected.abs().max(), plan
-        assert F.cosine_similarity(got, expected).min() > (0.9999 if form == "fp8" else 0.9999999), plan
+        assert_near(got_of(case, 2, True, plan=plan), expected, form == "fp8", plan)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -184,8 +199,7 @@ def test_the_plan_for_so_many_tokens_gives_what_torch_does(
     tokens: int, fp8: bool, device: torch.device
 ) -> None:
     case = make(tokens, 8, 40, 24, device, fp8=fp8)
-    got, expected = got_of(case, 3, True), expected_of(case, 3, True)
-    assert F.cosine_similarity(got, expected).min() > (0.9999 if fp8 else 0.9999999)
+    assert_near(got_of(case, 3, True), expected_of(case, 3, True), fp8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -193,36 +207,34 @@ def test_the_plan_for_so_many_tokens_gives_what_torch_does(
 def test_halves_stay_near_what_is_computed_in_full(
     dtype: torch.dtype, fp8: bool, device: torch.device
 ) -> None:
+    if language.INTERPRETED and dtype == torch.bfloat16 and not fp8:
+        pytest.skip("the interpreter multiplies no bfloat16")
     case = make(33, 8, 64, 48, device, dtype, fp8=fp8)
-    logits = F.linear(case.x, case.router)
     wide = Case(*(each.float() if isinstance(each, Tensor) else each for each in case))
     got = got_of(case, 2, True)
-    expected = run_experts(
-        wide.x, logits.float(), wide.gate_up, wide.down, chosen=2, normalize=True, act="silu"
-    )
     assert got.dtype == dtype
+    expected = expected_of(wide, 2, True)
     assert F.cosine_similarity(got.float(), expected).min() > (0.995 if fp8 else 0.9999)
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
 def test_any_activation_that_the_kernels_know(act: str, device: torch.device) -> None:
     case = make(12, 8, 32, 16, device)
-    torch.testing.assert_close(
-        got_of(case, 2, True, act), expected_of(case, 2, True, act), atol=1e-5, rtol=1e-5
-    )
+    assert_near(got_of(case, 2, True, act), expected_of(case, 2, True, act), False)
 
 
 def test_the_residual_is_added_and_twice_the_same_is_the_same(device: torch.device) -> None:
     case, residual = make(50, 8, 48, 24, device), draw(50, 48, seed=8).to(device)
     once = got_of(case, 3, True)
     assert torch.equal(once, got_of(case, 3, True))
-    torch.testing.assert_close(got_of(case, 3, True, residual=residual), once + residual)
+    together = got_of(case, 3, True, residual=residual.to(once.dtype))
+    assert_near(together, (once + residual).float(), False)
 
 
 def test_a_tokens_answer_does_not_depend_on_its_neighbours(device: torch.device) -> None:
     case, plan = make(30, 8, 48, 24, device), HALF_PLANS[0][1]
     alone = [got_of(case._replace(x=row[None]), 3, True, plan=plan) for row in case.x]
-    torch.testing.assert_close(torch.cat(alone), got_of(case, 3, True, plan=plan), atol=1e-6, rtol=1e-6)
+    assert_near(torch.cat(alone), got_of(case, 3, True, plan=plan).float(), False)
 
 
 def test_gate_and_up_have_scales_of_their_own_where_their_width_is_no_multiple(device: torch.device) -> None:
