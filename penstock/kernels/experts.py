@@ -432,23 +432,29 @@ def run_experts(
         middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     rows = quantize_groups(x) if fp8 and plan.early else x
     said = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
-    _launch(rows, gate_up, middle, routes, plan.rows, plan.up, chosen, KINDS[act])
-    _launch(middle, down, said, routes, plan.rows, plan.down, chosen, None)
-    block = min(power_of_2(hidden), 1024)
-    _sum[(tokens * cdiv(hidden, block),)](
+    expert_product(rows, gate_up, middle, routes, plan.rows, plan.up, chosen, KINDS[act])
+    expert_product(middle, down, said, routes, plan.rows, plan.down, chosen, None)
+    sum_slots(said, residual, out, chosen)
+    return out
+
+
+def sum_slots(said: Tensor, residual: Tensor | None, out: Tensor, chosen: int) -> None:
+    """The sum of each token's slots, said [tokens · chosen, width], + residual, into out [tokens, width]."""
+    tokens, width = out.shape
+    block = min(power_of_2(width), 1024)
+    _sum[(tokens * cdiv(width, block),)](
         said,
         said if residual is None else residual,
         out,
         CHOSEN=chosen,
-        WIDTH=hidden,
+        WIDTH=width,
         RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=4,
     )
-    return out
 
 
-def _launch(
+def expert_product(
     x: Tensor | Grouped,
     weight: Tensor | Blocks,
     out: Tensor | Grouped,
