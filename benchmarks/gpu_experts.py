@@ -3,9 +3,9 @@
     python benchmarks/gpu_experts.py [--only half,fp8,dense] [--tokens 1,128,8192] [--defaults] [--save PATH]
 
 Device times are medians of CUDA graph replays, each over several sets of tokens, so that weights come from
-memory. The floor is what reading the weights of the chosen experts takes, or multiplying. `--defaults` tries no
-other tiles than those in use; `--smoke` runs tiny shapes on any device (without a GPU under TRITON_INTERPRET=1)
-and times nothing.
+memory. The floor is what reading the weights of the chosen experts takes, or multiplying. `--defaults` tries
+no other tiles than those in use; `--smoke` runs tiny shapes on any device (without a GPU under
+TRITON_INTERPRET=1) and times nothing.
 """
 
 from __future__ import annotations

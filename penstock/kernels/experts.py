@@ -84,13 +84,13 @@ def _write_tiles(
     count: tl.tensor,
     first: tl.tensor,
     step: tl.tensor,
+    rows: tl.tensor,  # of a tile
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
     """What each tile is for, in runs of 16: run `first`, `first` + `step` and so on."""
     number = tl.arange(0, BLOCK)
-    needed = (sizes + (ROWS - 1)) // ROWS
+    needed = (sizes + (rows - 1)) // rows
     ends = tl.cumsum(needed, axis=0)
     for start in range(first * 16, count, step * 16):
         tile = start + tl.arange(0, 16)
@@ -102,7 +102,7 @@ def _write_tiles(
         end = begin + tl.sum(tl.where(own, sizes[None, :], 0), axis=1)
         at = tiles + tile * 4
         tl.store(at, expert, mask=tile < count)
-        tl.store(at + 1, begin + nth * ROWS, mask=tile < count)
+        tl.store(at + 1, begin + nth * rows, mask=tile < count)
         tl.store(at + 2, end, mask=tile < count)
 
 
@@ -117,7 +117,7 @@ def _write_order(
     tl.store(order + begins[None, :] + before, taken, mask=here)
 
 
-@jit(loose=("experts", "counts", "order", "tiles", "tokens", "count"))
+@jit(loose=("experts", "counts", "order", "tiles", "tokens", "count", "rows"))
 def _choose(
     logits: tl.tensor,  # [tokens, EXPERTS]
     shares: tl.tensor,
@@ -127,6 +127,7 @@ def _choose(
     tiles: tl.tensor,
     tokens: tl.tensor,
     count: tl.tensor,  # of tiles
+    rows: tl.tensor,  # of each
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -134,7 +135,6 @@ def _choose(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
     """The softmax of a chunk of tokens, and its largest values one after the other; of equals the first."""
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -171,12 +171,12 @@ def _choose(
     if ALONE:
         begins = tl.cumsum(sizes, axis=0) - sizes
         _write_order(order, taken, begins)
-        _write_tiles(tiles, sizes, begins, count, 0, 1, EXPERTS, BLOCK, ROWS)
+        _write_tiles(tiles, sizes, begins, count, 0, 1, rows, EXPERTS, BLOCK)
     else:
         tl.store(counts + tl.program_id(0) * BLOCK + number, sizes)
 
 
-@jit(loose=("experts", "counts", "order", "tiles", "tokens", "chunks", "count"))
+@jit(loose=("experts", "counts", "order", "tiles", "tokens", "chunks", "count", "rows"))
 def _place(
     experts: tl.tensor,
     counts: tl.tensor,
@@ -185,11 +185,11 @@ def _place(
     tokens: tl.tensor,
     chunks: tl.tensor,
     count: tl.tensor,  # of tiles
+    rows: tl.tensor,  # of each
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
     """Puts a chunk's tokens behind those of the chunks before it, in the range of each expert."""
     program = tl.program_id(0)
@@ -209,7 +209,7 @@ def _place(
         expert = tl.load(experts + token * CHOSEN + n, mask=token < tokens, other=-1)
         taken = tl.where(number[None, :] == expert[:, None], token[:, None] * CHOSEN + n, taken)
     _write_order(order, taken, begins + earlier)
-    _write_tiles(tiles, sizes, begins, count, program, chunks, EXPERTS, BLOCK, ROWS)
+    _write_tiles(tiles, sizes, begins, count, program, chunks, rows, EXPERTS, BLOCK)
 
 
 def tile_count(slots: int, experts: int, rows: int) -> int:
@@ -230,7 +230,7 @@ def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
     order, table, taken, counts = numbers.split([slots, tiles * 4, slots, chunks * block])
     shares = torch.empty(slots, dtype=torch.float32, device=device)
     if tokens:
-        sizes = {"EXPERTS": experts, "CHOSEN": chosen, "CHUNK": chunk, "BLOCK": block, "ROWS": rows}
+        sizes = {"EXPERTS": experts, "CHOSEN": chosen, "CHUNK": chunk, "BLOCK": block}
         warps = 16 if chunk * block >= _SINGLE else 8
         _choose[(chunks,)](
             logits,
@@ -241,6 +241,7 @@ def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
             table,
             tokens,
             tiles,
+            rows,
             NORMALIZE=normalize,
             ALONE=alone,
             BLOCK_CHOSEN=power_of_2(chosen),
@@ -248,7 +249,9 @@ def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
             num_warps=warps,
         )
         if not alone:
-            _place[(chunks,)](taken, counts, order, table, tokens, chunks, tiles, **sizes, num_warps=warps)
+            _place[(chunks,)](
+                taken, counts, order, table, tokens, chunks, tiles, rows, **sizes, num_warps=warps
+            )
     return Routes(shares, order, table.view(tiles, 4))
 
 

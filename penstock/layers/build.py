@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.blockwise import plain_blocks
+from penstock.kernels.blockwise import Blocks, plain_blocks
 from penstock.layers.fp8 import BlockLinear
 from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.norm import LayerNorm, RMSNorm
-from penstock.layers.stored import join_blocks, multiplies_blocks, read_blocks
+from penstock.layers.stored import join_blocks, multiplies_blocks, plain_weight, read_blocks
 from penstock.weights.stream import WeightSource
 
 _NUMBER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")  # of the layer that a name lies in
@@ -44,17 +44,20 @@ class LayerBuilder:
         added: Tensor | None = None
         if bias:
             added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
-        if not all(self.in_blocks(name) for name in names):
+        stored = [self.in_blocks(name) for name in names]
+        if not any(stored):
             weight = self.weights.fuse([f"{name}.weight" for name in names], outputs, inputs)
             return make_linear(weight, added, act, self.precision(names[0]))
         sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
         parts = [
-            read_blocks(self.weights, f"{name}.weight", size, inputs)
-            for name, size in zip(names, sizes, strict=True)
+            (read_blocks if blocks else plain_weight)(self.weights, f"{name}.weight", size, inputs)
+            for name, size, blocks in zip(names, sizes, stored, strict=True)
         ]
-        if multiplies_blocks(self.weights.device):
-            return BlockLinear(join_blocks(parts), added, act, self.weights.dtype)
-        weight = torch.cat([plain_blocks(part, self.weights.dtype) for part in parts])
+        blocks = [part for part in parts if isinstance(part, Blocks)]
+        if len(blocks) == len(parts) and multiplies_blocks(self.weights.device):
+            return BlockLinear(join_blocks(blocks), added, act, self.weights.dtype)
+        said = [plain_blocks(part) if isinstance(part, Blocks) else part for part in parts]
+        weight = torch.cat([part.to(dtype=self.weights.dtype, device=self.weights.device) for part in said])
         return make_linear(weight, added, act, self.precision(names[0]))
 
     def in_blocks(self, name: str) -> bool:

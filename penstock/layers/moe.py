@@ -10,12 +10,22 @@ from torch import Tensor
 
 from penstock.kernels.activation import KINDS
 from penstock.kernels.blockwise import Blocks, plain_blocks, plain_groups, quantize_groups_reference
-from penstock.kernels.experts import MOST_CHOSEN, MOST_EXPERTS, route_reference, run_experts
+from penstock.kernels.experts import (
+    FP8_PLANS,
+    HALF_PLANS,
+    MOST_CHOSEN,
+    MOST_EXPERTS,
+    Plan,
+    route_reference,
+    run_experts,
+)
 from penstock.kernels.language import fused
 from penstock.kernels.quantize import Rows, plain
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
-from penstock.layers.stored import ExpertStack, multiplies_blocks, read_blocks
+from penstock.layers.stored import ExpertStack, multiplies_blocks, plain_weight, read_blocks
+
+ROUTED = (1, 17, 33, 65, 129)  # tokens: each takes another form of the routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +63,9 @@ class SparseMLP:
     def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
         x = plain(x, self.router.dtype)
+        if self._fused(x):
+            return self._run(x.contiguous(), residual)
         logits = F.linear(x, self.router)
-        # On CUDA fp32 stays with the library: tiles of it are too large for the kernels.
-        if self.kernel is not None and fused(x) and not (x.is_cuda and x.dtype == torch.float32):
-            return run_experts(
-                x.contiguous(),
-                logits,
-                self.gate_up,
-                self.down,
-                chosen=self.shape.chosen,
-                normalize=self.shape.normalize,
-                act=self.kernel,
-                residual=residual,
-            )
         weights, experts = route_reference(logits, self.shape.chosen, self.shape.normalize)
         order = experts.flatten().argsort(stable=True)  # [tokens · chosen]
         token = order // self.shape.chosen
@@ -75,6 +75,35 @@ class SparseMLP:
         said = said * weights.to(x.dtype).flatten().index_select(0, order)[:, None]
         out = torch.zeros_like(x) if residual is None else residual.clone()
         return out.index_add_(0, token, said)
+
+    def compile(self) -> None:
+        """Every form of the kernels that a step may take, so that none is compiled while requests wait."""
+        x = self.router[:1]  # any row will do
+        if not x.is_cuda or not self._fused(x):
+            return
+        fp8 = isinstance(self.gate_up, Blocks)
+        for _, plan in FP8_PLANS if fp8 else HALF_PLANS:
+            self._run(x, None, plan)
+        for tokens in ROUTED:
+            self._run(x.expand(tokens, -1).contiguous(), None, None)
+
+    def _fused(self, x: Tensor) -> bool:
+        """On CUDA fp32 stays with the library: tiles of it are too large for the kernels."""
+        return self.kernel is not None and fused(x) and not (x.is_cuda and x.dtype == torch.float32)
+
+    def _run(self, x: Tensor, residual: Tensor | None, plan: Plan | None = None) -> Tensor:
+        assert self.kernel is not None
+        return run_experts(
+            x,
+            F.linear(x, self.router),
+            self.gate_up,
+            self.down,
+            chosen=self.shape.chosen,
+            normalize=self.shape.normalize,
+            act=self.kernel,
+            residual=residual,
+            plan=plan,
+        )
 
     def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [tokens · chosen, hidden], expert after expert."""
@@ -135,9 +164,7 @@ def read_experts(
     for expert in range(shape.experts):
         for part, name, half in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", 0)):
             _, outputs, inputs = sizes[name]
-            tensor = f"{prefix}{expert}.{part}_proj.weight"
-            if stored:
-                stacks[name].put(expert, half, read_blocks(weights, tensor, outputs, inputs))
-            else:
-                stacks[name].put(expert, half, weights.plain(tensor, (outputs, inputs)))
+            module = f"{prefix}{expert}.{part}_proj"
+            read = read_blocks if build.in_blocks(module) else plain_weight
+            stacks[name].put(expert, half, read(weights, f"{module}.weight", outputs, inputs))
     return stacks["gate_up"].all, stacks["down"].all

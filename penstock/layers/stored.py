@@ -27,6 +27,11 @@ def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> 
     return Blocks(values, scales.to(dtype=torch.float32, device=weights.device))
 
 
+def plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) -> Tensor:
+    """The same of one that is stored as it is, wherever it was read to."""
+    return weights.plain(name, (outputs, inputs))
+
+
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
     """Along the outputs. Blocks that would lie askew give each output scales of its own."""
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)

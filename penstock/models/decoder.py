@@ -166,6 +166,8 @@ class Decoder:
         self.norms = [_norm(build, prefix + name, shape.hidden, shape) for name in names]
         for before, layer in zip(self.norms, self.layers, strict=False):  # the last feeds none
             before.feed(layer.attention.qkv)
+        for part in [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP)][:1]:
+            part.compile()
         self.shape = shape
         self.hidden_size = shape.hidden
         self.causal = shape.causal
