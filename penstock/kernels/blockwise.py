@@ -174,7 +174,18 @@ def _block_product(
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if not PLAIN:
+        by_row = tl.load(x_scales + from_row * groups)
+    if SHARE == 128:  # a tile lies within one block of the weight, so its scale is one number
+        s_at = scales + ((own // height) * BLOCK_N // 128) * groups
+    else:
+        s_at = scales + from_col * groups
+    by_col = tl.load(s_at)
     for group in range(groups):
+        ahead = tl.minimum(group + 1, groups - 1)  # scales are asked for before the product needs them
+        next_by_col = tl.load(s_at + ahead)
+        if not PLAIN:
+            next_by_row = tl.load(x_scales + from_row * groups + ahead)
         if K % 128 == 0:
             a = tl.load(x_at + group * 128)
             b = tl.load(w_at + group * 128)
@@ -182,16 +193,18 @@ def _block_product(
             left = depth[None, :] < K - group * 128
             a = tl.load(x_at + group * 128, mask=left, other=0.0)
             b = tl.load(w_at + group * 128, mask=left, other=0.0)
-        by_col = tl.load(scales + (from_col // SHARE) * groups + group)
         if PLAIN:
-            small, by_row = quantized_group(a.to(tl.float32), weight)
+            small, factor = quantized_group(a.to(tl.float32), weight)
         else:
-            small = a
-            by_row = tl.load(x_scales + from_row * groups + group)
-        if SWAP:
-            total += tl.dot(b, tl.trans(small)) * by_row[None, :] * by_col[:, None]
+            small, factor = a, by_row
+            by_row = next_by_row
+        product = tl.dot(b, tl.trans(small)) if SWAP else tl.dot(small, tl.trans(b))
+        if SHARE == 128:
+            factor *= by_col
         else:
-            total += tl.dot(small, tl.trans(b)) * by_row[:, None] * by_col[None, :]
+            product *= by_col[:, None] if SWAP else by_col[None, :]
+        total += product * (factor[None, :] if SWAP else factor[:, None])
+        by_col = next_by_col
     if SWAP:
         total = tl.trans(total)
     if BIAS:
@@ -233,7 +246,12 @@ def dense_product(
     values, scales = x if isinstance(x, Grouped) else (x, weight.scales)
     rows, inputs = values.shape
     outputs = len(weight.values)
-    assert values.stride(1) == 1 and weight.values.is_contiguous() and weight.scales.is_contiguous()
+    assert (
+        GROUP % tile.cols == 0
+        and values.stride(1) == 1
+        and weight.values.is_contiguous()
+        and weight.scales.is_contiguous()
+    )
     out = torch.empty((rows, outputs), dtype=dtype, device=values.device)
     if rows:
         _block_product[(cdiv(rows, tile.rows) * cdiv(outputs, tile.cols),)](

@@ -39,12 +39,14 @@ class Plan(NamedTuple):
 # Up to so many rows for each expert, on average → tiles. Few rows: the time is that of reading weights, so
 # what counts is how many loads are in flight; a row tile of 16 is the least that the tensor cores take.
 HALF_PLANS: tuple[tuple[float, Plan], ...] = (
+    (0.5, Plan(16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 4, swap=True))),
     (12, Plan(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
     (24, Plan(32, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
     (48, Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
     (float("inf"), Plan(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))),
 )
 FP8_PLANS: tuple[tuple[float, Plan], ...] = (
+    (0.5, Plan(16, Tile(64, GROUP, 4, 6, swap=True), Tile(64, GROUP, 4, 5, swap=True))),
     (12, Plan(16, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
     (24, Plan(32, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
     (48, Plan(64, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 4, 4), early=True)),
@@ -333,7 +335,18 @@ def _product(
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if FORM != 0:
+        scale = tl.load(s_at)
+        other_scale = tl.load(s_at + share * groups) if GATED else scale
+    if FORM == 1:
+        by_row = tl.load(x_scales + source * groups)
     for start in range(0, K, BLOCK_K):
+        if FORM != 0:  # scales are asked for one group ahead, so that no product waits for them
+            ahead = tl.minimum(start // 128 + 1, groups - 1)
+            next_scale = tl.load(s_at + ahead)
+            next_other = tl.load(s_at + share * groups + ahead) if GATED else next_scale
+        if FORM == 1:
+            next_by_row = tl.load(x_scales + source * groups + ahead)
         if K % BLOCK_K == 0:
             a = tl.load(x_at + start)
             b = tl.load(w_at + start)
@@ -350,16 +363,16 @@ def _product(
             if GATED:
                 other = _dot(a, c, other, PRECISION, SWAP)
         else:
-            group = start // 128
             if FORM == 1:
-                small = a
-                by_row = tl.load(x_scales + source * groups + group)
+                small, factor = a, by_row
+                by_row = next_by_row
             else:
-                small, by_row = quantized_group(a.to(tl.float32), weight)
-            total = _scaled_dot(small, b, total, by_row * tl.load(s_at + group), SWAP)
+                small, factor = quantized_group(a.to(tl.float32), weight)
+            total = _scaled_dot(small, b, total, factor * scale, SWAP)
             if GATED:
-                scale = by_row * tl.load(s_at + share * groups + group)
-                other = _scaled_dot(small, c, other, scale, SWAP)
+                other = _scaled_dot(small, c, other, factor * other_scale, SWAP)
+            scale = next_scale
+            other_scale = next_other
     if SWAP:
         total = tl.trans(total)
         other = tl.trans(other)
