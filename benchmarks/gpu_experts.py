@@ -46,6 +46,7 @@ from penstock.kernels.experts import (
     route_reference,
     run_experts,
 )
+from penstock.kernels.quantize import FP8
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.moe import ExpertShape, SparseMLP, _product
 
@@ -189,7 +190,10 @@ def make_layer(bench: Bench, form: str) -> Layer:
         if form == "fp8":
             blocks = [quantize_blocks(weight) for weight in weights]
             made.append(
-                Blocks(torch.stack([b.values for b in blocks]), torch.stack([b.scales for b in blocks]))
+                Blocks(
+                    torch.stack([b.values.view(torch.uint8) for b in blocks]).view(FP8),
+                    torch.stack([b.scales for b in blocks]),
+                )
             )
         else:
             made.append(torch.stack(weights))
