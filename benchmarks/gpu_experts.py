@@ -1,6 +1,6 @@
 """The experts of Qwen3-30B-A3B on one GPU, in bfloat16 and fp8: right, and how fast by tile beside the floor.
 
-    python benchmarks/gpu_experts.py [--only half,fp8,dense] [--tokens 1,128,8192] [--defaults] [--save PATH]
+    python benchmarks/gpu_experts.py [--only half,fp8,dense] [--tokens 1,128] [--defaults] [--seconds 400]
 
 Device times are medians of CUDA graph replays, each over several sets of tokens, so that weights come from
 memory. The floor is what reading the weights of the chosen experts takes, or multiplying. `--defaults` tries
@@ -135,8 +135,9 @@ class Sizes(NamedTuple):
 
 
 class Bench:
-    def __init__(self, smoke: bool) -> None:
+    def __init__(self, smoke: bool, seconds: float) -> None:
         self.smoke = smoke
+        self.deadline = time.perf_counter() + seconds  # after which no other tile is tried
         self.device = torch.device("cpu" if smoke else "cuda")
         self.dtype = torch.float32 if smoke else torch.bfloat16
         self.sizes = Sizes(256, 128, 8, 2) if smoke else Sizes()
@@ -165,6 +166,9 @@ class Bench:
             self.failed.append(f"{name}: {type(error).__name__} {str(error).splitlines()[0][:70]}")
             torch.cuda.synchronize()
             return float("inf")
+
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -264,8 +268,11 @@ def best_plan(bench: Bench, layer: Layer, xs: list[Tensor], rows: int, form: str
     chosen, silu, name = bench.sizes.chosen, KINDS["silu"], f"{form} {len(xs[0])}×{rows}"
     sets = [parts_of(bench, layer, x, rows, form) for x in xs]
     first: dict[tuple[Tile, bool], float] = {}
+    wide = form == "fp8" and rows >= 64  # where rows are quantised early, if at all
     for tile in dict.fromkeys(ups):
-        for early in (False, True) if form == "fp8" else (False,):
+        if bench.late() and first:
+            break
+        for early in (True,) if wide else (False, True) if form == "fp8" else (False,):
 
             def up(part: Parts, tile: Tile = tile, early: bool = early) -> None:
                 into = part.plain if form != "fp8" or tile.cols < GROUP else part.grouped
@@ -276,6 +283,8 @@ def best_plan(bench: Bench, layer: Layer, xs: list[Tensor], rows: int, form: str
             first[tile, early] = bench.us(label, [lambda part=part, up=up: up(part) for part in sets])
     second: dict[tuple[Tile, bool], float] = {}
     for tile in dict.fromkeys(downs):
+        if bench.late() and second:
+            break
         for early in (False, True) if form == "fp8" else (False,):
 
             def down(part: Parts, tile: Tile = tile, early: bool = early) -> None:
@@ -338,7 +347,7 @@ def block(bench: Bench, form: str, counts: list[int], *, only_used: bool) -> Non
         best, plan = ours, used
         if not only_used:
             nearby = {used.rows, max(16, used.rows // 2)} if tokens > 128 else {used.rows}
-            for rows in sorted(nearby):
+            for rows in [] if bench.late() else sorted(nearby):
                 found = best_plan(bench, layer, xs, rows, form, used)
                 took = bench.us(
                     f"{form} {tokens} {found}", [partial(mlp_by, bench, layer, x, found) for x in xs]
@@ -395,10 +404,11 @@ def main() -> None:
     parser.add_argument("--only", default="half,fp8,dense")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--defaults", action="store_true")
+    parser.add_argument("--seconds", type=float, default=400, help="that other tiles are tried for")
     parser.add_argument("--save", metavar="PATH")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    bench = Bench(options.smoke)
+    bench = Bench(options.smoke, options.seconds)
     if options.smoke:
         allow_loaded_bounds()
         language.switch("cpu")
