@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import Tensor
 
+from penstock.kernels.blockwise import Blocks, plain_blocks
+from penstock.layers.fp8 import BlockLinear
 from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.layers.stored import join_blocks, multiplies_blocks, plain_weight, read_blocks
 from penstock.weights.stream import WeightSource
 
 _NUMBER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")  # of the layer that a name lies in
@@ -22,6 +26,9 @@ class LayerBuilder:
         self.weights = weights
         self.quantization = quantization
         self.unquantized = unquantized
+        self.stored: Callable[[str], bool] | None = (
+            None  # whether config.json has a module's weight in blocks
+        )
 
     def linear(
         self,
@@ -34,18 +41,37 @@ class LayerBuilder:
     ) -> LinearLayer:
         """One layer, or several fused along their outputs; `outputs` is the size of all or of each."""
         names = [names] if isinstance(names, str) else list(names)
-        weight = self.weights.fuse([f"{name}.weight" for name in names], outputs, inputs)
         added: Tensor | None = None
         if bias:
             added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
-        return make_linear(weight, added, act, self._precision(names[0]))
+        stored = [self.in_blocks(name) for name in names]
+        if not any(stored):
+            weight = self.weights.fuse([f"{name}.weight" for name in names], outputs, inputs)
+            return make_linear(weight, added, act, self.precision(names[0]))
+        sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
+        parts = [
+            (read_blocks if blocks else plain_weight)(self.weights, f"{name}.weight", size, inputs)
+            for name, size, blocks in zip(names, sizes, stored, strict=True)
+        ]
+        blocks = [part for part in parts if isinstance(part, Blocks)]
+        if len(blocks) == len(parts) and multiplies_blocks(self.weights.device):
+            return BlockLinear(join_blocks(blocks), added, act, self.weights.dtype)
+        said = [plain_blocks(part) if isinstance(part, Blocks) else part for part in parts]
+        weight = torch.cat([part.to(dtype=self.weights.dtype, device=self.weights.device) for part in said])
+        return make_linear(weight, added, act, self.precision(names[0]))
+
+    def in_blocks(self, name: str) -> bool:
+        """Whether this module's weight is stored in blocks of fp8. Heads never are."""
+        if self.stored is None or not self.stored(name) or _NUMBER.search(name) is None:
+            return False
+        return self.weights.has(f"{name}.weight_scale_inv")
 
     def tied(self, weight: Tensor, bias: str | None) -> LinearLayer:
         """A layer on a weight that another layer already has, with a bias of its own or none."""
         added = None if bias is None else self.weights.take(bias, len(weight))
-        return make_linear(weight, added, "identity", self._precision(""))
+        return make_linear(weight, added, "identity", self.precision(""))
 
-    def _precision(self, name: str) -> str | None:
+    def precision(self, name: str) -> str | None:
         """fp8 is for the layers that a model repeats: heads cost little and are read as they are."""
         found = _NUMBER.search(name)
         if found is None:

@@ -1,4 +1,5 @@
-"""fp8 linear layers for CUDA: weights scaled per output row at load, activations per token as they come.
+"""fp8 linear layers for CUDA: weights scaled per output row at load, activations per token as they come; or
+both in the blocks that a checkpoint stores.
 
 A layer takes rows that are quantised already, as norms and activations hand them on, or does it itself.
 Elsewhere than on CUDA the same product is made of what the fp8 values stand for: slow, for comparison.
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.activation import KINDS, bias_act_, bias_act_quantized
+from penstock.kernels.blockwise import Blocks, block_product
 from penstock.kernels.language import fused
-from penstock.kernels.quantize import Quantized, Rows, product_reference, quantize
+from penstock.kernels.quantize import Quantized, Rows, plain, product_reference, quantize
 from penstock.layers.activation import activation
 
 _STEP = 16  # inputs and outputs come in multiples of it, or the library has no kernel
@@ -63,3 +65,24 @@ class Fp8Linear:
             out_dtype=self.dtype,
             use_fast_accum=True,
         )
+
+
+class BlockLinear:
+    """On a weight that the checkpoint stores in blocks. It quantises its rows itself, in groups."""
+
+    def __init__(self, weight: Blocks, bias: Tensor | None, act: str, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = weight.values.shape
+        self.weight = weight
+        self.bias = bias
+        self.dtype = dtype
+        self.act = None if act == "identity" else activation(act)
+        self.kernel = act if act in KINDS else None
+
+    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+        x = plain(x, self.dtype)
+        if self.kernel is not None and fused(x):
+            out = bias_act_(block_product(x, self.weight), self.bias, self.kernel)
+        else:
+            out = block_product(x, self.weight, self.bias)
+            out = out if self.act is None else self.act(out)
+        return out if residual is None else out + residual

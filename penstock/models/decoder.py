@@ -26,7 +26,7 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.moe import ExpertShape, SparseMLP
+from penstock.layers.moe import ExpertShape, SparseMLP, read_experts
 from penstock.layers.norm import RMSNorm, sandwich
 from penstock.layers.residual import join_norm
 from penstock.layers.rotary import Angles, Rope, Rotary
@@ -43,7 +43,7 @@ _REQUIRED = (
     "max_position_embeddings",
 )
 # Options that change the arithmetic, or the files, in ways that are not built.
-_REFUSED = ("attn_logit_softcapping", "quantization_config", "text_config")
+_REFUSED = ("attn_logit_softcapping", "text_config")
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # whether they slide
 
 
@@ -171,6 +171,8 @@ class Decoder:
         self.norms = [_norm(build, prefix + name, shape.hidden, shape) for name in names]
         for before, layer in zip(self.norms, self.layers, strict=False):  # the last feeds none
             before.feed(layer.attention.qkv)
+        for part in [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP)][:1]:
+            part.compile()
         self.shape = shape
         self.hidden_size = shape.hidden
         self.causal = shape.causal
@@ -408,19 +410,9 @@ def _gated_mlp(build: LayerBuilder, prefix: str, shape: DecoderShape) -> GatedML
 
 
 def _experts(build: LayerBuilder, prefix: str, shape: DecoderShape) -> SparseMLP:
-    """Each expert has its own tensors in most files, and all share one in some."""
     assert shape.experts is not None
-    weights, count, width = build.weights, shape.experts.experts, shape.experts.intermediate
-    router = weights.take(prefix + "gate.weight", count, shape.hidden)
-    own = prefix + "experts."
-    if weights.has(own + "0.gate_proj.weight"):
-        parts = [f"{own}{i}.{name}_proj.weight" for i in range(count) for name in ("gate", "up")]
-        gate_up = weights.fuse(parts, width, shape.hidden).view(count, 2 * width, shape.hidden)
-        parts = [f"{own}{i}.down_proj.weight" for i in range(count)]
-        down = weights.fuse(parts, shape.hidden, width).view(count, shape.hidden, width)
-    else:
-        gate_up = weights.take(own + "gate_up_proj", count, 2 * width, shape.hidden)
-        down = weights.take(own + "down_proj", count, shape.hidden, width)
+    router = build.weights.take(prefix + "gate.weight", shape.experts.experts, shape.hidden)
+    gate_up, down = read_experts(build, prefix + "experts.", shape.experts, shape.hidden, shape.act)
     return SparseMLP(router, gate_up, down, shape.experts, shape.act)
 
 

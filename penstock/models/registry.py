@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.checkpoint.late import STANFORD
+from penstock.checkpoint.quantization import block_format
 from penstock.core import Task
 from penstock.errors import ModelLoadError
 
@@ -97,6 +98,8 @@ def build_model(
     `score_tokens`, for these rows of a decoder's language-model head; `generates`, for all of it.
     """
     builder, head = find_family(backbone_of(architecture, config))
+    if stored := block_format(config):
+        build.stored = stored.covers
     if splade:
         head = Task.SPARSE
     elif score_tokens:

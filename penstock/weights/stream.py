@@ -17,6 +17,9 @@ from torch import Tensor
 
 from penstock.errors import ModelLoadError
 
+_FP8 = torch.float8_e4m3fn
+_SCALES = "_scale_inv"  # how the name of an fp8 tensor's scales ends
+
 
 class WeightSource(ABC):
     """Gives tensors in the dtype and on the device that the model runs with."""
@@ -40,16 +43,32 @@ class WeightSource(ABC):
     def finish(self, unneeded: Iterable[str]) -> None:
         """Check that all was taken but names that contain one of `unneeded`."""
 
+    def packed(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A tensor that is stored in fp8, as it is stored."""
+        tensor = self.read(name, shape)
+        if tensor.dtype != _FP8:
+            raise ModelLoadError(f"tensor {name!r} has scales but is {tensor.dtype}, not {_FP8}")
+        return tensor
+
     def take(self, name: str, *shape: int) -> Tensor:
-        return self.read(name, shape).to(dtype=self.dtype, device=self.device)
+        return self.plain(name, shape).to(dtype=self.dtype, device=self.device)
 
     def fuse(self, names: Sequence[str], rows: int | Sequence[int], *rest: int) -> Tensor:
         """Several tensors joined along the first axis; `rows` is the size there of all or of each."""
         sizes = [rows] * len(names) if isinstance(rows, int) else list(rows)
         out = torch.empty((sum(sizes), *rest), dtype=self.dtype, device=self.device)
         for part, name, size in zip(out.split(sizes), names, sizes, strict=True):
-            part.copy_(self.read(name, (size, *rest)))
+            part.copy_(self.plain(name, (size, *rest)))
         return out
+
+    def plain(self, name: str, shape: Sequence[int]) -> Tensor:
+        """As `read`, of a tensor whose values stand for themselves."""
+        tensor = self.read(name, shape)
+        if tensor.dtype == _FP8:
+            raise ModelLoadError(
+                f"tensor {name!r} is stored in fp8, which config.json does not say or this model cannot use"
+            )
+        return tensor
 
 
 class SafetensorsSource(WeightSource):
@@ -116,7 +135,13 @@ class DummySource(WeightSource):
     def has(self, name: str) -> bool:
         return True
 
+    def packed(self, name: str, shape: Sequence[int]) -> Tensor:
+        out = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+        return out.normal_(0.0, 1.0, generator=self._generator).to(_FP8)
+
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
+        if name.endswith(_SCALES):
+            return torch.full(tuple(shape), 0.02, dtype=torch.float32, device=self.device)
         if name.endswith("bias"):
             return torch.zeros(tuple(shape), dtype=self.dtype, device=self.device)
         if "norm" in name.lower() or "ln" in name.lower():

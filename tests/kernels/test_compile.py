@@ -15,7 +15,7 @@ torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.kernels import activation, attention, cast, embedding, feed, language
+from penstock.kernels import activation, attention, blockwise, cast, embedding, experts, feed, language
 from penstock.kernels import norm, paged, pooling, quantize, rotary, sampling, splade, thresholds
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
@@ -48,9 +48,10 @@ class Compiler:
         compiled.append(self.function.__name__)
 
 kernels, helpers = set(), {"_activated", "_key_tile", "_squashed", "_philox", "_gumbel", "_penalized", "_key"}
-helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source", "store_quantized"}
+helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source", "store_quantized", "quantized_group"}
+helpers |= {"_dot", "_scaled_dot", "_write_order", "_write_tiles"}
 modules = (activation, attention, cast, embedding, norm, pooling, quantize, rotary, sampling, splade)
-modules += (feed, paged, thresholds)
+modules += (feed, paged, thresholds, blockwise, experts)
 for module in modules:
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
@@ -121,6 +122,19 @@ sampling.logsum(logits, slots.long(), slots)
 for one in (logits, work):
     thresholds.thresholds(one, slots, table)
     thresholds.thresholds(one, slots, table, work=work)
+def blocks(*shape):
+    scales = [*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)]
+    return blockwise.Blocks(x(*shape, dtype=torch.float8_e4m3fn), x(*scales, dtype=torch.float32))
+
+for tokens in (1, 32, 100, 1000, 2000):
+    blockwise.block_product(x(tokens, 256), blocks(512, 256), x(512))
+options = {"chosen": 8, "normalize": True, "act": "silu"}
+for half, fp8 in zip(experts.HALF_PLANS, experts.FP8_PLANS):
+    own = x(32, 512, 256), x(32, 256, 256)
+    experts.run_experts(x(20, 256), x(20, 32), *own, **options, plan=half[1], residual=x(20, 256))
+    own = blocks(32, 512, 256), blocks(32, 256, 256)
+    experts.run_experts(x(20, 256), x(20, 32), *own, **options, plan=fp8[1])
+experts.route(x(900, 128), 8, True, 16)
 missed = kernels - set(compiled)
 assert not missed, missed
 print(len(compiled))

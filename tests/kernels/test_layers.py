@@ -46,6 +46,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Model", {"num_key_value_heads": 2, "head_dim": 16}),
     "gemma3": ("Gemma3TextModel", {"num_key_value_heads": 1, "head_dim": 16}),
 }
+SPARSE = (
+    "Qwen3MoeModel",
+    {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3}
+    | {"moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+)
 
 
 @pytest.fixture
@@ -68,10 +73,10 @@ def batch_with(lengths: list[int], type_ids: Tensor | None = None) -> Batch:
     return Batch(**fields | {"type_ids": type_ids})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])
 @torch.inference_mode()
 def test_a_model_answers_the_same_with_kernels(family: str, request: pytest.FixtureRequest) -> None:
-    architecture, more = FAMILIES[family]
+    architecture, more = FAMILIES.get(family, SPARSE)
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
     model = build_model(architecture, SIZES | more, LayerBuilder(weights))
     batch = batch_with([3, 7])

@@ -198,3 +198,26 @@ def test_dummy_weights_have_any_shape_unit_norms_and_no_bias(tmp_path: Path) -> 
     assert weights.take("output.LayerNorm.weight", 3).tolist() == [1, 1, 1]
     assert weights.take("layer.bias", 3).tolist() == [0, 0, 0]
     weights.finish(())
+
+
+def test_made_fp8_tensors_follow_the_seed_and_stand_for_weights_of_the_usual_size() -> None:
+    def made(seed: int) -> torch.Tensor:
+        source = open_weights(Path("/nowhere"), "dummy", seed, torch.bfloat16, torch.device("cpu"))
+        values = source.packed("layers.0.up_proj.weight", (64, 256))
+        assert values.dtype == torch.float8_e4m3fn
+        return values.float() * source.read("layers.0.up_proj.weight_scale_inv", (1, 2))[0, 0]
+
+    assert torch.equal(made(1), made(1)) and not torch.equal(made(1), made(2))
+    assert abs(float(made(1).std()) - 0.02) < 0.001
+
+
+def test_fp8_is_read_where_it_is_asked_for_and_nowhere_else(tmp_path: Path) -> None:
+    stored = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    save_file({"small": stored, "wide": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    source = open_weights(tmp_path, "safetensors", 0, torch.float32, torch.device("cpu"))
+    assert torch.equal(source.packed("small", (4, 4)).float(), torch.ones(4, 4))
+    for ask in (lambda: source.take("small", 4, 4), lambda: source.fuse(["small"], 4, 4)):
+        with pytest.raises(ModelLoadError, match="'small' is stored in fp8"):
+            ask()
+    with pytest.raises(ModelLoadError, match="'wide' has scales but is torch"):
+        source.packed("wide", (4, 4))

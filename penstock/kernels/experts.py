@@ -1,0 +1,512 @@
+"""Experts on CUDA: who goes where, the two products of each expert, and the sum over a token's experts.
+
+Tokens are put in the order of their experts by number alone; the first product gathers rows as it reads, the
+second writes to where the sum expects them. Grids follow from the count of tokens, so that all of it can be
+captured in a graph: a table says what each tile of rows is for, and tiles that are for nobody end at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation import KINDS, _activated
+from penstock.kernels.blockwise import GROUP, Blocks, Grouped, empty_groups, quantize_groups, quantized_group
+from penstock.kernels.language import cdiv, jit, power_of_2, tl
+
+MOST_EXPERTS, MOST_CHOSEN = 1024, 16
+_SINGLE = 1 << 14  # tokens × experts that one program routes alone, which saves a launch
+_CHUNK = 1 << 13  # tokens × experts of each program otherwise
+
+
+class Tile(NamedTuple):
+    cols: int
+    depth: int  # inputs read at a time; always a group in fp8
+    warps: int
+    stages: int
+    swap: bool = False  # weights stand first in the product: the tensor cores take 64 of them, but 16 rows
+
+
+class Plan(NamedTuple):
+    rows: int  # of a tile, in both products
+    up: Tile
+    down: Tile
+    early: bool = False  # fp8: rows are quantised before the first product, not as it reads them
+
+
+# Up to so many rows for each expert, on average → tiles. Few rows: the time is that of reading weights, so
+# what counts is how many loads are in flight; a row tile of 16 is the least that the tensor cores take.
+HALF_PLANS: tuple[tuple[float, Plan], ...] = (
+    (0.5, Plan(16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 4, swap=True))),
+    (12, Plan(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
+    (24, Plan(32, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
+    (48, Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
+    (float("inf"), Plan(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))),
+)
+FP8_PLANS: tuple[tuple[float, Plan], ...] = (
+    (0.5, Plan(16, Tile(64, GROUP, 4, 6, swap=True), Tile(64, GROUP, 4, 5, swap=True))),
+    (12, Plan(16, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
+    (24, Plan(32, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
+    (48, Plan(64, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 4, 4), early=True)),
+    (float("inf"), Plan(128, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 8, 3), early=True)),
+)
+
+
+def plan_for(tokens: int, chosen: int, experts: int, *, fp8: bool) -> Plan:
+    mean = tokens * chosen / experts
+    return next(plan for most, plan in (FP8_PLANS if fp8 else HALF_PLANS) if mean <= most)
+
+
+class Routes(NamedTuple):
+    """A slot is a token's n-th choice, token · chosen + n."""
+
+    shares: Tensor  # fp32 [slots], what each expert's answer is multiplied by
+    order: Tensor  # int32 [slots], slots by expert, then by token
+    tiles: (
+        Tensor  # int32 [tiles, 4]: expert, first place in `order`, end of the expert's; `experts`: nobody's
+    )
+
+
+def route_reference(logits: Tensor, chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Shares and numbers of each token's experts, [tokens, chosen]."""
+    odds = logits.softmax(dim=-1, dtype=torch.float32)
+    shares, experts = odds.topk(chosen, dim=-1)
+    if normalize:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    return shares, experts
+
+
+@jit()
+def _write_tiles(
+    tiles: tl.tensor,
+    sizes: tl.tensor,  # [BLOCK], rows of each expert
+    begins: tl.tensor,  # [BLOCK], where they begin
+    count: tl.tensor,
+    first: tl.tensor,
+    step: tl.tensor,
+    rows: tl.tensor,  # of a tile
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """What each tile is for, in runs of 16: run `first`, `first` + `step` and so on."""
+    number = tl.arange(0, BLOCK)
+    needed = (sizes + (rows - 1)) // rows
+    ends = tl.cumsum(needed, axis=0)
+    for start in range(first * 16, count, step * 16):
+        tile = start + tl.arange(0, 16)
+        expert = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+        expert = tl.minimum(expert, EXPERTS)
+        own = number[None, :] == expert[:, None]
+        nth = tile - tl.sum(tl.where(own, (ends - needed)[None, :], 0), axis=1)
+        begin = tl.sum(tl.where(own, begins[None, :], 0), axis=1)
+        end = begin + tl.sum(tl.where(own, sizes[None, :], 0), axis=1)
+        at = tiles + tile * 4
+        tl.store(at, expert, mask=tile < count)
+        tl.store(at + 1, begin + nth * rows, mask=tile < count)
+        tl.store(at + 2, end, mask=tile < count)
+
+
+@jit()
+def _write_order(
+    order: tl.tensor,
+    taken: tl.tensor,  # [CHUNK, BLOCK], the slot by which a token took an expert, or -1
+    begins: tl.tensor,  # [BLOCK], where the first of these tokens goes
+) -> None:
+    here = taken >= 0
+    before = tl.cumsum(here.to(tl.int32), axis=0) - 1
+    tl.store(order + begins[None, :] + before, taken, mask=here)
+
+
+@jit(loose=("experts", "counts", "order", "tiles", "tokens", "count", "rows"))
+def _choose(
+    logits: tl.tensor,  # [tokens, EXPERTS]
+    shares: tl.tensor,
+    experts: tl.tensor,  # int32 [slots], where there are several chunks
+    counts: tl.tensor,  # int32 [chunks, BLOCK], of each expert's tokens, likewise
+    order: tl.tensor,
+    tiles: tl.tensor,
+    tokens: tl.tensor,
+    count: tl.tensor,  # of tiles
+    rows: tl.tensor,  # of each
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    ALONE: tl.constexpr,  # one chunk is all: its program places the tokens, too
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_CHOSEN: tl.constexpr,
+) -> None:
+    """The softmax of a chunk of tokens, and its largest values one after the other; of equals the first."""
+    token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    number = tl.arange(0, BLOCK)
+    nth = tl.arange(0, BLOCK_CHOSEN)
+    inside = token < tokens
+    at = logits + token[:, None].to(tl.int64) * EXPERTS + number[None, :]
+    known = inside[:, None] & (number[None, :] < EXPERTS)
+    value = tl.load(at, mask=known, other=float("-inf")).to(tl.float32)
+    largest = tl.where(inside, tl.max(value, axis=1), 0.0)
+    power = tl.exp2((value - largest[:, None]) * 1.4426950408889634)
+    total = tl.where(inside, tl.sum(power, axis=1), 1.0)
+    odds = power / total[:, None]
+    # What is not a number must still choose experts that there are; its shares are no numbers either.
+    odds = tl.where(odds == odds, odds, 0.0)
+    odds = tl.where(number[None, :] < EXPERTS, odds, -2.0)
+    taken = tl.full((CHUNK, BLOCK), -1, tl.int32)
+    chosen = tl.zeros((CHUNK, BLOCK_CHOSEN), tl.float32)
+    for n in tl.static_range(CHOSEN):
+        best, expert = tl.max(odds, axis=1, return_indices=True)
+        hit = number[None, :] == expert[:, None]
+        odds = tl.where(hit, -1.0, odds)
+        taken = tl.where(hit, token[:, None] * CHOSEN + n, taken)
+        chosen = tl.where(nth[None, :] == n, best[:, None], chosen)
+        if not ALONE:
+            tl.store(experts + token * CHOSEN + n, expert, mask=inside)
+    if NORMALIZE:
+        chosen = chosen / tl.sum(chosen, axis=1)[:, None]
+    chosen = tl.where((total == total)[:, None], chosen, float("nan"))
+    kept = inside[:, None] & (nth[None, :] < CHOSEN)
+    tl.store(shares + token[:, None] * CHOSEN + nth[None, :], chosen, mask=kept)
+    taken = tl.where(inside[:, None], taken, -1)
+    sizes = tl.sum((taken >= 0).to(tl.int32), axis=0)
+    if ALONE:
+        begins = tl.cumsum(sizes, axis=0) - sizes
+        _write_order(order, taken, begins)
+        _write_tiles(tiles, sizes, begins, count, 0, 1, rows, EXPERTS, BLOCK)
+    else:
+        tl.store(counts + tl.program_id(0) * BLOCK + number, sizes)
+
+
+@jit(loose=("experts", "counts", "order", "tiles", "tokens", "chunks", "count", "rows"))
+def _place(
+    experts: tl.tensor,
+    counts: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    tokens: tl.tensor,
+    chunks: tl.tensor,
+    count: tl.tensor,  # of tiles
+    rows: tl.tensor,  # of each
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Puts a chunk's tokens behind those of the chunks before it, in the range of each expert."""
+    program = tl.program_id(0)
+    number = tl.arange(0, BLOCK)
+    sizes = tl.zeros((BLOCK,), tl.int32)
+    earlier = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, chunks, 16):
+        chunk = start + tl.arange(0, 16)
+        at = counts + chunk[:, None] * BLOCK + number[None, :]
+        found = tl.load(at, mask=chunk[:, None] < chunks, other=0)
+        sizes += tl.sum(found, axis=0)
+        earlier += tl.sum(tl.where(chunk[:, None] < program, found, 0), axis=0)
+    begins = tl.cumsum(sizes, axis=0) - sizes
+    token = program * CHUNK + tl.arange(0, CHUNK)
+    taken = tl.full((CHUNK, BLOCK), -1, tl.int32)
+    for n in tl.static_range(CHOSEN):
+        expert = tl.load(experts + token * CHOSEN + n, mask=token < tokens, other=-1)
+        taken = tl.where(number[None, :] == expert[:, None], token[:, None] * CHOSEN + n, taken)
+    _write_order(order, taken, begins + earlier)
+    _write_tiles(tiles, sizes, begins, count, program, chunks, rows, EXPERTS, BLOCK)
+
+
+def tile_count(slots: int, experts: int, rows: int) -> int:
+    """Tiles that any choice fits into: of each expert that is chosen all but one row may be waste."""
+    return (slots + min(slots, experts) * (rows - 1)) // rows
+
+
+def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
+    """Routes of each token of logits [tokens, experts], in tiles of `rows`."""
+    tokens, experts = logits.shape
+    assert logits.is_contiguous() and experts <= MOST_EXPERTS and chosen <= min(experts, MOST_CHOSEN)
+    slots, device, block = tokens * chosen, logits.device, max(16, power_of_2(experts))
+    tiles = tile_count(slots, experts, rows)
+    alone = max(16, power_of_2(tokens)) * block <= _SINGLE
+    chunk = max(16, power_of_2(tokens)) if alone else max(16, _CHUNK // block)
+    chunks = cdiv(tokens, chunk)
+    numbers = torch.empty(2 * slots + tiles * 4 + chunks * block, dtype=torch.int32, device=device)
+    order, table, taken, counts = numbers.split([slots, tiles * 4, slots, chunks * block])
+    shares = torch.empty(slots, dtype=torch.float32, device=device)
+    if tokens:
+        sizes = {"EXPERTS": experts, "CHOSEN": chosen, "CHUNK": chunk, "BLOCK": block}
+        warps = 16 if chunk * block >= _SINGLE else 8
+        _choose[(chunks,)](
+            logits,
+            shares,
+            taken,
+            counts,
+            order,
+            table,
+            tokens,
+            tiles,
+            rows,
+            NORMALIZE=normalize,
+            ALONE=alone,
+            BLOCK_CHOSEN=power_of_2(chosen),
+            **sizes,
+            num_warps=warps,
+        )
+        if not alone:
+            _place[(chunks,)](
+                taken, counts, order, table, tokens, chunks, tiles, rows, **sizes, num_warps=warps
+            )
+    return Routes(shares, order, table.view(tiles, 4))
+
+
+@jit()
+def _dot(
+    a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr, SWAP: tl.constexpr
+) -> tl.tensor:
+    """total + a bᵀ, or with SWAP its transpose."""
+    if SWAP:
+        total = tl.dot(b, tl.trans(a), total, input_precision=PRECISION)
+    else:
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    return total
+
+
+@jit()
+def _scaled_dot(
+    a: tl.tensor, b: tl.tensor, total: tl.tensor, scale: tl.tensor, SWAP: tl.constexpr
+) -> tl.tensor:
+    """The same of fp8, each row of `a` multiplied by its scale."""
+    if SWAP:
+        total += tl.dot(b, tl.trans(a)) * scale[None, :]
+    else:
+        total += tl.dot(a, tl.trans(b)) * scale[:, None]
+    return total
+
+
+@jit(loose=("order", "tiles"))
+def _product(
+    x: tl.tensor,  # [tokens, K] for the first product, [slots, K] by place for the second
+    x_scales: tl.tensor,  # fp32 [.., ⌈K / 128⌉], with FORM 1
+    weight: tl.tensor,  # [EXPERTS, N, K], or with GATED 2 · N, the gate first
+    scales: tl.tensor,  # fp32 [EXPERTS, .., ⌈K / 128⌉], with FORM 1 and 2
+    out: tl.tensor,  # [slots, N]: of the first product by place, of the second by slot
+    out_scales: tl.tensor,  # fp32 [slots, ⌈N / 128⌉], where `out` is fp8
+    shares: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,  # the first product: act(gate) · up
+    KIND: tl.constexpr,  # of the activation
+    FORM: tl.constexpr,  # 0: as they are; 1: fp8 both; 2: fp8 weights, rows are quantised here
+    PRECISION: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One tile of an expert's rows. Tiles of one expert's outputs run together, and share its rows."""
+    across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    groups: tl.constexpr = (K + 127) // 128
+    halves: tl.constexpr = 2 if GATED else 1
+    tile = tl.program_id(0) // across
+    part = tl.program_id(0) % across
+    expert = tl.load(tiles + tile * 4)
+    if expert >= EXPERTS:
+        return
+    first = tl.load(tiles + tile * 4 + 1)
+    end = tl.load(tiles + tile * 4 + 2)
+    place = first + tl.arange(0, BLOCK_M)
+    inside = place < end
+    place = tl.where(inside, place, first)  # what lies outside is computed and not stored
+    slot = tl.load(order + place)
+    source = (slot // CHOSEN if GATED else place).to(tl.int64)
+    col = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    from_col = tl.minimum(col, N - 1)
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x + source[:, None] * K + depth[None, :]
+    w_at = weight + expert.to(tl.int64) * (halves * N * K) + from_col[:, None] * K + depth[None, :]
+    # A tile of outputs lies within one block of the weight, so its scale is one number.
+    share: tl.constexpr = (N + 127) // 128
+    s_at = scales + (expert * (halves * share) + part * BLOCK_N // 128) * groups
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if FORM != 0:
+        scale = tl.load(s_at)
+        other_scale = tl.load(s_at + share * groups) if GATED else scale
+    if FORM == 1:
+        by_row = tl.load(x_scales + source * groups)
+    for start in range(0, K, BLOCK_K):
+        if FORM != 0:  # scales are asked for one group ahead, so that no product waits for them
+            ahead = tl.minimum(start // 128 + 1, groups - 1)
+            next_scale = tl.load(s_at + ahead)
+            next_other = tl.load(s_at + share * groups + ahead) if GATED else next_scale
+        if FORM == 1:
+            next_by_row = tl.load(x_scales + source * groups + ahead)
+        if K % BLOCK_K == 0:
+            a = tl.load(x_at + start)
+            b = tl.load(w_at + start)
+            if GATED:
+                c = tl.load(w_at + N * K + start)
+        else:
+            left = depth[None, :] < K - start
+            a = tl.load(x_at + start, mask=left, other=0.0)
+            b = tl.load(w_at + start, mask=left, other=0.0)
+            if GATED:
+                c = tl.load(w_at + N * K + start, mask=left, other=0.0)
+        if FORM == 0:
+            total = _dot(a, b, total, PRECISION, SWAP)
+            if GATED:
+                other = _dot(a, c, other, PRECISION, SWAP)
+        else:
+            if FORM == 1:
+                small, factor = a, by_row
+                by_row = next_by_row
+            else:
+                small, factor = quantized_group(a.to(tl.float32), weight)
+            total = _scaled_dot(small, b, total, factor * scale, SWAP)
+            if GATED:
+                other = _scaled_dot(small, c, other, factor * other_scale, SWAP)
+            scale = next_scale
+            other_scale = next_other
+    if SWAP:
+        total = tl.trans(total)
+        other = tl.trans(other)
+    kept = inside[:, None] & (col[None, :] < N)
+    if GATED:
+        value = _activated(total, KIND) * other
+        at = place[:, None].to(tl.int64) * N + col[None, :]
+        if out.dtype.element_ty.primitive_bitwidth == 8:
+            small, scale = quantized_group(tl.where(kept, value, 0.0), out)
+            tl.store(out + at, small, mask=kept)
+            tl.store(out_scales + place.to(tl.int64) * share + part, scale, mask=inside)
+        else:
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=kept)
+    else:
+        value = total * tl.load(shares + slot)[:, None]
+        at = slot[:, None].to(tl.int64) * N + col[None, :]
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=kept)
+
+
+@jit()
+def _sum(
+    said: tl.tensor,  # [tokens · CHOSEN, WIDTH]
+    residual: tl.tensor,
+    out: tl.tensor,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    cols = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for n in tl.static_range(CHOSEN):
+        total += tl.load(said + (token * CHOSEN + n) * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + token * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + cols, total.to(out.dtype.element_ty), mask=inside)
+
+
+def run_experts(
+    x: Tensor,  # [tokens, hidden]
+    logits: Tensor,  # [tokens, experts], what the router says
+    gate_up: Tensor
+    | Blocks,  # [experts, 2 · intermediate, hidden]; of blocks, each half has scales of its own
+    down: Tensor | Blocks,  # [experts, hidden, intermediate]
+    *,
+    chosen: int,
+    normalize: bool,
+    act: str,
+    residual: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual. [tokens, hidden]
+
+    Sums are made in a fixed order: the same rows give the same bits.
+    """
+    (tokens, hidden), fp8 = x.shape, isinstance(gate_up, Blocks)
+    values = gate_up.values if isinstance(gate_up, Blocks) else gate_up
+    experts, inner = len(values), values.shape[1] // 2
+    assert x.is_contiguous() and (residual is None or residual.is_contiguous())
+    out = torch.empty_like(x)
+    if not tokens:
+        return out
+    plan = plan or plan_for(tokens, chosen, experts, fp8=fp8)
+    routes = route(logits, chosen, normalize, plan.rows)
+    slots = tokens * chosen
+    middle: Tensor | Grouped
+    if fp8 and plan.up.cols == GROUP:  # a tile holds whole groups, so the product can quantise what it writes
+        middle = empty_groups(slots, inner, x.device)
+    else:
+        middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
+    rows = quantize_groups(x) if fp8 and plan.early else x
+    said = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+    expert_product(rows, gate_up, middle, routes, plan.rows, plan.up, chosen, KINDS[act])
+    expert_product(middle, down, said, routes, plan.rows, plan.down, chosen, None)
+    sum_slots(said, residual, out, chosen)
+    return out
+
+
+def sum_slots(said: Tensor, residual: Tensor | None, out: Tensor, chosen: int) -> None:
+    """The sum of each token's slots, said [tokens · chosen, width], + residual, into out [tokens, width]."""
+    tokens, width = out.shape
+    block = min(power_of_2(width), 1024)
+    _sum[(tokens * cdiv(width, block),)](
+        said,
+        said if residual is None else residual,
+        out,
+        CHOSEN=chosen,
+        WIDTH=width,
+        RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def expert_product(
+    x: Tensor | Grouped,
+    weight: Tensor | Blocks,
+    out: Tensor | Grouped,
+    routes: Routes,
+    rows: int,
+    tile: Tile,
+    chosen: int,
+    kind: int | None,  # of the activation; None: the second product
+) -> None:
+    values, scales = weight if isinstance(weight, Blocks) else (weight, routes.shares)
+    given, given_scales = x if isinstance(x, Grouped) else (x, routes.shares)
+    into, into_scales = out if isinstance(out, Grouped) else (out, routes.shares)
+    experts, outputs, inputs = values.shape
+    assert values.is_contiguous() and scales.is_contiguous() and (GROUP % tile.cols == 0)
+    outputs //= 1 if kind is None else 2
+    form = 0 if not isinstance(weight, Blocks) else 1 if isinstance(x, Grouped) else 2
+    _product[(len(routes.tiles) * cdiv(outputs, tile.cols),)](
+        given,
+        given_scales,
+        values,
+        scales,
+        into,
+        into_scales,
+        *routes,
+        EXPERTS=experts,
+        CHOSEN=chosen,
+        N=outputs,
+        K=inputs,
+        GATED=kind is not None,
+        KIND=kind or 0,
+        FORM=form,
+        PRECISION="ieee" if given.dtype == torch.float32 else "tf32",
+        SWAP=tile.swap,
+        BLOCK_M=rows,
+        BLOCK_N=tile.cols,
+        BLOCK_K=tile.depth if form == 0 else GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

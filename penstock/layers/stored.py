@@ -1,0 +1,73 @@
+"""Weights that a checkpoint stores in blocks of fp8, as they are or as what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.blockwise import GROUP, Blocks, plain_blocks, quantize_blocks
+from penstock.kernels.language import cdiv, fused
+from penstock.kernels.quantize import FP8
+from penstock.weights.stream import WeightSource
+
+
+def multiplies_blocks(device: torch.device) -> bool:
+    """Whether kernels multiply fp8 there; elsewhere stored blocks become plain weights as they are read."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return False
+    return fused(torch.empty(0, device=device))
+
+
+def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> Blocks:
+    """One weight on the model's device. `name` is the tensor's own."""
+    values = weights.packed(name, (outputs, inputs)).to(weights.device)
+    scales = weights.read(f"{name}_scale_inv", (cdiv(outputs, GROUP), cdiv(inputs, GROUP)))
+    return Blocks(values, scales.to(dtype=torch.float32, device=weights.device))
+
+
+def plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) -> Tensor:
+    """The same of one that is stored as it is, wherever it was read to."""
+    return weights.plain(name, (outputs, inputs))
+
+
+def join_blocks(parts: Sequence[Blocks]) -> Blocks:
+    """Along the outputs. Blocks that would lie askew give each output scales of its own."""
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+    if all(len(part.values) % GROUP == 0 for part in parts[:-1]):
+        return Blocks(values, torch.cat([part.scales for part in parts]))
+    rows = [part.scales.repeat_interleave(GROUP, dim=0)[: len(part.values)] for part in parts]
+    return Blocks(values, torch.cat(rows))
+
+
+class ExpertStack:
+    """The weights of all experts in one tensor, filled part by part: no layer is ever held twice."""
+
+    def __init__(
+        self, experts: int, halves: int, outputs: int, inputs: int, weights: WeightSource, *, blocks: bool
+    ) -> None:
+        """Each expert has `halves` weights [outputs, inputs], one behind the other."""
+        shape, device = (experts, halves * outputs, inputs), weights.device
+        self.outputs, self.down = outputs, cdiv(outputs, GROUP)
+        self.dtype = weights.dtype
+        self.device = device
+        self.all: Tensor | Blocks
+        if blocks:
+            scales = (experts, halves * self.down, cdiv(inputs, GROUP))
+            self.all = Blocks(
+                torch.empty(shape, dtype=FP8, device=device),
+                torch.empty(scales, dtype=torch.float32, device=device),
+            )
+        else:
+            self.all = torch.empty(shape, dtype=weights.dtype, device=device)
+
+    def put(self, expert: int, half: int, part: Tensor | Blocks) -> None:
+        rows = slice(half * self.outputs, (half + 1) * self.outputs)
+        if isinstance(self.all, Tensor):
+            self.all[expert, rows] = plain_blocks(part, self.dtype) if isinstance(part, Blocks) else part
+            return
+        if not isinstance(part, Blocks):
+            part = quantize_blocks(part.to(dtype=self.dtype, device=self.device))
+        self.all.values[expert, rows] = part.values
+        self.all.scales[expert, half * self.down : (half + 1) * self.down] = part.scales

@@ -1,0 +1,52 @@
+"""What is said of stored weights: one form is read, all others are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.checkpoint.quantization import block_format
+from penstock.errors import ModelLoadError
+
+GOOD: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
+
+
+def test_nothing_said_is_nothing_stored() -> None:
+    for config in ({}, {"quantization_config": None}, {"quantization_config": {}}):
+        assert block_format(config) is None
+
+
+def test_blocks_cover_every_module_that_is_not_excepted() -> None:
+    left = ["lm_head", "model.layers.1", "model.layers.0.mlp.gate", "o_proj"]
+    found = block_format({"quantization_config": GOOD | {"modules_to_not_convert": left}})
+    assert found is not None
+    for name in ("model.layers.0.mlp.gate_proj", "model.layers.10.self_attn.q_proj", "model.layers.0.mlp"):
+        assert found.covers(name)
+    for name in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.gate", "layers.3.o_proj"):
+        assert not found.covers(name)
+    everything = block_format({"quantization_config": GOOD | {"modules_to_not_convert": None}})
+    assert everything is not None and everything.covers("lm_head")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "gptq"}, "quant_method = 'gptq'"),
+        ({"quant_method": None}, "quant_method = None"),
+        ({"weight_block_size": None}, "weight_block_size = None"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]"),
+        ({"activation_scheme": "static"}, "activation_scheme = 'static'"),
+        ({"fmt": "e5m2"}, "fmt = 'e5m2'"),
+    ],
+    ids=str,
+)
+def test_other_forms_are_refused_with_what_would_be_read(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        block_format({"quantization_config": GOOD | change})
+    assert "quantization_config" in str(refused.value) and "[128, 128]" in str(refused.value)

@@ -1,0 +1,89 @@
+"""Models whose weights are blocks of fp8, by the kernels: near what they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from penstock.kernels import language
+from penstock.kernels.blockwise import Blocks
+from penstock.layers.build import LayerBuilder
+from penstock.layers.fp8 import BlockLinear
+from penstock.layers.moe import SparseMLP
+from penstock.models.decoder import Decoder
+from penstock.models.registry import build_model
+from penstock.weights.stream import open_weights
+from tests.layers.test_attention import ordered_batch
+from tests.parity.blocks import MODELS, write_blocks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def on() -> Iterator[None]:
+    if not language.INTERPRETED:
+        pytest.skip("on a CUDA device tests/gpu compares whole models")
+    before = language._devices
+    language.switch("cpu")
+    yield
+    language.switch(*before)
+
+
+def build(folder: Path, load_format: str = "safetensors", quantization: str | None = None) -> Decoder:
+    config = json.loads((folder / "config.json").read_text())
+    weights = open_weights(folder, load_format, 0, torch.float32, CPU)
+    made = build_model(
+        config["architectures"][0], config, LayerBuilder(weights, quantization), generates=True
+    )
+    assert isinstance(made, Decoder)
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_kernels_on_the_blocks_stay_near(name: str, tmp_path: Path) -> None:
+    """Rows are quantised too, in groups: once for each product, three layers deep."""
+    stored, plain = write_blocks(name, tmp_path)
+    reference = getattr(transformers, MODELS[name].model).from_pretrained(plain, dtype=torch.float32).eval()
+    model = build(stored)
+    assert isinstance(model.layers[0].attention.qkv, BlockLinear)
+    assert not isinstance(model.layers[2].attention.out, BlockLinear)  # which config.json leaves alone
+    batch = ordered_batch([3, 17])
+    states = model(batch)
+    for row, own in zip(batch.token_ids.split([3, 17]), states.split([3, 17]), strict=True):
+        theirs = reference.model(row[None].long()).last_hidden_state[0]
+        near = F.cosine_similarity(own, theirs).sort().values
+        few = len(near) // 10 if name == "qwen3-moe" else 0
+        assert near[few] >= 0.99 and near[0] > 0.9  # another expert may be chosen where two are nearly equal
+
+
+@torch.inference_mode()
+def test_made_weights_are_made_in_fp8(tmp_path: Path) -> None:
+    stored, _ = write_blocks("qwen3-moe", tmp_path)
+    model = build(stored, "dummy")
+    first, dense = model.layers[0].mlp, model.layers[1].mlp
+    assert isinstance(first, SparseMLP) and isinstance(first.gate_up, Blocks)
+    assert first.gate_up.values.dtype == torch.float8_e4m3fn and first.router.dtype == torch.float32
+    assert not isinstance(dense, SparseMLP) and isinstance(dense.gate_up, BlockLinear)
+    states = model(ordered_batch([2, 5]))
+    assert states.isfinite().all() and states.std() > 0.1
+
+
+@torch.inference_mode()
+def test_quantisation_at_load_puts_experts_in_blocks(tmp_path: Path) -> None:
+    _, folder = write_blocks("qwen3-moe", tmp_path)
+    batch = ordered_batch([9, 30])
+    quantised, exact = build(folder, quantization="fp8"), build(folder)
+    assert isinstance(quantised.layers[0].mlp, SparseMLP)
+    assert isinstance(quantised.layers[0].mlp.gate_up, Blocks)
+    near = F.cosine_similarity(quantised(batch), exact(batch)).sort().values
+    assert near[len(near) // 10] > 0.98
+    language.switch()  # the same by torch: rows are quantised alike
+    again = F.cosine_similarity(build(folder, quantization="fp8")(batch), exact(batch)).sort().values
+    assert again[len(again) // 10] > 0.98
