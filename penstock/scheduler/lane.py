@@ -483,7 +483,7 @@ class Lane:
         return row.prompt_scores or _room_for_scores(row)
 
     def _part(self, slot: int, new: Ints, stopped: bool, full: bool, extra: _Extra) -> Generated:
-        """What a step adds to a row: one token, which is not shown if it stopped the row."""
+        """What a step adds to a row: one token, which is not among those shown if it stopped the row."""
         row = self._rows[slot]
         assert row is not None
         done = False
@@ -495,7 +495,7 @@ class Lane:
         timings = Timings(row.queued_s, float(self._device_s[slot]))
         self._finish(row)
         if stopped:
-            ended = (new[:0], "stop", int(new[0]), *_NOTHING)
+            ended = (new[:0], "stop", int(new[0]), *extra)
             return Generated(row.request.id, row.row, *ended, timings, *about_prompt)
         why = "stop" if done else "length"
         return Generated(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)
