@@ -3,9 +3,10 @@
     python benchmarks/lm_eval_local.py MODEL [--save]
 
 MODEL is the folder of a model that generates. A server is started on loopback; `lm_eval` asks it by way of
-`local-completions` (every kind of request that it has: multiple choice, log-likelihoods, rolling ones, and texts
-up to a stop string) and of `local-chat-completions`, and then runs the model itself (`hf`). Tasks and items are in
-benchmarks/lm_eval_tasks. Ends with 1 where a log-likelihood differs by more than 1e-3 or a text differs at all.
+`local-completions` (every kind of request that it has: multiple choice, log-likelihoods, rolling ones, and
+texts up to a stop string) and of `local-chat-completions`, and then runs the model itself (`hf`). Tasks and
+items are in benchmarks/lm_eval_tasks. Ends with 1 where a log-likelihood differs by more than 1e-3 or a text
+differs at all.
 
 Needs: pip install 'lm_eval[api,hf]'
 """
@@ -64,9 +65,13 @@ def _read(folder: Path) -> Run:
     samples: Samples = {}
     for file in folder.rglob("samples_*.jsonl"):
         task = next(name for name in results if file.name.startswith(f"samples_{name}_"))
-        samples[task] = sorted(map(json.loads, file.read_text().splitlines()), key=lambda item: item["doc_id"])
+        samples[task] = sorted(
+            map(json.loads, file.read_text().splitlines()), key=lambda item: item["doc_id"]
+        )
     figures = {
-        task: {name: value for name, value in row.items() if isinstance(value, float) and "stderr" not in name}
+        task: {
+            name: value for name, value in row.items() if isinstance(value, float) and "stderr" not in name
+        }
         for task, row in results.items()
     }
     return Run(figures, samples)
@@ -74,19 +79,17 @@ def _read(folder: Path) -> Run:
 
 def likelihoods(item: dict[str, Any]) -> list[float]:
     """Of every text that was scored for an item."""
-    return [float(answer[0] if isinstance(answer, list) else answer) for answer, in item["resps"]]
+    return [float(answer[0] if isinstance(answer, list) else answer) for (answer,) in item["resps"]]
 
 
 def greedy(item: dict[str, Any]) -> list[str]:
-    return [str(answer[1]) for answer, in item["resps"] if isinstance(answer, list)]
+    return [str(answer[1]) for (answer,) in item["resps"] if isinstance(answer, list)]
 
 
 def difference(ours: Run, theirs: Run, task: str) -> tuple[int, float, int]:
     """Texts scored, the largest difference of a log-likelihood, and how often `is_greedy` differs."""
     pairs = list(zip(ours.samples[task], theirs.samples[task], strict=True))
-    values = [
-        abs(a - b) for x, y in pairs for a, b in zip(likelihoods(x), likelihoods(y), strict=True)
-    ]
+    values = [abs(a - b) for x, y in pairs for a, b in zip(likelihoods(x), likelihoods(y), strict=True)]
     return len(values), max(values), sum(greedy(x) != greedy(y) for x, y in pairs)
 
 
@@ -96,7 +99,10 @@ def differing_texts(ours: Run, theirs: Run) -> tuple[int, int]:
 
 
 def table(ours: Run, theirs: Run, chat: Run) -> tuple[list[str], bool]:
-    lines = ["| task | kind | texts | figures: server | figures: `hf` | difference |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| task | kind | texts | figures: server | figures: `hf` | difference |",
+        "|---|---|---|---|---|---|",
+    ]
     kinds = dict(zip(SCORED, ("multiple_choice", "loglikelihood", "loglikelihood_rolling"), strict=True))
     fine = True
     for task, kind in kinds.items():
@@ -118,7 +124,9 @@ def _told(run: Run, task: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="folder of a model that generates")
     parser.add_argument("--batch", type=int, default=8, help="rows of one request")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/lm_eval.md")
@@ -127,7 +135,12 @@ def main() -> int:
     with serving(
         str(folder), "--device", "cpu", "--dtype", "float32", "--served-model-name", "served"
     ) as server:
-        told = {"model": "served", "tokenizer": folder, "tokenizer_backend": "huggingface", "num_concurrent": 2}
+        told = {
+            "model": "served",
+            "tokenizer": folder,
+            "tokenizer_backend": "huggingface",
+            "num_concurrent": 2,
+        }
         asked = (*SCORED, TEXTS)
         completions = told | {"base_url": f"{server.url}/v1/completions", "max_length": 1024}
         ours = evaluate("local-completions", completions, asked, "--batch_size", str(args.batch))
@@ -149,8 +162,8 @@ def _save(name: str, lines: list[str]) -> None:
         "# lm_eval against a server",
         "",
         f"`python benchmarks/lm_eval_local.py {name} --save`: Penstock {__version__}, {versions}, Python "
-        f"{platform.python_version()}, fp32 on a CPU. Items are few and easy: they compare two ways of asking the "
-        "same model, and say nothing of its worth.",
+        f"{platform.python_version()}, fp32 on a CPU. Items are few and easy: they compare two ways of "
+        "asking the same model, and say nothing of its worth.",
         "",
     ]
     (ROOT / "benchmarks" / "results" / "lm_eval.md").write_text("\n".join([*head, *lines, ""]))

@@ -463,7 +463,7 @@ class Generated:
     token_ids: Ints  # [new]
     finish: str | None = None  # "stop" | "length"
     stop_token: int | None = None  # the token that ended it, where one did
-    # Where asked for: the chosen token first, then the likeliest, falling; the token that ended it has them too.
+    # Where asked for: the chosen token first, then the likeliest, falling; what ended it has them too.
     logprob_ids: Ints | None = None  # [made, 1 + logprobs]
     logprobs: NDArray[np.float32] | None = None  # [made, 1 + logprobs]
     ranks: Ints | None = None  # [made], of the chosen token, from 1
