@@ -432,9 +432,9 @@ class StepPlan:
 class StepResult:
     """What a step gives back: for each variant of its plan, one array of rows.
 
-    A step that generates gives the sampled token ids [sampled]; then, where some row asked, the ids
-    [asked, 1 + most], log probabilities of the same shape and ranks [asked] of the rows that did; and then
-    the same three of prompts, where the plan has some.
+    A step that generates gives the sampled token ids [sampled], -1 where logits were not finite and -2 where
+    no token may come; then, where some row asked, the ids [asked, 1 + most], log probabilities of the same
+    shape and ranks [asked] of the rows that did; and then the same three of prompts, where the plan has some.
     """
 
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants

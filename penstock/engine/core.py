@@ -191,8 +191,12 @@ class EngineCore:
         for request in () if self.lane is None else self.lane.expired(now):
             error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
             outcomes.append(Failure(request.id, error))
+        return outcomes + self._let_go_broken()
+
+    def _let_go_broken(self) -> list[Outcome]:
+        """Requests of the lane that cannot go on."""
         broken = {} if self.lane is None else self.lane.let_go()
-        return outcomes + [Failure(request_id, why) for request_id, why in broken.items()]
+        return [Failure(request_id, why) for request_id, why in broken.items()]
 
     def _launch(self) -> None:
         while self._may_launch() and (step := self._next_step()) is not None:
@@ -265,6 +269,7 @@ class EngineCore:
                 self._lane_pressure.went_well()
                 self._set_lane_budget(self.lane)
                 outcomes += self.lane.collect(flight.plan, result)
+                outcomes += self._let_go_broken()
             else:
                 outcomes += self._hand_out(flight.plan, result)
             self.observe(self._stats(flight, result))

@@ -18,7 +18,7 @@ class Generator:
     def __init__(self, head: TaskHead, slots: int, device: torch.device, seed: int | None = None) -> None:
         self.head = head
         self.sampler = Sampler(head.outputs, slots, device, seed)
-        self.last = torch.zeros(slots, dtype=torch.int32, device=device)  # the newest token of each slot
+        self.last = self.sampler.last  # the newest token of each slot
 
     def settle(self, sample: SamplePlan) -> None:
         """Let rows leave and join, whatever becomes of the step."""
@@ -64,10 +64,8 @@ class Generator:
             return [self.last[:0]]
         logits = self.head.project(hidden.index_select(0, sent["sample_tokens"]))
         sampled = self.sampler(logits, sample.sampled_slots, sent["sample_slots"])
-        ids = sampled.token_ids
-        self.last.index_copy_(0, sent["sample_slots"].long(), ids)
         more = (sampled.logprob_ids, sampled.logprobs, sampled.ranks)
-        return [ids, *(tensor for tensor in more if tensor is not None)]
+        return [sampled.token_ids, *(tensor for tensor in more if tensor is not None)]
 
     def _scores(self, states: Tensor, following: Tensor, most: int) -> list[Tensor]:
         """How likely known tokens were, a few at a time: logits of a whole prompt may not fit."""

@@ -30,7 +30,7 @@ from penstock.core import (
     Timings,
     check_sampling,
 )
-from penstock.errors import BadValue, PenstockError, QueueFull
+from penstock.errors import BadValue, PenstockError, QueueFull, RowFailed
 from penstock.kvcache.blocks import BlockPool, extend_keys, prefix_keys
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
@@ -53,6 +53,8 @@ class Constraint(Protocol):
 
 Constrain = Callable[[SamplingParams], Constraint | None]
 May = Callable[[str | None], bool]  # whether a request may run
+_UNSOUND = "the model gave logits that are not finite"
+_NOTHING_LEFT = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
 _SALT = "generate\0"  # blocks of rows that are pooled are not mixed with those of rows that are continued
 
 
@@ -235,9 +237,13 @@ class Lane:
         assert sample is not None
         live = self._epoch[sample.slots] == sample.epochs
         self._device_s[sample.slots[live]] += result.device_s
-        new = result.outputs[0]
+        new: Ints = result.outputs[0].astype(np.int32)
         mine = live[sample.rows]
-        slots, new_ids = sample.sampled_slots[mine], new[mine].astype(np.int32)
+        if (new < 0).any():
+            self._give_up(sample.sampled_slots[mine & (new < 0)], new[mine & (new < 0)])
+            live = self._epoch[sample.slots] == sample.epochs
+            mine = live[sample.rows]
+        slots, new_ids = sample.sampled_slots[mine], new[mine]
         self._tokens[slots, self._known[slots]] = new_ids
         self._known[slots] += 1
         if self.limits.prefixes:
@@ -254,6 +260,17 @@ class Lane:
         if self._suspects and len(slots):
             self._clear({part.id for part in parts})
         return parts
+
+    def _give_up(self, slots: Ints, codes: Ints) -> None:
+        """No token could be chosen: these requests cannot go on, and nobody is to find what they wrote."""
+        for slot, code in zip(slots.tolist(), codes.tolist(), strict=True):
+            row = self._rows[slot]
+            if row is None:  # another row of its request was at fault too
+                continue
+            self.broken[row.request.id] = RowFailed(_UNSOUND if code == -1 else _NOTHING_LEFT)
+            for other in self._left[row.request.id] if code == -1 else ():
+                self.pool.retract(other.blocks)
+            self.cancel(row.request.id)
 
     def failed(self, plan: StepPlan, *, blame: bool = True) -> list[Request]:
         """A step failed: the request that stood alone in it is at fault and is let go; others begin again
@@ -472,6 +489,8 @@ class Lane:
                 kept = owner.prompt_scores = owner.prompt_scores or _room_for_scores(owner)
                 for into, array in zip(kept, found, strict=True):
                     some = array[at : at + count]
+                    if np.isnan(some).any():
+                        self.broken[owner.request.id] = RowFailed(_UNSOUND)
                     into[begin : begin + count] = some if some.ndim == 1 else some[:, : into.shape[1]]
             at += count
 
