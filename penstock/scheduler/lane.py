@@ -51,7 +51,6 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None: ...
 
 
-Constrain = Callable[[SamplingParams], Constraint | None]
 May = Callable[[str | None], bool]  # whether a request may run
 _UNSOUND = "the model gave logits that are not finite"
 _NOTHING_LEFT = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
@@ -98,12 +97,7 @@ class GeneratingRow:
 class Lane:
     """add → schedule → collect. A row waits, runs, may be paused for want of memory, and ends."""
 
-    def __init__(
-        self, pool: BlockPool, limits: LaneLimits, constrain: Constrain = lambda params: None
-    ) -> None:
-        """`constrain` gives a row that must follow something its way through it. Such a row waits for each of
-        its tokens before the next is planned."""
-        self.constrain = constrain
+    def __init__(self, pool: BlockPool, limits: LaneLimits) -> None:
         self.pool = pool
         self.limits = limits
         self.broken: dict[str, PenstockError] = {}  # requests that cannot go on, until `let_go`
@@ -153,8 +147,8 @@ class Lane:
     def waiting(self) -> int:
         return len(self._waiting) + len(self._paused)
 
-    def add(self, request: Request) -> None:
-        """Join; `BadValue` for what can never run, `QueueFull` where too much waits."""
+    def check(self, request: Request) -> None:
+        """`BadValue` for what can never run, `QueueFull` where too much waits."""
         assert request.sampling is not None
         self._check(request, request.sampling)
         if self.queued_tokens and self.queued_tokens + request.num_tokens > self.limits.queued_tokens:
@@ -162,11 +156,16 @@ class Lane:
                 f"{self.queued_tokens} tokens of prompts are waiting and at most "
                 f"{self.limits.queued_tokens} may; try again shortly"
             )
+
+    def add(self, request: Request, constraints: Sequence[Constraint] = ()) -> None:
+        """Join, once checked. Rows that must follow something have a constraint each, and wait for each of
+        their tokens before the next is planned."""
+        self.check(request)
         number = next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
         rows = [GeneratingRow(request, row, (start, number, row)) for row in range(request.num_rows)]
-        for row in rows:
-            row.constraint = self.constrain(request.sampling)
+        for row, constraint in zip(rows, constraints, strict=False):
+            row.constraint = constraint
         self._left[request.id] = rows
         for row in rows:
             _insert(self._waiting, row)
