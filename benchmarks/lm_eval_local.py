@@ -4,9 +4,9 @@
 
 MODEL is the folder of a model that generates. A server is started on loopback; `lm_eval` asks it by way of
 `local-completions` (every kind of request that it has: multiple choice, log-likelihoods, rolling ones, and
-texts up to a stop string) and of `local-chat-completions`, and then runs the model itself (`hf`). Tasks and
-items are in benchmarks/lm_eval_tasks. Ends with 1 where a log-likelihood differs by more than 1e-3 or a text
-differs at all.
+texts up to a stop string) and of `local-chat-completions`, and then runs the model itself (`hf`) for both.
+Tasks and items are in benchmarks/lm_eval_tasks. Ends with 1 where a log-likelihood differs by more than 1e-3
+or a text differs at all.
 
 Needs: pip install 'lm_eval[api,hf]'
 """
@@ -98,7 +98,7 @@ def differing_texts(ours: Run, theirs: Run) -> tuple[int, int]:
     return len(pairs), sum(x["resps"] != y["resps"] for x, y in pairs)
 
 
-def table(ours: Run, theirs: Run, chat: Run) -> tuple[list[str], bool]:
+def table(ours: Run, theirs: Run, chat: Run, their_chat: Run) -> tuple[list[str], bool]:
     lines = [
         "| task | kind | texts | figures: server | figures: `hf` | difference |",
         "|---|---|---|---|---|---|",
@@ -110,12 +110,14 @@ def table(ours: Run, theirs: Run, chat: Run) -> tuple[list[str], bool]:
         fine &= most <= TOLERANCE and not other
         said = f"log-likelihoods by at most {most:.1e}, greedy or not: {other}"
         lines.append(f"| {task} | {kind} | {count} | {_told(ours, task)} | {_told(theirs, task)} | {said} |")
-    count, other = differing_texts(ours, theirs)
-    fine &= not other
-    figures = f"{_told(ours, TEXTS)} | {_told(theirs, TEXTS)}"
-    lines.append(f"| {TEXTS} | generate_until | {count} | {figures} | {other} texts |")
-    answered = len(chat.samples[TEXTS])
-    lines.append(f"| {TEXTS} | by `local-chat-completions` | {answered} | {_told(chat, TEXTS)} | – | – |")
+    for kind, mine, other in (
+        ("generate_until", ours, theirs),
+        ("generate_until, `local-chat-completions`", chat, their_chat),
+    ):
+        count, differing = differing_texts(mine, other)
+        fine &= not differing
+        figures = f"{_told(mine, TEXTS)} | {_told(other, TEXTS)}"
+        lines.append(f"| {TEXTS} | {kind} | {count} | {figures} | {differing} texts |")
     return lines, fine
 
 
@@ -148,7 +150,8 @@ def main() -> int:
         chat = evaluate("local-chat-completions", chats, (TEXTS,), "--apply_chat_template")
     reference = {"pretrained": folder, "dtype": "float32", "max_length": 1024}
     theirs = evaluate("hf", reference, asked, "--device", "cpu", "--batch_size", str(args.batch))
-    lines, fine = table(ours, theirs, chat)
+    their_chat = evaluate("hf", reference, (TEXTS,), "--device", "cpu", "--apply_chat_template")
+    lines, fine = table(ours, theirs, chat, their_chat)
     print("\n".join(lines))
     if args.save:
         _save(folder.name, lines)
