@@ -1,10 +1,12 @@
-"""Every family and task against its reference library, in fp32 and bf16, as one table.
+"""Every family and task against its reference library, in fp32 and bf16, as one table; and what generates, as
+another.
 
     python benchmarks/parity_table.py [--only PATTERN] [--models DIR] [--save]
 
 Checkpoints with seeded random weights are written to disk by transformers and read by both. DIR holds folders
 of real weights (minilm, mpnet, bge-small, question-tiny, reranker-mini, smollm2); those that are absent are
-skipped by name. Exit code 1 if a row misses its bar. `--save` writes docs/parity.md.
+skipped by name. `--only` leaves out generation. Exit code 1 if a row misses its bar. `--save` writes
+docs/parity.md.
 
 Needs: pip install 'penstock[bench]'
 """
@@ -34,6 +36,7 @@ import transformers  # noqa: E402
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from torch import nn  # noqa: E402
 
+from benchmarks import parity_generation  # noqa: E402
 from penstock import __version__  # noqa: E402
 from penstock.checkpoint.find import package_folder  # noqa: E402
 from penstock.core import PoolingParams, Request, Task  # noqa: E402
@@ -319,10 +322,13 @@ def main(arguments: list[str] | None = None) -> int:
     rows, skipped = run(chosen)
     command = "python benchmarks/parity_table.py" + (f" --only '{options.only}'" if options.only else "")
     text = markdown(rows, skipped, command + (" --models DIR" if options.models else "") + " --save")
+    texts = [] if options.only else list(parity_generation.generation(options.models))
+    if texts:
+        text += "\n" + parity_generation.section(texts)
     print("\n" + text)
     if options.save:
         (ROOT / "docs" / "parity.md").write_text(text)
-    return 0 if rows and all(row.passed for row in rows) else 1
+    return 0 if rows and all(row.passed for row in [*rows, *texts]) else 1
 
 
 if __name__ == "__main__":

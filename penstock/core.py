@@ -432,9 +432,9 @@ class StepPlan:
 class StepResult:
     """What a step gives back: for each variant of its plan, one array of rows.
 
-    A step that generates gives the sampled token ids [sampled]; then, where some row asked, the ids
-    [asked, 1 + most], log probabilities of the same shape and ranks [asked] of the rows that did; and then
-    the same three of prompts, where the plan has some.
+    A step that generates gives the sampled token ids [sampled], -1 where logits were not finite and -2 where
+    no token may come; then, where some row asked, the ids [asked, 1 + most], log probabilities of the same
+    shape and ranks [asked] of the rows that did; and then the same three of prompts, where the plan has some.
     """
 
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
@@ -463,10 +463,10 @@ class Generated:
     token_ids: Ints  # [new]
     finish: str | None = None  # "stop" | "length"
     stop_token: int | None = None  # the token that ended it, where one did
-    # Where asked for: the chosen token first, then the likeliest, falling.
-    logprob_ids: Ints | None = None  # [new, 1 + logprobs]
-    logprobs: NDArray[np.float32] | None = None  # [new, 1 + logprobs]
-    ranks: Ints | None = None  # [new], of the chosen token, from 1
+    # Where asked for: the chosen token first, then the likeliest, falling; what ended it has them too.
+    logprob_ids: Ints | None = None  # [made, 1 + logprobs]
+    logprobs: NDArray[np.float32] | None = None  # [made, 1 + logprobs]
+    ranks: Ints | None = None  # [made], of the chosen token, from 1
     timings: Timings | None = None  # with the last part
     # With the first part, where asked for: the same of the prompt's tokens after the first.
     prompt_logprob_ids: Ints | None = None  # [prompt - 1, 1 + prompt_logprobs]

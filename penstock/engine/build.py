@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from threading import Lock
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import PoolingParams, SamplingParams
+from penstock.core import Grammar, PoolingParams
 from penstock.engine.core import EngineCore, StepStats
-from penstock.errors import BadValue, NotPossible, PenstockError
-from penstock.inputs.constraints import Constraint, Constraints
+from penstock.engine.grammars import Compile, Grammars, Ways
+from penstock.errors import NotPossible
+from penstock.inputs.constraints import Constraints
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
-from penstock.scheduler.lane import Constrain, Lane, LaneLimits
+from penstock.scheduler.lane import Lane, LaneLimits
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vectors import VectorPlaces
 
@@ -51,7 +53,7 @@ def build_core(
             vocabulary=spec.vocab_size,
             apart=settings.graphs,
         )
-        lane = Lane(pool, limits, _constrain(spec))
+        lane = Lane(pool, limits)
     places = None
     if loaded.num_places:
         places = VectorPlaces(
@@ -67,6 +69,7 @@ def build_core(
         observe=observe,
         share_identical=settings.share_identical,
         lane=lane,
+        grammars=None if lane is None else Grammars(_compiler(spec)),
     )
 
 
@@ -78,8 +81,9 @@ def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:
     return -(-width // 8) if params.dtype.packed else width * params.dtype.numpy.itemsize
 
 
-def _constrain(spec: ModelSpec) -> Constrain:
+def _compiler(spec: ModelSpec) -> Compile:
     """What makes rows follow grammars; the vocabulary is laid out when the first one comes."""
+    once = Lock()
 
     @cache
     def vocabulary() -> Constraints:
@@ -88,14 +92,9 @@ def _constrain(spec: ModelSpec) -> Constrain:
             raise NotPossible(f"structured output needs {file.name} in the model's folder")
         return Constraints(file, spec.vocab_size, spec.eos_token_ids)
 
-    def constrain(params: SamplingParams) -> Constraint | None:
-        if params.grammar is None:
-            return None
-        try:
-            return vocabulary()(params.grammar)
-        except PenstockError:
-            raise
-        except Exception as error:  # whatever the library stumbles over ends this request, not the engine
-            raise BadValue(f"the grammar cannot be used: {error}") from error
+    def compile(grammar: Grammar) -> Ways:
+        with once:
+            laid_out = vocabulary()
+        return laid_out.compiled(grammar)
 
-    return constrain
+    return compile

@@ -27,6 +27,7 @@ from penstock.core import (
     StepResult,
     Timings,
 )
+from penstock.engine.grammars import Grammars
 from penstock.engine.progress import Follower, Part, Progress, rows_of, sound
 from penstock.engine.relief import Pressure, halves
 from penstock.engine.spoiled import Rows, Spoiled, sound_rows, without
@@ -97,6 +98,7 @@ class EngineCore:
         observe: Callable[[StepStats], None] = lambda stats: None,
         share_identical: bool = True,
         lane: Lane | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -106,6 +108,7 @@ class EngineCore:
         self.observe = observe
         self.twins = Twins() if share_identical else None
         self.lane = lane  # of requests whose rows are continued
+        self.grammars = grammars  # of those that must follow one, before they join the lane
         self._generated_last = False
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
@@ -119,7 +122,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        generating = self.lane is not None and self.lane.busy
+        generating = (self.lane is not None and self.lane.busy) or self.grammars
         return bool(self._progress or self._flights or self._comparisons or generating)
 
     @property
@@ -139,9 +142,7 @@ class EngineCore:
         if request.id in self._progress or self.generates(request.id):
             raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
         if request.sampling is not None:
-            if self.lane is None:
-                raise NotPossible("this engine does not generate")
-            self.lane.add(request)
+            self._continue(request)
             return
         if self.twins is None or request.pairs is not None:
             self.scheduler.add(request)
@@ -151,6 +152,19 @@ class EngineCore:
         if split.job.num_rows:
             self.scheduler.add(split.job)
         self._progress[request.id] = self.twins.begin(request, split)
+
+    def _continue(self, request: Request) -> None:
+        """Into the lane; where there is a grammar, by way of its compiler."""
+        assert request.sampling is not None
+        if self.lane is None:
+            raise NotPossible("this engine does not generate")
+        if request.sampling.grammar is None:
+            self.lane.add(request)
+        elif self.grammars is None:
+            raise NotPossible("this engine does not constrain its output")
+        else:
+            self.lane.check(request)
+            self.grammars.begin(request, lambda: self.wake())
 
     def compare(self, comparison: Comparison) -> None:
         """Take on vectors to be compared; they wait for no step."""
@@ -162,18 +176,23 @@ class EngineCore:
         """Forget a request. Rows that are in flight run to their end and are dropped."""
         if (progress := self._progress.get(request_id)) is not None:
             self._let_go(progress)
-        elif self.lane is not None:
+            return
+        if self.grammars is not None:
+            self.grammars.cancel(request_id)
+        if self.lane is not None:
             self.lane.cancel(request_id)
 
     def generates(self, request_id: str) -> bool:
         """Whether further tokens of this request may come."""
-        return self.lane is not None and request_id in self.lane
+        compiling = self.grammars is not None and request_id in self.grammars
+        return compiling or (self.lane is not None and request_id in self.lane)
 
     def next_deadline_s(self) -> float | None:
         """When the next request is late, of those that have a deadline."""
         waiting = self.scheduler.line.next_deadline_s()
         generating = None if self.lane is None else self.lane.next_deadline_s()
-        return min((d for d in (waiting, generating) if d is not None), default=None)
+        compiling = None if self.grammars is None else self.grammars.next_deadline_s()
+        return min((d for d in (waiting, generating, compiling) if d is not None), default=None)
 
     def check_integrity(self) -> None:
         """Nothing is held that no request has; called by tests when idle."""
@@ -185,6 +204,7 @@ class EngineCore:
     def step(self) -> list[Outcome]:
         """One turn: let go of what is late, collect what is done, launch what fits."""
         outcomes = self._expire()
+        outcomes += self._compiled()
         outcomes += self._collect()
         outcomes += self._compared()
         if self.broken is not None:
@@ -193,6 +213,8 @@ class EngineCore:
         return outcomes
 
     def close(self) -> None:
+        if self.grammars is not None:
+            self.grammars.close()
         self.runner.close()
 
     def _expire(self) -> list[Outcome]:
@@ -205,8 +227,27 @@ class EngineCore:
         for request in () if self.lane is None else self.lane.expired(now):
             error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
             outcomes.append(Failure(request.id, error))
+        for request, why in () if self.grammars is None else self.grammars.expired(now):
+            outcomes.append(Failure(request.id, why))
+        return outcomes + self._let_go_broken()
+
+    def _let_go_broken(self) -> list[Outcome]:
+        """Requests of the lane that cannot go on."""
         broken = {} if self.lane is None else self.lane.let_go()
-        return outcomes + [Failure(request_id, why) for request_id, why in broken.items()]
+        return [Failure(request_id, why) for request_id, why in broken.items()]
+
+    def _compiled(self) -> list[Outcome]:
+        """Requests whose grammars are ready join the lane."""
+        outcomes: list[Outcome] = []
+        for request, found in () if self.grammars is None else self.grammars.ready():
+            assert self.lane is not None
+            try:
+                if isinstance(found, PenstockError):
+                    raise found
+                self.lane.add(request, found)
+            except PenstockError as error:
+                outcomes.append(Failure(request.id, error))
+        return outcomes
 
     def _launch(self) -> None:
         while self._may_launch():
@@ -289,6 +330,7 @@ class EngineCore:
                 self._lane_pressure.went_well()
                 self._set_lane_budget(self.lane)
                 outcomes += self.lane.collect(flight.plan, result)
+                outcomes += self._let_go_broken()
             else:
                 outcomes += self._hand_out(flight, result)
             self.observe(self._stats(flight, result))
@@ -459,6 +501,8 @@ class EngineCore:
         self._comparisons.clear()
         if self.lane is not None:
             outcomes += [Failure(key, error) for key in self.lane.clear()]
+        if self.grammars is not None:
+            outcomes += [Failure(key, error) for key in self.grammars.clear()]
         self._flights.clear()
         self._suspects.clear()
         return outcomes

@@ -146,7 +146,7 @@ class Generating(ABC):
         ids, last = row.token_ids, row.parts[-1]
         assert last.finish is not None
         logprob_ids, logprobs, ranks = (
-            _joined(getattr(part, name) for part in row.parts)
+            _joined((getattr(part, name) for part in row.parts), len(ids))
             for name in ("logprob_ids", "logprobs", "ranks")
         )
         text = self._processor.tokenizer.decode(ids, skip_special_tokens=True)
@@ -161,9 +161,10 @@ def with_eos(params: SamplingParams, spec: ModelSpec) -> SamplingParams:
     return msgspec.structs.replace(params, eos_token_ids=spec.eos_token_ids)
 
 
-def _joined(arrays: Iterable[Any]) -> Any:
+def _joined(arrays: Iterable[Any], count: int) -> Any:
+    """Of the tokens that are shown: the one that ended the row is not."""
     found = [array for array in arrays if array is not None]
-    return np.concatenate(found) if found else None
+    return np.concatenate(found)[:count] if found else None
 
 
 class AsyncGenerating(ABC):

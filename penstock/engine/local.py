@@ -103,7 +103,7 @@ class LocalEngine:
     def _run(self) -> None:
         try:
             while not self._closing or self._core.busy or not self._inbox.empty():
-                self._take(self._inbox.get())
+                self._take(self._next())
                 with contextlib.suppress(queue.Empty):
                     while True:
                         self._take(self._inbox.get_nowait())
@@ -113,6 +113,16 @@ class LocalEngine:
         except BaseException as error:
             self._stop(error)
             raise
+
+    def _next(self) -> Request | Comparison | str | None:
+        """What comes next, or nothing once some request may be late."""
+        deadline = self._core.next_deadline_s()
+        try:
+            return self._inbox.get(
+                timeout=None if deadline is None else max(0.0, deadline - self._core.clock())
+            )
+        except queue.Empty:
+            return None
 
     def _stop(self, error: BaseException) -> None:
         self._why = f"the engine stopped: {error!r}"

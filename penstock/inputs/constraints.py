@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Constraint:
 
 
 class Constraints:
-    """A model's vocabulary, laid out for the search of allowed tokens. Grammars in use are compiled once."""
+    """A model's vocabulary, laid out for the search of allowed tokens."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         library = _library()
@@ -69,24 +69,29 @@ class Constraints:
         self._tokenizer = library.LLTokenizer(
             str(tokenizer_file), n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
-        self._compiled = lru_cache(maxsize=64)(self._compile)
 
     def __call__(self, grammar: Grammar) -> Constraint:
-        return Constraint(self._compiled(grammar).deep_copy(), self._words)
+        return self.compiled(grammar)()
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def compiled(self, grammar: Grammar) -> Callable[[], Constraint]:
+        """What gives each row its own way. Takes a while for a large grammar; may be called on any thread."""
+        check_length(grammar)
         matcher = self._library.LLMatcher(self._tokenizer, _source(grammar), log_level=0)
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
-        return matcher
+        return lambda: Constraint(matcher.deep_copy(), self._words)
 
 
 def check(grammar: Grammar) -> None:
     """Refuse what cannot be compiled, without a vocabulary; for the process that talks to the client."""
-    if len(grammar.text) > _MOST_TEXT:
-        raise BadValue(f"the grammar has {len(grammar.text)} characters; at most {_MOST_TEXT} are taken")
+    check_length(grammar)
     if message := _problem(grammar):
         raise _refused(grammar, message)
+
+
+def check_length(grammar: Grammar) -> None:
+    if len(grammar.text) > _MOST_TEXT:
+        raise BadValue(f"the grammar has {len(grammar.text)} characters; at most {_MOST_TEXT} are taken")
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,8 @@ device (`penstock.sampling.plan.Column`), so a launch needs no number that chang
 rows that are edited have an fp32 copy, `work`.
 
 Noise is Philox of (seed, stream, position, token): it does not depend on who shares the batch.
+
+A row of which no token can be chosen gets a negative id in its place, `UNSOUND` or `NOTHING`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ LANES = 1024  # a counter gives four words, for tokens that lie so far apart
 PART = 4 * LANES  # tokens of a program
 ROUNDS = 7  # of Philox: enough to pass BigCrush
 SEEN = 1 << 30  # in the table of counts: the token is in the prompt; below it, how often it was sampled
+UNSOUND = -1  # in place of a token: a logit is NaN or +inf
+NOTHING = -2  # every one is −inf: all tokens are forbidden
 WIDTH = 15  # of the slots' table. Kernels name its columns by number:
 # 0 temperature, 1 top-p, 2 min-p, 3 repetition, 4 presence, 5 frequency, 6–9 seed and stream, 10 top-k,
 # 11 row of counts, 12 of masks, 13 of work, 14 min tokens.
@@ -101,13 +105,20 @@ def choose_reference(
     positions: Tensor,  # [rows], tokens sampled before
     thresholds: Tensor | None = None,  # [rows], lower bounds of the logit, where there is a temperature
 ) -> Tensor:
-    """int32 [rows]: argmax of logit / temperature + noise."""
+    """int32 [rows]: argmax of logit / temperature + noise, or why there is none."""
     x = logits.float()
     noisy = x / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     if thresholds is not None:
         noisy = noisy.masked_fill(x < thresholds[:, None], float("-inf"))
     noisy = noisy + gumbel_reference(keys, positions, logits.shape[1])
-    return torch.where((temperatures > 0)[:, None], noisy, x).argmax(dim=1).int()
+    return likeliest(torch.where((temperatures > 0)[:, None], noisy, x))
+
+
+def likeliest(values: Tensor) -> Tensor:
+    """int32 [rows]: where the largest of `values` [rows, vocab] is; NaN counts as larger than all."""
+    most, at = values.max(dim=1)
+    at = at.int().masked_fill_(most.isneginf(), NOTHING)
+    return at.masked_fill_(~(most < float("inf")), UNSOUND)
 
 
 @jit(loose=("slots", "stride", "parts"))
@@ -154,8 +165,9 @@ def _best(
         for j in tl.static_range(4):
             cols = part * LANES * 4 + j * LANES + lanes
             x = read_row(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
+            x = tl.where(x == x, x, float("inf"))  # as large as can be: `_finish` sees it
             if FILTERED:
-                x = tl.where(x >= bound, x, float("-inf"))
+                x = tl.where(x < bound, float("-inf"), x)  # the bound of an unsound row may be NaN
             word = w0 if j == 0 else (w1 if j == 1 else (w2 if j == 2 else w3))
             x = x / temperature + _gumbel(word)
             most, at = tl.max(x, axis=0, return_indices=True)
@@ -166,6 +178,7 @@ def _best(
         for j in tl.static_range(4):
             cols = part * LANES * 4 + j * LANES + lanes
             x = read_row(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
+            x = tl.where(x == x, x, float("inf"))
             most, at = tl.max(x, axis=0, return_indices=True)
             better = most > best
             token = tl.where(better, part * LANES * 4 + j * LANES + at, token)
@@ -185,12 +198,16 @@ def _finish(
     counts: tl.tensor,
     tails: tl.tensor,
     ring: tl.tensor,
+    last: tl.tensor,
     out: tl.tensor,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     COUNTS: tl.constexpr,
     TAIL: tl.constexpr,
+    LAST: tl.constexpr,
+    UNSOUND: tl.constexpr,
+    NOTHING: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
@@ -200,8 +217,11 @@ def _finish(
     token = tl.min(tl.where(value == most, token, VOCAB - 1), axis=0)
     slot = tl.load(slots + row)
     position = tl.load(positions + slot)
-    tl.store(out + row, token)
+    told = tl.where(most == float("inf"), UNSOUND, tl.where(most == float("-inf"), NOTHING, token))
+    tl.store(out + row, told)
     tl.store(positions + slot, position + 1)
+    if LAST:
+        tl.store(last + slot, token)
     if COUNTS:
         count_row = tl.load(table + slot * WIDTH + 11)
         if count_row >= 0:
@@ -221,9 +241,11 @@ def choose(
     thresholds: Tensor | None = None,
     counts: Tensor | None = None,  # int32 [counted rows, vocab]
     tails: Tensor | None = None,  # int32 [slots, ring]
+    last: Tensor | None = None,  # int32 [slots]
 ) -> Tensor:
     """As the reference, for rows whose slots say the rest; then notes the tokens: one more position, one more
-    count, the ring of last tokens. A last logit must lie next to the one before it; rows may lie apart."""
+    count, the ring of last tokens, the last one alone. What is noted is a token of the vocabulary whatever
+    becomes of the row. A last logit must lie next to the one before it; rows may lie apart."""
     rows, vocab = logits.shape
     parts = cdiv(vocab, PART)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
@@ -260,12 +282,16 @@ def choose(
         ids if counts is None else counts,
         ids if tails is None else tails,
         1 if tails is None else tails.shape[1],
+        ids if last is None else last,
         out,
         VOCAB=vocab,
         BLOCK=power_of_2(parts),
         WIDTH=WIDTH,
         COUNTS=counts is not None,
         TAIL=tails is not None,
+        LAST=last is not None,
+        UNSOUND=UNSOUND,
+        NOTHING=NOTHING,
         num_warps=1,
     )
     return out

@@ -32,10 +32,12 @@ class CompletionLogprobs:
         return self._lists(ids[:, 0].tolist(), chosen, tops)
 
     def _top(self, ids: list[int], values: NDArray[np.float32]) -> dict[str, float]:
-        """By text; of tokens that read alike, such as halves of characters, the first counts."""
+        """By text; of tokens that read alike, such as halves of characters, the likeliest counts: clients
+        compare it with the chosen token's to see whether that one was the likeliest."""
         top: dict[str, float] = {}
         for number, value in zip(ids, values, strict=True):
-            top.setdefault(self._name(number), _value(value))
+            name, found = self._name(number), _value(value)
+            top[name] = max(top.get(name, found), found)
         return top
 
     def _lists(self, tokens: Sequence[int], chosen: list[Any], tops: list[Any]) -> dict[str, Any]:

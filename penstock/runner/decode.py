@@ -209,9 +209,7 @@ class DecodeGraphs:
             logits = generator.head.project(self.model(batch))
             if not key.choose:
                 return [logits]
-            tokens = generator.sampler.plain(logits, views["slots"], key.filtered)
-            generator.remember(tokens, views["slots"])
-            return [tokens]
+            return [generator.sampler.plain(logits, views["slots"], key.filtered)]
 
         replay, (output,) = self.capture(work)
         return Graph(layout, replay, output, views["slots"])

@@ -19,7 +19,7 @@ class Generator:
         self.head = head
         self.sampler = Sampler(head.outputs, slots, device, seed)
         self.spare = slots  # the slot of rows without a request
-        self.last = torch.zeros(slots + 1, dtype=torch.int32, device=device)  # the newest token of each slot
+        self.last = self.sampler.last  # the newest token of each slot
 
     def settle(self, sample: SamplePlan) -> None:
         """Let rows leave and join, whatever becomes of the step."""
@@ -69,13 +69,8 @@ class Generator:
     def choose(self, logits: Tensor, sample: SamplePlan, slots: Tensor) -> list[Tensor]:
         """The same of logits [sampled, vocabulary]; slots int32 [sampled]."""
         sampled = self.sampler(logits, sample.sampled_slots, slots)
-        self.remember(sampled.token_ids, slots)
         more = (sampled.logprob_ids, sampled.logprobs, sampled.ranks)
         return [sampled.token_ids, *(tensor for tensor in more if tensor is not None)]
-
-    def remember(self, token_ids: Tensor, slots: Tensor) -> None:
-        """Keep the newest token of each slot for the step that runs it."""
-        self.last.index_copy_(0, slots.long(), token_ids)
 
     def _scores(self, states: Tensor, following: Tensor, most: int) -> list[Tensor]:
         """How likely known tokens were, a few at a time: logits of a whole prompt may not fit."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.core import Ints, SamplingParams
 from penstock.kernels.language import fused
-from penstock.kernels.sampling import choose, choose_reference
+from penstock.kernels.sampling import choose, choose_reference, likeliest
 from penstock.kernels.thresholds import thresholds
 from penstock.sampling.edits import Edits
 from penstock.sampling.filters import floats, least_kept
@@ -33,7 +33,7 @@ _NOTHING = np.zeros(0, np.int32)
 class Sampled:
     """Tokens of a step's rows, on the device; log-probabilities of the rows that asked."""
 
-    token_ids: Tensor  # int32 [n]
+    token_ids: Tensor  # int32 [n], negative where none can be chosen (`kernels.sampling.UNSOUND`, `NOTHING`)
     logprob_rows: Ints | None = None  # [rows], their places in the step; on the host
     logprob_ids: Tensor | None = None  # int32 [rows, 1 + most asked for], the token, then the likeliest
     logprobs: Tensor | None = None  # fp32 [rows, 1 + most asked for]
@@ -55,6 +55,9 @@ class Sampler:
         self.uploads = 0  # copies from host to device so far
         self.table = self._send(self.plan.table).clone()  # int32 [slots, WIDTH]
         self.positions = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
+        self.last = torch.zeros_like(
+            self.positions
+        )  # int32 [slots], the newest token, always of the vocabulary
         self._edits = Edits(self.plan, self.device)
         self._joined: dict[int, int] = {}  # slot → tokens sampled before
         self._changed: set[int] = set()  # slots whose row is to be sent, and nothing else
@@ -98,7 +101,7 @@ class Sampler:
         rows, at = self._rows(Need.LOGPROBS, slots)
         most = int(self.plan.logprobs[slots].max())
         everyone = len(rows) == len(slots)
-        chosen = tokens if everyone else tokens.index_select(0, at)
+        chosen = (tokens if everyone else tokens.index_select(0, at)).clamp_min(0)
         return Sampled(tokens, rows, *token_logprobs(logits, chosen, most, None if everyone else at))
 
     def plain(self, logits: Tensor, slots_device: Tensor, filtered: bool = False) -> Tensor:
@@ -106,7 +109,7 @@ class Sampler:
         nothing else. Neither plans nor sends: fit for a graph. Its owner asks `plan.need` whether it serves,
         and then calls `flush` before the replay and `plan.step` beside it."""
         bounds = thresholds(logits, slots_device, self.table) if filtered else None
-        return choose(logits, slots_device, self.table, self.positions, thresholds=bounds)
+        return choose(logits, slots_device, self.table, self.positions, thresholds=bounds, last=self.last)
 
     def flush(self) -> None:
         """Sends what joined or changed; nothing if nobody did."""
@@ -137,19 +140,22 @@ class Sampler:
             thresholds=bounds,
             counts=edits.counts.table if need & Need.COUNTS else None,
             tails=edits.tails if need & Need.TAIL else None,
+            last=self.last,
         )
 
     def _by_torch(self, logits: Tensor, slots: Ints, slots_device: Tensor, need: Need) -> Tensor:
         at = slots_device.long()
         positions = self.positions[at]
         tokens = self._tokens(logits, slots, at, positions, need)
-        self._edits.note(self.table, at, positions, tokens, need)
+        noted = tokens.clamp_min(0)
+        self._edits.note(self.table, at, positions, noted, need)
+        self.last.index_copy_(0, at, noted)
         self.positions.index_add_(0, at, torch.ones_like(positions))
         return tokens
 
     def _tokens(self, logits: Tensor, slots: Ints, at: Tensor, positions: Tensor, need: Need) -> Tensor:
         if not need & (Need.NOISE | EDITS):
-            return logits.argmax(dim=1).int()
+            return likeliest(logits)
         rows, picked = self._rows(Need.NOISE | EDITS, slots)
         settings = self.table[at[picked]]
         x = logits[picked].float()
@@ -171,7 +177,7 @@ class Sampler:
         )
         if len(rows) == len(slots):
             return chosen
-        return logits.argmax(dim=1).int().index_copy_(0, picked, chosen)
+        return likeliest(logits).index_copy_(0, picked, chosen)
 
     def _select(self, slots: Ints) -> None:
         """Forgets the chosen rows if this batch is another than the last."""

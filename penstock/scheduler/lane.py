@@ -32,7 +32,7 @@ from penstock.core import (
     Timings,
     check_sampling,
 )
-from penstock.errors import BadValue, PenstockError, QueueFull
+from penstock.errors import BadValue, PenstockError, QueueFull, RowFailed
 from penstock.kvcache.blocks import BlockPool, extend_keys, prefix_keys
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
@@ -53,8 +53,9 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None: ...
 
 
-Constrain = Callable[[SamplingParams], Constraint | None]
 May = Callable[[str | None], bool]  # whether a request may run
+_UNSOUND = "the model gave logits that are not finite"
+_NOTHING_LEFT = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
 _SALT = "generate\0"  # blocks of rows that are pooled are not mixed with those of rows that are continued
 
 
@@ -99,12 +100,7 @@ class GeneratingRow:
 class Lane:
     """add → schedule → collect. A row waits, runs, may be paused for want of memory, and ends."""
 
-    def __init__(
-        self, pool: BlockPool, limits: LaneLimits, constrain: Constrain = lambda params: None
-    ) -> None:
-        """`constrain` gives a row that must follow something its way through it. Such a row waits for each of
-        its tokens before the next is planned."""
-        self.constrain = constrain
+    def __init__(self, pool: BlockPool, limits: LaneLimits) -> None:
         self.pool = pool
         self.limits = limits
         self.broken: dict[str, PenstockError] = {}  # requests that cannot go on, until `let_go`
@@ -159,8 +155,8 @@ class Lane:
     def waiting(self) -> int:
         return len(self._waiting) + len(self._paused)
 
-    def add(self, request: Request) -> None:
-        """Join; `BadValue` for what can never run, `QueueFull` where too much waits."""
+    def check(self, request: Request) -> None:
+        """`BadValue` for what can never run, `QueueFull` where too much waits."""
         assert request.sampling is not None
         self._check(request, request.sampling)
         if self.queued_tokens and self.queued_tokens + request.num_tokens > self.limits.queued_tokens:
@@ -168,11 +164,16 @@ class Lane:
                 f"{self.queued_tokens} tokens of prompts are waiting and at most "
                 f"{self.limits.queued_tokens} may; try again shortly"
             )
+
+    def add(self, request: Request, constraints: Sequence[Constraint] = ()) -> None:
+        """Join, once checked. Rows that must follow something have a constraint each, and wait for each of
+        their tokens before the next is planned."""
+        self.check(request)
         number = next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
         rows = [GeneratingRow(request, row, (start, number, row)) for row in range(request.num_rows)]
-        for row in rows:
-            row.constraint = self.constrain(request.sampling)
+        for row, constraint in zip(rows, constraints, strict=False):
+            row.constraint = constraint
         self._left[request.id] = rows
         self._dated |= request.deadline_s is not None
         for row in rows:
@@ -276,9 +277,13 @@ class Lane:
         assert sample is not None
         live = self._epoch[sample.slots] == sample.epochs
         self._device_s[sample.slots[live]] += result.device_s
-        new = result.outputs[0]
+        new: Ints = result.outputs[0].astype(np.int32)
         mine = live[sample.rows]
-        slots, new_ids = sample.sampled_slots[mine], new[mine].astype(np.int32)
+        if (new < 0).any():
+            self._give_up(sample.sampled_slots[mine & (new < 0)], new[mine & (new < 0)])
+            live = self._epoch[sample.slots] == sample.epochs
+            mine = live[sample.rows]
+        slots, new_ids = sample.sampled_slots[mine], new[mine]
         self._tokens[slots, self._known[slots]] = new_ids
         self._known[slots] += 1
         if self.limits.prefixes:
@@ -302,6 +307,17 @@ class Lane:
             new, ends = new_ids[i : i + 1], (bool(stopped[i]), bool(full[i]))
             outcomes.append(self._part(int(slots[i]), new, *ends, extras[i]))
         return outcomes
+
+    def _give_up(self, slots: Ints, codes: Ints) -> None:
+        """No token could be chosen: these requests cannot go on, and nobody is to find what they wrote."""
+        for slot, code in zip(slots.tolist(), codes.tolist(), strict=True):
+            row = self._rows[slot]
+            if row is None:  # another row of its request was at fault too
+                continue
+            self.broken[row.request.id] = RowFailed(_UNSOUND if code == -1 else _NOTHING_LEFT)
+            for other in self._left[row.request.id] if code == -1 else ():
+                self.pool.retract(other.blocks)
+            self.cancel(row.request.id)
 
     def failed(self, plan: StepPlan, *, blame: bool = True) -> list[Request]:
         """A step failed: the request that stood alone in it is at fault and is let go; others begin again
@@ -531,6 +547,8 @@ class Lane:
                 kept = owner.prompt_scores = owner.prompt_scores or _room_for_scores(owner)
                 for into, array in zip(kept, found, strict=True):
                     some = array[at : at + count]
+                    if np.isnan(some).any():
+                        self.broken[owner.request.id] = RowFailed(_UNSOUND)
                     into[begin : begin + count] = some if some.ndim == 1 else some[:, : into.shape[1]]
             at += count
 
@@ -542,7 +560,7 @@ class Lane:
         return row.prompt_scores or _room_for_scores(row)
 
     def _part(self, slot: int, new: Ints, stopped: bool, full: bool, extra: _Extra) -> Generated:
-        """What a step adds to a row: one token, which is not shown if it stopped the row."""
+        """What a step adds to a row: one token, which is not among those shown if it stopped the row."""
         row = self._rows[slot]
         assert row is not None
         done = False
@@ -554,7 +572,7 @@ class Lane:
         timings = Timings(row.queued_s, float(self._device_s[slot]))
         self._finish(row)
         if stopped:
-            ended = (new[:0], "stop", int(new[0]), *_NOTHING)
+            ended = (new[:0], "stop", int(new[0]), *extra)
             return Generated(row.request.id, row.row, *ended, timings, *about_prompt)
         why = "stop" if done else "length"
         return Generated(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)

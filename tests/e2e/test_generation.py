@@ -17,30 +17,15 @@ import transformers
 
 from penstock import Engine, SamplingParams
 from penstock.inputs.tokenizer import Tokenizer
+from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
-from tests.writing import write_model
 
 PROMPT = "the water was"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("llama"))
-    tokenizer = Tokenizer(folder)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=tokenizer.highest_id + 4,
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.token_id("<|im_end|>"),
-        bos_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

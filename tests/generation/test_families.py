@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from penstock import SamplingParams
+from penstock.core import Grammar
+from penstock.engine.grammars import Grammars
 from penstock.errors import ModelLoadError
 from tests.generation.families import (
     FAMILIES,
@@ -185,10 +187,10 @@ class Alternating:
 
 def test_a_row_that_must_follow_something_does_and_others_are_not_held_up(folders: dict[str, Path]) -> None:
     with engine(folders["llama"], pipeline_depth=2) as used:
-        lane = used._engine._core.lane
-        assert lane is not None
-        lane.constrain = lambda params: Alternating() if params.seed == 1 else None
-        bound = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, seed=1)
+        used._engine._core.grammars = Grammars(lambda grammar: Alternating)
+        bound = SamplingParams(
+            max_tokens=TOKENS, temperature=0, ignore_eos=True, grammar=Grammar("regex", "")
+        )
         rows = prompts()
         got = used.generate([*rows, *rows], [GREEDY] * len(rows) + [bound] * len(rows))
         assert [row.token_ids for row in got[: len(rows)]] == generated("llama", folders["llama"])

@@ -11,8 +11,10 @@ from penstock.core import SamplingParams
 from penstock.kernels import thresholds as filters
 from penstock.kernels.language import switch
 from penstock.kernels.sampling import (
+    NOTHING,
     PART,
     ROUNDS,
+    UNSOUND,
     WIDTH,
     choose,
     choose_reference,
@@ -107,6 +109,67 @@ def test_equal_logits_give_the_first(device: torch.device) -> None:
     slots = torch.arange(2, device=device, dtype=torch.int32)
     positions = torch.zeros(3, device=device, dtype=torch.int32)
     assert choose(logits, slots, table, positions).tolist() == [0, 700]
+
+
+SPOILT = [float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", SPOILT)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_row_that_is_not_finite_is_told_and_others_are_as_they_were(
+    dtype: torch.dtype, value: float, whole: bool, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    params = [SamplingParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0, 3), (0.7, 4))]
+    table, slots = slots_table(params, device), torch.arange(4, device=device, dtype=torch.int32)
+    values, keys = settings(table, 4)
+    logits = torch.randn(4, VOCAB, device=device).to(dtype)
+    zeros = torch.zeros(5, device=device, dtype=torch.int32)
+    bounds = torch.tensor([0.5, 0.5, float("nan"), float("nan")], device=device)
+    for thresholds_ in (None, bounds):
+        logits[2:] = torch.randn(2, VOCAB, device=device).to(dtype)
+        before = choose(logits, slots, table, zeros.clone(), thresholds=thresholds_)
+        logits[2:, slice(None) if whole else slice(4321, 4322)] = value
+        last = zeros.clone()
+        got = choose(logits, slots, table, zeros.clone(), thresholds=thresholds_, last=last)
+        assert got.tolist() == [*before[:2].tolist(), UNSOUND, UNSOUND]
+        assert got.tolist() == choose_reference(logits, values[:, 0], keys, zeros[:4], thresholds_).tolist()
+        assert last[:2].tolist() == before[:2].tolist()
+        assert int(last.min()) >= 0 and int(last.max()) < VOCAB
+
+
+def test_a_row_of_which_nothing_is_left_is_told(device: torch.device) -> None:
+    table = slots_table([SamplingParams(temperature=0), SamplingParams(temperature=1)], device)
+    logits = torch.full((2, VOCAB), float("-inf"), device=device)
+    slots = torch.arange(2, device=device, dtype=torch.int32)
+    positions, last = (torch.zeros(3, device=device, dtype=torch.int32) for _ in range(2))
+    assert choose(logits, slots, table, positions, last=last).tolist() == [NOTHING] * 2
+    assert int(last.min()) >= 0 and int(last.max()) < VOCAB
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on which the interpreter runs
+def test_whatever_rows_ask_for_one_that_is_not_finite_is_told(device: torch.device) -> None:
+    """With kernels and without: thresholds, edits and log probabilities of such rows do no harm."""
+    slots = np.arange(len(EVERYTHING), dtype=np.int32)
+    generator = torch.Generator().manual_seed(5)
+    sound = (torch.randn(len(slots), VOCAB, generator=generator) * 3).to(device)
+    found = []
+    for kernels in (True, False):
+        switch(*(("cuda", "cpu") if kernels else ()))
+        for value in SPOILT:
+            for spoilt in range(len(EVERYTHING)):
+                sampler = Sampler(VOCAB, len(slots), device, seed=1)
+                for slot, params in enumerate(EVERYTHING):
+                    sampler.join(slot, params, ints([1, 2, 3]))
+                logits = sound.clone()
+                logits[spoilt] = value
+                got = sampler(logits, slots, torch.from_numpy(slots).to(device)).token_ids.tolist()
+                assert got[spoilt] == UNSOUND and sum(token < 0 for token in got) == 1
+                assert int(sampler.last.min()) >= 0 and int(sampler.last.max()) < VOCAB
+                found.append([*got[:spoilt], *got[spoilt + 1 :]])
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
 FILTERS = [

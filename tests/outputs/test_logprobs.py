@@ -20,7 +20,7 @@ def test_lists_of_a_completion() -> None:
     lists = joined([scores.unscored(7), scores.scored(IDS, VALUES)])
     assert lists["tokens"] == ["bc", "a", "�"] and lists["text_offset"] == [0, 2, 3]
     assert lists["token_logprobs"] == [None, -0.1, LOWEST]  # the digits of a float32
-    assert lists["top_logprobs"] == [None, {"a": -0.1, "bc": -2.5}, {"�": LOWEST, "d": -0.3}]
+    assert lists["top_logprobs"] == [None, {"a": -0.1, "bc": -2.5}, {"�": -1.0, "d": -0.3}]
     assert scores.scored(IDS[:1], VALUES[:1])["text_offset"] == [4]  # it goes on where it was
 
 

@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-def test_rows_that_ask_for_nothing_cost_an_argmax_of_the_model_s_own_logits() -> None:
+def test_rows_that_ask_for_nothing_cost_a_maximum_of_the_model_s_own_logits() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     for slot in range(SLOTS):
         sampler.join(slot, SamplingParams(temperature=0), ints([1]))
@@ -149,8 +149,10 @@ def test_rows_that_ask_for_nothing_cost_an_argmax_of_the_model_s_own_logits() ->
         for _ in range(3):
             sampler(logits, slots, at)
     assert seen.largest == 0, "no fp32 copy"
-    assert seen.names.count("argmax") == 3
-    assert set(seen.names) <= {"argmax", "_to_copy", "index", "index_add_", "ones_like"}
+    assert seen.names.count("max") == 3
+    of_rows = {"_to_copy", "index", "index_add_", "index_copy_", "ones_like", "clamp_min"}
+    checks = {"isneginf", "masked_fill_", "lt", "bitwise_not"}  # of the maximum, not of the logits
+    assert set(seen.names) <= {"max"} | of_rows | checks
     edits = sampler._edits
     for empty in (edits.work, edits.masks, edits.counts.table):
         assert empty.numel() == 0

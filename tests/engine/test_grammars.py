@@ -1,0 +1,231 @@
+"""Requests that must follow something wait for their grammar, and nobody waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.core import Grammar, Request
+from penstock.engine import grammars
+from penstock.engine.core import EngineCore
+from penstock.engine.grammars import Grammars, Ways
+from penstock.errors import BadValue, DeadlineExceeded, QueueFull
+from tests.generation.fakes import VOCABULARY, Answers, asking, continued, make_core, run
+
+ROW = [3, 1, 4]
+
+
+class Anything:
+    """A constraint that allows all, and ends after three tokens."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    @property
+    def done(self) -> bool:
+        return self.taken == 3
+
+    def mask(self) -> Any:
+        return np.full(-(-VOCABULARY // 32), 0xFFFFFFFF, dtype=np.uint32)
+
+    def accept(self, token: int) -> None:
+        self.taken += 1
+
+
+class Slow:
+    """A compiler that waits to be let through, and counts."""
+
+    def __init__(self) -> None:
+        self.gates: dict[str, threading.Event] = {}
+        self.compiled: list[str] = []
+
+    def hold(self, text: str) -> threading.Event:
+        return self.gates.setdefault(text, threading.Event())
+
+    def __call__(self, grammar: Grammar) -> Ways:
+        self.compiled.append(grammar.text)
+        if grammar.text in self.gates:
+            assert self.gates[grammar.text].wait(20)
+        if grammar.text == "bad":
+            raise BadValue("the regular expression cannot be used: said the library")
+        if grammar.text == "broken":
+            raise RuntimeError("out of its depth")
+        return Anything
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    made = Slow()
+    yield made
+    for gate in made.gates.values():
+        gate.set()
+
+
+def core_with(slow: Slow, **options: Any) -> EngineCore:
+    core = make_core(blocks=60)
+    core.clock = time.monotonic
+    core.grammars = Grammars(slow, **options)
+    return core
+
+
+def following(name: str, text: str, rows: int = 1, **fields: Any) -> Request:
+    request = asking(name, [ROW] * rows, 10, grammar=Grammar("regex", text))
+    for field, value in fields.items():
+        object.__setattr__(request, field, value)
+    return request
+
+
+def until(core: EngineCore, answers: Answers, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        answers.take(list(core.step()))
+        time.sleep(0.001)
+
+
+def check_nothing_is_left(core: EngineCore) -> None:
+    assert not core.busy and core.lane is not None and core.grammars is not None
+    core.lane.check_integrity()
+    core.lane.pool.check_integrity()
+    assert core.next_deadline_s() is None
+
+
+def test_others_go_on_while_a_grammar_is_compiled(slow: Slow) -> None:
+    core, answers, gate, woken = core_with(slow), Answers(), slow.hold("slow"), threading.Event()
+    core.wake = woken.set
+    core.add(following("bound", "slow", rows=2))
+    core.add(asking("free", [[1, 2], [5]], 20))
+    until(core, answers, lambda: len(answers.finished) == 2)
+    assert answers.tokens == {("free", 0): continued([1, 2], 20), ("free", 1): continued([5], 20)}
+    assert core.busy and core.generates("bound") and core.lane is not None and not core.lane.busy
+    with pytest.raises(BadValue, match="already in use"):
+        core.add(following("bound", "slow"))
+    woken.clear()
+    gate.set()
+    assert woken.wait(10), "nobody told the engine that the grammar is ready"
+    run(core, answers)
+    for row in (0, 1):
+        assert answers.tokens["bound", row] == continued(ROW, 3) and answers.finished["bound", row] == "stop"
+    check_nothing_is_left(core)
+
+
+def test_a_second_grammar_does_not_wait_for_the_first(slow: Slow) -> None:
+    core, answers = core_with(slow), Answers()
+    slow.hold("slow")
+    core.add(following("a", "slow"))
+    core.add(following("b", "quick"))
+    until(core, answers, lambda: ("b", 0) in answers.finished)
+    assert ("a", 0) not in answers.tokens and core.generates("a")
+    core.cancel("a")
+    check_nothing_is_left(core)
+
+
+def test_equal_grammars_are_compiled_once_and_the_oldest_is_forgotten(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MOST_KEPT", 2)
+    core, answers, gate = core_with(slow), Answers(), slow.hold("one")
+    for name in "abc":
+        core.add(following(name, "one"))
+    gate.set()
+    run(core, answers)
+    for name, text in (("d", "one"), ("e", "two"), ("f", "one"), ("g", "three"), ("h", "one"), ("i", "two")):
+        core.add(following(name, text))
+        run(core, answers)
+    assert slow.compiled == ["one", "two", "three", "two"]
+    assert not answers.failed and len(answers.finished) == 9
+    check_nothing_is_left(core)
+
+
+@pytest.mark.parametrize(("text", "said"), [("bad", "said the library"), ("broken", "out of its depth")])
+def test_what_cannot_be_compiled_is_the_caller_s_error_every_time(slow: Slow, text: str, said: str) -> None:
+    core, answers = core_with(slow), Answers()
+    for name in ("a", "b"):
+        core.add(following(name, text))
+        core.add(asking(f"{name}-free", [[7]], 5))
+        run(core, answers)
+        error = answers.failed[name].error
+        assert isinstance(error, BadValue) and said in error.message
+        assert answers.tokens[f"{name}-free", 0] == continued([7], 5)
+    assert slow.compiled == [text, text]
+    check_nothing_is_left(core)
+
+
+def test_one_that_is_cancelled_meanwhile_leaves_nothing(slow: Slow) -> None:
+    core, answers, gate = core_with(slow), Answers(), slow.hold("slow")
+    core.add(following("a", "slow"))
+    core.step()
+    core.cancel("a")
+    check_nothing_is_left(core)
+    gate.set()
+    for _ in range(20):
+        assert core.step() == []
+        time.sleep(0.001)
+    core.add(following("a", "slow"))  # its name is free again, and what was compiled serves it
+    run(core, answers)
+    assert slow.compiled == ["slow"] and answers.tokens["a", 0] == continued(ROW, 3)
+    check_nothing_is_left(core)
+
+
+def test_a_deadline_ends_the_wait(slow: Slow) -> None:
+    core, answers = core_with(slow), Answers()
+    slow.hold("slow")
+    now = time.monotonic()
+    core.add(following("a", "slow", arrival_s=now, deadline_s=now + 0.05))
+    core.add(following("b", "slow"))
+    assert core.next_deadline_s() == now + 0.05
+    until(core, answers, lambda: "a" in answers.failed)
+    assert isinstance(answers.failed["a"].error, DeadlineExceeded)
+    assert core.generates("b") and not core.generates("a")
+    core.cancel("b")
+    check_nothing_is_left(core)
+
+
+def test_one_that_takes_too_long_is_refused(slow: Slow) -> None:
+    core, answers = core_with(slow, most_s=0.05), Answers()
+    slow.hold("slow")
+    core.add(following("a", "slow"))
+    until(core, answers, lambda: "a" in answers.failed)
+    error = answers.failed["a"].error
+    assert isinstance(error, BadValue) and "more than 0.05 s" in error.message
+    check_nothing_is_left(core)
+
+
+def test_too_many_that_wait_are_refused(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MOST_WAITING", 2)
+    core = core_with(slow)
+    slow.hold("slow")
+    core.add(following("a", "slow"))
+    core.add(following("b", "slow"))
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        core.add(following("c", "slow"))
+    core.cancel("a")
+    core.cancel("b")
+    check_nothing_is_left(core)
+
+
+def test_what_can_never_run_is_refused_before_anything_is_compiled(slow: Slow) -> None:
+    core = core_with(slow)
+    request = asking("a", [ROW], 1000, grammar=Grammar("regex", "x"))
+    with pytest.raises(BadValue, match="max_tokens"):
+        core.add(request)
+    assert slow.compiled == []
+    check_nothing_is_left(core)
+
+
+def test_an_engine_that_is_closed_ends_its_threads(slow: Slow) -> None:
+    core, answers = core_with(slow), Answers()
+    core.add(following("a", "x"))
+    run(core, answers)
+    assert core.grammars is not None
+    threads = core.grammars._threads
+    assert threads and all(thread.is_alive() and thread.daemon for thread in threads)
+    core.close()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
