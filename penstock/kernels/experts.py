@@ -17,7 +17,7 @@ from penstock.kernels.blockwise import GROUP, Blocks, Grouped, empty_groups, qua
 from penstock.kernels.language import cdiv, jit, power_of_2, tl
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 16
-_SINGLE = 1 << 14  # tokens × experts that one program routes alone, which saves a launch
+_SINGLE = 1 << 13  # tokens × experts that one program routes alone, which saves a launch
 _CHUNK = 1 << 13  # tokens × experts of each program otherwise
 
 

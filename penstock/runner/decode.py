@@ -11,6 +11,7 @@ import logging
 import time
 import traceback
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,6 +38,7 @@ log = logging.getLogger("penstock.graphs")
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 WIDTHS = (16, 64, 256, 1024, 4096, 16384)  # blocks of the longest row
 MOST = 192  # graphs
+USES = 4  # of a shape, before it is captured while others wait: on the way to many rows most come once
 _BEYOND = Need.LOGPROBS | Need.TAIL | EDITS  # what is done after the graph, on its logits
 
 
@@ -47,6 +49,11 @@ class Key(NamedTuple):
     width: int
     choose: bool  # the graph ends with tokens, not with logits
     filtered: bool  # and knows top-k, top-p and min-p
+
+    def serves(self, other: Key) -> bool:
+        """Whether its graph can stand in for that of another."""
+        roomy = self.rows >= other.rows and self.width >= other.width
+        return roomy and self.choose == other.choose and self.filtered >= other.filtered
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,7 @@ class DecodeGraphs:
         self.store = store
         self.capture = capture
         self.captured: dict[Key, Graph] = {}
+        self._uses: Counter[Key] = Counter()
         self.refused: set[Key] = set()
         self.replays = 0
         self.capture_s = 0.0
@@ -137,7 +145,7 @@ class DecodeGraphs:
     def __call__(self, plan: StepPlan, sample: SamplePlan) -> list[Tensor] | None:
         """What the generator would give for this step. None: run it without a graph."""
         key = self.key_of(plan, sample)
-        graph = None if key is None else self.ready(key)
+        graph = None if key is None else self._graph_for(key)
         if key is None or graph is None:
             return None
         sampler, count = self.generator.sampler, plan.num_rows
@@ -149,6 +157,16 @@ class DecodeGraphs:
             return self.generator.choose(graph.output[:count], sample, graph.slots[:count])
         sampler.plan.step(sample.sampled_slots)
         return [graph.output[:count]]
+
+    def _graph_for(self, key: Key) -> Graph | None:
+        """Its own, another that has room for the step, or, of a shape that keeps coming, one captured now."""
+        if (graph := self.captured.get(key)) is not None:
+            return graph
+        self._uses[key] += 1
+        if self._uses[key] > USES and (graph := self._capture(key)) is not None:
+            return graph
+        serving = [other for other in self.captured if other.serves(key)]
+        return self.captured[min(serving)] if serving else None
 
     def ready(self, key: Key) -> Graph | None:
         """The graph for such steps, captured now if it was not; None if it cannot be had."""
@@ -254,6 +272,7 @@ def _bucket(sizes: tuple[int, ...], needed: int) -> int:
 
 
 def first_keys(rows: int) -> list[Key]:
-    """Graphs for short texts of up to so many rows at a time, and one that knows filters."""
+    """Graphs for short texts of up to so many rows at a time, a few of which know filters."""
     plain = [Key(size, WIDTHS[0], True, False) for size in ROWS if size <= _bucket(ROWS, rows)]
-    return [Key(1, WIDTHS[0], True, True), *reversed(plain)]
+    filtered = [Key(key.rows, WIDTHS[0], True, True) for key in (plain[0], plain[len(plain) // 2], plain[-1])]
+    return [*dict.fromkeys(filtered), *reversed(plain)]

@@ -21,7 +21,7 @@ from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.base import BLOCK_SIZE
-from penstock.runner.decode import DecodeGraphs, Key, first_keys
+from penstock.runner.decode import USES, DecodeGraphs, Key, first_keys
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs, Work
 from penstock.runner.model_runner import ModelRunner
@@ -43,6 +43,12 @@ CONFIG = {
 }
 SLOTS, LENGTH, BLOCKS = 6, 64, 24
 PROMPTS = [[5], [7, 8], [9] * 17, [11, 12, 13], [14] * 5]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are captured when they first come."""
+    monkeypatch.setattr("penstock.runner.decode.USES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +137,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_gives_the_tokens_of_the_plain_way(kind: str, tmp_path: Path) -> None:
+def test_a_graph_gives_the_tokens_of_the_plain_way(kind: str, tmp_path: Path, soon: None) -> None:
     wanted = run(make_runner(tmp_path, graphs=False), KINDS[kind])
     runner = make_runner(tmp_path, graphs=True)
     got = run(runner, KINDS[kind])
@@ -144,7 +150,7 @@ def test_a_graph_gives_the_tokens_of_the_plain_way(kind: str, tmp_path: Path) ->
         np.testing.assert_allclose(logprobs, close, rtol=1e-5, atol=1e-5)
 
 
-def test_prompts_are_replayed_too_piece_after_piece(tmp_path: Path) -> None:
+def test_prompts_are_replayed_too_piece_after_piece(tmp_path: Path, soon: None) -> None:
     wanted = run(make_runner(tmp_path, graphs=False, dtype=torch.float16), KINDS["greedy"])
     runner = make_runner(tmp_path, graphs=True, dtype=torch.float16)
     runner.graphs = Graphs(runner.model, runner.pooler, runner.staging, fake, cache=runner.cache)
@@ -174,7 +180,7 @@ def test_without_memory_for_a_graph_no_more_are_tried_for_a_while(tmp_path: Path
 
     runner = make_runner(tmp_path, graphs=True, capture=full)
     assert run(runner, KINDS["greedy"]) == run(make_runner(tmp_path, graphs=False), KINDS["greedy"])
-    assert len(tries) == 1
+    assert len(tries) == 1  # a shape that came often, and then none
     assert runner.decode is not None
     runner.decode.drop()
     assert not runner.decode.captured
@@ -195,6 +201,27 @@ def test_a_capture_continues_no_row(tmp_path: Path) -> None:
 def test_first_graphs_reach_as_many_rows_as_may_run() -> None:
     assert max(key.rows for key in first_keys(100)) == 128
     assert first_keys(1) == [Key(1, 16, True, True), Key(1, 16, True, False)]
+    assert [key.rows for key in first_keys(100) if key.filtered] == [1, 32, 128]
+
+
+def test_a_roomier_graph_stands_in_until_a_shape_has_come_often(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, graphs=True)
+    assert runner.decode is not None
+    with torch.inference_mode():
+        runner.decode.ready(Key(8, 16, True, True))
+    got = run(runner, KINDS["noise"])
+    assert got == run(make_runner(tmp_path, graphs=False), KINDS["noise"])
+    # Rows come and go: shapes of more than a few steps have a graph of their own now.
+    assert Key(8, 16, True, True) in runner.decode.captured and len(runner.decode.captured) > 1
+    assert runner.decode.replays > sum(1 for _ in runner.decode.captured) * USES
+
+
+def test_a_graph_stands_in_only_for_what_it_holds() -> None:
+    roomy = Key(8, 64, True, True)
+    assert roomy.serves(Key(4, 16, True, False)) and roomy.serves(roomy)
+    assert not roomy.serves(Key(16, 16, True, False)) and not roomy.serves(Key(4, 256, True, False))
+    assert not roomy.serves(Key(4, 16, False, False))
+    assert not Key(8, 64, True, False).serves(Key(4, 16, True, True))
 
 
 @pytest.mark.parametrize("count", [1, 3, 130])
