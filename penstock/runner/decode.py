@@ -29,7 +29,7 @@ from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.buckets import NoGroups, NotCapturable
 from penstock.runner.faults import out_of_memory
 from penstock.runner.generator import Generator
-from penstock.runner.graphs import FAILURES, SCARCE_S, Capture
+from penstock.runner.graphs import FAILURES, SCARCE_S, Capture, CudaCapture
 from penstock.runner.staging import Staging
 from penstock.sampling.plan import EDITS, Need
 
@@ -209,6 +209,8 @@ class DecodeGraphs:
     def drop(self) -> None:
         """Give back what all graphs hold: a step needs it more."""
         self.captured.clear()
+        if isinstance(self.capture, CudaCapture):
+            self.capture.renew()
         self._make_room()
 
     def _make_room(self) -> None:

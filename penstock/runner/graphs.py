@@ -90,9 +90,10 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._begin_anew()
+        self.renew()
 
-    def _begin_anew(self) -> None:
+    def renew(self) -> None:
+        """Another pool, for that of graphs which are all gone, or of a broken capture, is closed for good."""
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
 
@@ -113,7 +114,7 @@ class CudaCapture:
                     raise
                 graph.capture_end()
         except BaseException:
-            self._begin_anew()  # a pool that a broken capture has left open is of no more use
+            self.renew()  # a pool that a broken capture has left open is of no more use
             raise
         finally:
             if collects:
@@ -319,6 +320,8 @@ class Graphs:
             log.warning("%d graphs are given up: memory ran out", len(self.captured))
         self.captured.clear()
         self.held_bytes = 0
+        if isinstance(self.capture, CudaCapture):
+            self.capture.renew()
         self._make_room()
 
     def _make_room(self) -> None:

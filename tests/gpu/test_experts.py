@@ -199,7 +199,7 @@ def test_a_stored_checkpoint_stays_near_the_cpu(tmp_path: Path) -> None:
     from tests.gpu.test_decoders import make_rows
     from tests.parity.blocks import write_blocks
 
-    rows = make_rows()
+    rows = [row[:256] for row in make_rows()]
     for name in ("qwen3-moe", "qwen3", "llama"):
         stored, _ = write_blocks(name, tmp_path / name)
         with Engine(str(stored), device="cpu", dtype="float32") as cpu:

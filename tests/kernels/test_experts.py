@@ -113,11 +113,12 @@ def got_of(case: Case, chosen: int, normalize: bool, act: str = "silu", **more: 
 
 
 def assert_near(got: Tensor, expected: Tensor, fp8: bool, why: object = None) -> None:
-    """A value on the edge of an fp8 step may fall to either side of it."""
+    """A value on the edge of an fp8 step may fall to either side of it; in half precision more lie there."""
     if got.dtype == torch.float32 and not fp8:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
         return
-    assert F.cosine_similarity(got.float(), expected).min() > (0.9995 if fp8 else 0.9999), why
+    rough = 0.9995 if got.dtype == torch.float32 or not got.is_cuda else 0.997
+    assert F.cosine_similarity(got.float(), expected).min() > (rough if fp8 else 0.9999), why
     assert (got.float() - expected).abs().max() <= 0.05 * expected.abs().max(), why
 
 
