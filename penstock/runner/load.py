@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +22,30 @@ if TYPE_CHECKING:
 
     from penstock.kvcache.store import KVStore
     from penstock.models.registry import CausalModel, Model
+    from penstock.runner.model_runner import ModelRunner
     from penstock.scoring.pairs import PairScorer
+
+
+log = logging.getLogger("penstock.load")
+
+
+class Stopwatch:
+    """What loading spends its time on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.seconds.items())
+        return f"loaded in {sum(self.seconds.values()):.1f} s: {parts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,55 +114,61 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
 
 
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
-    import torch
+    watch = Stopwatch()
+    with watch.timed("imports"):
+        import torch
 
-    from penstock.pooling.build import build_pooler
-    from penstock.runner.model_runner import ModelRunner
-    from penstock.runner.warmup import (
-        KERNEL_LENGTHS,
-        LENGTHS,
-        capture_decoding,
-        capture_graphs,
-        warm_up,
-        warm_up_generation,
-        warm_up_memory,
-    )
+        from penstock.pooling.build import build_pooler
+        from penstock.runner.generator import Generator
+        from penstock.runner.model_runner import ModelRunner
 
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
-    with torch.inference_mode():
+    with torch.inference_mode(), watch.timed("weights"):
         model = _model(spec, settings, dtype, device)
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
     pooler.scorer = _scorer(spec, settings, device)
     places = 0 if pooler.scorer is None else len(pooler.scorer.store)
     cache, blocks = None, 0
     generator = None
-    if settings.generates:
-        from penstock.runner.generator import Generator
-
-        generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
-    if settings.chunked or settings.generates:
-        cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
+    with watch.timed("memory"):
+        if settings.generates:
+            generator = Generator(model.heads[Task.GENERATE], settings.max_num_seqs, device)
+        if settings.chunked or settings.generates:
+            cache, blocks = make_cache(cast("CausalModel", model), settings, dtype, device)
     runner = ModelRunner(
         model, pooler, device, settings.pipeline_depth, cache, generator, graphs=settings.graphs
     )
-    lengths = KERNEL_LENGTHS if device.type == "cuda" else LENGTHS
-    longest = min(settings.max_model_len, settings.max_num_batched_tokens)
-    warm_up(runner, longest, lengths)
-    if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
-        warm_up_memory(runner, BLOCK_SIZE)
-    if runner.graphs is not None:
-        capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
-    if generator is not None and settings.max_model_len >= 8:
-        room = min(settings.max_model_len - 3, settings.max_num_batched_tokens)
-        warm_up_generation(runner, generator.sampler, blocks, room)
-        if runner.decode is not None:
-            from penstock.runner.decode import first_keys
-
-            with torch.inference_mode():
-                capture_decoding(runner.decode, first_keys(settings.max_num_seqs))
+    _warm_up(runner, spec, settings, blocks, watch)
+    log.info("%s", watch)
     return Loaded(runner, blocks, places)
+
+
+def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: int, watch: Stopwatch) -> None:
+    """First steps of every kind, in which kernels are compiled, and the first graphs."""
+    import torch
+
+    from penstock.runner import warmup
+    from penstock.runner.decode import first_keys
+
+    lengths = warmup.KERNEL_LENGTHS if runner.device.type == "cuda" else warmup.LENGTHS
+    longest = min(settings.max_model_len, settings.max_num_batched_tokens)
+    generates = runner.generator is not None and settings.max_model_len >= 8
+    with watch.timed("first steps"):
+        warmup.warm_up(runner, longest, lengths)
+        if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
+            warmup.warm_up_memory(runner, BLOCK_SIZE)
+        if runner.generator is not None and generates:
+            room = min(settings.max_model_len - 3, settings.max_num_batched_tokens)
+            warmup.warm_up_generation(runner, runner.generator.sampler, blocks, room)
+    if runner.graphs is None:
+        return
+    with watch.timed("graphs"):
+        warmup.capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
+        if runner.decode is not None and generates:
+            with torch.inference_mode():
+                warmup.capture_decoding(runner.decode, first_keys(settings.max_num_seqs))
 
 
 _ROW_PLACES = 4096  # queries with one vector each; a request may hold that many at once
