@@ -219,7 +219,10 @@ class DecodeGraphs:
             torch.cuda.empty_cache()
 
     def _captured(self, key: Key, layout: Layout) -> Graph:
-        # What is captured runs once before, and no row may be continued by that.
+        # What is captured runs once before, and no row may be continued by that. These integers are one more
+        # use of the host's buffers than a step has, so whatever is still being copied from them comes first.
+        if self.staging.device.type == "cuda":
+            torch.cuda.current_stream(self.staging.device).synchronize()
         self._place(layout, None)
         views = layout.views(self.integers)
         batch, generator = self._batch(key, views), self.generator
