@@ -31,6 +31,7 @@ from penstock.engine.grammars import Grammars
 from penstock.engine.progress import Follower, Part, Progress, rows_of, sound
 from penstock.engine.relief import Pressure, halves
 from penstock.engine.spoiled import Rows, Spoiled, sound_rows, without
+from penstock.engine.turns import Turns
 from penstock.engine.twins import Twins, some_rows
 from penstock.errors import (
     BadValue,
@@ -81,6 +82,7 @@ class _Flight:
     launched_s: float
     apart: bool  # nothing else is in flight
     suspected: bool  # some of its rows may be at fault: nothing is launched behind it
+    estimate: float  # seconds that it is thought to take
     lost: Rows = field(default_factory=set)  # rows that stood on a step that failed; they begin again
 
 
@@ -109,7 +111,7 @@ class EngineCore:
         self.twins = Twins() if share_identical else None
         self.lane = lane  # of requests whose rows are continued
         self.grammars = grammars  # of those that must follow one, before they join the lane
-        self._generated_last = False
+        self._turns = Turns()
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
         self._relays = 0
@@ -255,12 +257,15 @@ class EngineCore:
             if (step := self._next_step()) is None:
                 return
             (plan, shares), now = step, self.clock()
+            generates = plan.sample is not None
+            estimate = self._turns.launched(generates, plan.num_tokens, others=self._has_work(not generates))
             try:
                 future = self.runner.launch(plan)
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
-            self._flights.append(_Flight(plan, shares, future, now, not self._flights, suspected))
+            apart = not self._flights
+            self._flights.append(_Flight(plan, shares, future, now, apart, suspected, estimate))
             future.add_done_callback(lambda _: self.wake())
 
     @property
@@ -284,12 +289,18 @@ class EngineCore:
         if self.lane is None:
             return self._pooling_step()
         turns = (self._pooling_step, self._generation_step)
-        pool_first = self._generated_last or self._suspecting  # parts of a failed step come before all else
+        pool_first = (
+            self._suspecting or not self._turns.generates
+        )  # parts of a failed step come before all else
         for next_of in turns if pool_first else reversed(turns):
             if (step := next_of()) is not None:
-                self._generated_last = step[0].sample is not None
                 return step
         return None
+
+    def _has_work(self, generates: bool) -> bool:
+        if generates:
+            return self.lane is not None and self.lane.busy
+        return bool(len(self.scheduler.line))
 
     def _generation_step(self) -> tuple[StepPlan, list[Share]] | None:
         assert self.lane is not None
@@ -323,6 +334,8 @@ class EngineCore:
                 outcomes += self._recover(flight, error)
                 continue
             result = flight.future.result()
+            generates = flight.plan.sample is not None
+            self._turns.ended(generates, flight.plan.num_tokens, flight.estimate, result.device_s)
             if self._pressure.now < self._pressure.full:
                 self._pressure.went_well()
                 self._set_budget()
