@@ -28,7 +28,7 @@ from penstock.core import (
     Timings,
 )
 from penstock.engine.grammars import Grammars
-from penstock.engine.progress import Follower, Part, Progress, rows_of, sound
+from penstock.engine.progress import Empty, Follower, Part, Progress, rows_of, sound
 from penstock.engine.relief import Pressure, halves
 from penstock.engine.spoiled import Rows, Spoiled, sound_rows, without
 from penstock.engine.twins import Twins, some_rows
@@ -109,6 +109,7 @@ class EngineCore:
         self.twins = Twins() if share_identical else None
         self.lane = lane  # of requests whose rows are continued
         self.grammars = grammars  # of those that must follow one, before they join the lane
+        self.empty: Empty = np.empty  # where values of answers are to lie
         self._generated_last = False
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
@@ -146,12 +147,16 @@ class EngineCore:
             return
         if self.twins is None or request.pairs is not None:
             self.scheduler.add(request)
-            self._progress[request.id] = Progress.of(request)
+            self._begin(Progress.of(request))
             return
         split = self.twins.split(request)
         if split.job.num_rows:
             self.scheduler.add(split.job)
-        self._progress[request.id] = self.twins.begin(request, split)
+        self._begin(self.twins.begin(request, split))
+
+    def _begin(self, progress: Progress) -> None:
+        progress.empty = self.empty
+        self._progress[progress.request.id] = progress
 
     def _continue(self, request: Request) -> None:
         """Into the lane; where there is a grammar, by way of its compiler."""
@@ -569,7 +574,7 @@ class EngineCore:
         relay = Progress.of(job)
         relay.hidden = True
         relay.followers.append(Follower(other, rows, np.arange(len(rows), dtype=np.int32)))
-        self._progress[job.id] = relay
+        self._begin(relay)
 
     def _forget(self, progress: Progress, *, well: bool) -> None:
         del self._progress[progress.request.id]
