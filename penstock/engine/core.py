@@ -395,7 +395,12 @@ class EngineCore:
         progress.spread()
         self._forget(progress, well=True)
         outcomes: list[Outcome] = [] if progress.hidden else [self._answer(progress)]
-        for follower in progress.followers:
+        followers, progress.followers = (
+            progress.followers,
+            [],
+        )  # in no circle: values go when the last has gone
+        progress.received = []
+        for follower in followers:
             other = follower.progress
             if self._progress.get(other.request.id) is not other:
                 continue

@@ -210,7 +210,7 @@ def main() -> None:
         settings = settle(launch.engine, launch.spec)
         from penstock.engine.metrics import EngineMetrics
 
-        metrics = EngineMetrics(launch.spec.name)
+        metrics = EngineMetrics(launch.spec.name, server.arena)
         core = build_core(
             with_limit(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )
