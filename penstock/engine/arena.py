@@ -6,7 +6,7 @@ engine's own array is gone and every process that was told of it has given it ba
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import logging
 import math
 import mmap
@@ -93,9 +93,13 @@ class Arena:
         name = f"penstock-{secrets.token_hex(8)}"
         # In no folder: nothing is left behind however the process ends, and /dev/shm may be small.
         self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._file, self.size)
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._memory = memoryview(mmap.mmap(self._file, self.size))
+        try:
+            os.ftruncate(self._file, self.size)
+            self._memory = memoryview(mmap.mmap(self._file, self.size))
+        except OSError:
+            os.close(self._file)
+            raise
+        _seal(self._file)
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
         self.shared = Shared(name, f"/proc/{os.getpid()}/fd/{self._file}", self.size)
         self._free = FreeRanges(self.size)
@@ -183,6 +187,14 @@ class Arena:
         if not block.users:
             del self._blocks[start]
             self._free.give(start, block.size)
+
+
+def _seal(file: int) -> None:
+    """A file that cannot shrink cannot end those who have mapped it."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def open_arena(size: int) -> Arena | None:
