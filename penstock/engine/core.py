@@ -395,12 +395,7 @@ class EngineCore:
         progress.spread()
         self._forget(progress, well=True)
         outcomes: list[Outcome] = [] if progress.hidden else [self._answer(progress)]
-        followers, progress.followers = (
-            progress.followers,
-            [],
-        )  # in no circle: values go when the last has gone
-        progress.received = []
-        for follower in followers:
+        for follower in progress.leave():
             other = follower.progress
             if self._progress.get(other.request.id) is not other:
                 continue
@@ -507,6 +502,7 @@ class EngineCore:
         for progress in list(self._progress.values()):
             self.scheduler.cancel(progress.request.id)
             self._forget(progress, well=False)
+            progress.leave()
         outcomes += [Failure(key, error) for key in self._comparisons]
         self._comparisons.clear()
         if self.lane is not None:
@@ -559,7 +555,7 @@ class EngineCore:
         self.scheduler.cancel(progress.request.id)
         self._forget(progress, well=False)
         outcomes: list[Outcome] = []
-        for follower in progress.followers:
+        for follower in progress.leave():
             other = follower.progress
             if self._progress.get(other.request.id) is not other:
                 continue

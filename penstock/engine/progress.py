@@ -121,6 +121,11 @@ class Progress:
         if self.first_launch_s is None:
             self.first_launch_s = giver.first_launch_s
 
+    def leave(self) -> list[Follower]:
+        """Those who follow. Nothing is held in a circle any more: values go when the last has gone."""
+        followers, self.followers, self.received = self.followers, [], []
+        return followers
+
     def _copy_rows(self, number: int, rows: Ints, values: Array, giver: Request, theirs: Ints) -> None:
         """Rows of this request that are `theirs` of the giver's."""
         if not self.request.wants[number].per_token:

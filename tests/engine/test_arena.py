@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -168,8 +169,10 @@ class WideRunner:
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
 
+        gate = self.gate
+
         def run() -> None:
-            self.gate.wait(20)
+            gate.wait(20)
             firsts = plan.token_ids[plan.cu_lengths[:-1]].astype(np.float32)
             outputs = tuple(
                 wide(firsts if variant.rows is None else firsts[variant.rows]) for variant in plan.variants
@@ -340,6 +343,36 @@ def test_what_is_cancelled_is_free_again(tmp_path: Path, computed: bool) -> None
 
     with serve(tmp_path, 4 * SHARED_FROM) as (address, served):
         asyncio.run(scene(address, served))
+
+
+def test_what_is_cancelled_halfway_through_rows_of_another_holds_nothing(tmp_path: Path) -> None:
+    async def scene(address: str, served: Served) -> None:
+        client = await connected(address)
+        served.core.scheduler.budget = Budget(1, 64, 1 << 20)  # a row a step
+        served.runner.gate.clear()
+        leader = asyncio.ensure_future(client.run(make_request("a", [1], first_token=5)))
+        await until(served.runner.launched.is_set)
+        follower = asyncio.ensure_future(client.run(make_request("b", [1, 1], first_token=5)))
+        await until(lambda: len(served.core._progress) == 2)
+        gate, served.runner.gate = served.runner.gate, threading.Event()  # the next step waits
+        gate.set()
+        await leader
+        assert served.core._progress["b"].received and not served.core._progress["b"].complete
+        del leader
+        follower.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await follower
+        await until(lambda: "b" not in served.core._progress)
+        served.runner.gate.set()
+        await until(lambda: not served.core.busy and served.arena.used == 0)
+        client.close()
+
+    gc.disable()  # nothing may wait for it
+    try:
+        with serve(tmp_path, 4 * SHARED_FROM) as (address, served):
+            asyncio.run(scene(address, served))
+    finally:
+        gc.enable()
 
 
 HOLDER = """
