@@ -70,6 +70,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_rows: int = 2048  # texts in one request
     max_concurrent_requests: int = 4096  # per API process; beyond it: 429
     default_timeout_s: float | None = None
+    shared_memory_mb: int = 512  # for large answers, between the engine and API processes; 0: they are sent
     chat_template: str | None = None  # Jinja, or the name of one of the model's; None: the model's own
     drain_s: float = 30.0
     log_level: str = "info"

@@ -107,6 +107,14 @@ def serve(
             "0 for no limit.",
         ),
     ] = 16.0,
+    shared_memory_mb: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Memory through which large answers reach the API processes, taken as it is needed; "
+            "0 to send them.",
+        ),
+    ] = 512,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     profile: Annotated[
         str | None,
@@ -184,6 +192,7 @@ def serve(
             "max_rows": max_rows,
             "max_concurrent_requests": max_concurrent_requests,
             "default_timeout_s": timeout,
+            "shared_memory_mb": shared_memory_mb,
             "chat_template": _template_text(chat_template),
             "drain_s": drain,
             "log_level": log_level,

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,9 +19,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.core import Answer, Comparison, Continued, Generated, Names, Request
+from penstock.engine.arena import Window
 from penstock.engine.core import Failure
 from penstock.engine.messages import (
+    Attached,
     Cancel,
+    GivenBack,
     Hello,
     Outcomes,
     Ready,
@@ -27,6 +33,7 @@ from penstock.engine.messages import (
     pack_comparison,
     pack_requests,
     unpack_outcomes,
+    with_shared,
 )
 from penstock.engine.stream import Leave, Listener, Parts, Stream
 from penstock.errors import EngineUnavailable
@@ -49,6 +56,9 @@ class EngineClient:
         self._told: list[tuple[Callable[[int, int], None], int]] | None = None
         self._outgoing: list[Request] = []
         self._cancelled: list[str] = []
+        self._name = secrets.token_hex(8)
+        self._window: Window | None = None  # the engine's memory, where we could map it
+        self._given_back: deque[tuple[str, int]] = deque()
         self.ready: Ready | None = None
 
     def start(self) -> None:
@@ -161,11 +171,45 @@ class EngineClient:
             message = decode_from_engine(header.buffer)
             if isinstance(message, Ready):
                 self.ready = message
+                self._attach(message)
                 log.info("engine ready (process %d)", message.pid)
             elif isinstance(message, Outcomes):
                 self._settle(message, [frame.buffer for frame in bulk])
 
-    def _settle(self, message: Outcomes, frames: list[memoryview]) -> None:
+    def _attach(self, ready: Ready) -> None:
+        """Map the engine's memory and say so; what cannot be mapped is sent instead."""
+        shared, window = ready.shared, self._window
+        if shared is None:
+            self._window = None
+            return
+        if window is None or window.name != shared.name:
+            try:
+                self._window = Window(shared, self._give_back)
+            except (OSError, ValueError) as error:
+                self._window = None
+                log.warning("the engine's memory cannot be shared, answers are sent: %s", error)
+                return
+        self._send([encode(Attached(shared.name, self._name, os.getpid()))])
+        self._flush_given_back()
+
+    def _give_back(self, shared: str, block: int) -> None:
+        """Nothing here reads this block any more; called on whatever thread that turned out."""
+        self._given_back.append((shared, block))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine will see us go
+            self._loop.call_soon_threadsafe(self._flush_given_back)
+
+    def _flush_given_back(self) -> None:
+        if self.ready is None or not self._given_back:
+            return  # if it is the same engine that comes back, it is told then
+        given = [self._given_back.popleft() for _ in range(len(self._given_back))]
+        name = None if self.ready.shared is None else self.ready.shared.name
+        if blocks := [block for shared, block in given if shared == name]:
+            self._send([encode(GivenBack(str(name), blocks))])
+
+    def _settle(self, message: Outcomes, frames: list[Any]) -> None:
+        if message.shared:
+            assert self._window is not None, "the engine shares only with those who have said that they can"
+            frames = with_shared(frames, message.shared, self._window.block)
         outcomes = unpack_outcomes(message.items, frames, self._going_on)
         by_request: dict[str, Parts] = {}
         for outcome in outcomes:

@@ -28,7 +28,7 @@ from penstock.core import (
     Timings,
 )
 from penstock.engine.grammars import Grammars
-from penstock.engine.progress import Follower, Part, Progress, rows_of, sound
+from penstock.engine.progress import Empty, Follower, Part, Progress, rows_of, sound
 from penstock.engine.relief import Pressure, halves
 from penstock.engine.spoiled import Rows, Spoiled, sound_rows, without
 from penstock.engine.turns import Turns
@@ -111,6 +111,7 @@ class EngineCore:
         self.twins = Twins() if share_identical else None
         self.lane = lane  # of requests whose rows are continued
         self.grammars = grammars  # of those that must follow one, before they join the lane
+        self.empty: Empty = np.empty  # where values of answers are to lie
         self._turns = Turns()
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
@@ -148,12 +149,16 @@ class EngineCore:
             return
         if self.twins is None or request.pairs is not None:
             self.scheduler.add(request)
-            self._progress[request.id] = Progress.of(request)
+            self._begin(Progress.of(request))
             return
         split = self.twins.split(request)
         if split.job.num_rows:
             self.scheduler.add(split.job)
-        self._progress[request.id] = self.twins.begin(request, split)
+        self._begin(self.twins.begin(request, split))
+
+    def _begin(self, progress: Progress) -> None:
+        progress.empty = self.empty
+        self._progress[progress.request.id] = progress
 
     def _continue(self, request: Request) -> None:
         """Into the lane; where there is a grammar, by way of its compiler."""
@@ -403,7 +408,7 @@ class EngineCore:
         progress.spread()
         self._forget(progress, well=True)
         outcomes: list[Outcome] = [] if progress.hidden else [self._answer(progress)]
-        for follower in progress.followers:
+        for follower in progress.leave():
             other = follower.progress
             if self._progress.get(other.request.id) is not other:
                 continue
@@ -510,6 +515,7 @@ class EngineCore:
         for progress in list(self._progress.values()):
             self.scheduler.cancel(progress.request.id)
             self._forget(progress, well=False)
+            progress.leave()
         outcomes += [Failure(key, error) for key in self._comparisons]
         self._comparisons.clear()
         if self.lane is not None:
@@ -562,7 +568,7 @@ class EngineCore:
         self.scheduler.cancel(progress.request.id)
         self._forget(progress, well=False)
         outcomes: list[Outcome] = []
-        for follower in progress.followers:
+        for follower in progress.leave():
             other = follower.progress
             if self._progress.get(other.request.id) is not other:
                 continue
@@ -582,7 +588,7 @@ class EngineCore:
         relay = Progress.of(job)
         relay.hidden = True
         relay.followers.append(Follower(other, rows, np.arange(len(rows), dtype=np.int32)))
-        self._progress[job.id] = relay
+        self._begin(relay)
 
     def _forget(self, progress: Progress, *, well: bool) -> None:
         del self._progress[progress.request.id]

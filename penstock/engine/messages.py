@@ -8,7 +8,7 @@ together, and all answers of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from penstock.core import (
     SamplingParams,
     Timings,
 )
+from penstock.engine.arena import Place, Shared
 from penstock.engine.core import Failure, Outcome
 from penstock.errors import revive
 
@@ -40,6 +41,22 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
     pid: int
     settings: dict[str, Any]
+    shared: Shared | None = None  # memory in which large answers lie for those who have mapped it
+
+
+class Attached(msgspec.Struct, tag="attached", array_like=True):
+    """This API process has mapped the engine's memory."""
+
+    shared: str  # the memory's name
+    reader: str  # the process's, for as long as it lives
+    pid: int
+
+
+class GivenBack(msgspec.Struct, tag="given_back", array_like=True):
+    """Blocks of the engine's memory that this API process reads no more, as often as it was told of them."""
+
+    shared: str
+    blocks: list[int]
 
 
 class Entry(msgspec.Struct, array_like=True):
@@ -123,11 +140,12 @@ Item = Done | Part | More | Failed
 
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
     items: list[Item]
+    shared: dict[int, Place] = {}  # frames that do not travel, and where in the engine's memory they lie
 
 
 OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
 
-ToEngine = Hello | Submit | Compare | Cancel
+ToEngine = Hello | Attached | Submit | Compare | Cancel | GivenBack
 FromEngine = Ready | Outcomes
 
 encode = msgspec.msgpack.Encoder().encode
@@ -215,13 +233,20 @@ def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
     return Comparison(header.id, **arrays, arrival_s=header.arrival_s)
 
 
-def pack_outcomes(outcomes: Sequence[Outcome], told: Names = ()) -> list[Any]:
+Lend = Callable[[Array], Place | None]
+
+
+def pack_outcomes(
+    outcomes: Sequence[Outcome], told: Names = (), lend: Lend = lambda array: None
+) -> list[Any]:
     """Frames of one `Outcomes`: the header, then one for all small arrays and one for each large one. `told`
-    are the rows of the last `Continued` that this receiver got: they need not be named again."""
+    are the rows of the last `Continued` that this receiver got: they need not be named again.
+    `lend` says where the receiver finds an array that need not travel."""
     items: list[Item] = []
     small: list[bytes] = []
     large: list[Array] = []
     number_of: dict[int, int] = {}  # array → its frame: requests that are alike have the same arrays
+    shared: dict[int, Place] = {}
     for outcome in outcomes:
         if isinstance(outcome, Continued):
             same = outcome.rows is told or outcome.rows == told
@@ -242,11 +267,14 @@ def pack_outcomes(outcomes: Sequence[Outcome], told: Names = ()) -> list[Any]:
                     frames.append(0)
                     continue
                 if id(array) not in number_of:
-                    large.append(array)
-                    number_of[id(array)] = len(large)
+                    number = number_of[id(array)] = 1 + len(number_of)
+                    if (place := lend(array)) is not None:
+                        shared[number] = place
+                    else:
+                        large.append(array)
                 frames.append(number_of[id(array)])
             items.append(Done(outcome.id, shapes, dtypes, frames, timings.queue_s, timings.device_s))
-    return [encode(Outcomes(items)), b"".join(small), *map(np.ascontiguousarray, large)]
+    return [encode(Outcomes(items, shared)), b"".join(small), *map(np.ascontiguousarray, large)]
 
 
 _JOIN_BELOW = 1 << 16  # small answers travel in one frame, large ones by reference
@@ -313,6 +341,13 @@ def _generated(part: Part) -> Generated:
         timings=None if part.timings is None else Timings(*part.timings),
         **scores,
     )
+
+
+def with_shared(frames: Sequence[Any], shared: dict[int, Place], block: Callable[[Place], Any]) -> list[Any]:
+    """The frames that came, and in their places those that did not."""
+    came = iter(frames)
+    count = len(frames) + len(shared)
+    return [block(shared[number]) if number in shared else next(came) for number in range(count)]
 
 
 def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Names = ()) -> list[Outcome]:

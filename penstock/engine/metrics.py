@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from penstock.engine.arena import Arena
 from penstock.engine.core import EngineCore, StepStats
 from penstock.engine.tally import Tallies
 
@@ -67,13 +68,21 @@ GRAPHS = Gauge(
 GRAPH_STEPS = Gauge(
     "penstock_graph_steps", "Steps that ran as CUDA graphs", ["model"], multiprocess_mode="livesum"
 )
+SHARED_BYTES = Gauge(
+    "penstock_shared_memory_bytes",
+    "Answers in the memory that the engine shares with API processes",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 
 
 SHOWN_EVERY_S = 0.1
 
 
 class EngineMetrics:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, arena: Arena | None = None) -> None:
+        self._arena = arena
+        self.shared_bytes = SHARED_BYTES.labels(model)
         self._tallies = Tallies()
         self.step_seconds = self._tallies.histogram(STEP_SECONDS, model)
         self.device_seconds = self._tallies.counter(DEVICE_SECONDS, model)
@@ -126,6 +135,8 @@ class EngineMetrics:
             self.query_asked.set(places.query_asked)
             self.document_hits.set(places.document_hits)
             self.document_asked.set(places.document_asked)
+        if self._arena is not None:
+            self.shared_bytes.set(self._arena.used)
         if lane is not None:
             self.preempted_rows.set(lane.preempted)
         if (pool := core.pool) is not None:

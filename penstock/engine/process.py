@@ -16,18 +16,22 @@ import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import zmq
 
 from penstock.checkpoint.spec import ModelSpec, with_limit
 from penstock.config import EngineConfig
-from penstock.core import Continued, Generated, Names
+from penstock.core import Array, Continued, Generated, Names
+from penstock.engine.arena import Place, open_arena
 from penstock.engine.build import build_core
 from penstock.engine.core import EngineCore, Failure, Outcome
 from penstock.engine.messages import (
+    Attached,
     Cancel,
     Compare,
+    GivenBack,
     Hello,
     Ready,
     Submit,
@@ -55,6 +59,7 @@ class Launch(msgspec.Struct, frozen=True):
     spec: ModelSpec
     address: str
     log_level: str = "info"
+    shared_memory_mb: int = 0
 
 
 class EngineServer:
@@ -63,7 +68,8 @@ class EngineServer:
     IDLE_MS = 1000
     UNSHOWN_MS = 100  # the same, while the metrics do not show how things stand
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, shared_bytes: int = 0) -> None:
+        self.arena = open_arena(shared_bytes)
         self._context = zmq.Context(io_threads=4)  # large answers to several API processes leave side by side
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -88,6 +94,9 @@ class EngineServer:
         self.wake()
 
     def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], bool]) -> None:
+        if self.arena is not None:
+            core.empty = self.arena.empty
+            ready = msgspec.structs.replace(ready, shared=self.arena.shared)
         self._core, self._ready = core, ready
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         poller = zmq.Poller()
@@ -103,6 +112,8 @@ class EngineServer:
         if core.broken is None:  # else its threads may wait for the device for ever
             core.close()
         self._context.destroy(linger=2000)
+        if self.arena is not None:
+            self.arena.close()
 
     def _patience_ms(self, shown: bool) -> int:
         idle_ms = self.IDLE_MS if shown else self.UNSHOWN_MS
@@ -136,6 +147,11 @@ class EngineServer:
                     self._owner.pop(request_id, None)
             elif isinstance(message, Hello):
                 self._socket.send_multipart([sender, encode(self._ready)])
+            elif self.arena is not None and message.shared == self.arena.shared.name:
+                if isinstance(message, Attached):
+                    self.arena.attach(sender, message.reader, message.pid)
+                elif isinstance(message, GivenBack):
+                    self.arena.give_back(sender, message.blocks)
 
     def _submit(self, sender: bytes, message: Submit, frame: bytes) -> list[Outcome]:
         refused: list[Outcome] = []
@@ -165,9 +181,13 @@ class EngineServer:
         for owner, theirs in by_owner.items():
             told = self._told.get(owner, ())
             for some in in_messages(theirs):
-                self._socket.send_multipart([owner, *pack_outcomes(some, told)], zmq.NOBLOCK, copy=False)
+                frames = pack_outcomes(some, told, partial(self._lend, owner))
+                self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
                 told = next((o.rows for o in reversed(some) if isinstance(o, Continued)), told)
             self._told[owner] = told
+
+    def _lend(self, owner: bytes, array: Array) -> Place | None:
+        return None if self.arena is None else self.arena.lend(array, owner)
 
 
 def prepare_child() -> None:
@@ -184,13 +204,13 @@ def main() -> None:
     prepare_child()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     logging.basicConfig(level=launch.log_level.upper(), format="%(levelname)s engine: %(message)s")
-    server = EngineServer(launch.address)
+    server = EngineServer(launch.address, launch.shared_memory_mb << 20)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     try:
         settings = settle(launch.engine, launch.spec)
         from penstock.engine.metrics import EngineMetrics
 
-        metrics = EngineMetrics(launch.spec.name)
+        metrics = EngineMetrics(launch.spec.name, server.arena)
         core = build_core(
             with_limit(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from penstock.core import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
 
+Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
 Part = Array | list[Array]  # what a slice gets of an output: its rows, or for each of them its tokens
 _NOTHING: Array = np.empty((0, 0), dtype=np.float32)
 
@@ -33,6 +35,7 @@ class Progress:
     hidden: bool = False  # run for its followers alone; nobody asked under this id
     kind: tuple[object, ...] = ()  # with `keys`, how others find the rows that they may follow
     keys: list[bytes] = field(default_factory=list)
+    empty: Empty = np.empty  # where its values are to lie
 
     @classmethod
     def of(cls, request: Request, job: Request | None = None, source: Ints | None = None) -> Progress:
@@ -52,7 +55,7 @@ class Progress:
             return
         if piece.ends is None and self.job.num_rows == 1:
             self.rows_done = 1
-            self.values = [(part[0] if isinstance(part, list) else part).copy() for part in values]
+            self.values = [self._copied(part[0] if isinstance(part, list) else part) for part in values]
             return
         finished = piece.finished
         self.rows_done += len(finished)
@@ -64,18 +67,23 @@ class Progress:
             else:
                 self._put(number, piece.rows[finished], part, self.job.num_rows)
 
+    def _copied(self, array: Array) -> Array:
+        values = self.empty(array.shape, array.dtype)
+        values[...] = array
+        return values
+
     def _put(self, number: int, places: Ints, array: Array, size: int) -> None:
         if not len(array):
             return  # rows that go on in later steps
         if (values := self.values[number]) is None:
-            values = self.values[number] = np.empty((size, *array.shape[1:]), dtype=array.dtype)
+            values = self.values[number] = self.empty((size, *array.shape[1:]), array.dtype)
         values[places] = array
 
     def _put_runs(self, number: int, starts: Ints, rows: list[Array], size: int) -> None:
         """Tokens row by row to where each begins: every byte is copied once, however rows were ordered."""
         for start, row in zip(starts.tolist(), rows, strict=True):
             if (values := self.values[number]) is None:
-                values = self.values[number] = np.empty((size, *row.shape[1:]), dtype=row.dtype)
+                values = self.values[number] = self.empty((size, *row.shape[1:]), row.dtype)
             values[start : start + len(row)] = row
 
     def spread(self) -> None:
@@ -112,6 +120,11 @@ class Progress:
         self.device_s += giver.device_s
         if self.first_launch_s is None:
             self.first_launch_s = giver.first_launch_s
+
+    def leave(self) -> list[Follower]:
+        """Those who follow. Nothing is held in a circle any more: values go when the last has gone."""
+        followers, self.followers, self.received = self.followers, [], []
+        return followers
 
     def _copy_rows(self, number: int, rows: Ints, values: Array, giver: Request, theirs: Ints) -> None:
         """Rows of this request that are `theirs` of the giver's."""

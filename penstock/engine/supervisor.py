@@ -111,7 +111,7 @@ class Supervisor:
         (self._folder / "metrics").mkdir()
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self._folder / "metrics")
         address = f"ipc://{self._folder}/engine"
-        launch = Launch(engine, spec, address, server.log_level)
+        launch = Launch(engine, spec, address, server.log_level, server.shared_memory_mb)
         self._engine = Child("penstock.engine.process", msgspec.json.encode(launch))
         self._apis = [
             Child("penstock.api.process", msgspec.json.encode(order), (order.listen_fd,))

@@ -24,6 +24,7 @@ from penstock.engine.messages import (
     pack_requests,
     unpack_outcomes,
     unpack_requests,
+    with_shared,
 )
 from penstock.errors import BadValue, DeadlineExceeded, EngineError, PenstockError
 from tests.helpers import make_request
@@ -146,3 +147,35 @@ def test_bytes_that_are_no_message_are_refused() -> None:
         decode_to_engine(b"\xc1 nonsense")
     with pytest.raises(msgspec.ValidationError):
         decode_to_engine(encode(["explode"]))
+
+
+@pytest.mark.parametrize("lent", [(), (0,), (1,), (0, 2), (0, 1, 2)])
+def test_arrays_that_lie_elsewhere_take_the_places_of_the_frames_that_do_not_come(
+    lent: tuple[int, ...],
+) -> None:
+    large = [np.full(40_000, number, dtype=np.float32) for number in range(3)]
+    small = np.arange(4, dtype=np.float32)
+    elsewhere: dict[int, Any] = {}
+
+    def lend(array: Any) -> tuple[int, int] | None:
+        number = next(number for number, one in enumerate(large) if one is array)
+        if number not in lent:
+            return None
+        assert number not in elsewhere, "those who share an array are told of it once"
+        elsewhere[number] = array
+        return number, array.nbytes
+
+    outcomes = [
+        Answer("a", large[0], Timings(), (small, large[1])),
+        Failure("b", BadValue("no")),
+        Answer("c", small, Timings(), (large[2], large[0])),
+    ]
+    header, *frames = through_the_wire(pack_outcomes(outcomes, (), lend))
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes) and len(frames) == 4 - len(lent)
+    whole = with_shared(frames, message.shared, lambda place: elsewhere[place[0]])
+    a, _, c = unpack_outcomes(message.items, whole)
+    assert isinstance(a, Answer) and isinstance(c, Answer)
+    expected = [large[0], small, large[1], small, large[2], large[0]]
+    for got, wanted in zip([a.values, *a.more, c.values, *c.more], expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)

@@ -1,0 +1,98 @@
+"""Large answers through the memory that engine and API processes share, over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.e2e.server import Server, serving
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
+BODY = {"input": ["many words " * 300] * 12, "task": "token_embed", "truncate_prompt_tokens": -1}
+TOKENS, WIDTH = 256, 384
+GAUGE = "penstock_shared_memory_bytes"
+
+
+def folders() -> set[str]:
+    return {str(file) for file in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+
+
+def check(http: httpx.Client, encoding: str) -> None:
+    answer = http.post("/pooling", json=BODY | {"encoding_format": encoding})
+    assert answer.status_code == 200, answer.text[:300]
+    if encoding == "bytes":
+        rows = [np.frombuffer(answer.content, dtype=np.float32)]
+    else:
+        data = [item["data"] for item in answer.json()["data"]]
+        rows = [
+            np.frombuffer(base64.b64decode(one), dtype=np.float32) if encoding == "base64" else np.array(one)
+            for one in data
+        ]
+    assert sum(row.size for row in rows) == 12 * TOKENS * WIDTH
+    for row in rows:
+        np.testing.assert_allclose(row, WIDTH**-0.5, rtol=1e-6)
+
+
+def leave_early(server: Server) -> None:
+    """Ask, read the beginning of the answer and go away."""
+    body = json.dumps(BODY | {"encoding_format": "base64"}).encode()
+    head = f"POST /pooling HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head + body)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_answers_of_every_kind_and_clients_that_leave_give_their_memory_back() -> None:
+    before = folders()
+    with serving("--device", "null", "--no-share-identical") as server, server.client() as http:
+        for encoding in ("base64", "bytes", "float"):
+            check(http, encoding)
+        slow = socket.create_connection(("127.0.0.1", server.port))
+        body = json.dumps(BODY | {"encoding_format": "bytes"}).encode()
+        slow.sendall(
+            f"POST /pooling HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+        assert slow.recv(100).startswith(b"HTTP/1.1 200")
+        server.wait_for(lambda: server.metric(GAUGE) == 12 * TOKENS * WIDTH * 4)  # it is still being read
+        for _ in range(5):
+            leave_early(server)
+        check(http, "base64")
+        slow.close()
+        server.wait_for(lambda: server.metric(GAUGE) == 0)
+        assert folders() == before
+    assert folders() == before
+
+
+def test_nothing_is_left_of_an_engine_or_api_process_that_was_killed() -> None:
+    before = folders()
+    with serving("--device", "null", "--shared-memory-mb", "8") as server, server.client() as http:
+        check(http, "base64")
+        (api,) = server.children("penstock.api.process")
+        os.kill(api, signal.SIGKILL)
+        server.wait_for(lambda: api not in server.children("penstock.api.process"))
+        server.wait_ready()
+        with server.client() as again:
+            check(again, "base64")
+            (engine,) = server.children("penstock.engine.process")
+            os.kill(engine, signal.SIGKILL)
+            server.wait_for(lambda: engine not in server.children("penstock.engine.process"))
+            server.wait_ready()
+            check(again, "base64")
+        server.wait_for(lambda: server.metric(GAUGE) == 0)
+    assert folders() == before
+
+
+def test_answers_are_sent_where_no_memory_is_shared() -> None:
+    with serving("--device", "null", "--shared-memory-mb", "0") as server, server.client() as http:
+        for encoding in ("base64", "bytes"):
+            check(http, encoding)
+        assert server.metric(GAUGE) == 0
