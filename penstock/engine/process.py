@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -67,6 +68,7 @@ class EngineServer:
 
     IDLE_MS = 1000
     UNSHOWN_MS = 100  # the same, while the metrics do not show how things stand
+    LAST_WORDS_S = 0.2  # for others to read why requests failed: with the connection goes what is unread
 
     def __init__(self, address: str, shared_bytes: int = 0) -> None:
         self.arena = open_arena(shared_bytes)
@@ -111,6 +113,8 @@ class EngineServer:
             shown = observe(core)
         if core.broken is None:  # else its threads may wait for the device for ever
             core.close()
+        else:
+            time.sleep(self.LAST_WORDS_S)
         self._context.destroy(linger=2000)
         if self.arena is not None:
             self.arena.close()
