@@ -125,7 +125,11 @@ def serve(
     profile_steps: Annotated[int, typer.Option(min=1, help="Steps in one trace.")] = 20,
     seed: flags.Seed = 0,
     runner: Annotated[
-        str, typer.Option(help="auto, or pooling: no memory is kept for generation.", metavar="auto|pooling")
+        str,
+        typer.Option(
+            help="pooling keeps no memory for generation; generate wants a model that can.",
+            metavar="auto|pooling|generate",
+        ),
     ] = "auto",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,

@@ -208,9 +208,6 @@ class ModelRunner:
             index = {name: array.long() for name, array in index.items()}
         paged = None
         if kv.paged is not None:
-            index |= {
-                name: index[name].long() for name in ("new_at", "old_at")
-            }  # keys of prompts are gathered
             tables = sent["paged_tables"].view(kv.paged.rows, kv.paged.width)
             paged = Paged(kv.paged.rows, tables, sent["paged_keys"], BLOCK_SIZE)
         return Memory(store, sums, sent["cu_keys"], kv.max_keys, paged=paged, **index)
