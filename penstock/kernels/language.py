@@ -23,7 +23,7 @@ if FOUND:
 else:
     triton = tl = None
 
-__all__ = ["FOUND", "INTERPRETED", "cdiv", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
+__all__ = ["FOUND", "INTERPRETED", "cdiv", "fixed", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
 
 _LAUNCHED = "3.6."  # the release whose compiled kernels are launched directly; others go Triton's own way
 _devices: tuple[str, ...] = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
@@ -53,6 +53,15 @@ def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
         do_not_specialize=list(loose), do_not_specialize_on_alignment=list(loose)
     )
     return made
+
+
+def fixed(kernel: Any, **constants: Any) -> Callable[..., Any]:
+    """A kernel with its constants: called with the number of its programs and its other arguments, tensors
+    first. Whoever launches it keeps this, for constants are looked at once."""
+    if (own := getattr(kernel, "fixed", None)) is not None:
+        made: Callable[..., Any] = own(**constants)
+        return made
+    return lambda programs, *args: kernel[(programs,)](*args, **constants)
 
 
 def power_of_2(size: int) -> int:
