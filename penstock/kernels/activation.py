@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -158,7 +159,7 @@ def gated(x: Tensor, act: str, gate_first: bool) -> Tensor:
     tokens, both = x.shape
     width = both // 2
     assert x.is_contiguous()
-    out = x.new_empty((tokens, width))
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if tokens:
         _gated_of(width, act, gate_first)(tokens * cdiv(width, _BLOCK), x, out)
     return out

@@ -186,7 +186,8 @@ def short_rows(
     rows are written to `out` [tokens, heads · dim]."""
     tokens, heads, dim = query.shape
     rows = cu_lengths.shape[0] - 1
-    out = query.new_empty((tokens, heads * dim)) if out is None else out
+    if out is None:
+        out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
     if rows and tokens:
         block = max(16, power_of_2(max_length))
         strides = query.stride(), key.stride(), value.stride()
@@ -428,7 +429,8 @@ def flash_rows(
     hold the step's own tokens alone, and the keys before them are found by their slots."""
     tokens, heads, dim = query.shape
     rows = cu_lengths.shape[0] - 1
-    out = query.new_empty((tokens, heads * dim)) if out is None else out
+    if out is None:
+        out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
     assert remembered is None or (cu_keys is not None and limits is None)
     if rows and tokens:
         strides = query.stride(), key.stride(), value.stride()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from operator import attrgetter, itemgetter, methodcaller, or_
+from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class Form(NamedTuple):
     constants: tuple[Any, ...]  # in the order of the signature, which ends with them
 
 
-_address = methodcaller("data_ptr")
+_address = Tensor.data_ptr
 _dtype = attrgetter("dtype")
 
 
@@ -69,7 +69,7 @@ class Reads(NamedTuple):
             if reduce(or_, map(_address, [args[i] for i in self.aligned]), 0) & 15:
                 return None
             return tuple(map(_dtype, [args[i] for i in self.tensors]))
-        except AttributeError:  # a number where a tensor was
+        except (AttributeError, TypeError):  # a number where a tensor was
             return None
 
 
@@ -174,7 +174,7 @@ class Bound:
         try:
             addresses = [*map(_address, tensors)]
             dtypes = (*map(_dtype, tensors),)
-        except AttributeError:  # a number where a tensor was
+        except (AttributeError, TypeError):  # a number where a tensor was
             return self._by_triton(programs, args)
         if reduce(or_, self._aligned(addresses), 0) & 15:
             return self._by_triton(programs, args)
