@@ -200,15 +200,16 @@ def scores(rounds: int) -> dict[str, float]:
     """Steps of 4,096 tokens while 64 requests wait, each of a query and a document that are scored late."""
     rng, numbers = np.random.default_rng(0), count()
     params = PoolingParams(task=Task.SCORE, late=True)
-    places = VectorPlaces(1 << 20, documents=True)
+    places = VectorPlaces(1 << 16, documents=True, reuse=False)
     scheduler = Scheduler(Budget(TOKENS, 1024, 1 << 24), places=places)
     spent: dict[str, list[int]] = {"joining": [], "filling a step": [], "its plan": [], "ending": []}
 
     def join() -> int:
         lengths = np.array([32, rng.integers(1900, 2030)], dtype=np.int32)
         ids = rng.integers(5, 250000, int(lengths.sum()), dtype=np.int32)
+        keep = (ids % 10 > 0).astype(np.int32)  # as without punctuation
         pairs = np.zeros(1, dtype=np.int32)
-        request = Request(str(next(numbers)), ids, lengths, params, pairs=pairs)
+        request = Request(str(next(numbers)), ids, lengths, params, keep=keep, pairs=pairs)
         began = time.perf_counter_ns()
         scheduler.add(request)
         return time.perf_counter_ns() - began

@@ -3,117 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core import Held, Ints, PairPlan, PoolingParams, RowSlice, Variant, cumulative
 from penstock.scheduler.ragged import runs, tokens_of
 
-_NONE = np.zeros(0, dtype=np.int32)
 
 
-class _Part(NamedTuple):
-    """What one request brings to the scores of a step."""
+class _Run(NamedTuple):
+    """The rows of all these requests that end in a step, one after another; a request's queries come first."""
 
-    piece: RowSlice
-    queries: Ints  # rows of the request that end in this step
-    query_slots: Ints
-    documents: Ints
-    document_slots: Ints
-    stored: Ints
+    slots: Ints  # where they lie in the step
+    queries: NDArray[np.bool_]  # which of them are queries
+    against: Ints  # the query of each document, counted over all requests; of queries it means nothing
+    starts: Ints  # of their vectors in the store; -1: nowhere
+    lengths: Ints  # of these
 
 
 def pair_variant(
     params: PoolingParams, pieces: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints
 ) -> Variant:
     """The scores of all these requests, as one variant."""
-    parts = [_part(piece) for piece in pieces]
+    counts = [piece.request.num_queries for piece in pieces]
+    bases = list(accumulate(counts, initial=0))
+    rows = [piece.rows if piece.ends is None else piece.rows[piece.finished] for piece in pieces]
+    run = _run(pieces, rows, bases)
     tokens: Ints | None = None
     if not params.late:  # a row has one vector, and that is its number in the step
-        query_starts = [part.query_slots for part in parts]
-        document_starts = [part.document_slots for part in parts]
-    elif all(part.piece.request.keep is None for part in parts):
-        query_starts = [cu_lengths[part.query_slots] for part in parts]
-        document_starts = [cu_lengths[part.document_slots] for part in parts]
+        begins = run.slots
+    elif all(piece.request.keep is None for piece in pieces):
+        begins = cu_lengths[run.slots]
     else:
-        tokens, query_starts, document_starts = _kept_run(parts, lengths, cu_lengths)
-    counts = np.array([part.piece.request.num_queries for part in parts], dtype=np.int32)
-    placed = list(zip(parts, cumulative(counts)[:-1].tolist(), document_starts, strict=True))
-    run = [_against(part, base, part.documents, starts) for part, base, starts in placed]
-    store = [_against(part, base, part.stored, _held(part).starts[part.stored]) for part, base, _ in placed]
-    columns = [np.concatenate(column) for column in zip(*run, *store, strict=True)]
-    write_from, write_to = _writes(parts, query_starts, document_starts)
-    query_lengths = _of_queries(parts, "lengths")
+        tokens = _kept(pieces, rows, tokens_of(run.slots, lengths, cu_lengths))
+        begins = cumulative(run.lengths)[:-1]
+    documents = ~run.queries
+    columns = [[run.against[documents]], [begins[documents]], [run.lengths[documents]]]
+    for piece, base in zip(pieces, bases, strict=False):
+        if (stored := piece.stored) is not None:
+            held = _held(piece)
+            for column, of_stored in zip(
+                columns,
+                (_queries_of(piece, stored) + base, held.starts[stored], held.lengths[stored]),
+                strict=True,
+            ):
+                column.append(of_stored)
+    pair_queries, document_starts, document_lengths = map(_joined, columns)
+    placed = run.starts >= 0  # all queries, and the documents that have a place: these are kept
+    query_lengths = _joined([_held(p).lengths[:n] for p, n in zip(pieces, counts, strict=True)])
     plan = PairPlan(
-        query_starts=_of_queries(parts, "starts"),
+        query_starts=_joined([_held(p).starts[:n] for p, n in zip(pieces, counts, strict=True)]),
         query_lengths=query_lengths,
-        pair_queries=columns[0],
-        document_starts=columns[1],
-        document_lengths=columns[2],
-        write_from=write_from,
-        write_to=write_to,
-        from_store=sum(len(part.stored) for part in parts),
+        pair_queries=pair_queries,
+        document_starts=document_starts,
+        document_lengths=document_lengths,
+        write_from=runs(begins[placed], run.lengths[placed]),
+        write_to=runs(run.starts[placed], run.lengths[placed]),
+        from_store=sum(len(piece.stored) for piece in pieces if piece.stored is not None),
         max_query=int(query_lengths.max(initial=0)),
-        max_document=int(columns[2].max(initial=0)),
+        max_document=int(document_lengths.max(initial=0)),
     )
-    return Variant(params, np.concatenate([part.document_slots for part in parts]), tokens, plan)
+    return Variant(params, run.slots[documents], tokens, plan)
 
 
-def _part(piece: RowSlice) -> _Part:
-    done, first_document = piece.finished, piece.request.num_queries
-    rows, slots = piece.rows[done], piece.slots[done]
-    query = rows < first_document
-    stored = _NONE if piece.stored is None else piece.stored
-    return _Part(piece, rows[query], slots[query], rows[~query], slots[~query], stored)
+def _run(pieces: Sequence[RowSlice], rows: Sequence[Ints], bases: Sequence[int]) -> _Run:
+    parts: list[tuple[Ints, NDArray[np.bool_], Ints, Ints, Ints]] = []
+    for piece, mine, base in zip(pieces, rows, bases, strict=False):
+        held = _held(piece)
+        slots = piece.slots if piece.ends is None else piece.slots[piece.finished]
+        parts.append(
+            (
+                slots,
+                mine < piece.request.num_queries,
+                _queries_of(piece, mine) + base,
+                held.starts[mine],
+                held.lengths[mine],
+            )
+        )
+    return _Run(*map(_joined, zip(*parts, strict=True)))
 
 
-def _held(part: _Part) -> Held:
-    assert part.piece.held is not None, "a request with pairs is scheduled with places"
-    return part.piece.held
+def _held(piece: RowSlice) -> Held:
+    assert piece.held is not None, "a request with pairs is scheduled with places"
+    return piece.held
 
 
-def _of_queries(parts: list[_Part], name: str) -> Ints:
-    return np.concatenate([getattr(_held(part), name)[: part.piece.request.num_queries] for part in parts])
+def _queries_of(piece: RowSlice, rows: Ints) -> Ints:
+    """The query of each of these documents, within the request; anything for rows that are none."""
+    pairs = piece.request.pairs
+    assert pairs is not None
+    return pairs.take(rows - piece.request.num_queries, mode="wrap") if len(pairs) else rows
 
 
-def _against(part: _Part, base: int, documents: Ints, starts: Ints) -> tuple[Ints, Ints, Ints]:
-    """The query of each pair, counted over all requests; start and length of its document."""
-    request = part.piece.request
-    assert request.pairs is not None
-    query = request.pairs[documents - request.num_queries]
-    return query + base, starts, _held(part).lengths[documents]
+def _joined(parts: Sequence[Ints]) -> Ints:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _kept_run(parts: list[_Part], lengths: Ints, cu_lengths: Ints) -> tuple[Ints, list[Ints], list[Ints]]:
-    """The tokens whose vectors count, request after request, and where each row begins among them."""
-    tokens: list[Ints] = []
-    query_starts: list[Ints] = []
-    document_starts: list[Ints] = []
-    at = 0
-    for part in parts:
-        request, held = part.piece.request, _held(part)
-        for rows, slots, starts in (
-            (part.queries, part.query_slots, query_starts),
-            (part.documents, part.document_slots, document_starts),
-        ):
-            chosen = tokens_of(slots, lengths, cu_lengths)
-            if request.keep is not None:
-                chosen = chosen[request.keep[tokens_of(rows, request.lengths, request.starts)] != 0]
-            tokens.append(chosen)
-            starts.append(at + cumulative(held.lengths[rows])[:-1])
-            at += len(chosen)
-    return np.concatenate(tokens), query_starts, document_starts
-
-
-def _writes(parts: list[_Part], query_starts: list[Ints], document_starts: list[Ints]) -> tuple[Ints, Ints]:
-    """Which vectors of the run are kept where: those of queries, and of documents that have a place."""
-    sources, targets = [], []
-    for part, queries, documents in zip(parts, query_starts, document_starts, strict=True):
-        held = _held(part)
-        placed = held.starts[part.documents] >= 0
-        rows = np.concatenate([part.queries, part.documents[placed]])
-        starts = np.concatenate([queries, documents[placed]])
-        sources.append(runs(starts, held.lengths[rows]))
-        targets.append(runs(held.starts[rows], held.lengths[rows]))
-    return np.concatenate(sources), np.concatenate(targets)
+def _kept(pieces: Sequence[RowSlice], rows: Sequence[Ints], tokens: Ints) -> Ints:
+    """Of all these rows' tokens in the step, those whose vectors count."""
+    flags: list[Ints] = []
+    for piece, mine in zip(pieces, rows, strict=True):
+        request = piece.request
+        if request.keep is None:
+            flags.append(np.ones(int(request.lengths[mine].sum()), dtype=np.int32))
+        else:
+            flags.append(request.keep[tokens_of(mine, request.lengths, request.starts)])
+    return tokens[_joined(flags) != 0]

@@ -43,6 +43,15 @@ class Waiting:
     open: list[OpenRow] = field(default_factory=list)
     held: Held | None = None  # of a request with pairs, once it has places for its queries
     stored: Ints | None = None  # documents that need not run, until they are scored
+    least: int = field(init=False)  # tokens without which nothing more of it can run, where rows are not cut
+
+    def __post_init__(self) -> None:
+        self._moved()
+
+    def _moved(self) -> None:
+        """Other rows wait. Those that cannot run yet are asked in every step for the least they need."""
+        at = self.cursor
+        self.least = int(self.request.lengths[self.order[at]]) if at < len(self.order) else 0
 
     @property
     def rows_left(self) -> int:
@@ -76,6 +85,7 @@ class Waiting:
         self.stored = documents if len(documents) else None
         self.order = self.order[~held.ready[self.order]]
         self.ends = np.cumsum(lengths[self.order], dtype=np.int32)
+        self._moved()
         return int(lengths[held.ready].sum()), int(held.ready[:queries].sum())
 
     def take_stored(self) -> Ints | None:
@@ -93,6 +103,7 @@ class Waiting:
         self.order = left[_long_first(self.request, left)]
         self.ends = np.cumsum(self.request.lengths[self.order], dtype=np.int32)
         self.cursor = 0
+        self._moved()
         if stored is not None:
             self.stored = stored if self.stored is None else np.concatenate([self.stored, stored])
 
@@ -103,16 +114,6 @@ class Waiting:
         return closed
 
     @property
-    def next_length(self) -> int:
-        """Tokens of the next row that has not begun."""
-        return int(self.request.lengths[self.order[self.cursor]])
-
-    @property
-    def least(self) -> int:
-        """Tokens without which nothing more of it can run, where rows are not cut."""
-        return self.next_length if self.cursor < len(self.order) else 0
-
-    @property
     def tokens_taken(self) -> int:
         return int(self.ends[self.cursor - 1]) if self.cursor else 0
 
@@ -121,12 +122,13 @@ class Waiting:
         if len(self.order) == 1:  # most requests have one row
             if self.cursor or max_rows < 1 or self.ends[0] > max_tokens:
                 return self.order[1:]
-            self.cursor = 1
+            self.cursor, self.least = 1, 0
             return self.order
         fits = int(np.searchsorted(self.ends, self.tokens_taken + max_tokens, side="right"))
         stop = min(fits, self.cursor + max_rows)
         taken = self.order[self.cursor : max(stop, self.cursor)]
         self.cursor += len(taken)
+        self._moved()
         return taken
 
 
@@ -187,12 +189,13 @@ class WaitingLine:
 
     def sweep(self, visited: int | None = None) -> None:
         """Let go of the requests that have no rows left, among the first `visited` or all of the line."""
-        stay = []
-        for entry in self._line[:visited]:
-            if entry[1].rows_left:
-                stay.append(entry)
-            else:
-                del self._by_id[entry[1].request.id]
+        asked = self._line[:visited]
+        stay = [entry for entry in asked if entry[1].least or entry[1].rows_left]
+        if len(stay) == len(asked):
+            return
+        for _, waiting in asked:
+            if not waiting.rows_left:
+                del self._by_id[waiting.request.id]
         self._line[:visited] = stay
 
     def find(self, request_id: str) -> Waiting | None:

@@ -207,16 +207,21 @@ class Scheduler:
         room = _Room(budget.tokens, budget.rows, budget.output_bytes)
         shares: list[Share] = []
         large: list[Waiting] = []
+        chunking, limited = self.chunking, budget.output_bytes > 0
         for waiting in waits:
             visited += 1
             share = None
-            if budget.output_bytes:
-                room.token_bytes = self._leaving(waiting.request)
             if waiting.held is not None or waiting.request.pairs is None or self._hold(waiting):
-                if self.chunking is not None:
-                    share = self._chunks(waiting, room, self.chunking)
-                elif shares and 2 * waiting.least > room.tokens:
-                    large.append(waiting)
+                if shares and chunking is None and 2 * waiting.least > room.tokens:
+                    large.append(waiting)  # most of those that wait, in every step
+                    passed_over += 1
+                    if passed_over > self.LOOK_AHEAD:
+                        break
+                    continue
+                if limited:
+                    room.token_bytes = self._leaving(waiting.request)
+                if chunking is not None:
+                    share = self._chunks(waiting, room, chunking)
                 else:
                     share = self._whole_rows(waiting, room, alone=not shares)
             if share is not None:
@@ -305,7 +310,7 @@ class Scheduler:
             if not room.full and room.may_leave(min(open_row.length - open_row.done, most)):
                 pieces.append(self._advance(waiting, open_row, most, chunking, room))
         while not room.full and waiting.unopened and not waiting.documents_wait:
-            length = waiting.next_length
+            length = waiting.least
             if not room.may_leave(length):
                 break  # it goes first in another step, rather than being cut
             if length <= min(most, room.tokens) and not self._keeps(waiting, length, chunking):

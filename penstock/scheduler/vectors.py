@@ -30,9 +30,12 @@ class FreeRanges:
     def __init__(self, size: int) -> None:
         self.starts = [0] if size else []
         self.sizes = [size] if size else []
+        self._most = size  # no range is larger
 
     def take(self, size: int) -> int | None:
         """The first range that is large enough."""
+        if size > self._most:
+            return None
         for i, free in enumerate(self.sizes):
             if free >= size:
                 start = self.starts[i]
@@ -41,6 +44,7 @@ class FreeRanges:
                 else:
                     self.starts[i], self.sizes[i] = start + size, free - size
                 return start
+        self._most = max(self.sizes, default=0)
         return None
 
     def give(self, start: int, size: int) -> None:
@@ -50,9 +54,11 @@ class FreeRanges:
             del self.starts[i], self.sizes[i]
         if i and self.starts[i - 1] + self.sizes[i - 1] == start:
             self.sizes[i - 1] += size
+            size = self.sizes[i - 1]
         else:
             self.starts.insert(i, start)
             self.sizes.insert(i, size)
+        self._most = max(self._most, size)
 
 
 class VectorPlaces:
@@ -60,7 +66,7 @@ class VectorPlaces:
 
     def __init__(self, size: int, *, documents: bool = False, reuse: bool = True) -> None:
         self.size = size
-        self.documents = documents  # whether vectors of documents are kept too
+        self.documents = documents and reuse  # whether vectors of documents are kept too
         self.reuse = reuse  # whether anything is found again
         self.query_hits = self.query_asked = 0
         self.document_hits = self.document_asked = 0
@@ -74,11 +80,11 @@ class VectorPlaces:
         lengths = vector_counts(request)
         starts = np.full(request.num_rows, -1, dtype=np.int32)
         ready = np.zeros(request.num_rows, dtype=bool)
-        shared, queries = context(request), request.num_queries
+        queries = request.num_queries
         rows = request.num_rows if self.documents else queries
         entries: list[_Entry] = []
-        for row, content in enumerate(contents(request)[:rows]):
-            key = (content, request.params.late, *shared)
+        keys = self._keys(request, rows) if self.reuse else [()] * rows
+        for row, key in enumerate(keys):
             entry = self._known.get(key)
             if entry is not None:
                 ready[row] = True
@@ -96,6 +102,12 @@ class VectorPlaces:
         self.document_asked += rows - queries
         self.document_hits += int(ready[queries:].sum())
         return Held(starts, lengths, ready)
+
+    @staticmethod
+    def _keys(request: Request, rows: int) -> list[_Key]:
+        """By which the first rows are found again."""
+        shared = context(request)
+        return [(content, request.params.late, *shared) for content in contents(request)[:rows]]
 
     def release(self, request_id: str, *, well: bool) -> None:
         """The request has ended; `well` says that its vectors can be relied on."""
