@@ -146,7 +146,7 @@ ONE_ROW.flags.writeable = False
 def cumulative(lengths: Ints) -> Ints:
     """Where each ragged row begins, and the end: [rows] → [rows + 1]."""
     out = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=out[1:])
+    np.add.accumulate(lengths, out=out[1:])
     return out
 
 

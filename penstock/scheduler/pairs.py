@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core import Held, Ints, PairPlan, PoolingParams, RowSlice, Variant, cumulative
-from penstock.scheduler.ragged import runs, tokens_of
-
+from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
 
 
 class _Run(NamedTuple):
-    """The rows of all these requests that end in a step, one after another; a request's queries come first."""
+    """The rows of all these requests that end in a step, one after another."""
 
     slots: Ints  # where they lie in the step
     queries: NDArray[np.bool_]  # which of them are queries
@@ -53,6 +52,8 @@ def pair_variant(
                 column.append(of_stored)
     pair_queries, document_starts, document_lengths = map(_joined, columns)
     placed = run.starts >= 0  # all queries, and the documents that have a place: these are kept
+    sizes = run.lengths[placed]
+    ends = cumulative(sizes)
     query_lengths = _joined([_held(p).lengths[:n] for p, n in zip(pieces, counts, strict=True)])
     plan = PairPlan(
         query_starts=_joined([_held(p).starts[:n] for p, n in zip(pieces, counts, strict=True)]),
@@ -60,8 +61,8 @@ def pair_variant(
         pair_queries=pair_queries,
         document_starts=document_starts,
         document_lengths=document_lengths,
-        write_from=runs(begins[placed], run.lengths[placed]),
-        write_to=runs(run.starts[placed], run.lengths[placed]),
+        write_from=ragged_arange(begins[placed], sizes, ends),
+        write_to=ragged_arange(run.starts[placed], sizes, ends),
         from_store=sum(len(piece.stored) for piece in pieces if piece.stored is not None),
         max_query=int(query_lengths.max(initial=0)),
         max_document=int(document_lengths.max(initial=0)),
@@ -73,17 +74,18 @@ def _run(pieces: Sequence[RowSlice], rows: Sequence[Ints], bases: Sequence[int])
     parts: list[tuple[Ints, NDArray[np.bool_], Ints, Ints, Ints]] = []
     for piece, mine, base in zip(pieces, rows, bases, strict=False):
         held = _held(piece)
-        slots = piece.slots if piece.ends is None else piece.slots[piece.finished]
+        places = piece.slots if piece.ends is None else piece.slots[piece.finished]
         parts.append(
             (
-                slots,
+                places,
                 mine < piece.request.num_queries,
                 _queries_of(piece, mine) + base,
                 held.starts[mine],
                 held.lengths[mine],
             )
         )
-    return _Run(*map(_joined, zip(*parts, strict=True)))
+    slots, queries, against, starts, lengths = zip(*parts, strict=True)
+    return _Run(_joined(slots), _joined(queries), _joined(against), _joined(starts), _joined(lengths))
 
 
 def _held(piece: RowSlice) -> Held:
@@ -98,7 +100,10 @@ def _queries_of(piece: RowSlice, rows: Ints) -> Ints:
     return pairs.take(rows - piece.request.num_queries, mode="wrap") if len(pairs) else rows
 
 
-def _joined(parts: Sequence[Ints]) -> Ints:
+_Array = TypeVar("_Array", Ints, NDArray[np.bool_])
+
+
+def _joined(parts: Sequence[_Array]) -> _Array:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -110,5 +115,10 @@ def _kept(pieces: Sequence[RowSlice], rows: Sequence[Ints], tokens: Ints) -> Int
         if request.keep is None:
             flags.append(np.ones(int(request.lengths[mine].sum()), dtype=np.int32))
         else:
-            flags.append(request.keep[tokens_of(mine, request.lengths, request.starts)])
-    return tokens[_joined(flags) != 0]
+            where = neighbours(mine, request.lengths, request.starts)
+            if where is None:
+                flags.append(request.keep[tokens_of(mine, request.lengths, request.starts)])
+            else:
+                flags.append(request.keep[where])
+    kept: Ints = tokens[_joined(flags) != 0]
+    return kept

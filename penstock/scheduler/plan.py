@@ -19,7 +19,7 @@ from penstock.core import (
     cumulative,
 )
 from penstock.scheduler.pairs import pair_variant
-from penstock.scheduler.ragged import ragged_arange, tokens_of
+from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
 from penstock.scheduler.scheduler import Share
 
 
@@ -92,10 +92,10 @@ def _piece(share: Share) -> _Piece:
     lengths, starts = request.lengths[rows], request.starts[rows]
     if share.begins is not None and share.ends is not None:
         lengths, starts = share.ends - share.begins, starts + share.begins
-    where: Ints | slice
-    if share.begins is None and (rows[1:] - rows[:-1] == 1).all():  # neighbours: nothing has to be gathered
-        where = slice(int(starts[0]), int(starts[-1] + lengths[-1])) if len(rows) else slice(0)
-    else:
+    where: Ints | slice | None = None
+    if share.begins is None:  # then nothing may have to be gathered
+        where = neighbours(rows, request.lengths, request.starts)
+    if where is None:
         where = ragged_arange(starts, lengths, cumulative(lengths))
     return _Piece(
         request.token_ids[where],

@@ -17,6 +17,8 @@ import numpy as np
 
 from penstock.core import ONE_ROW, Held, Ints, Request
 
+_QUERY_FIRST: Ints = np.arange(2, dtype=np.int32)  # the order of one query and one document
+_QUERY_FIRST.flags.writeable = False
 HEAD_START_S = 1.0  # what one level of priority is worth
 
 
@@ -168,6 +170,8 @@ class WaitingLine:
         place = self.place(request)
         if request.num_rows == 1:
             order, ends = ONE_ROW, request.lengths
+        elif request.num_rows == 2 and request.num_queries == 1:
+            order, ends = _QUERY_FIRST, np.add.accumulate(request.lengths)
         else:
             order = _long_first(request, np.arange(request.num_rows, dtype=np.int32))
             ends = np.cumsum(request.lengths[order], dtype=np.int32)
@@ -194,7 +198,7 @@ class WaitingLine:
         if len(stay) == len(asked):
             return
         for _, waiting in asked:
-            if not waiting.rows_left:
+            if not waiting.least and not waiting.rows_left:
                 del self._by_id[waiting.request.id]
         self._line[:visited] = stay
 

@@ -21,3 +21,14 @@ def runs(starts: Ints, lengths: Ints) -> Ints:
 def tokens_of(rows: Ints, lengths: Ints, starts: Ints) -> Ints:
     """The places in a flat run of all tokens of these rows, row after row."""
     return runs(starts[rows], lengths[rows])
+
+
+def neighbours(rows: Ints, lengths: Ints, starts: Ints) -> slice | None:
+    """The same as a slice, where these rows stand one after another."""
+    count = len(rows)
+    if not count:
+        return slice(0)
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first != count - 1 or (count > 2 and not (rows[1:] > rows[:-1]).all()):
+        return None
+    return slice(int(starts[first]), int(starts[last] + lengths[last]))

@@ -296,7 +296,10 @@ class Scheduler:
     def _check_queries(self, request: Request) -> None:
         if self.places is None:
             raise NotPossible("this engine keeps no vectors to score against")
-        needed = int(vector_counts(request)[: request.num_queries].clip(min=1).sum())
+        queries = request.num_queries
+        if int(request.lengths[:queries].sum()) + queries <= self.places.size:
+            return  # whatever of them counts
+        needed = int(vector_counts(request)[:queries].clip(min=1).sum())
         if needed > self.places.size:
             raise NotPossible(
                 f"the queries of one request have {needed} vectors; the store holds {self.places.size}"

@@ -1,0 +1,116 @@
+"""The plan of a step's scores, carried out on vectors that say whose they are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.core import PairPlan, PoolingParams, Request, Task, Variant
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.ragged import neighbours, tokens_of
+from penstock.scheduler.scheduler import Budget, Scheduler, Share
+from penstock.scheduler.vectors import VectorPlaces
+
+
+def random_request(rng: np.random.Generator, name: str, late: bool) -> Request:
+    queries, documents = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+    lengths = rng.integers(1, 7, queries + documents).astype(np.int32)
+    size = int(lengths.sum())
+    keep = rng.integers(0, 2, size).astype(np.int32) if late and rng.random() < 0.5 else None
+    return Request(
+        name,
+        rng.integers(0, 3, size).astype(np.int32),  # so few that rows come again
+        lengths,
+        PoolingParams(Task.SCORE, late=late),
+        keep=keep,
+        pairs=rng.integers(0, queries, documents).astype(np.int32),
+    )
+
+
+def vectors_of(request: Request, row: int) -> list[Any]:
+    """What a row's vectors are told by: its tokens that count, or all of it at once."""
+    begin = int(request.starts[row])
+    span = slice(begin, begin + int(request.lengths[row]))
+    ids = request.token_ids[span].tolist()
+    if not request.params.late:
+        return [tuple(ids)]
+    flags = [1] * len(ids) if request.keep is None else request.keep[span].tolist()
+    return [token for token, flag in zip(ids, flags, strict=True) if flag]
+
+
+def step_vectors(plan: Any, variant: Variant) -> list[Any]:
+    """What a step computes for this variant, told in the same way."""
+    if not variant.params.late:
+        ends = plan.cu_lengths.tolist()
+        return [tuple(plan.token_ids[a:b].tolist()) for a, b in pairwise(ends)]
+    return (plan.token_ids if variant.tokens is None else plan.token_ids[variant.tokens]).tolist()
+
+
+def scored(pairs: PairPlan, vectors: list[Any], store: dict[int, Any]) -> list[Any]:
+    """Each pair as its query and its document; the last ones' documents lie in the store."""
+    for source, target in zip(pairs.write_from.tolist(), pairs.write_to.tolist(), strict=True):
+        store[target] = vectors[source]
+    found = []
+    total = len(pairs.pair_queries)
+    for i in range(total):
+        query, begin = int(pairs.pair_queries[i]), int(pairs.document_starts[i])
+        at = int(pairs.query_starts[query])
+        span = range(begin, begin + int(pairs.document_lengths[i]))
+        where: Any = store if i >= total - pairs.from_store else vectors
+        found.append(
+            ([store[at + k] for k in range(int(pairs.query_lengths[query]))], [where[k] for k in span])
+        )
+    return found
+
+
+def expected(shares: list[Share]) -> list[Any]:
+    found = []
+    for stored in (False, True):
+        for share in shares:
+            request = share.request
+            assert request.pairs is not None
+            rows = share.stored if stored else share.rows
+            for row in [] if rows is None else rows.tolist():
+                if row >= request.num_queries:
+                    query = int(request.pairs[row - request.num_queries])
+                    found.append((vectors_of(request, query), vectors_of(request, row)))
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_document_is_scored_once_against_its_query(late: bool, reuse: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scheduler = Scheduler(Budget(24, 8, 1 << 20), places=VectorPlaces(400, documents=True, reuse=reuse))
+    requests = [random_request(rng, str(i), late) for i in range(12)]
+    store: dict[int, Any] = {}
+    seen = 0
+    for request in requests:
+        scheduler.add(request)
+    while shares := scheduler.schedule():
+        plan = build_plan(shares)
+        (variant,) = plan.variants
+        assert variant.pairs is not None
+        assert scored(variant.pairs, step_vectors(plan, variant), store) == expected(shares)
+        seen += len(variant.pairs.pair_queries)
+        for share in shares:
+            if scheduler.line.find(share.request.id) is None:
+                scheduler.ended(share.request, well=True)
+    assert seen == sum(request.num_rows - request.num_queries for request in requests)
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [2], [0, 1], [1, 0], [1, 2, 3], [0, 2, 1, 3], [0, 2], [0, 0], [3, 1, 2, 4]]
+)
+def test_rows_are_neighbours_where_a_slice_holds_just_their_tokens(rows: list[int]) -> None:
+    lengths = np.array([3, 1, 4, 1, 5], dtype=np.int32)
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+    numbers, flat = np.array(rows, dtype=np.int32), np.arange(14)
+    found = neighbours(numbers, lengths, starts)
+    assert (found is not None) == (rows == list(range(rows[0], rows[0] + len(rows))) if rows else True)
+    if found is not None:
+        assert flat[found].tolist() == tokens_of(numbers, lengths, starts).tolist()
