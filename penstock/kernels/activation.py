@@ -78,7 +78,9 @@ def _bias_act(
 
 @lru_cache(maxsize=256)
 def _bias_act_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
-    return fixed(_bias_act, WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], BIAS=bias, num_warps=4)
+    return fixed(
+        _bias_act, (0, 1 if bias else 0), WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], BIAS=bias, num_warps=4
+    )
 
 
 def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
@@ -87,7 +89,7 @@ def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     assert x.is_contiguous()
     if tokens:
         launch = _bias_act_of(width, act, bias is not None)
-        launch(tokens * cdiv(width, _BLOCK), x, x if bias is None else bias)
+        launch(tokens * cdiv(width, _BLOCK), x, *(() if bias is None else (bias,)))
     return x
 
 
@@ -114,8 +116,14 @@ def _bias_act_quantized(
 @lru_cache(maxsize=256)
 def _bias_act_quantized_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
     block = power_of_2(width)
-    options = {"KIND": KINDS[act], "BIAS": bias, "num_warps": warps_for(block)}
-    return fixed(_bias_act_quantized, WIDTH=width, BLOCK=block, **options)
+    return fixed(
+        _bias_act_quantized,
+        WIDTH=width,
+        BLOCK=block,
+        KIND=KINDS[act],
+        BIAS=bias,
+        num_warps=warps_for(block),
+    )
 
 
 def bias_act_quantized(x: Tensor, bias: Tensor | None, act: str) -> Quantized:
@@ -187,8 +195,14 @@ def _gated_quantized(
 @lru_cache(maxsize=256)
 def _gated_quantized_of(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
     block = power_of_2(width)
-    options = {"KIND": KINDS[act], "GATE_FIRST": gate_first, "num_warps": warps_for(block)}
-    return fixed(_gated_quantized, WIDTH=width, BLOCK=block, **options)
+    return fixed(
+        _gated_quantized,
+        WIDTH=width,
+        BLOCK=block,
+        KIND=KINDS[act],
+        GATE_FIRST=gate_first,
+        num_warps=warps_for(block),
+    )
 
 
 def gated_quantized(x: Tensor, act: str, gate_first: bool) -> Quantized:

@@ -153,6 +153,7 @@ def _short_of(
     _check_heads(dim, query, key, value)
     return fixed(
         _short,
+        (0, 1, 2, 3, 4, 5 if limited else 4),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
@@ -193,8 +194,8 @@ def short_rows(
         strides = query.stride(), key.stride(), value.stride()
         limited = limits is not None
         launch = _short_of(*strides, heads, key.shape[1], dim, block, causal, limited, warps)
-        bounds = cu_lengths if limits is None else limits
-        launch(rows * heads, query, key, value, out, cu_lengths, bounds, scale * _LOG2E)
+        bounds = () if limits is None else (limits,)
+        launch(rows * heads, query, key, value, out, cu_lengths, *bounds, scale * _LOG2E)
     return out
 
 
@@ -382,12 +383,16 @@ def _flash_of(
     limited: bool,
     old: int | None,  # the stride of what is remembered
     tiles: Tiles | None,
+    keyed: bool,  # there are keys besides the rows' own
 ) -> tuple[Callable[..., Any], int]:
     """And how many queries a program holds."""
+    given = 5 + keyed + limited
+    remembered = (1, 2, 4) if old is None else (given, given + 1, given + 2)
     _check_heads(dim, query, key, value)
     chosen = tiles_for(dim) if tiles is None else tiles
     launch = fixed(
         _flash,
+        (0, 1, 2, 3, 4, 5 if keyed else 4, given - 1 if limited else 4, *remembered),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
@@ -436,8 +441,13 @@ def flash_rows(
         strides = query.stride(), key.stride(), value.stride()
         old = None if remembered is None else remembered.keys.stride(0)
         limited = limits is not None
-        launch, queries = _flash_of(*strides, heads, key.shape[1], dim, causal, window, limited, old, tiles)
+        launch, queries = _flash_of(
+            *strides, heads, key.shape[1], dim, causal, window, limited, old, tiles, cu_keys is not None
+        )
         count = cdiv(max_length, queries)
+        more: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
+        more = more if limits is None else (*more, limits)
+        more = more if remembered is None else (*more, *remembered)
         launch(
             rows * heads * count,
             query,
@@ -445,9 +455,7 @@ def flash_rows(
             value,
             out,
             cu_lengths,
-            cu_lengths if cu_keys is None else cu_keys,
-            cu_lengths if limits is None else limits,
-            *((key, value, cu_lengths) if remembered is None else remembered),
+            *more,
             count,
             scale * _LOG2E,
         )

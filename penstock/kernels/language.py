@@ -57,13 +57,17 @@ def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     return made
 
 
-def fixed(kernel: Any, **constants: Any) -> Callable[..., Any]:
+def fixed(kernel: Any, places: tuple[int, ...] | None = None, **constants: Any) -> Callable[..., Any]:
     """A kernel with its constants: called with the number of its programs and its other arguments, tensors
-    first. Whoever launches it keeps this, for constants are looked at once."""
+    first. Whoever launches it keeps this, for constants are looked at once. `places` says which of the
+    given tensors each of the kernel's is, where one stands for several."""
     if (own := getattr(kernel, "fixed", None)) is not None:
-        made: Callable[..., Any] = own(**constants)
+        made: Callable[..., Any] = own(places, **constants)
         return made
-    return lambda programs, *args: kernel[(programs,)](*args, **constants)
+    if places is None:
+        return lambda programs, *args: kernel[(programs,)](*args, **constants)
+    given = max(places) + 1
+    return lambda programs, *args: kernel[(programs,)](*(args[i] for i in places), *args[given:], **constants)
 
 
 def power_of_2(size: int) -> int:

@@ -7,7 +7,7 @@ is out of the ordinary, Triton launches as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
@@ -126,9 +126,9 @@ class Kernel(JITFunction):  # type: ignore[misc]
         form.run(grid[0], 1, 1, stream, *form.before, *args, *form.constants)
         return None
 
-    def fixed(self, **constants: Any) -> Bound:
-        """The kernel with its constants and options."""
-        return Bound(self, constants)
+    def fixed(self, places: tuple[int, ...] | None, **constants: Any) -> Bound:
+        """The kernel with its constants and options; see `language.fixed`."""
+        return Bound(self, constants, places)
 
     def reads(self, args: tuple[Any, ...]) -> Reads:
         return Reads.of(args, self._loose)
@@ -154,13 +154,15 @@ class Bound:
     The launcher is handed addresses: it asks the driver about every tensor otherwise.
     """
 
-    def __init__(self, kernel: Kernel, constants: dict[str, Any]) -> None:
+    def __init__(self, kernel: Kernel, constants: dict[str, Any], places: tuple[int, ...] | None) -> None:
         self.kernel = kernel
         self.constants = constants
         self.forms: dict[tuple[Any, ...], Form] = {}
+        self._places = places
+        self._spread = None if places is None else _picked(places)
         self._tensors = 0  # leading arguments, once a launch has shown them
         self._types: tuple[type, ...] | None = None  # of the numbers behind; None: nothing has been launched
-        self._aligned: Callable[[list[int]], tuple[int, ...]] = tuple
+        self._aligned: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
         self._integers: tuple[int, ...] = ()
 
     def __call__(self, programs: int, *args: Any) -> Any:
@@ -182,43 +184,53 @@ class Bound:
         form = self.forms.get((device, dtypes))
         if form is None:
             compiled = self._by_triton(programs, args)
-            form = kernel.form_of(compiled, len(args), self.constants)
+            form = kernel.form_of(compiled, len(self._all(args)), self.constants)
             if form is not None:
                 self.forms[device, dtypes] = form
             return compiled
         kernel.quick += 1
-        form.run(programs, 1, 1, stream, *form.before, *addresses, *numbers, *form.constants)
+        where = addresses if self._spread is None else self._spread(addresses)
+        form.run(programs, 1, 1, stream, *form.before, *where, *numbers, *form.constants)
         return None
 
     def _otherwise(self, programs: int, args: tuple[Any, ...]) -> Any:
         """By Triton, but for the first launch of all, which shows what is what."""
         if self._types is not None:
             return self._by_triton(programs, args)
-        reads = self.kernel.reads(args)
+        reads = self.kernel.reads(self._all(args))
         count = len(reads.tensors)
         if reads.others or reads.tensors != tuple(range(count)):
             return self._by_triton(programs, args)
-        self._tensors, self._integers, self._aligned = count, reads.integers, _picked(reads.aligned)
-        self._types = tuple(map(type, args[count:]))
+        places = tuple(range(count)) if self._places is None else self._places
+        self._tensors = max(places, default=-1) + 1
+        self._integers = tuple(i - count + self._tensors for i in reads.integers)
+        self._aligned = _picked(tuple(sorted({places[i] for i in reads.aligned})))
+        self._types = tuple(map(type, args[self._tensors :]))
         return self(programs, *args)
 
+    def _all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The kernel's own arguments."""
+        if self._places is None or self._spread is None:
+            return args
+        return *self._spread(args), *args[max(self._places) + 1 :]
+
     def _by_triton(self, programs: int, args: tuple[Any, ...]) -> Any:
-        return self.kernel.run(*args, grid=(programs,), warmup=False, **self.constants)
+        return self.kernel.run(*self._all(args), grid=(programs,), warmup=False, **self.constants)
 
 
-def _picked(places: tuple[int, ...]) -> Callable[[list[int]], tuple[int, ...]]:
+def _picked(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """What stands at these places, as a tuple whatever their number."""
     if len(places) > 1:
         return itemgetter(*places)
-    return lambda addresses: tuple(addresses[i] for i in places)
+    return lambda values: tuple(values[i] for i in places)
 
 
 def _watched(runtime: Any) -> bool:
     """Whether somebody, as a profiler, wants to hear of every launch."""
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    first, last = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if first is not None and getattr(first, "calls", True):
+        return True
+    return last is not None and bool(getattr(last, "calls", True))
 
 
 def _where() -> tuple[int, int]:

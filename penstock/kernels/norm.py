@@ -67,9 +67,13 @@ def _add_norm(
 
 @lru_cache(maxsize=256)
 def _add_norm_of(width: int, rms: bool, bias: bool, keep: int, quantize: bool) -> Callable[..., Any]:
+    """Takes x, residual, weight and, where they are others, bias, out and its scales."""
     block = power_of_2(width)
+    given = 4 if bias else 3
+    written = (given, given + 1) if quantize else (given, 0) if keep else (0, 0)
     return fixed(
         _add_norm,
+        (0, 1, 2, given - 1, 0, *written),
         WIDTH=width,
         BLOCK=block,
         RMS=rms,
@@ -94,10 +98,15 @@ def add_norm(
     not written at all, and both are the normalised one, over `x`."""
     assert x.is_contiguous() and residual.is_contiguous()
     tokens, width = x.shape
-    out = torch.empty_like(x) if keep else x
+    weights = (weight,) if bias is None else (weight, bias)
+    launch = _add_norm_of(width, rms, bias is not None, int(keep), False)
+    if not keep:
+        if tokens:
+            launch(tokens, x, residual, *weights, eps)
+        return x, x
+    out = torch.empty_like(x)
     if tokens:
-        launch = _add_norm_of(width, rms, bias is not None, int(keep), False)
-        launch(tokens, x, residual, weight, weight if bias is None else bias, x, out, x, eps)
+        launch(tokens, x, residual, *weights, out, eps)
     return x, out
 
 
@@ -118,7 +127,7 @@ def add_norm_quantized(
     out = empty_quantized(tokens, width, x.device)
     if tokens:
         launch = _add_norm_of(width, rms, bias is not None, 2 if post else 1, True)
-        launch(tokens, x, residual, weight, weight if bias is None else bias, x, *out, eps)
+        launch(tokens, x, residual, weight, *(() if bias is None else (bias,)), *out, eps)
     return x, out
 
 
@@ -164,7 +173,15 @@ def _norm_add_norm(
 @lru_cache(maxsize=256)
 def _norm_add_norm_of(width: int, quantize: bool) -> Callable[..., Any]:
     block = power_of_2(width)
-    return fixed(_norm_add_norm, WIDTH=width, BLOCK=block, QUANTIZE=quantize, num_warps=warps_for(block))
+    written = (4, 5) if quantize else (4, 0)
+    return fixed(
+        _norm_add_norm,
+        (0, 1, 2, 3, 0, *written),
+        WIDTH=width,
+        BLOCK=block,
+        QUANTIZE=quantize,
+        num_warps=warps_for(block),
+    )
 
 
 def norm_add_norm(
@@ -175,7 +192,7 @@ def norm_add_norm(
     tokens, width = x.shape
     out = torch.empty_like(x)
     if tokens:
-        _norm_add_norm_of(width, False)(tokens, x, residual, before, weight, x, out, x, eps)
+        _norm_add_norm_of(width, False)(tokens, x, residual, before, weight, out, eps)
     return x, out
 
 
@@ -187,5 +204,5 @@ def norm_add_norm_quantized(
     tokens, width = x.shape
     out = empty_quantized(tokens, width, x.device)
     if tokens:
-        _norm_add_norm_of(width, True)(tokens, x, residual, before, weight, x, *out, eps)
+        _norm_add_norm_of(width, True)(tokens, x, residual, before, weight, *out, eps)
     return x, out

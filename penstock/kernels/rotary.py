@@ -157,8 +157,12 @@ def _rotate_of(
     pairs = power_of_2(size // 2)
     heads = total if keep else queries + keys
     block = max(1, min(_ELEMENTS // pairs, power_of_2(heads)))
+    given = 6 if norm else 4
+    normed = (4, 5) if norm else (0, 0)
+    kept = (given, given + 1, given + 2) if keep else (0, 0, 1)
     launch = fixed(
         _rotate,
+        (0, 1, 2, 3, *normed, *kept),
         WIDTH=total * dim,
         QUERIES=queries,
         TURNED=queries + keys,
@@ -201,10 +205,9 @@ def rotate_fused_(
             positions,
             cos,
             sin,
-            qkv if norms is None else norms.query,
-            qkv if norms is None else norms.key,
-            *((qkv, qkv, positions) if keep is None else keep),
+            *(() if norms is None else norms[:2]),
+            *(() if keep is None else keep),
             0.0 if norms is None else norms.eps,
         )
-    query, key, value = qkv.split([queries, keys, keys], dim=1)
+    query, key, value = qkv.split_with_sizes((queries, keys, keys), 1)
     return query, key, value

@@ -56,7 +56,7 @@ class Linear:
         return out if residual is None else out + residual
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if not x.is_cuda:
+        if not x.is_cuda or x.dim() != 2:
             return F.linear(x, self.weight, bias)
         return torch.mm(x, self.transposed) if bias is None else torch.addmm(bias, x, self.transposed)
 
