@@ -162,7 +162,7 @@ class Bound:
         self._spread = None if places is None else _picked(places)
         self._tensors = 0  # leading arguments, once a launch has shown them
         self._types: tuple[type, ...] | None = None  # of the numbers behind; None: nothing has been launched
-        self._aligned: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
+        self._aligned: tuple[int, ...] = ()  # tensors whose address counts
         self._integers: tuple[int, ...] = ()
 
     def __call__(self, programs: int, *args: Any) -> Any:
@@ -178,8 +178,9 @@ class Bound:
             dtypes = (*map(_dtype, tensors),)
         except (AttributeError, TypeError):  # a number where a tensor was
             return self._by_triton(programs, args)
-        if reduce(or_, self._aligned(addresses), 0) & 15:
-            return self._by_triton(programs, args)
+        for i in self._aligned:
+            if addresses[i] & 15:
+                return self._by_triton(programs, args)
         device, stream = _where()
         form = self.forms.get((device, dtypes))
         if form is None:
@@ -204,7 +205,7 @@ class Bound:
         places = tuple(range(count)) if self._places is None else self._places
         self._tensors = max(places, default=-1) + 1
         self._integers = tuple(i - count + self._tensors for i in reads.integers)
-        self._aligned = _picked(tuple(sorted({places[i] for i in reads.aligned})))
+        self._aligned = tuple(sorted({places[i] for i in reads.aligned}))
         self._types = tuple(map(type, args[self._tensors :]))
         return self(programs, *args)
 
