@@ -171,7 +171,7 @@ class WaitingLine:
         if request.num_rows == 1:
             order, ends = ONE_ROW, request.lengths
         elif request.num_rows == 2 and request.num_queries == 1:
-            order, ends = _QUERY_FIRST, np.add.accumulate(request.lengths)
+            order, ends = _QUERY_FIRST, np.add.accumulate(request.lengths, dtype=np.int32)
         else:
             order = _long_first(request, np.arange(request.num_rows, dtype=np.int32))
             ends = np.cumsum(request.lengths[order], dtype=np.int32)
