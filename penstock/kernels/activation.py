@@ -5,11 +5,15 @@ GELU is exact where the model's is: the matrix library's own epilogue knows only
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import cdiv, fixed, jit, power_of_2, tl, warps_for
 from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
 # Names of `layers.activation` → the number that the kernels know them by.
@@ -72,20 +76,20 @@ def _bias_act(
     tl.store(at, _activated(value, KIND).to(x.dtype.element_ty), mask=inside)
 
 
+@lru_cache(maxsize=256)
+def _bias_act_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
+    return fixed(
+        _bias_act, (0, 1 if bias else 0), WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], BIAS=bias, num_warps=4
+    )
+
+
 def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     """As the reference, over `x` itself (contiguous)."""
     tokens, width = x.shape
     assert x.is_contiguous()
     if tokens:
-        _bias_act[(tokens * cdiv(width, _BLOCK),)](
-            x,
-            x if bias is None else bias,
-            WIDTH=width,
-            BLOCK=_BLOCK,
-            KIND=KINDS[act],
-            BIAS=bias is not None,
-            num_warps=4,
-        )
+        launch = _bias_act_of(width, act, bias is not None)
+        launch(tokens * cdiv(width, _BLOCK), x, *(() if bias is None else (bias,)))
     return x
 
 
@@ -109,23 +113,27 @@ def _bias_act_quantized(
     store_quantized(_activated(value, KIND), values, scales, row, cols, inside, WIDTH)
 
 
+@lru_cache(maxsize=256)
+def _bias_act_quantized_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
+    block = power_of_2(width)
+    return fixed(
+        _bias_act_quantized,
+        WIDTH=width,
+        BLOCK=block,
+        KIND=KINDS[act],
+        BIAS=bias,
+        num_warps=warps_for(block),
+    )
+
+
 def bias_act_quantized(x: Tensor, bias: Tensor | None, act: str) -> Quantized:
     """The reference's result in fp8; `x` (contiguous) is left as it is."""
     tokens, width = x.shape
     assert x.is_contiguous()
     out = empty_quantized(tokens, width, x.device)
-    block = power_of_2(width)
     if tokens:
-        _bias_act_quantized[(tokens,)](
-            x,
-            x if bias is None else bias,
-            *out,
-            WIDTH=width,
-            BLOCK=block,
-            KIND=KINDS[act],
-            BIAS=bias is not None,
-            num_warps=warps_for(block),
-        )
+        launch = _bias_act_quantized_of(width, act, bias is not None)
+        launch(tokens, x, x if bias is None else bias, *out)
     return out
 
 
@@ -149,15 +157,19 @@ def _gated(
     tl.store(out + token * WIDTH + cols, value.to(out.dtype.element_ty), mask=inside)
 
 
+@lru_cache(maxsize=256)
+def _gated_of(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
+    return fixed(_gated, WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], GATE_FIRST=gate_first, num_warps=4)
+
+
 def gated(x: Tensor, act: str, gate_first: bool) -> Tensor:
     """As the reference; `x` contiguous."""
-    tokens, width = x.shape[0], x.shape[1] // 2
+    tokens, both = x.shape
+    width = both // 2
     assert x.is_contiguous()
-    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if tokens:
-        _gated[(tokens * cdiv(width, _BLOCK),)](
-            x, out, WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], GATE_FIRST=gate_first, num_warps=4
-        )
+        _gated_of(width, act, gate_first)(tokens * cdiv(width, _BLOCK), x, out)
     return out
 
 
@@ -180,20 +192,25 @@ def _gated_quantized(
     store_quantized(value, values, scales, row, cols, inside, WIDTH)
 
 
+@lru_cache(maxsize=256)
+def _gated_quantized_of(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
+    block = power_of_2(width)
+    return fixed(
+        _gated_quantized,
+        WIDTH=width,
+        BLOCK=block,
+        KIND=KINDS[act],
+        GATE_FIRST=gate_first,
+        num_warps=warps_for(block),
+    )
+
+
 def gated_quantized(x: Tensor, act: str, gate_first: bool) -> Quantized:
     """The reference's result in fp8; `x` contiguous."""
-    tokens, width = x.shape[0], x.shape[1] // 2
+    tokens, both = x.shape
+    width = both // 2
     assert x.is_contiguous()
     out = empty_quantized(tokens, width, x.device)
-    block = power_of_2(width)
     if tokens:
-        _gated_quantized[(tokens,)](
-            x,
-            *out,
-            WIDTH=width,
-            BLOCK=block,
-            KIND=KINDS[act],
-            GATE_FIRST=gate_first,
-            num_warps=warps_for(block),
-        )
+        _gated_quantized_of(width, act, gate_first)(tokens, x, *out)
     return out

@@ -7,12 +7,14 @@ rows of any length and for keys that earlier steps have left, in the run or wher
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import cdiv, fixed, jit, power_of_2, tl, warps_for
 
 SHORT = 64  # tokens; the longest row whose scores one program holds
 _LOG2E = 1.4426950408889634
@@ -46,9 +48,12 @@ def tiles_for(dim: int) -> Tiles:
     return Tiles(64, 32, 4, 2)
 
 
-def _check_heads(dim: int, *tensors: Tensor) -> None:
-    for tensor in tensors:
-        assert tensor.stride()[1:] == (dim, 1), "the heads of a token lie apart"
+_Strides = tuple[int, ...]
+
+
+def _check_heads(dim: int, *strides: _Strides) -> None:
+    for each in strides:
+        assert each[1:] == (dim, 1), "the heads of a token lie apart"
 
 
 def attention_reference(
@@ -132,6 +137,38 @@ def _short(
     tl.store(out + token * (HEADS * DIM) + head * DIM + comp, context.to(out.dtype.element_ty), mask=inside)
 
 
+@lru_cache(maxsize=1024)
+def _short_of(
+    query: _Strides,
+    key: _Strides,
+    value: _Strides,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    causal: bool,
+    limited: bool,
+    warps: int | None,
+) -> Callable[..., Any]:
+    _check_heads(dim, query, key, value)
+    return fixed(
+        _short,
+        (0, 1, 2, 3, 4, 5 if limited else 4),
+        QUERY_STRIDE=query[0],
+        KEY_STRIDE=key[0],
+        VALUE_STRIDE=value[0],
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        BLOCK=block,
+        BLOCK_DIM=max(16, power_of_2(dim)),
+        CAUSAL=causal,
+        LIMITED=limited,
+        num_warps=_warps(block, dim) if warps is None else warps,
+        num_stages=1,
+    )
+
+
 def short_rows(
     query: Tensor,
     key: Tensor,
@@ -149,32 +186,16 @@ def short_rows(
     the fused output); the heads of one may not. Rows of length 0 are allowed. Only the tokens of the given
     rows are written to `out` [tokens, heads · dim]."""
     tokens, heads, dim = query.shape
-    rows = len(cu_lengths) - 1
-    _check_heads(dim, query, key, value)
-    out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
-    block = max(16, power_of_2(max_length))
+    rows = cu_lengths.shape[0] - 1
+    if out is None:
+        out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
     if rows and tokens:
-        _short[(rows * heads,)](
-            query,
-            key,
-            value,
-            out,
-            cu_lengths,
-            cu_lengths if limits is None else limits,
-            scale * _LOG2E,
-            QUERY_STRIDE=query.stride(0),
-            KEY_STRIDE=key.stride(0),
-            VALUE_STRIDE=value.stride(0),
-            HEADS=heads,
-            GROUP=heads // key.shape[1],
-            DIM=dim,
-            BLOCK=block,
-            BLOCK_DIM=max(16, power_of_2(dim)),
-            CAUSAL=causal,
-            LIMITED=limits is not None,
-            num_warps=_warps(block, dim) if warps is None else warps,
-            num_stages=1,
-        )
+        block = max(16, power_of_2(max_length))
+        strides = query.stride(), key.stride(), value.stride()
+        limited = limits is not None
+        launch = _short_of(*strides, heads, key.shape[1], dim, block, causal, limited, warps)
+        bounds = () if limits is None else (limits,)
+        launch(rows * heads, query, key, value, out, cu_lengths, *bounds, scale * _LOG2E)
     return out
 
 
@@ -349,6 +370,49 @@ def _flash(
     )
 
 
+@lru_cache(maxsize=1024)
+def _flash_of(
+    query: _Strides,
+    key: _Strides,
+    value: _Strides,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    causal: bool,
+    window: int | None,
+    limited: bool,
+    old: int | None,  # the stride of what is remembered
+    tiles: Tiles | None,
+    keyed: bool,  # there are keys besides the rows' own
+) -> tuple[Callable[..., Any], int]:
+    """And how many queries a program holds."""
+    given = 5 + keyed + limited
+    remembered = (1, 2, 4) if old is None else (given, given + 1, given + 2)
+    _check_heads(dim, query, key, value)
+    chosen = tiles_for(dim) if tiles is None else tiles
+    launch = fixed(
+        _flash,
+        (0, 1, 2, 3, 4, 5 if keyed else 4, given - 1 if limited else 4, *remembered),
+        QUERY_STRIDE=query[0],
+        KEY_STRIDE=key[0],
+        VALUE_STRIDE=value[0],
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        QUERIES=chosen.queries,
+        KEYS=chosen.keys,
+        BLOCK_DIM=max(16, power_of_2(dim)),
+        CAUSAL=causal,
+        WINDOW=-1 if window is None else window,
+        LIMITED=limited,
+        PAGED=old is not None,
+        OLD_STRIDE=0 if old is None else old,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
+    )
+    return launch, chosen.queries
+
+
 def flash_rows(
     query: Tensor,
     key: Tensor,
@@ -369,41 +433,31 @@ def flash_rows(
     and `out` holds here too. With `limits` a row's tokens must all see a key. With `remembered` key and value
     hold the step's own tokens alone, and the keys before them are found by their slots."""
     tokens, heads, dim = query.shape
-    rows = len(cu_lengths) - 1
-    _check_heads(dim, query, key, value)
-    out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device) if out is None else out
+    rows = cu_lengths.shape[0] - 1
+    if out is None:
+        out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
     assert remembered is None or (cu_keys is not None and limits is None)
-    old = (key, value, cu_lengths) if remembered is None else remembered
-    chosen = tiles_for(dim) if tiles is None else tiles
-    count = cdiv(max_length, chosen.queries)
     if rows and tokens:
-        _flash[(rows * heads * count,)](
+        strides = query.stride(), key.stride(), value.stride()
+        old = None if remembered is None else remembered.keys.stride(0)
+        limited = limits is not None
+        launch, queries = _flash_of(
+            *strides, heads, key.shape[1], dim, causal, window, limited, old, tiles, cu_keys is not None
+        )
+        count = cdiv(max_length, queries)
+        more: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
+        more = more if limits is None else (*more, limits)
+        more = more if remembered is None else (*more, *remembered)
+        launch(
+            rows * heads * count,
             query,
             key,
             value,
             out,
             cu_lengths,
-            cu_lengths if cu_keys is None else cu_keys,
-            cu_lengths if limits is None else limits,
-            *old,
+            *more,
             count,
             scale * _LOG2E,
-            QUERY_STRIDE=query.stride(0),
-            KEY_STRIDE=key.stride(0),
-            VALUE_STRIDE=value.stride(0),
-            HEADS=heads,
-            GROUP=heads // key.shape[1],
-            DIM=dim,
-            QUERIES=chosen.queries,
-            KEYS=chosen.keys,
-            BLOCK_DIM=max(16, power_of_2(dim)),
-            CAUSAL=causal,
-            WINDOW=-1 if window is None else window,
-            LIMITED=limits is not None,
-            PAGED=remembered is not None,
-            OLD_STRIDE=0 if remembered is None else remembered.keys.stride(0),
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
         )
     return out
 
@@ -432,23 +486,24 @@ def _keep(
     )
 
 
+@lru_cache(maxsize=256)
+def _keep_of(key: _Strides, value: _Strides, heads: int, dim: int) -> Callable[..., Any]:
+    _check_heads(dim, key, value)
+    block = power_of_2(heads * dim)
+    return fixed(
+        _keep,
+        KEY_STRIDE=key[0],
+        VALUE_STRIDE=value[0],
+        WIDTH=heads * dim,
+        BLOCK=block,
+        num_warps=warps_for(block),
+    )
+
+
 def keep_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Write key and value [tokens, kv heads, dim] to their slots (int32 [tokens], -1: none) of the contiguous
     keys and values [slots, kv heads, dim]. What is said of views above holds here too."""
     tokens, heads, dim = key.shape
-    _check_heads(dim, key, value)
     assert keys.is_contiguous() and values.is_contiguous()
-    block = power_of_2(heads * dim)
     if tokens:
-        _keep[(tokens,)](
-            key,
-            value,
-            keys,
-            values,
-            slots,
-            KEY_STRIDE=key.stride(0),
-            VALUE_STRIDE=value.stride(0),
-            WIDTH=heads * dim,
-            BLOCK=block,
-            num_warps=warps_for(block),
-        )
+        _keep_of(key.stride(), value.stride(), heads, dim)(tokens, key, value, keys, values, slots)

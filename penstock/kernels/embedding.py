@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import jit, power_of_2, tl, warps_for
+from penstock.kernels.language import fixed, jit, power_of_2, tl, warps_for
 
 
 def embed_reference(
@@ -72,6 +76,21 @@ def _embed(
     tl.store(out + token.to(tl.int64) * WIDTH + cols, value.to(out.dtype.element_ty), mask=inside)
 
 
+@lru_cache(maxsize=256)
+def _embed_of(width: int, positions: bool, types: int, norm: bool, bias: bool) -> Callable[..., Any]:
+    block = power_of_2(width)
+    return fixed(
+        _embed,
+        WIDTH=width,
+        BLOCK=block,
+        POSITIONS=positions,
+        TYPES=types,
+        NORM=norm,
+        BIAS=bias,
+        num_warps=warps_for(block),
+    )
+
+
 def embed(
     ids: Tensor,
     words: Tensor,
@@ -85,9 +104,11 @@ def embed(
     tokens, width = len(ids), words.shape[1]
     out = torch.empty((tokens, width), dtype=words.dtype, device=words.device)
     weight, bias, eps = norm or (words, None, 0.0)
-    block = power_of_2(width)
+    kinds = 0 if type_table is None else 1 if types is None else 2
     if tokens:
-        _embed[(tokens,)](
+        launch = _embed_of(width, position_table is not None, kinds, norm is not None, bias is not None)
+        launch(
+            tokens,
             ids,
             words,
             positions,
@@ -98,12 +119,5 @@ def embed(
             words if bias is None else bias,
             out,
             eps,
-            WIDTH=width,
-            BLOCK=block,
-            POSITIONS=position_table is not None,
-            TYPES=0 if type_table is None else 1 if types is None else 2,
-            NORM=norm is not None,
-            BIAS=bias is not None,
-            num_warps=warps_for(block),
         )
     return out

@@ -23,7 +23,7 @@ if FOUND:
 else:
     triton = tl = None
 
-__all__ = ["FOUND", "INTERPRETED", "cdiv", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
+__all__ = ["FOUND", "INTERPRETED", "cdiv", "fixed", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
 
 _LAUNCHED = "3.6."  # the release whose compiled kernels are launched directly; others go Triton's own way
 _devices: tuple[str, ...] = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
@@ -37,7 +37,9 @@ def switch(*devices: str) -> None:
 
 def fused(x: Tensor) -> bool:
     """Whether work on this tensor goes to a kernel."""
-    return x.device.type in _devices
+    if x.is_cuda:  # asked many times a layer, and the name of a device is slow to come by
+        return "cuda" in _devices
+    return bool(_devices) and x.device.type in _devices
 
 
 def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -53,6 +55,19 @@ def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
         do_not_specialize=list(loose), do_not_specialize_on_alignment=list(loose)
     )
     return made
+
+
+def fixed(kernel: Any, places: tuple[int, ...] | None = None, **constants: Any) -> Callable[..., Any]:
+    """A kernel with its constants: called with the number of its programs and its other arguments, tensors
+    first. Whoever launches it keeps this, for constants are looked at once. `places` says which of the
+    given tensors each of the kernel's is, where one stands for several."""
+    if (own := getattr(kernel, "fixed", None)) is not None:
+        made: Callable[..., Any] = own(places, **constants)
+        return made
+    if places is None:
+        return lambda programs, *args: kernel[(programs,)](*args, **constants)
+    given = max(places) + 1
+    return lambda programs, *args: kernel[(programs,)](*(args[i] for i in places), *args[given:], **constants)
 
 
 def power_of_2(size: int) -> int:

@@ -7,11 +7,12 @@ is out of the ordinary, Triton launches as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import attrgetter, methodcaller, or_
+from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -25,12 +26,11 @@ class Form(NamedTuple):
     """A compiled kernel, ready to be launched with other arguments of the same kinds."""
 
     run: Callable[..., Any]
-    function: Any
-    metadata: Any
+    before: tuple[Any, ...]  # what it is given between the stream and the kernel's own arguments
     constants: tuple[Any, ...]  # in the order of the signature, which ends with them
 
 
-_address = methodcaller("data_ptr")
+_address = Tensor.data_ptr
 _dtype = attrgetter("dtype")
 
 
@@ -69,23 +69,19 @@ class Reads(NamedTuple):
             if reduce(or_, map(_address, [args[i] for i in self.aligned]), 0) & 15:
                 return None
             return tuple(map(_dtype, [args[i] for i in self.tensors]))
-        except AttributeError:  # a number where a tensor was
+        except (AttributeError, TypeError):  # a number where a tensor was
             return None
 
 
-def _straight(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Without what Triton does around each launch for kernels that need memory of their own."""
+def _straight(run: Callable[..., Any], function: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Without what Triton does around each launch for kernels that need memory of their own: whom to call,
+    and what comes behind the stream."""
     launch = getattr(run, "launch", None)
     sizes = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
     flags = [getattr(run, name, None) for name in ("launch_cooperative_grid", "launch_pdl")]
     if launch is None or sizes != [0, 0] or None in flags:
-        return run
-    cooperative, dependent = flags
-
-    def straight(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-        launch(x, y, z, stream, function, cooperative, dependent, None, None, *rest)
-
-    return straight
+        return run, (function,)
+    return launch, (function, *flags, None, None)
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
@@ -114,7 +110,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         if (reads := self._reads) is None:
             reads = self._reads = Reads.of(args, self._loose)
         kinds = reads.kinds(args)
-        if kinds is None or len(grid) != 1 or self.pre_run_hooks or _watched():
+        if kinds is None or len(grid) != 1 or self.pre_run_hooks or _watched(knobs.runtime):
             return self.run(*args, grid=grid, warmup=False, **constants)
         device, stream = _where()
         values = tuple(constants.values())
@@ -122,33 +118,120 @@ class Kernel(JITFunction):  # type: ignore[misc]
         form = self.forms.get(key)
         if form is None:
             compiled = self.run(*args, grid=grid, warmup=False, **constants)
-            self._remember(key, compiled, len(args), constants)
+            form = self.form_of(compiled, len(args), constants)
+            if form is not None and len(self.forms) < MOST:
+                self.forms[key] = form
             return compiled
         self.quick += 1
-        form.run(
-            grid[0], 1, 1, stream, form.function, form.metadata, None, None, None, *args, *form.constants
-        )
+        form.run(grid[0], 1, 1, stream, *form.before, *args, *form.constants)
         return None
 
-    def _remember(self, key: tuple[Any, ...], compiled: Any, given: int, constants: dict[str, Any]) -> None:
+    def fixed(self, places: tuple[int, ...] | None, **constants: Any) -> Bound:
+        """The kernel with its constants and options; see `language.fixed`."""
+        return Bound(self, constants, places)
+
+    def reads(self, args: tuple[Any, ...]) -> Reads:
+        return Reads.of(args, self._loose)
+
+    def form_of(self, compiled: Any, given: int, constants: dict[str, Any]) -> Form | None:
+        """How to launch this again. None: its make is not known, or not all of its arguments were given."""
         run, function, metadata = (
             getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")
         )
         complete = given + len(self._constants) == len(self.params) and self._last
         complete = complete and all(name in constants for name in self._constants)
-        if not complete or run is None or function is None or metadata is None or len(self.forms) >= MOST:
-            return
+        if not complete or run is None or function is None or metadata is None:
+            return None
+        call, before = _straight(run, function)
         values = tuple(constants[name] for name in self._constants)
-        self.forms[key] = Form(_straight(run), function, metadata, values)
+        return Form(call, (*before, metadata, None, None, None), values)
 
 
-def _watched() -> bool:
+class Bound:
+    """A kernel with its constants, for launches that differ in tensors and numbers alone; made once for each
+    set of constants and kept by whoever launches. Tensors come first.
+
+    The launcher is handed addresses: it asks the driver about every tensor otherwise.
+    """
+
+    def __init__(self, kernel: Kernel, constants: dict[str, Any], places: tuple[int, ...] | None) -> None:
+        self.kernel = kernel
+        self.constants = constants
+        self.forms: dict[tuple[Any, ...], Form] = {}
+        self._places = places
+        self._spread = None if places is None else _picked(places)
+        self._tensors = 0  # leading arguments, once a launch has shown them
+        self._types: tuple[type, ...] | None = None  # of the numbers behind; None: nothing has been launched
+        self._aligned: tuple[int, ...] = ()  # tensors whose address counts
+        self._integers: tuple[int, ...] = ()
+
+    def __call__(self, programs: int, *args: Any) -> Any:
+        kernel, numbers = self.kernel, args[self._tensors :]
+        if self._types != (*map(type, numbers),) or kernel.pre_run_hooks or _watched(knobs.runtime):
+            return self._otherwise(programs, args)
+        for i in self._integers:
+            if not -_INT32 <= args[i] < _INT32:
+                return self._by_triton(programs, args)
+        tensors = args[: self._tensors]
+        try:
+            addresses = [*map(_address, tensors)]
+            dtypes = (*map(_dtype, tensors),)
+        except (AttributeError, TypeError):  # a number where a tensor was
+            return self._by_triton(programs, args)
+        for i in self._aligned:
+            if addresses[i] & 15:
+                return self._by_triton(programs, args)
+        device, stream = _where()
+        form = self.forms.get((device, dtypes))
+        if form is None:
+            compiled = self._by_triton(programs, args)
+            form = kernel.form_of(compiled, len(self._all(args)), self.constants)
+            if form is not None:
+                self.forms[device, dtypes] = form
+            return compiled
+        kernel.quick += 1
+        where = addresses if self._spread is None else self._spread(addresses)
+        form.run(programs, 1, 1, stream, *form.before, *where, *numbers, *form.constants)
+        return None
+
+    def _otherwise(self, programs: int, args: tuple[Any, ...]) -> Any:
+        """By Triton, but for the first launch of all, which shows what is what."""
+        if self._types is not None:
+            return self._by_triton(programs, args)
+        reads = self.kernel.reads(self._all(args))
+        count = len(reads.tensors)
+        if reads.others or reads.tensors != tuple(range(count)):
+            return self._by_triton(programs, args)
+        places = tuple(range(count)) if self._places is None else self._places
+        self._tensors = max(places, default=-1) + 1
+        self._integers = tuple(i - count + self._tensors for i in reads.integers)
+        self._aligned = tuple(sorted({places[i] for i in reads.aligned}))
+        self._types = tuple(map(type, args[self._tensors :]))
+        return self(programs, *args)
+
+    def _all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The kernel's own arguments."""
+        if self._places is None or self._spread is None:
+            return args
+        return *self._spread(args), *args[max(self._places) + 1 :]
+
+    def _by_triton(self, programs: int, args: tuple[Any, ...]) -> Any:
+        return self.kernel.run(*self._all(args), grid=(programs,), warmup=False, **self.constants)
+
+
+def _picked(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What stands at these places, as a tuple whatever their number."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[i] for i in places)
+
+
+def _watched(runtime: Any) -> bool:
     """Whether somebody, as a profiler, wants to hear of every launch."""
-    runtime = knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    first, last = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if first is not None and getattr(first, "calls", True):
+        return True
+    return last is not None and bool(getattr(last, "calls", True))
 
 
 def _where() -> tuple[int, int]:
@@ -156,7 +239,8 @@ def _where() -> tuple[int, int]:
     global _ask
     if _ask is None:
         active = driver.active
-        _ask = active.get_current_device, active.get_current_stream
+        device_of = getattr(torch._C, "_cuda_getDevice", active.get_current_device)
+        _ask = device_of, active.get_current_stream
     device = _ask[0]()
     return device, _ask[1](device)
 

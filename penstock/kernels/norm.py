@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import jit, power_of_2, tl, warps_for
+from penstock.kernels.language import fixed, jit, power_of_2, tl, warps_for
 from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
 
@@ -61,6 +65,25 @@ def _add_norm(
         tl.store(out + at + cols, value.to(out.dtype.element_ty), mask=inside)
 
 
+@lru_cache(maxsize=256)
+def _add_norm_of(width: int, rms: bool, bias: bool, keep: int, quantize: bool) -> Callable[..., Any]:
+    """Takes x, residual, weight and, where they are others, bias, out and its scales."""
+    block = power_of_2(width)
+    given = 4 if bias else 3
+    written = (given, given + 1) if quantize else (given, 0) if keep else (0, 0)
+    return fixed(
+        _add_norm,
+        (0, 1, 2, given - 1, 0, *written),
+        WIDTH=width,
+        BLOCK=block,
+        RMS=rms,
+        BIAS=bias,
+        KEEP=keep,
+        QUANTIZE=quantize,
+        num_warps=warps_for(block),
+    )
+
+
 def add_norm(
     x: Tensor,
     residual: Tensor,
@@ -71,10 +94,19 @@ def add_norm(
     rms: bool,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, for contiguous [tokens, width]. The sum is written over `x`, and with `keep` False
-    not at all: then the first of the two is worthless."""
+    """As the reference, for contiguous [tokens, width]. The sum is written over `x`. With `keep` False it is
+    not written at all, and both are the normalised one, over `x`."""
+    assert x.is_contiguous() and residual.is_contiguous()
+    tokens, width = x.shape
+    weights = (weight,) if bias is None else (weight, bias)
+    launch = _add_norm_of(width, rms, bias is not None, int(keep), False)
+    if not keep:
+        if tokens:
+            launch(tokens, x, residual, *weights, eps)
+        return x, x
     out = torch.empty_like(x)
-    _launch_add_norm(x, residual, weight, bias, (out, x), eps, rms, keep=int(keep), quantize=False)
+    if tokens:
+        launch(tokens, x, residual, *weights, out, eps)
     return x, out
 
 
@@ -90,43 +122,13 @@ def add_norm_quantized(
 ) -> tuple[Tensor, Quantized]:
     """(x + residual, the same normalised in fp8), the first over `x`; with `post` the first of the two is
     normalised as well."""
-    out = empty_quantized(x.shape[0], x.shape[1], x.device)
-    _launch_add_norm(x, residual, weight, bias, out, eps, rms, keep=2 if post else 1, quantize=True)
-    return x, out
-
-
-def _launch_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: tuple[Tensor, Tensor],  # and its scales, where it has them
-    eps: float,
-    rms: bool,
-    *,
-    keep: int,
-    quantize: bool,
-) -> None:
     assert x.is_contiguous() and residual.is_contiguous()
     tokens, width = x.shape
-    block = power_of_2(width)
+    out = empty_quantized(tokens, width, x.device)
     if tokens:
-        _add_norm[(tokens,)](
-            x,
-            residual,
-            weight,
-            weight if bias is None else bias,
-            x,
-            *out,
-            eps,
-            WIDTH=width,
-            BLOCK=block,
-            RMS=rms,
-            BIAS=bias is not None,
-            KEEP=keep,
-            QUANTIZE=quantize,
-            num_warps=warps_for(block),
-        )
+        launch = _add_norm_of(width, rms, bias is not None, 2 if post else 1, True)
+        launch(tokens, x, residual, weight, *(() if bias is None else (bias,)), *out, eps)
+    return x, out
 
 
 def norm_add_norm_reference(
@@ -168,12 +170,29 @@ def _norm_add_norm(
         tl.store(out + at + cols, value.to(out.dtype.element_ty), mask=inside)
 
 
+@lru_cache(maxsize=256)
+def _norm_add_norm_of(width: int, quantize: bool) -> Callable[..., Any]:
+    block = power_of_2(width)
+    written = (4, 5) if quantize else (4, 0)
+    return fixed(
+        _norm_add_norm,
+        (0, 1, 2, 3, 0, *written),
+        WIDTH=width,
+        BLOCK=block,
+        QUANTIZE=quantize,
+        num_warps=warps_for(block),
+    )
+
+
 def norm_add_norm(
     x: Tensor, residual: Tensor, before: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """As the reference, for contiguous [tokens, width]. The sum is written over `x`."""
+    assert x.is_contiguous() and residual.is_contiguous()
+    tokens, width = x.shape
     out = torch.empty_like(x)
-    _launch_norm_add_norm(x, residual, before, weight, (out, x), eps, quantize=False)
+    if tokens:
+        _norm_add_norm_of(width, False)(tokens, x, residual, before, weight, out, eps)
     return x, out
 
 
@@ -181,35 +200,9 @@ def norm_add_norm_quantized(
     x: Tensor, residual: Tensor, before: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Quantized]:
     """The same with the second of the two in fp8."""
-    out = empty_quantized(x.shape[0], x.shape[1], x.device)
-    _launch_norm_add_norm(x, residual, before, weight, out, eps, quantize=True)
-    return x, out
-
-
-def _launch_norm_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    before: Tensor,
-    weight: Tensor,
-    out: tuple[Tensor, Tensor],  # and its scales, where it has them
-    eps: float,
-    *,
-    quantize: bool,
-) -> None:
     assert x.is_contiguous() and residual.is_contiguous()
     tokens, width = x.shape
-    block = power_of_2(width)
+    out = empty_quantized(tokens, width, x.device)
     if tokens:
-        _norm_add_norm[(tokens,)](
-            x,
-            residual,
-            before,
-            weight,
-            x,
-            *out,
-            eps,
-            WIDTH=width,
-            BLOCK=block,
-            QUANTIZE=quantize,
-            num_warps=warps_for(block),
-        )
+        _norm_add_norm_of(width, True)(tokens, x, residual, before, weight, *out, eps)
+    return x, out

@@ -7,12 +7,15 @@ long rows the width is shared out between programs, and a second, small kernel n
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import cdiv, fixed, jit, power_of_2, tl, warps_for
 
 METHODS = {"cls": 0, "last": 1, "mean": 2, "mean_sqrt_len": 3, "weighted_mean": 4, "max": 5}
 _EPS = 1e-12  # as F.normalize
@@ -194,13 +197,16 @@ def _unit(
     tl.store(out + row * WIDTH + cols, value, mask=inside)
 
 
+@lru_cache(maxsize=256)
+def _unit_of(width: int) -> Callable[..., Any]:
+    block = power_of_2(width)
+    return fixed(_unit, WIDTH=width, BLOCK=block, num_warps=warps_for(block))
+
+
 def unit(vectors: Tensor) -> Tensor:
     """As the reference. Rows may lie apart (a cut of wider ones), the components of one may not."""
     rows, width = vectors.shape
     out = torch.empty((rows, width), dtype=torch.float32, device=vectors.device)
-    block = power_of_2(width)
     if rows:
-        _unit[(rows,)](
-            vectors, out, vectors.stride(0), _EPS, WIDTH=width, BLOCK=block, num_warps=warps_for(block)
-        )
+        _unit_of(width)(rows, vectors, out, vectors.stride(0), _EPS)
     return out

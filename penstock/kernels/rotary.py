@@ -3,13 +3,15 @@ steps need keys and values, these go to memory in the same pass."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import cdiv, fixed, jit, power_of_2, tl, warps_for
 
 _ELEMENTS = 1024  # pairs that one program turns
 
@@ -145,6 +147,38 @@ def _rotate(
         tl.store(into + high, second.to(qkv.dtype.element_ty), mask=is_kept)
 
 
+@lru_cache(maxsize=256)
+def _rotate_of(
+    total: int, queries: int, keys: int, dim: int, size: int, interleaved: bool, norm: bool, keep: bool
+) -> tuple[Callable[..., Any], int]:
+    """And how many programs share a token."""
+    if (norm or keep) and size != dim:
+        raise ValueError(f"head norms and memory need the whole head turned, not {size} of {dim} components")
+    pairs = power_of_2(size // 2)
+    heads = total if keep else queries + keys
+    block = max(1, min(_ELEMENTS // pairs, power_of_2(heads)))
+    given = 6 if norm else 4
+    normed = (4, 5) if norm else (0, 0)
+    kept = (given, given + 1, given + 2) if keep else (0, 0, 1)
+    launch = fixed(
+        _rotate,
+        (0, 1, 2, 3, *normed, *kept),
+        WIDTH=total * dim,
+        QUERIES=queries,
+        TURNED=queries + keys,
+        TOTAL=heads,
+        DIM=dim,
+        HALF=size // 2,
+        HEADS=block,
+        PAIRS=pairs,
+        INTERLEAVED=interleaved,
+        NORM=norm,
+        KEEP=keep,
+        num_warps=warps_for(2 * block * pairs),
+    )
+    return launch, cdiv(heads, block)
+
+
 def rotate_fused_(
     qkv: Tensor,  # [tokens, query heads + 2 · key heads, dim], contiguous
     heads: tuple[int, int],
@@ -160,35 +194,20 @@ def rotate_fused_(
     """As the reference, over `qkv` itself, with the tables of all positions. With norms, or where
     something is to be kept, whole heads turn."""
     tokens, total, dim = qkv.shape
-    if (norms is not None or keep is not None) and size != dim:
-        raise ValueError(f"head norms and memory need the whole head turned, not {size} of {dim} components")
-    assert qkv.is_contiguous()
     queries, keys = heads
-    pairs = power_of_2(size // 2)
-    heads_of = queries + keys if keep is None else total
-    block = max(1, min(_ELEMENTS // pairs, power_of_2(heads_of)))
+    norm, kept = norms is not None, keep is not None
+    launch, parts = _rotate_of(total, queries, keys, dim, size, interleaved, norm, kept)
+    assert qkv.is_contiguous()
     if tokens:
-        _rotate[(tokens * cdiv(heads_of, block),)](
+        launch(
+            tokens * parts,
             qkv,
             positions,
             cos,
             sin,
-            qkv if norms is None else norms.query,
-            qkv if norms is None else norms.key,
-            *((qkv, qkv, positions) if keep is None else keep),
+            *(() if norms is None else norms[:2]),
+            *(() if keep is None else keep),
             0.0 if norms is None else norms.eps,
-            WIDTH=total * dim,
-            QUERIES=queries,
-            TURNED=queries + keys,
-            TOTAL=heads_of,
-            DIM=dim,
-            HALF=size // 2,
-            HEADS=block,
-            PAIRS=pairs,
-            INTERLEAVED=interleaved,
-            NORM=norms is not None,
-            KEEP=keep is not None,
-            num_warps=warps_for(2 * block * pairs),
         )
-    query, key, value = qkv.split([queries, keys, keys], dim=1)
+    query, key, value = qkv.split_with_sizes((queries, keys, keys), 1)
     return query, key, value

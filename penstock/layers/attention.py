@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,14 +66,14 @@ def attend(
     that the step's own are in memory already (`Memory.keeps`)."""
     if batch.limits is not None and kind.causal:
         raise ValueError("rows with a key limit need attention that looks ahead")
-    if batch.memory is not None and batch.memory.paged is not None:
-        if not kept:
-            batch.memory.keep(layer, key, value)
-        return _generating(query, key, value, batch, batch.memory, batch.memory.paged, kind, layer)
-    if batch.memory is not None:
-        if bias is None and kind.softcap is None and read_in_place(batch.memory.store):
-            return _paged(query, key, value, batch, batch.memory, kind, layer, kept)
-        key, value = batch.memory.recall(layer, key, value)
+    if (memory := batch.memory) is not None:
+        if memory.paged is not None:
+            if not kept:
+                memory.keep(layer, key, value)
+            return _generating(query, key, value, batch, memory, memory.paged, kind, layer)
+        if bias is None and kind.softcap is None and read_in_place(memory.store):
+            return _paged(query, key, value, batch, memory, kind, layer, kept)
+        key, value = memory.recall(layer, key, value)
     if query.is_cuda and bias is None and kind.softcap is None and query.dtype in _HALVES:
         return _on_cuda(query, key, value, batch, kind)
     return _by_length(query, key, value, batch, kind, bias)
@@ -270,8 +270,7 @@ def _gqa_flag(grouped: bool) -> dict[str, Any]:
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
-    dim = query.shape[-1]
-    if batch.memory is not None or dim > _WIDEST or not fused(query):
+    if batch.memory is not None or query.shape[2] > _WIDEST or not fused(query):
         out = _varlen(query, key, value, batch, kind)
     else:
         out = _by_kernels(query, key, value, batch, kind)
@@ -280,38 +279,63 @@ def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: Atte
     return out
 
 
+class _Route(NamedTuple):
+    """Which rows of a step go where; the rest is the library's."""
+
+    short: Tensor | None  # the cumulative lengths of rows for `short_rows`
+    longest: int  # of these
+    own: Tensor | None  # of rows for `flash_rows`, behind them
+    longest_own: int
+    rows: int  # of both
+
+
+def _route(batch: Batch, reaches_all: bool) -> _Route:
+    """Found once a step: all its layers ask. `reaches_all` says that no window cuts a short row."""
+    key = ("attention", reaches_all, _OWN)
+    if (found := batch.routes.get(key)) is None:
+        short, longest = _rows_up_to(SHORT, batch) if reaches_all else (0, 0)
+        if short < batch.num_rows and short <= _FEW:
+            short = 0
+        own, longest_own = _rows_up_to(_OWN, batch)
+        own = max(own, short)
+        found = batch.routes[key] = _Route(
+            batch.cu_lengths[: short + 1] if short else None,
+            longest,
+            batch.cu_lengths[short : own + 1] if own > short else None,
+            longest_own,
+            own,
+        )
+    assert isinstance(found, _Route)
+    return found
+
+
 def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
     """Rows are ordered by length, so each kernel takes neighbours and writes their part of one output."""
     tokens, heads, dim = query.shape
-    reaches_all = kind.window is None or kind.window >= SHORT - 1
-    short, longest = _rows_up_to(SHORT, batch) if reaches_all else (0, 0)
-    if short < batch.num_rows and short <= _FEW:
-        short = 0
-    own, longest_own = _rows_up_to(_OWN, batch)
-    own = max(own, short)
-    if own < batch.num_rows:
-        out = _varlen(query, key, value, batch, kind, first_row=own)
+    route = _route(batch, kind.window is None or kind.window >= SHORT - 1)
+    if route.rows < batch.num_rows:
+        out = _varlen(query, key, value, batch, kind, first_row=route.rows)
     else:
-        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+        out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
     scale = dim**-0.5 if kind.scale is None else kind.scale
-    if short:
+    if route.short is not None:
         short_rows(
             query,
             key,
             value,
-            batch.cu_lengths[: short + 1],
-            max_length=longest,
+            route.short,
+            max_length=route.longest,
             scale=scale,
             causal=kind.causal,
             out=out,
         )
-    if own > short:
+    if route.own is not None:
         flash_rows(
             query,
             key,
             value,
-            batch.cu_lengths[short : own + 1],
-            max_length=longest_own,
+            route.own,
+            max_length=route.longest_own,
             scale=scale,
             causal=kind.causal,
             window=kind.window,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,7 @@ class Batch:
     adapters: Tensor | None = None  # int32 [rows], -1: none; None: no row has one
     limits: Limits | None = None  # of rows that attend to their leading tokens only
     generates: bool = False  # no token sees one after it, whatever the model does otherwise
+    routes: dict[object, Any] = field(default_factory=dict, init=False)  # what layers need not find out again
 
     @property
     def totals(self) -> Tensor:

@@ -35,23 +35,30 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "identity") -> None:
         self.out_features, self.in_features = weight.shape
         self.weight = weight
+        self.transposed = weight.t()  # to make it for each product costs the host more than it seems
         self.bias = bias
-        self.act = activation(act)
+        self.act = None if act == "identity" else activation(act)
         self.kernel = act if act in KINDS else None
         # The library's epilogue is the tanh form; in half precision the two differ by less than rounding.
         self.gelu = act.startswith("gelu") and weight.dtype in (torch.bfloat16, torch.float16)
 
     def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
-        x = plain(x, self.weight.dtype)
-        if self.gelu and x.is_cuda and fused(x) and self.bias is not None:  # the product's own epilogue
-            out = torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
-        elif self.kernel is not None and fused(
-            x
-        ):  # the bias goes with it; alone it costs the product nothing
-            out = bias_act_(F.linear(x, self.weight), self.bias, self.kernel)
+        if not isinstance(x, Tensor):
+            x = plain(x, self.weight.dtype)
+        if self.kernel is not None and fused(x):
+            if self.gelu and x.is_cuda and self.bias is not None:  # the product's own epilogue
+                out = torch._addmm_activation(self.bias, x, self.transposed, use_gelu=True)
+            else:  # the bias goes with it; alone it costs the product nothing
+                out = bias_act_(self._product(x, None), self.bias, self.kernel)
         else:
-            out = self.act(F.linear(x, self.weight, self.bias))
+            out = self._product(x, self.bias)
+            out = out if self.act is None else self.act(out)
         return out if residual is None else out + residual
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if not x.is_cuda or x.dim() != 2:
+            return F.linear(x, self.weight, bias)
+        return torch.mm(x, self.transposed) if bias is None else torch.addmm(bias, x, self.transposed)
 
 
 class PackedLinear:

@@ -18,6 +18,7 @@ class MLP:
     def __init__(self, up: LinearLayer, down: LinearLayer) -> None:
         self.up = up
         self.down = down
+        self.quantized = up if isinstance(up, Fp8Linear) and isinstance(down, Fp8Linear) else None
 
     @property
     def first(self) -> LinearLayer:
@@ -26,8 +27,8 @@ class MLP:
 
     def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
-        if isinstance(self.up, Fp8Linear) and isinstance(self.down, Fp8Linear):
-            return self.down(self.up.quantized(x), residual)
+        if self.quantized is not None:
+            return self.down(self.quantized.quantized(x), residual)
         return self.down(self.up(x), residual)
 
 

@@ -48,13 +48,12 @@ class Norm:
 
     def after(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Rows]:
         """x + residual normalised: as it goes on, and for the next layer. `x` may be overwritten."""
-        if self.quantizes and fused(x):
-            return add_norm_quantized(x, residual, self.weight, self.bias, self.eps, rms=self.rms, post=True)
-        if fused(x):
-            out = add_norm(x, residual, self.weight, self.bias, self.eps, rms=self.rms, keep=False)[1]
-        else:
+        if not fused(x):
             out = self(x + residual)
-        return out, out
+            return out, out
+        if self.quantizes:
+            return add_norm_quantized(x, residual, self.weight, self.bias, self.eps, rms=self.rms, post=True)
+        return add_norm(x, residual, self.weight, self.bias, self.eps, rms=self.rms, keep=False)
 
 
 class LayerNorm(Norm):

@@ -275,11 +275,13 @@ def _index(variant: Variant) -> Ints | None:
     return variant.index if variant.pairs is None else variant.tokens
 
 
+_PAIR_ARRAYS = tuple(f.name for f in fields(PairPlan) if f.type != "int")
+
+
 def _pair_arrays(pairs: PairPlan | None) -> dict[str, Ints]:
     if pairs is None:
         return {}
-    values = {field.name: getattr(pairs, field.name) for field in fields(PairPlan)}
-    return {name: value for name, value in values.items() if not isinstance(value, int)}
+    return {name: getattr(pairs, name) for name in _PAIR_ARRAYS}
 
 
 def _pairs(plan: StepPlan, sent: dict[str, Tensor]) -> dict[int, PairTensors]:

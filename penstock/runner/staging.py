@@ -55,7 +55,7 @@ class Staging:
         pinned = self._sent.next(total)[:total]
         np.concatenate(list(present.values()), out=pinned.numpy())
         flat = pinned.to(self.device, non_blocking=True)
-        parts = flat.split([len(array) for array in present.values()])
+        parts = flat.split_with_sizes([len(array) for array in present.values()])
         return dict(zip(present, parts, strict=True))
 
     def slot(self, size: int) -> Tensor:

@@ -113,6 +113,109 @@ def test_a_kernel_of_unknown_make_is_never_remembered(kernel: Any, monkeypatch: 
     assert not kernel.forms
 
 
+def test_a_kernel_with_its_constants_is_handed_addresses_from_its_second_launch_on(kernel: Any) -> None:
+    x, y = torch.zeros(64), torch.zeros(32)
+    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound(3, x, x, 8, 0.5)
+    bound(2, y, x, 5, 0.25)
+    assert len(kernel.compiled) == 1 and kernel.quick == 1
+    (args,) = kernel.compiled[0].launches
+    assert args[:9] == (2, 1, 1, 77, 0, (1,), None, None, None)
+    assert args[9:] == (y.data_ptr(), x.data_ptr(), 5, 0.25, 16, False)
+
+
+def test_a_kernel_with_its_constants_has_a_form_for_each_kind_of_tensor_and_device(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    wide, narrow = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
+    for x in (wide, narrow, wide, narrow):
+        bound(3, x, wide, 8, 0.5)
+    assert len(kernel.compiled) == 2 and kernel.quick == 2
+    monkeypatch.setattr(launch, "_where", lambda: (1, 77))
+    bound(3, wide, wide, 8, 0.5)
+    assert len(kernel.compiled) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(64)[1:]},
+        {"x": 7},
+        {"x": None},
+        {"scale": 2},
+        {"count": 1 << 31},
+        {"count": True},
+        {"count": torch.zeros(1)},
+    ],
+)
+def test_what_triton_looks_at_more_closely_is_left_to_it_with_constants_too(
+    kernel: Any, change: dict[str, Any]
+) -> None:
+    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    given = {"x": torch.zeros(64), "count": 8, "scale": 0.5}
+    for options in (given, given | change, given | change):
+        bound(3, options["x"], torch.zeros(64), options["count"], options["scale"])
+    assert kernel.quick == 0 and len(kernel.compiled) == 3
+    bound(3, torch.zeros(64), torch.zeros(64), 8, 0.5)
+    assert kernel.quick == 1
+
+
+def test_whoever_watches_launches_sees_those_with_constants(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    args = torch.zeros(64), torch.zeros(64), 8, 0.5
+    bound(3, *args)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.knobs.runtime, "launch_exit_hook", SimpleNamespace(calls=[print]))
+        bound(3, *args)
+        assert kernel.quick == 0
+    bound(3, *args)
+    assert kernel.quick == 1
+
+
+def test_a_kernel_that_is_triton_s_own_takes_its_constants_at_each_launch() -> None:
+    launches: list[Any] = []
+
+    class Plain:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **constants: launches.append((grid, args, constants))
+
+    language.fixed(Plain(), BLOCK=16)(3, "x", 8)
+    language.fixed(Plain(), (1, 0, 0), BLOCK=16)(2, "x", "y", 8)
+    assert launches == [((3,), ("x", 8), {"BLOCK": 16}), ((2,), ("y", "x", "x", 8), {"BLOCK": 16})]
+
+
+def test_a_tensor_that_stands_for_several_is_given_once(kernel: Any) -> None:
+    bound = kernel.fixed((0, 0), BLOCK=16, TWICE=False, num_warps=4)
+    x, y = torch.zeros(64), torch.zeros(64)
+    bound(3, x, 8, 0.5)
+    bound(3, y, 5, 0.25)
+    bound(3, y[1:], 5, 0.25)  # for Triton to look at
+    bound(3, y, 1 << 31, 0.25)
+    (args,) = kernel.compiled[0].launches
+    assert args[9:] == (y.data_ptr(), y.data_ptr(), 5, 0.25, 16, False)
+    assert kernel.quick == 1 and len(kernel.compiled) == 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_with_constants_gives_the_same(device: torch.device) -> None:
+    made = language.jit(loose=("count",))(_scaled)
+    if not isinstance(made, launch.Kernel):
+        pytest.skip("this release of Triton launches by itself")
+    bound = made.fixed(None, BLOCK=16, TWICE=True, num_warps=1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for first in (0, 1):
+            for count in (20, 9):
+                x = torch.randn(64, device=device, dtype=dtype)[first:]
+                out = torch.zeros_like(x)
+                bound(4, x, out, count, 0.5)
+                expected = torch.where(torch.arange(len(x), device=device) < count, x, 0)
+                torch.testing.assert_close(out, expected)
+    assert made.quick == 4
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_both_ways_give_the_same(device: torch.device) -> None:
     made = language.jit(loose=("count",))(_scaled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,7 @@ def only_interpreted() -> None:
 
 
 def batch_with(lengths: list[int], type_ids: Tensor | None = None) -> Batch:
-    batch = ordered_batch(lengths)
-    fields = {name: getattr(batch, name) for name in Batch.__slots__}
-    return Batch(**fields | {"type_ids": type_ids})
+    return replace(ordered_batch(lengths), type_ids=type_ids)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])

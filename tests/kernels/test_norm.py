@@ -23,10 +23,15 @@ def test_sum_and_norm_equal_the_reference(
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_sum_is_not_written_unless_it_goes_on(device: torch.device) -> None:
-    x, residual, weight = torch.ones(2, 16, device=device), torch.ones(2, 16, device=device), torch.ones(16)
-    add_norm(x, residual, weight.to(device), None, 1e-5, rms=True, keep=False)
-    assert (x == 1).all()
+@pytest.mark.parametrize("rms", [False, True])
+def test_where_the_sum_does_not_go_on_the_norm_takes_its_place(device: torch.device, rms: bool) -> None:
+    torch.manual_seed(2)
+    x, residual = (torch.randn(3, 100, device=device) for _ in range(2))
+    weight = torch.randn(100, device=device)
+    _, expected = add_norm_reference(x, residual, weight, None, 1e-5, rms=rms)
+    first, out = add_norm(x, residual, weight, None, 1e-5, rms=rms, keep=False)
+    assert first is x and out is x
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_half_precision_is_summed_in_fp32(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,3 +167,22 @@ def _varlen_stand_in(
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
         out[of_row] = (weights @ v).transpose(0, 1)
     return out
+
+
+def test_layers_of_a_step_find_once_which_rows_go_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = ordered_batch([3] * 20 + [64, 65, 300])
+    route = attention._route(batch, reaches_all=True)
+    assert route.short is not None and route.own is not None
+    assert route.short.tolist() == batch.cu_lengths[:22].tolist() and route.longest == 64
+    assert route.own.tolist() == batch.cu_lengths[21:].tolist() and route.longest_own == 300
+    assert attention._route(batch, reaches_all=True) is route
+    narrow = attention._route(batch, reaches_all=False)  # a window cuts short rows too
+    assert narrow.short is None and narrow.own is not None and len(narrow.own) == 24
+    assert attention._route(replace(batch), reaches_all=True) is not route
+    monkeypatch.setattr(attention, "_OWN", 100)
+    assert attention._route(batch, reaches_all=True).rows == 22
+
+
+def test_few_short_rows_among_longer_ones_go_with_them() -> None:
+    route = attention._route(ordered_batch([2, 2, 300]), reaches_all=True)
+    assert route.short is None and route.own is not None and len(route.own) == 4

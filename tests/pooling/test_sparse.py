@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ def ragged() -> Batch:
         rows = LENGTHS.count(length)
         groups.append(LengthGroup(row, rows, length, token))
         row, token = row + rows, token + rows * length
-    return Batch(**{name: getattr(batch, name) for name in Batch.__slots__} | {"groups": tuple(groups)})
+    return replace(batch, groups=tuple(groups))
 
 
 class Watched:
