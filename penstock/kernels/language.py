@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +25,23 @@ if FOUND:
 else:
     triton = tl = None
 
-__all__ = ["FOUND", "INTERPRETED", "cdiv", "fixed", "fused", "jit", "power_of_2", "switch", "tl", "warps_for"]
+__all__ = [
+    "FOUND",
+    "INTERPRETED",
+    "ahead",
+    "cdiv",
+    "fixed",
+    "fused",
+    "jit",
+    "power_of_2",
+    "repeated",
+    "switch",
+    "tl",
+    "warps_for",
+]
 
 _LAUNCHED = "3.6."  # the release whose compiled kernels are launched directly; others go Triton's own way
+_DIRECT = FOUND and not INTERPRETED and triton.__version__.startswith(_LAUNCHED)
 _devices: tuple[str, ...] = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
 
 
@@ -47,7 +63,7 @@ def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     a count became a multiple of 16, or a slice of the step's integers is aligned differently."""
     if not FOUND:
         return lambda function: function
-    if not INTERPRETED and triton.__version__.startswith(_LAUNCHED):
+    if _DIRECT:
         from penstock.kernels.launch import Kernel
 
         return lambda function: Kernel(function, loose)
@@ -55,6 +71,15 @@ def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
         do_not_specialize=list(loose), do_not_specialize_on_alignment=list(loose)
     )
     return made
+
+
+def ahead(threads: int) -> AbstractContextManager[None] | None:
+    """In which kernels are compiled by several threads instead of being run. None: they cannot be."""
+    if not _DIRECT:
+        return None
+    from penstock.kernels import launch
+
+    return launch.ahead(threads)
 
 
 def fixed(kernel: Any, places: tuple[int, ...] | None = None, **constants: Any) -> Callable[..., Any]:
@@ -68,6 +93,13 @@ def fixed(kernel: Any, places: tuple[int, ...] | None = None, **constants: Any) 
         return lambda programs, *args: kernel[(programs,)](*args, **constants)
     given = max(places) + 1
     return lambda programs, *args: kernel[(programs,)](*(args[i] for i in places), *args[given:], **constants)
+
+
+def repeated(launch: Callable[..., Any], programs: int, *args: Any) -> Callable[[], Any]:
+    """A launch of what `fixed` gave, to be made again and again with the same arguments on the same stream;
+    what can be found out once is found out by the first."""
+    prepare: Callable[..., Callable[[], Any]] | None = getattr(launch, "prepared", None)
+    return partial(launch, programs, *args) if prepare is None else prepare(programs, *args)
 
 
 def power_of_2(size: int) -> int:

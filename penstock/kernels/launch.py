@@ -7,19 +7,22 @@ is out of the ordinary, Triton launches as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial, reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
+from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _INT32 = 1 << 31
 MOST = 1024  # compiled forms that a kernel remembers
+_ahead = False  # kernels are compiled and not run
 
 
 class Form(NamedTuple):
@@ -106,6 +109,9 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
         return launch
 
+    def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        return super().run(*args, grid=grid, warmup=warmup or _ahead, **constants)
+
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         if (reads := self._reads) is None:
             reads = self._reads = Reads.of(args, self._loose)
@@ -147,6 +153,36 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return Form(call, (*before, metadata, None, None, None), values)
 
 
+class _Compilers(ThreadPoolExecutor):
+    """Threads that make a kernel ready for its first launch: that it is loaded and can be called from here
+    takes as long as compiling it."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads, "penstock-compile", torch.cuda.set_device, (torch.cuda.current_device(),))
+
+    def submit(self, compiled: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        def ready() -> Any:
+            kernel = compiled(*args, **options)
+            with suppress(Exception):  # its first launch will say so itself
+                _ = kernel.run
+            return kernel
+
+        return super().submit(ready)
+
+
+@contextmanager
+def ahead(threads: int) -> Iterator[None]:
+    """Kernels that are launched in here are compiled side by side, and none is run: what they would have
+    written is left as it was found. On leaving, all are there."""
+    global _ahead
+    with _Compilers(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        _ahead = True
+        try:
+            yield
+        finally:
+            _ahead = False
+
+
 class Bound:
     """A kernel with its constants, for launches that differ in tensors and numbers alone; made once for each
     set of constants and kept by whoever launches. Tensors come first.
@@ -164,6 +200,32 @@ class Bound:
         self._types: tuple[type, ...] | None = None  # of the numbers behind; None: nothing has been launched
         self._aligned: tuple[int, ...] = ()  # tensors whose address counts
         self._integers: tuple[int, ...] = ()
+
+    def prepared(self, programs: int, *args: Any) -> Callable[[], Any]:
+        """See `language.repeated`."""
+        made: Callable[[], Any] | None = None
+
+        def launch() -> Any:
+            nonlocal made
+            if made is not None:
+                return made()
+            before = self.kernel.quick
+            found = self(programs, *args)
+            if self.kernel.quick > before:  # all was as it should be, and will be the next time
+                made = self._as_launched(programs, args)
+            return found
+
+        return launch
+
+    def _as_launched(self, programs: int, args: tuple[Any, ...]) -> Callable[[], Any]:
+        """The launch that was just made the short way, once more."""
+        tensors = args[: self._tensors]
+        device, stream = _where()
+        form = self.forms[device, (*map(_dtype, tensors),)]
+        addresses = [*map(_address, tensors)]
+        where = addresses if self._spread is None else self._spread(addresses)
+        numbers = args[self._tensors :]
+        return partial(form.run, programs, 1, 1, stream, *form.before, *where, *numbers, *form.constants)
 
     def __call__(self, programs: int, *args: Any) -> Any:
         kernel, numbers = self.kernel, args[self._tensors :]

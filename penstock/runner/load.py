@@ -149,16 +149,24 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
     """First steps of every kind, in which kernels are compiled, and the first graphs."""
     import torch
 
+    from penstock.kernels.language import ahead
     from penstock.runner import warmup
     from penstock.runner.decode import first_keys
 
     lengths = warmup.KERNEL_LENGTHS if runner.device.type == "cuda" else warmup.LENGTHS
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
     generates = runner.generator is not None and settings.max_model_len >= 8
-    with watch.timed("first steps"):
+
+    def pooled() -> None:
         warmup.warm_up(runner, longest, lengths)
         if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
             warmup.warm_up_memory(runner, BLOCK_SIZE)
+
+    if runner.device.type == "cuda" and (compiling := ahead(min(available_cpus(), _COMPILERS))) is not None:
+        with watch.timed("kernels"), compiling:
+            pooled()
+    with watch.timed("first steps"):
+        pooled()
         if runner.generator is not None and generates:
             room = min(settings.max_model_len - 3, settings.max_num_batched_tokens)
             warmup.warm_up_generation(runner, runner.generator.sampler, blocks, room)
@@ -171,6 +179,7 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
                 warmup.capture_decoding(runner.decode, first_keys(settings.max_num_seqs))
 
 
+_COMPILERS = 8  # threads; more than that wait for one another
 _ROW_PLACES = 4096  # queries with one vector each; a request may hold that many at once
 _LATE_PLACES = 1 << 16  # token vectors of queries
 

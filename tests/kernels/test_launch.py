@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.kernels import language
 
 launch = pytest.importorskip("penstock.kernels.launch")
 tl = pytest.importorskip("triton.language")
+_async_compile = pytest.importorskip("triton.runtime._async_compile")
 
 
 def _scaled(
@@ -232,3 +234,87 @@ def test_both_ways_give_the_same(device: torch.device) -> None:
                 )
                 torch.testing.assert_close(out, expected)
     assert made.quick == 8
+
+
+def test_a_launch_that_is_repeated_is_looked_at_once(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = kernel.fixed((0, 0), BLOCK=16, TWICE=False, num_warps=4)
+    x = torch.zeros(64)
+    again = language.repeated(bound, 3, x, 8, 0.5)
+    again()  # compiles
+    again()  # goes the short way
+    assert len(kernel.compiled) == 1 and kernel.quick == 1
+    monkeypatch.setattr(launch, "_address", None)  # nobody looks any more
+    again()
+    again()
+    launches = kernel.compiled[0].launches
+    assert len(launches) == 3 and kernel.quick == 1 and len(set(launches)) == 1
+    assert launches[0][9:] == (x.data_ptr(), x.data_ptr(), 8, 0.5, 16, False)
+
+
+def test_what_triton_looks_at_more_closely_it_looks_at_each_time(kernel: Any) -> None:
+    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound(3, torch.zeros(64), torch.zeros(64), 8, 0.5)
+    again = language.repeated(bound, 3, torch.zeros(64)[1:], torch.zeros(64), 8, 0.5)
+    for _ in range(3):
+        again()
+    assert kernel.quick == 0 and len(kernel.compiled) == 4
+
+
+def test_a_launch_of_triton_s_own_is_repeated_as_it_is() -> None:
+    launches: list[Any] = []
+    again = language.repeated(lambda *args: launches.append(args), 3, "x", 8)
+    again()
+    again()
+    assert launches == [(3, "x", 8)] * 2
+
+
+def test_kernels_ahead_are_compiled_by_threads_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler that Triton's own way calls; the threads also make each kernel ready to be launched."""
+    threads: list[str] = []
+
+    class Made:
+        @property
+        def run(self) -> Any:
+            threads.append(threading.current_thread().name)
+            return lambda *args: None
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        mode = _async_compile.active_mode.get()
+        assert warmup is (mode is not None)
+        return Made() if mode is None else mode.submit(constants["BLOCK"], Made, lambda kernel: None)
+
+    monkeypatch.setattr(launch.JITFunction, "run", run)
+    monkeypatch.setattr(launch, "_where", lambda: (0, 77))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    kernel = launch.Kernel(_scaled, ("count",))
+    bound = kernel.fixed(None, BLOCK=64, TWICE=False)
+    x = torch.zeros(64)
+    with launch.ahead(2):
+        for block in (16, 32, 16):
+            kernel[(3,)](x, x, 8, 0.5, BLOCK=block, TWICE=False)
+        bound(3, x, x, 8, 0.5)
+    assert len(threads) == 3 and all(name.startswith("penstock-compile") for name in threads)
+    assert not kernel.forms and not bound.forms and kernel.quick == 0
+    bound(3, x, x, 8, 0.5)  # is run again
+
+
+def test_a_kernel_that_cannot_be_compiled_says_so_when_it_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused() -> Any:
+        raise ValueError("no such form")
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        mode = _async_compile.active_mode.get()
+        return refused() if mode is None else mode.submit(1, refused, lambda kernel: None)
+
+    monkeypatch.setattr(launch.JITFunction, "run", run)
+    monkeypatch.setattr(launch, "_where", lambda: (0, 77))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    kernel = launch.Kernel(_scaled, ("count",))
+    with launch.ahead(2):
+        call(kernel, torch.zeros(64))
+    with pytest.raises(ValueError, match="no such form"):
+        call(kernel, torch.zeros(64))
