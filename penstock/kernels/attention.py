@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, fixed, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import cdiv, fixed, jit, power_of_2, repeated, tl, warps_for
 
 SHORT = 64  # tokens; the longest row whose scores one program holds
 _LOG2E = 1.4426950408889634
@@ -228,8 +228,11 @@ def _key_tile(
     other = start + tl.arange(0, KEYS)
     if PAGED:
         at = tl.load(slots + other, mask=other < seen, other=0).to(tl.int64)
-    else:
-        at = (first_key + other).to(tl.int64)
+    else:  # one long number for all, so that only short ones are counted with for each key
+        base = (first_key + start).to(tl.int64)
+        key += base * KEY_STRIDE
+        value += base * VALUE_STRIDE
+        at = tl.arange(0, KEYS)
     if MASKED:
         here = (other[:, None] < seen) & (comp[None, :] < DIM)
         k = tl.load(key + at[:, None] * KEY_STRIDE + comp[None, :], mask=here, other=0.0)
@@ -433,10 +436,10 @@ def flash_rows(
     and `out` holds here too. With `limits` a row's tokens must all see a key. With `remembered` key and value
     hold the step's own tokens alone, and the keys before them are found by their slots."""
     tokens, heads, dim = query.shape
-    rows = cu_lengths.shape[0] - 1
     if out is None:
         out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
     assert remembered is None or (cu_keys is not None and limits is None)
+    rows = cu_lengths.shape[0] - 1
     if rows and tokens:
         strides = query.stride(), key.stride(), value.stride()
         old = None if remembered is None else remembered.keys.stride(0)
@@ -448,18 +451,30 @@ def flash_rows(
         more: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
         more = more if limits is None else (*more, limits)
         more = more if remembered is None else (*more, *remembered)
-        launch(
-            rows * heads * count,
-            query,
-            key,
-            value,
-            out,
-            cu_lengths,
-            *more,
-            count,
-            scale * _LOG2E,
-        )
+        launch(rows * heads * count, query, key, value, out, cu_lengths, *more, count, scale * _LOG2E)
     return out
+
+
+def flash_launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_lengths: Tensor,
+    *,
+    max_length: int,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    out: Tensor,
+) -> Callable[[], Any]:
+    """`flash_rows` to be called as often as these tensors are written anew; it keeps them alive."""
+    _, heads, dim = query.shape
+    strides = query.stride(), key.stride(), value.stride()
+    launch, queries = _flash_of(*strides, heads, key.shape[1], dim, causal, window, False, None, None, False)
+    count, rows = cdiv(max_length, queries), cu_lengths.shape[0] - 1
+    if not rows or not len(query):
+        return lambda: None
+    return repeated(launch, rows * heads * count, query, key, value, out, cu_lengths, count, scale * _LOG2E)
 
 
 @jit(loose=("slots",))

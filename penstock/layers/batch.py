@@ -125,7 +125,24 @@ class Batch:
     adapters: Tensor | None = None  # int32 [rows], -1: none; None: no row has one
     limits: Limits | None = None  # of rows that attend to their leading tokens only
     generates: bool = False  # no token sees one after it, whatever the model does otherwise
+    shares: bool = False  # layers write to the same places one after another
     routes: dict[object, Any] = field(default_factory=dict, init=False)  # what layers need not find out again
+
+    def places(self, widths: tuple[int, ...], like: Tensor) -> tuple[Tensor | None, ...]:
+        """A place [tokens, width] for each of these, the same for all layers of the step that ask for the
+        same widths: to come by memory costs the host as much as a launch. None: whoever writes makes one."""
+        if not self.shares:
+            return (None,) * len(widths)
+        if (found := self.routes.get(widths)) is None:
+            made = (torch.empty((self.num_tokens, w), dtype=like.dtype, device=like.device) for w in widths)
+            found = self.routes[widths] = tuple(made)
+            self.routes.setdefault("places", set()).update(map(id, found))
+        places: tuple[Tensor, ...] = found
+        return places
+
+    def lasts(self, x: Tensor) -> bool:
+        """Whether it is such a place, so that the next layer has the same."""
+        return id(x) in self.routes.get("places", ())
 
     @property
     def totals(self) -> Tensor:

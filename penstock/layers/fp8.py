@@ -36,7 +36,7 @@ class Fp8Linear:
             return False
         return outputs % _STEP == 0 and inputs % _STEP == 0
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if self.kernel is not None and fused(self.weight.values):
             out = bias_act_(self._product(x, None), self.bias, self.kernel)
         else:
@@ -78,7 +78,7 @@ class BlockLinear:
         self.act = None if act == "identity" else activation(act)
         self.kernel = act if act in KINDS else None
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = plain(x, self.dtype)
         if self.kernel is not None and fused(x):
             out = bias_act_(block_product(x, self.weight), self.bias, self.kernel)

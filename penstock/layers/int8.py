@@ -33,7 +33,7 @@ class Int8Linear:
         # both ends, because a rounded zero point moves the outermost values by up to half a level.
         self.levels = (255 if has_vnni() else 127) - 2
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = plain(x)
         low = x.amin(dim=1, keepdim=True).clamp_max_(0)
         high = x.amax(dim=1, keepdim=True).clamp_min_(0)

@@ -26,8 +26,9 @@ class LinearLayer(Protocol):
     in_features: int
     out_features: int
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
-        """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last."""
+    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last. The result may be written
+        to `out`, which nothing else reads, or lie elsewhere."""
         ...
 
 
@@ -42,23 +43,25 @@ class Linear:
         # The library's epilogue is the tanh form; in half precision the two differ by less than rounding.
         self.gelu = act.startswith("gelu") and weight.dtype in (torch.bfloat16, torch.float16)
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor):
             x = plain(x, self.weight.dtype)
         if self.kernel is not None and fused(x):
             if self.gelu and x.is_cuda and self.bias is not None:  # the product's own epilogue
-                out = torch._addmm_activation(self.bias, x, self.transposed, use_gelu=True)
+                out = torch._addmm_activation(self.bias, x, self.transposed, use_gelu=True, out=out)
             else:  # the bias goes with it; alone it costs the product nothing
-                out = bias_act_(self._product(x, None), self.bias, self.kernel)
+                out = bias_act_(self._product(x, None, out), self.bias, self.kernel)
         else:
-            out = self._product(x, self.bias)
+            out = self._product(x, self.bias, out)
             out = out if self.act is None else self.act(out)
         return out if residual is None else out + residual
 
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         if not x.is_cuda or x.dim() != 2:
             return F.linear(x, self.weight, bias)
-        return torch.mm(x, self.transposed) if bias is None else torch.addmm(bias, x, self.transposed)
+        if bias is None:
+            return torch.mm(x, self.transposed, out=out)
+        return torch.addmm(bias, x, self.transposed, out=out)
 
 
 class PackedLinear:
@@ -79,16 +82,16 @@ class PackedLinear:
         self.op, self.algorithm = self.FUSED.get(act, ("none", ""))
         self.act = activation(act)
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = plain(x, self.weight.dtype)
-        out: Tensor
+        made: Tensor
         if residual is not None and self.op == "none" and self.fused:
-            out = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
-            return out
-        out = _mkldnn()._linear_pointwise(x, self.weight, self.bias, self.op, [], self.algorithm)
+            made = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+            return made
+        made = _mkldnn()._linear_pointwise(x, self.weight, self.bias, self.op, [], self.algorithm)
         if not self.fused:
-            out = self.act(out)
-        return out if residual is None else out + residual
+            made = self.act(made)
+        return made if residual is None else made + residual
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, act: str, quantization: str | None) -> LinearLayer:

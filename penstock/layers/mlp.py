@@ -25,11 +25,18 @@ class MLP:
         """The layer that reads what comes in."""
         return self.up
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
+    def __call__(
+        self,
+        x: Rows,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        middle: Tensor | None = None,
+    ) -> Tensor:
+        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out`, and
+        `middle` for what lies between the two layers, are places for results as a layer takes them."""
         if self.quantized is not None:
-            return self.down(self.quantized.quantized(x), residual)
-        return self.down(self.up(x), residual)
+            return self.down(self.quantized.quantized(x), residual, out)
+        return self.down(self.up(x, out=middle), residual, out)
 
 
 class GatedMLP:
@@ -48,13 +55,19 @@ class GatedMLP:
         """The layer that reads what comes in."""
         return self.gate_up
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
-        both = self.gate_up(x)
+    def __call__(
+        self,
+        x: Rows,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        middle: Tensor | None = None,
+    ) -> Tensor:
+        """As `MLP`; `middle` is as wide as gate and up."""
+        both = self.gate_up(x, out=middle)
         if self.kernel is not None and fused(both):
             if isinstance(self.down, Fp8Linear):
-                return self.down(gated_quantized(both, self.kernel, self.gate_first), residual)
-            return self.down(gated(both, self.kernel, self.gate_first), residual)
+                return self.down(gated_quantized(both, self.kernel, self.gate_first), residual, out)
+            return self.down(gated(both, self.kernel, self.gate_first), residual, out)
         first, second = both.chunk(2, dim=-1)  # views, [tokens, intermediate] each
         gate, up = (first, second) if self.gate_first else (second, first)
-        return self.down(self.act(gate).mul_(up), residual)
+        return self.down(self.act(gate).mul_(up), residual, out)

@@ -60,8 +60,9 @@ class SparseMLP:
         few = shape.experts <= MOST_EXPERTS and shape.chosen <= MOST_CHOSEN
         self.kernel = act if act in KINDS and few else None
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last."""
+    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` is left
+        alone."""
         x = plain(x, self.router.dtype)
         if self._fused(x):
             return self._run(x.contiguous(), residual)

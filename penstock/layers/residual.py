@@ -22,13 +22,16 @@ from penstock.layers.norm import Norm
 class Part(Protocol):
     """A linear layer or a feed-forward block."""
 
-    def __call__(self, x: Rows, residual: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor: ...
 
 
-def add_norm(part: Part, norm: Norm, x: Rows, residual: Tensor) -> tuple[Tensor, Rows]:
-    """norm(part(x) + residual), what a post-norm model does: as it goes on, and for the next part."""
+def add_norm(
+    part: Part, norm: Norm, x: Rows, residual: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Rows]:
+    """norm(part(x) + residual), what a post-norm model does: as it goes on, and for the next part. `out` is
+    a place for it, not that of the residual."""
     if fused(residual):
-        return norm.after(part(x), residual)
+        return norm.after(part(x, out=out), residual)
     out = norm(part(x, residual))
     return out, out
 

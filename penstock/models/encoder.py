@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,14 +104,16 @@ class EncoderLayer:
             build.linear(prefix + names.down, shape.intermediate, hidden),
         )
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
+        self.widths = (3 * hidden, hidden, shape.intermediate, hidden)
 
     def __call__(
         self, hidden: Tensor, fed: Rows, batch: Batch, bias: ScoreBias | None
     ) -> tuple[Tensor, Rows]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
-        context = attend_fused(self.qkv(fed), self.heads, batch, BIDIRECTIONAL, bias)
-        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden)
-        return add_norm(self.mlp, self.output_norm, fed, hidden)
+        qkv, between, middle, last = batch.places(self.widths, hidden)
+        context = attend_fused(self.qkv(fed, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
+        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden, between)
+        return add_norm(partial(self.mlp, middle=middle), self.output_norm, fed, hidden, last)
 
 
 class Encoder:

@@ -7,6 +7,7 @@ keeps the names of the code that trained it or those of a transformers port; whi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -93,16 +94,18 @@ class RotaryEncoderLayer:
             up = _joined(build, prefix, names.up, hidden, inner, shape.act, bias=shape.up_bias)
             self.mlp = MLP(up, down)
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
+        self.widths = (3 * hidden, hidden, up.out_features, hidden)
 
     def __call__(self, hidden: Tensor, fed: Rows, batch: Batch, angles: Angles | None) -> tuple[Tensor, Rows]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
-        qkv = self.qkv(fed)
+        place, between, middle, last = batch.places(self.widths, hidden)
+        qkv = self.qkv(fed, out=place)
         if self.rotary is None or angles is None:
             context = attend_fused(qkv, self.heads, batch)
         else:
             context = attend(*self.rotary.fused(qkv, self.heads, angles), batch)
-        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden)
-        return add_norm(self.mlp, self.output_norm, fed, hidden)
+        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden, between)
+        return add_norm(partial(self.mlp, middle=middle), self.output_norm, fed, hidden, last)
 
 
 class RotaryEncoder:

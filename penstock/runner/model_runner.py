@@ -195,6 +195,7 @@ class ModelRunner:
             memory=self._memory(plan.kv, sent),
             limits=_limits(plan.limits, sent),
             generates=plan.sample is not None,
+            shares=self.device.type == "cuda",
         )
         return batch, sent
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from penstock.kernels.attention import (
     keep_rows,
     short_rows,
 )
+from penstock.layers import attention as layers
+from tests.layers.test_attention import ordered_batch
 
 SMALL = Tiles(32, 16, 4, 2)
 
@@ -166,3 +170,26 @@ def test_only_what_has_a_slot_is_kept(device: torch.device) -> None:
     for mine, theirs in ((keys, key), (values, value)):
         assert torch.equal(mine[[7, 0, 8]], theirs[[0, 2, 3]])
         assert not mine[1:7].any()
+
+
+@pytest.mark.parametrize("lengths", [[40, 70], [3] * 20 + [70]])
+def test_the_next_layer_repeats_the_launch_on_what_it_has_written(
+    lengths: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where layers share their places, with long rows alone and with short ones before them."""
+    monkeypatch.setattr(
+        layers, "attend", lambda q, k, v, batch, kind, bias: layers._by_kernels(q, k, v, batch, kind)
+    )
+    shared = replace(ordered_batch(lengths), shares=True, cu_lengths=ragged(lengths, device))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    (qkv,) = shared.places((3 * 64,), torch.empty(0, device=device, dtype=dtype))
+    assert qkv is not None and shared.places((3 * 64,), qkv)[0] is qkv
+    found, alone = [], replace(shared, shares=False)
+    for _ in range(3):
+        qkv.copy_(torch.randn(qkv.shape))
+        found.append(layers.attend_fused(qkv, 2, shared))
+        close(found[-1], layers.attend_fused(qkv.clone(), 2, alone))
+    assert found[0] is found[1] is found[2]
+    assert ("again" in shared.routes) is (len(lengths) == 2) and not alone.routes.keys() & {"again", "parts"}
+    other = torch.randn_like(qkv)  # lies elsewhere, as what an fp8 layer gives
+    close(layers.attend_fused(other, 2, shared), layers.attend_fused(other, 2, alone))
