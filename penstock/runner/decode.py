@@ -7,9 +7,6 @@ the logits and, where rows ask for nothing that needs more, the choice of the to
 
 from __future__ import annotations
 
-import logging
-import time
-import traceback
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -26,14 +23,11 @@ from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Memory, Paged
 from penstock.models.registry import Model
 from penstock.runner.base import BLOCK_SIZE
-from penstock.runner.buckets import NoGroups, NotCapturable
-from penstock.runner.faults import out_of_memory
+from penstock.runner.buckets import NoGroups
+from penstock.runner.capture import Capture, Captures
 from penstock.runner.generator import Generator
-from penstock.runner.graphs import FAILURES, SCARCE_S, Capture, CudaCapture
 from penstock.runner.staging import Staging
 from penstock.sampling.plan import EDITS, Need
-
-log = logging.getLogger("penstock.graphs")
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 WIDTHS = (16, 64, 256, 1024, 4096, 16384)  # blocks of the longest row
@@ -110,25 +104,20 @@ class Graph:
     slots: Tensor  # int32 [rows]
 
 
-class DecodeGraphs:
+class DecodeGraphs(Captures[Key, Graph]):
+    kind = "steps that continue rows"
+
     def __init__(
         self, model: Model, generator: Generator, staging: Staging, store: KVStore, capture: Capture
     ) -> None:
+        super().__init__(staging, capture)
         self.model = model
         self.generator = generator
-        self.staging = staging
         self.store = store
-        self.capture = capture
-        self.captured: dict[Key, Graph] = {}
         self._uses: Counter[Key] = Counter()
-        self.refused: set[Key] = set()
-        self.replays = 0
-        self.capture_s = 0.0
         # Graphs read where they were captured, so there is room for the largest from the beginning.
         most = Layout(_bucket(ROWS, generator.spare), _bucket(WIDTHS, store.keys.shape[1] // BLOCK_SIZE)).size
         self.integers = torch.zeros(most, dtype=torch.int32, device=staging.device)
-        self._failures = 0
-        self._not_before = 0.0  # captures, where memory ran out
 
     def key_of(self, plan: StepPlan, sample: SamplePlan) -> Key | None:
         """None: such a step is never replayed."""
@@ -178,45 +167,12 @@ class DecodeGraphs:
         self.integers[: layout.size].copy_(pinned, non_blocking=True)
 
     def _capture(self, key: Key) -> Graph | None:
-        began = time.perf_counter()
-        if key in self.refused or self._failures >= FAILURES or len(self.captured) >= MOST:
+        if key in self.refused or self.gave_up or len(self.captured) >= MOST:
             return None
-        if began < self._not_before:
+        if self.clock() < self._not_before:
             return None
         layout = Layout(key.rows, key.width)
-        try:
-            graph = self._captured(key, layout)
-        except NotCapturable as error:
-            self._failures = FAILURES
-            log.info("rows are continued without graphs: %s", error)
-            return None
-        except Exception as error:
-            self.refused.add(key)
-            self._failures += 1
-            if out_of_memory(error):
-                traceback.clear_frames(error.__traceback__)  # the tensors of half a capture
-                self._make_room()
-            log.warning(
-                "no graph for steps that continue %d rows: %s: %s", key.rows, type(error).__name__, error
-            )
-            return None
-        self.captured[key] = graph
-        took = time.perf_counter() - began
-        self.capture_s += took
-        log.debug("captured %s in %.1f ms", key, took * 1000)
-        return graph
-
-    def drop(self) -> None:
-        """Give back what all graphs hold: a step needs it more."""
-        self.captured.clear()
-        if isinstance(self.capture, CudaCapture):
-            self.capture.renew()
-        self._make_room()
-
-    def _make_room(self) -> None:
-        self._not_before = time.perf_counter() + SCARCE_S
-        if self.staging.device.type == "cuda":
-            torch.cuda.empty_cache()
+        return self._taken(key, lambda: self._captured(key, layout), f"steps that continue {key.rows} rows")
 
     def _captured(self, key: Key, layout: Layout) -> Graph:
         # What is captured runs once before, and no row may be continued by that. These integers are one more

@@ -8,10 +8,8 @@ and wherever a graph cannot be had, steps run as they always do.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -31,24 +29,19 @@ from penstock.runner.buckets import (
     Bucket,
     Layout,
     NoGroups,
-    NotCapturable,
     bucket_of,
     largest_size,
     memory_of,
 )
-from penstock.runner.faults import out_of_memory
+from penstock.runner.capture import Capture, Captures
 from penstock.runner.staging import Staging
 
 log = logging.getLogger("penstock.graphs")
-Work = Callable[[], list[Tensor]]
-Capture = Callable[[Work], tuple[Callable[[], None], list[Tensor]]]  # → (replay, what it writes to)
 
 USES = 2  # of a shape, before it is captured
 MOST = 256  # graphs
 MOST_BYTES = 1 << 30  # of what they write to; all else they share
-FAILURES = 3  # captures that fail before no more are tried
 _REST = 4.0  # a capture is followed by so many times its own duration without another
-SCARCE_S = 60.0  # without captures after memory ran out
 _WORTH = 1.5  # a step that keeps the device busy for so many times the host's work gains nothing
 
 
@@ -84,54 +77,7 @@ class _Seen:
         return self.host_s < float("inf") and self.device_s < _WORTH * self.host_s
 
 
-class CudaCapture:
-    """Captures into one pool of memory, which all graphs share: they run one after another, and each copies
-    its results out before the next begins."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.renew()
-
-    def renew(self) -> None:
-        """Another pool, for that of graphs which are all gone, or of a broken capture, is closed for good."""
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(self.device)
-
-    def __call__(self, work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-        work()  # nothing may be compiled or set up during the capture
-        graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        collects = gc.isenabled()
-        gc.disable()  # what is freed meanwhile might ask the device for something
-        try:
-            with torch.cuda.stream(self.stream):
-                # Not by torch.cuda.graph, which waits for the device and empties its cache first.
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    outputs = work()
-                except BaseException:
-                    self._abandon(graph)
-                    raise
-                graph.capture_end()
-        except BaseException:
-            self.renew()  # a pool that a broken capture has left open is of no more use
-            raise
-        finally:
-            if collects:
-                gc.enable()
-        return graph.replay, outputs
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed. Where it cannot be ended the allocator still has to be told: as long as
-        it believes in a capture it gives no cached memory back, and steps would run out of it."""
-        try:
-            graph.capture_end()
-        except Exception:
-            with contextlib.suppress(Exception):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
-
-
-class Graphs:
+class Graphs(Captures[Key, Graph]):
     def __init__(
         self,
         model: Model,
@@ -141,22 +87,14 @@ class Graphs:
         clock: Callable[[], float] = time.perf_counter,
         cache: tuple[KVStore, Tensor] | None = None,
     ) -> None:
+        super().__init__(staging, capture, clock)
         self.model = model
         self.pooler = pooler
-        self.staging = staging
         self.cache = cache
         self._sums = pooler.carries or any(head.method in CARRIED for head in pooler.heads.values())
-        self.capture = CudaCapture(staging.device) if capture is None else capture
-        self.clock = clock
         self.integers = torch.zeros(largest_size(), dtype=torch.int32, device=staging.device)
-        self.captured: dict[Key, Graph] = {}
-        self.refused: set[Key] = set()
-        self.replays = 0
-        self.capture_s = 0.0
         self.held_bytes = 0
         self._seen: dict[Key, _Seen] = {}
-        self._failures = 0
-        self._not_before = 0.0
         self._at_once = False
 
     @contextlib.contextmanager
@@ -273,7 +211,7 @@ class Graphs:
             seen.host_s, seen.device_s = min(seen.host_s, host_s), min(seen.device_s, device_s)
 
     def _due(self, key: Key) -> bool:
-        if key in self.refused or self._failures >= FAILURES or self.full:
+        if key in self.refused or self.gave_up or self.full:
             return False
         seen = self._seen.setdefault(key, _Seen())
         seen.uses += 1
@@ -283,51 +221,19 @@ class Graphs:
 
     def _capture(self, key: Key, layout: Layout) -> Graph | None:
         began = self.clock()
-        try:
-            graph = self._captured(key, layout)
-        except NotCapturable as error:
-            self._failures = FAILURES
-            log.info("steps run without graphs: %s", error)
+        steps = "steps of {} tokens in {} rows".format(*key.bucket[:2])
+        graph = self._taken(key, lambda: self._captured(key, layout), steps)
+        if graph is None:
             return None
-        except Exception as error:
-            self.refused.add(key)
-            self._failures += 1
-            if out_of_memory(error):
-                traceback.clear_frames(error.__traceback__)  # the tensors of half a capture
-                self._make_room()
-            log.warning(
-                "no graph for steps of %d tokens in %d rows: %s: %s",
-                *key.bucket[:2],
-                type(error).__name__,
-                error,
-            )
-            if self._failures == FAILURES:
-                log.warning("no more graphs are tried after %d failures", FAILURES)
-            return None
-        self.captured[key] = graph
-        took = self.clock() - began
-        self.capture_s += took
-        self._not_before = began + took * (1 + _REST)
-        log.debug("captured %s in %.1f ms", key, took * 1000)
+        self._not_before = began + (self.clock() - began) * (1 + _REST)
         self.held_bytes += sum(output.nbytes for output in graph.outputs)
         if self.full:
             log.info("%d graphs are captured; steps of further shapes run without", len(self.captured))
         return graph
 
     def drop(self) -> None:
-        """Give back what all graphs hold: a step needs it more. Shapes that come again are captured again."""
-        if self.captured:
-            log.warning("%d graphs are given up: memory ran out", len(self.captured))
-        self.captured.clear()
         self.held_bytes = 0
-        if isinstance(self.capture, CudaCapture):
-            self.capture.renew()
-        self._make_room()
-
-    def _make_room(self) -> None:
-        self._not_before = self.clock() + SCARCE_S
-        if self.staging.device.type == "cuda":
-            torch.cuda.empty_cache()
+        super().drop()
 
     def _captured(self, key: Key, layout: Layout) -> Graph:
         batch, params = _batch(layout, self.integers, self.cache), key.params

@@ -21,9 +21,10 @@ from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.base import BLOCK_SIZE
+from penstock.runner.capture import Work
 from penstock.runner.decode import USES, DecodeGraphs, Key, first_keys
 from penstock.runner.generator import Generator
-from penstock.runner.graphs import Graphs, Work
+from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.lane import Lane, LaneLimits
 from penstock.weights.stream import open_weights

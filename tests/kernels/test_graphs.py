@@ -21,7 +21,8 @@ from penstock.layers import attention
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
-from penstock.runner.graphs import Graphs, Work
+from penstock.runner.capture import Work
+from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share

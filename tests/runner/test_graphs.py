@@ -32,7 +32,8 @@ from penstock.runner.buckets import (
     largest_size,
     memory_of,
 )
-from penstock.runner.graphs import FAILURES, USES, Graphs, Work
+from penstock.runner.capture import FAILURES, Work
+from penstock.runner.graphs import USES, Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
