@@ -17,6 +17,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -203,6 +204,7 @@ class Figures:
     tpot_ms: float = 0.0  # of what generates; its rate is in tokens
     ttft_ms: float = 0.0
     beside: float = 0.0  # embeddings/s at the same time
+    busy: float = 0.0  # share of the run that steps spent on the device; 0: not known
 
 
 @dataclass
@@ -249,7 +251,9 @@ class Memory(threading.Thread):
 class Server:
     """`penstock serve` in a process of its own, with its log in a file."""
 
-    def __init__(self, setup: Setup, options: argparse.Namespace, logs: Path) -> None:
+    def __init__(
+        self, setup: Setup, options: argparse.Namespace, logs: Path, more: tuple[str, ...] = ()
+    ) -> None:
         self.name = setup.model
         self.port = options.port or _free_port()
         self.apis = _apis(setup, options)
@@ -258,7 +262,7 @@ class Server:
         runner = "generate" if any(load.generates for load in setup.loads) else "pooling"
         self.command += ["--load-format", "dummy", "--runner", runner, "--port", str(self.port)]
         self.command += ["--served-model-name", setup.model, "--api-server-count", str(self.apis)]
-        self.command += ["--drain", "2", *setup.flags, *shlex.split(options.serve_flags)]
+        self.command += ["--drain", "2", *setup.flags, *shlex.split(options.serve_flags), *more]
         if setup.name.startswith(("s2", "s4")) and not options.share:
             self.command.append(
                 "--no-share-identical"
@@ -302,6 +306,19 @@ class Server:
         assert self._process is not None
         return list(_tree(self._process.pid))
 
+    def device_s(self) -> float:
+        """Seconds that steps have spent on the device so far."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=5.0)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        except OSError:
+            return 0.0
+        finally:
+            connection.close()
+        found = re.findall(r"^penstock_device_seconds_total\S* (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
     def _ready(self) -> bool:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=1.0)
         try:
@@ -338,15 +355,18 @@ def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: f
         return _run_s2(load, server, seconds)
     if load.kind == "both":
         return _run_both(load, server, options, seconds)
+    before = server.device_s()
     found = _bench(load, server, options, seconds)
     if load.generates:
         return _generated(found)
+    counted = load.kind != "file"  # where requests that are not counted went before
     return Figures(
         found["request_throughput"],
         found["median_e2el_ms"],
         found["p99_e2el_ms"],
         found["total_token_throughput"],
         found["failed"],
+        busy=(server.device_s() - before) / found["duration"] if counted else 0.0,
     )
 
 
@@ -431,14 +451,16 @@ def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list
 def _run_s2(load: Load, server: Server, seconds: float) -> Figures:
     command = [sys.executable, str(HERE / "scenario_s2.py"), "--base-url", server.url]
     command += ["--model", server.name, "--seconds", str(seconds), "--clients", str(load.concurrency)]
+    before = server.device_s()
     text = _client(command, seconds)
+    spent = server.device_s() - before
     number = r"([\d,.]+)"
     pattern = rf"errors {number}, {number} req/s, {number} input tokens/s.*p50 {number}.*p99 {number}"
     found = re.search(pattern, text, re.DOTALL)
     if found is None:
         raise Failed("the client gave no result: " + " / ".join(text.strip().splitlines()[-3:]))
     failed, rate, tokens, p50, p99 = (float(value.rstrip(",.").replace(",", "")) for value in found.groups())
-    return Figures(rate, p50, p99, tokens, int(failed))
+    return Figures(rate, p50, p99, tokens, int(failed), busy=spent / seconds)
 
 
 def _client(command: list[str], seconds: float) -> str:
@@ -485,13 +507,15 @@ def gpu_report(server: Server) -> list[str]:
     return lines
 
 
-def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace) -> list[Row]:
+def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace, all_rows: list[Row]) -> None:
+    """Adds a row for each of the loads, filled as far as it comes."""
     server = Server(setup, options, Path(options.work))
     rows = [Row(load, floor_ms=floor_ms(setup, load, options), apis=server.apis) for load in loads]
+    all_rows += rows
     if not folder_of(setup.model, options).is_dir():
         for row in rows:
             row.problem = f"there is no {setup.model} under --models"
-        return rows
+        return
     memory = Memory()
     try:
         start_s = server.start(options.start_timeout)
@@ -513,7 +537,6 @@ def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace) -> l
     finally:
         server.stop()
         memory.stop()
-    return rows
 
 
 def _measure(row: Row, server: Server, options: argparse.Namespace) -> None:
@@ -595,13 +618,13 @@ def floor_ms(setup: Setup, load: Load, options: argparse.Namespace) -> float:
 def _pooled(rows: list[Row]) -> list[str]:
     lines = [
         "| load | req/s median (min–max) | p50 ms | p99 ms | tok/s | goal | vLLM's best | share of floor "
-        "| start s | API processes | peak MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| device busy | start s | API processes | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         load = row.load
         if not row.runs:
-            lines.append(f"| {load.title} | {row.problem} | | | | | | | | | |")
+            lines.append(f"| {load.title} | {row.problem} | | | | | | | | | | |")
             continue
         rates = [run.rate for run in row.runs]
         rate = statistics.median(rates)
@@ -612,9 +635,11 @@ def _pooled(rows: list[Row]) -> list[str]:
         p50, p99 = (statistics.median(getattr(r, name) for r in row.runs) for name in ("p50_ms", "p99_ms"))
         tokens = statistics.median(run.token_rate for run in row.runs)
         share = f"{rate / load.floor:.0%}" if load.floor else ""
+        worked = statistics.median(run.busy for run in row.runs)
+        busy = f"{worked:.0%}" if worked else ""
         lines.append(
             f"| {load.title} | {_short(rate)}{spread}{pairs}{short} | {p50:.2f} | {p99:.2f} | {tokens:,.0f} "
-            f"| {_goal(load, rate, p50)} | {load.vllm} | {share} | {row.start_s:.1f} | {row.apis} "
+            f"| {_goal(load, rate, p50)} | {load.vllm} | {share} | {busy} | {row.start_s:.1f} | {row.apis} "
             f"| {row.memory_mib or ''} |"
         )
     return lines
@@ -660,7 +685,7 @@ def _versions() -> str:
     return f"{device} · {cores} cores · Python {platform.python_version()} · {' · '.join(found)}"
 
 
-def _selected(options: argparse.Namespace) -> list[tuple[Setup, list[Load]]]:
+def selected(options: argparse.Namespace) -> list[tuple[Setup, list[Load]]]:
     """Loads whose name matches --only; without it, all of the default run."""
     if options.only is None:
         return [(setup, list(setup.loads)) for setup in SETUPS if setup.default]
@@ -669,10 +694,8 @@ def _selected(options: argparse.Namespace) -> list[tuple[Setup, list[Load]]]:
     return [(setup, loads) for setup, loads in chosen if loads]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What says which loads run, and how."""
     parser.add_argument("--models", help="where the model folders are")
     parser.add_argument("--s1-file", help="prompts of S1; by default gritlm_bench.jsonl in or beside DIR")
     parser.add_argument("--only", metavar="PATTERN", help="regular expression over the loads' names")
@@ -690,8 +713,24 @@ def main() -> None:
     parser.add_argument("--bench-flags", default="", help="more flags for every client but S2's")
     parser.add_argument("--start-timeout", type=float, default=90.0)
     parser.add_argument("--port", type=int, default=0, help="by default a free one")
-    parser.add_argument("--logs", help="keep logs and results of the runs here")
     parser.add_argument("--save", metavar="PATH", help="write the table as Markdown")
+
+
+def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.models is None:
+        parser.error("--models is needed")
+    if options.s1_file is None:
+        places = [Path(options.models), Path(options.models).resolve().parent]
+        found = next((p for place in places if (p := place / "gritlm_bench.jsonl").exists()), None)
+        options.s1_file = str(found or "gritlm_bench.jsonl")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    parser.add_argument("--logs", help="keep logs and results of the runs here")
     parser.add_argument("--list", action="store_true", help="name the loads and end")
     options = parser.parse_args()
     if options.list:
@@ -701,20 +740,16 @@ def main() -> None:
                     f"{load.name:<14} {setup.name:<11} {load.title}{'' if setup.default else ' (by --only)'}"
                 )
         return
-    if options.models is None:
-        parser.error("--models is needed")
-    if options.s1_file is None:
-        places = [Path(options.models), Path(options.models).resolve().parent]
-        found = next((p for place in places if (p := place / "gritlm_bench.jsonl").exists()), None)
-        options.s1_file = str(found or "gritlm_bench.jsonl")
+    complete(parser, options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is worth a table
     began = time.perf_counter()
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         options.work = options.logs or stack.enter_context(tempfile.TemporaryDirectory(prefix="loads-"))
         Path(options.work).mkdir(parents=True, exist_ok=True)
         try:
-            for setup, loads in _selected(options):
-                rows += run_setup(setup, loads, options)
+            for setup, loads in selected(options):
+                run_setup(setup, loads, options, rows)
         except KeyboardInterrupt:
             _say("stopped; the table holds what was measured")
         finally:

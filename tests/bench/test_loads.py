@@ -71,3 +71,32 @@ def test_the_floor_is_all_bytes_that_a_step_reads(loads: ModuleType, tmp_path: P
         wanted = 2 * (attention + feed) * weight + 1000 * 64 * 2 + 4 * 12 * keys * 2 * 2
         found = loads.floor_ms(loads.Setup(name, name, (rows,), flags), rows, options)
         assert found == pytest.approx(wanted / loads.MEMORY_BYTES_S * 1000)
+
+
+def test_a_trace_tells_work_from_gaps(loads: ModuleType) -> None:
+    spec = importlib.util.spec_from_file_location("gpu_trace", SCRIPT.with_name("gpu_trace.py"))
+    assert spec is not None and spec.loader is not None
+    trace = sys.modules["gpu_trace"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trace)
+    events = [
+        {"cat": "kernel", "name": "nvjet_tst_128x256", "ts": 1000, "dur": 400},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1100, "dur": 100},  # beside the product
+        {"cat": "kernel", "name": "_flash", "ts": 1400, "dur": 100},
+        {"cat": "cpu_op", "name": "aten::addmm", "ts": 0, "dur": 9000},
+        {"cat": "kernel", "name": "_add_norm", "ts": 2000, "dur": 500},
+        {"cat": "kernel", "name": "something", "ts": 2450, "dur": 150},
+        {"cat": "kernel", "name": "_gated", "ts": 2600, "dur": 0},
+    ]
+    found = trace.read(reversed(events))
+    assert found == trace.Busy(
+        window=pytest.approx(1.6),
+        work=pytest.approx(1.1),
+        longest_gap=pytest.approx(0.5),
+        gaps=1,
+        kernels=6,
+        by_kind=pytest.approx(
+            {"products": 0.4, "copies": 0.1, "attention": 0.1, "norms": 0.5, "other": 0.15, "activation": 0.0}
+        ),
+    )
+    assert trace.read([{"cat": "cpu_op", "name": "aten::addmm", "ts": 0, "dur": 9000}]) is None
+    assert "| 68.8% | 0.50 ms; 1 |" in trace.line(loads.SETUPS[0].loads[0], found)
