@@ -1,6 +1,6 @@
 """Where the device's time goes under load, by the server's own traces (`--profile`).
 
-    python benchmarks/gpu_trace.py --models DIR [--only '^s[14]'] [--steps 24] [--save PATH]
+    python benchmarks/gpu_trace.py --models DIR [--only '^s[14]'] [--steps 12] [--save PATH]
 
 The loads are those of gpu_loads.py. A server is started with `--profile`, gets the load to warm up, and again
 while a window of steps is written; the trace is read for how long the device worked, for its gaps and for
@@ -87,8 +87,10 @@ def traced(setup: Setup, load: Load, options: argparse.Namespace, folder: Path) 
     server = Server(setup, options, Path(options.work), flags)
     try:
         server.start(options.start_timeout)
-        run_load(load, server, options, WARM_UP_S)
-        _written(folder, 0, 2.0)  # the window of a server that has just begun
+        for _ in range(3):  # until the window of a server that has just begun is over
+            run_load(load, server, options, WARM_UP_S)
+            if _written(folder, 0, 2.0) is not None:
+                break
         before = len(list(folder.glob("*.json")))
         engine = next(pid for pid, name in server.processes() if name == "penstock.engine.process")
         later = threading.Timer(options.after, os.kill, (engine, signal.SIGUSR2))
@@ -133,7 +135,7 @@ def line(load: Load, found: Busy) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=24, help="of a window")
+    parser.add_argument("--steps", type=int, default=12, help="of a window")
     parser.add_argument(
         "--after", type=float, default=1.0, help="seconds of the load before the window opens"
     )
