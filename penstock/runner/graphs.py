@@ -42,6 +42,7 @@ USES = 2  # of a shape, before it is captured
 MOST = 256  # graphs
 MOST_BYTES = 1 << 30  # of what they write to; all else they share
 _REST = 4.0  # a capture is followed by so many times its own duration without another
+_SMALL = 512  # tokens; steps up to here wait for the host whatever the model is
 _WORTH = 1.5  # a step that keeps the device busy for so many times the host's work gains nothing
 
 
@@ -54,6 +55,16 @@ class Key(NamedTuple):
     params: PoolingParams | None
     memory: int | None = None  # remembered keys that it has room for; None: rows are not cut
     generates: bool = False  # it runs prompts, and ends with the model
+
+    def serves(self, other: Key) -> bool:
+        """Whether its graph can stand in for that of another, and costs the device little more."""
+        mine, wanted = self.bucket, other.bucket
+        roomy = all(size >= needed for size, needed in zip(mine, wanted, strict=True))
+        if not roomy or mine.tokens > 2 * wanted.tokens or (self.memory is None) != (other.memory is None):
+            return False
+        return self._replace(bucket=wanted, memory=other.memory) == other and (self.memory or 0) >= (
+            other.memory or 0
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,12 +80,15 @@ class Graph:
 @dataclass(slots=True)
 class _Seen:
     uses: int = 0
+    stood_in: bool = (
+        False  # another's graph has served such steps, so how long they take without is not known
+    )
     host_s: float = float("inf")
     device_s: float = float("inf")
 
     @property
     def pays(self) -> bool:
-        return self.host_s < float("inf") and self.device_s < _WORTH * self.host_s
+        return self.stood_in or (self.host_s < float("inf") and self.device_s < _WORTH * self.host_s)
 
 
 class Graphs(Captures[Key, Graph]):
@@ -157,7 +171,7 @@ class Graphs(Captures[Key, Graph]):
     def place(self, key: Key, plan: StepPlan) -> Graph | None:
         """The graph for a step, with the step's integers on their way to it. None: run it without."""
         graph = self.captured.get(key)
-        if graph is None and not self._due(key):
+        if graph is None and not self._due(key) and (graph := self._stand_in(key)) is None:
             return None
         layout = Layout(key.bucket, key.types, key.skip, key.memory) if graph is None else graph.layout
         pinned = self.staging.slot(layout.size)
@@ -209,6 +223,17 @@ class Graphs(Captures[Key, Graph]):
         seen = self._seen.get(key)
         if seen is not None:
             seen.host_s, seen.device_s = min(seen.host_s, host_s), min(seen.device_s, device_s)
+
+    def _stand_in(self, key: Key) -> Graph | None:
+        """For a small step whose own graph is not captured (yet): that of the next roomier shape."""
+        if key.bucket.tokens > _SMALL:
+            return None
+        serving = [other for other in self.captured if other.serves(key)]
+        if not serving:
+            return None
+        if (seen := self._seen.get(key)) is not None:
+            seen.stood_in = True
+        return self.captured[min(serving, key=lambda other: (other.bucket, other.memory or 0))]
 
     def _due(self, key: Key) -> bool:
         if key in self.refused or self.gave_up or self.full:

@@ -266,6 +266,49 @@ def test_a_shape_is_captured_when_it_comes_again_and_waits_for_the_host() -> Non
     assert [graphs.place(busy, other) is not None for _ in range(3)] == [False, True, True]
 
 
+def test_a_small_step_borrows_the_graph_of_a_roomier_shape_until_it_has_its_own() -> None:
+    runner, graphs = make_runner()
+    roomy, small = plan_of(*[60] * 6), plan_of(40, 50, 60, 41, 30)  # 384 and 256 tokens, up to 16 rows
+    replayed(runner, graphs, roomy)
+    (taken,) = graphs.captured
+    key = graphs.key_of(small)
+    assert key is not None and key != taken and taken.serves(key) and not key.serves(taken)
+    for _ in range(USES):
+        results = runner._replayed(graphs, key, small)
+        assert results is not None and list(graphs.captured) == [taken]
+        torch.testing.assert_close(results[0][0], runner._step(small)[0][0])
+    results = runner._replayed(graphs, key, small)  # it keeps coming
+    assert results is not None and list(graphs.captured) == [taken, key]
+    torch.testing.assert_close(results[0][0], runner._step(small)[0][0])
+
+
+def test_a_graph_stands_in_only_for_what_it_has_room_for_and_finishes_alike() -> None:
+    _, graphs = make_runner()
+    base = graphs.key_of(plan_of(40, 50, 60, 41, 30))
+    assert base is not None and base.bucket == Bucket(256, 16, 64)
+    for bucket, serves in (
+        (Bucket(384, 16, 64), True),
+        (Bucket(512, 32, 128), True),
+        (Bucket(640, 16, 64), False),  # more than twice the work
+        (Bucket(384, 4, 128), False),
+        (Bucket(384, 16, 32), False),
+    ):
+        assert base._replace(bucket=bucket).serves(base) is serves
+    assert not base._replace(types=True).serves(base)
+    assert not base._replace(params=None).serves(base)
+    some = base._replace(memory=4096)
+    assert base._replace(memory=16384).serves(some) and not some.serves(base._replace(memory=16384))
+    assert not some.serves(base) and not base.serves(some)
+
+
+def test_a_large_step_does_not_borrow() -> None:
+    runner, graphs = make_runner()
+    replayed(runner, graphs, plan_of(*[60] * 16))  # 1,024 tokens
+    key = graphs.key_of(plan_of(*[50] * 12))  # 640
+    assert key is not None and next(iter(graphs.captured)).serves(key)
+    assert runner._replayed(graphs, key, plan_of(*[50] * 12)) is None
+
+
 def test_captures_leave_most_of_the_time_to_steps() -> None:
     clock = Clock()
 
