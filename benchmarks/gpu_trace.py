@@ -63,7 +63,11 @@ def kind_of(name: str) -> str:
 
 def read(events: Iterable[dict[str, Any]]) -> Busy | None:
     """None: the trace has nothing of a device."""
-    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
+    events = list(events)
+    steps = [e["ts"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("step:")]
+    begin = min(steps, default=0.0)  # what ran before, while recording was set up, is not part of it
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    device = [e for e in events if e.get("cat") in kinds and "dur" in e and e["ts"] >= begin]
     if not device:
         return None
     device.sort(key=lambda e: e["ts"])

@@ -35,8 +35,10 @@ LENGTHS = (1, 64)
 KERNEL_LENGTHS = (1, 17, 64, 256)
 # Steps that are captured before the first request: lone rows, and short ones that come together. Others
 # are captured when they are seen to come again; small ones borrow the next larger of these until then.
-SHAPES = ((1, 16), (1, 32), (1, 64), (1, 128), (1, 256), (1, 512), (16, 32), (32, 32), (64, 32))
-SHAPES += ((4, 64), (8, 64), (16, 64))
+SHAPES = (
+    *((1, 16), (1, 32), (1, 64), (1, 128), (1, 256), (1, 512)),
+    *((16, 32), (32, 32), (64, 32), (4, 64), (8, 64), (16, 64)),
+)
 CAPTURE_S = 3.0
 
 

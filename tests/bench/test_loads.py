@@ -79,6 +79,9 @@ def test_a_trace_tells_work_from_gaps(loads: ModuleType) -> None:
     trace = sys.modules["gpu_trace"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trace)
     events = [
+        {"cat": "kernel", "name": "_flash", "ts": 100, "dur": 10},  # of a step before
+        {"cat": "user_annotation", "name": "step: 2 rows, 9 tokens", "ts": 900, "dur": 200},
+        {"cat": "user_annotation", "name": "step: 2 rows, 9 tokens", "ts": 1900, "dur": 200},
         {"cat": "kernel", "name": "nvjet_tst_128x256", "ts": 1000, "dur": 400},
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1100, "dur": 100},  # beside the product
         {"cat": "kernel", "name": "_flash", "ts": 1400, "dur": 100},
