@@ -288,6 +288,11 @@ class EngineCore:
             return False
         return not last.future.done() or last.future.exception() is None
 
+    @property
+    def starving(self) -> bool:
+        """Whether enough is waiting to fill a step that could be launched now."""
+        return self.scheduler.line.tokens >= self.scheduler.budget.tokens and self._may_launch()
+
     def _next_step(self) -> tuple[StepPlan, list[Share]] | None:
         """Steps that pool and steps that generate take turns where both have work: tokens of a model may
         see each other in one and not in the other, and each kind keeps its fastest attention."""

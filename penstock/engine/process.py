@@ -132,7 +132,8 @@ class EngineServer:
                 pass
 
     def _receive(self) -> list[Outcome]:
-        """Take every message that has arrived; what cannot be taken on fails at once."""
+        """Take the messages that have arrived, all of them or until the device could have a full step: in a
+        flood it would wait for the last. What cannot be taken on fails at once."""
         refused: list[Outcome] = []
         while True:
             try:
@@ -156,6 +157,8 @@ class EngineServer:
                     self.arena.attach(sender, message.reader, message.pid)
                 elif isinstance(message, GivenBack):
                     self.arena.give_back(sender, message.blocks)
+            if self._core.starving:  # looked at behind each message, so that every turn takes one
+                return refused
 
     def _submit(self, sender: bytes, message: Submit, frame: bytes) -> list[Outcome]:
         refused: list[Outcome] = []
