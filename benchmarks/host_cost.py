@@ -113,12 +113,14 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-def added_product(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]))
+def added_product(
+    bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, **more: Any
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1])) if out is None else out
 
 
-def bare_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]))
+def bare_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1])) if out is None else out
 
 
 def take_launches() -> None:
@@ -160,6 +162,7 @@ def batch_of(lengths: list[int]) -> Batch:
         max_length=plan.max_length,
         num_tokens=tokens,
         num_rows=rows,
+        shares=True,
     )
 
 
