@@ -340,11 +340,12 @@ class EngineCore:
         while self._flights and self._flights[0].future.done():
             flight = self._flights.popleft()
             error = flight.future.exception()
+            generates = flight.plan.sample is not None
             if error is not None:
+                self._turns.failed(generates, flight.estimate)
                 outcomes += self._recover(flight, error)
                 continue
             result = flight.future.result()
-            generates = flight.plan.sample is not None
             self._turns.ended(generates, flight.plan.num_tokens, flight.estimate, result.device_s)
             if self._pressure.now < self._pressure.full:
                 self._pressure.went_well()

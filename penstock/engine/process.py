@@ -110,6 +110,8 @@ class EngineServer:
                 self._hush()
             self._answer(self._receive())
             self._answer(core.step())
+            if not core.busy:
+                self._told.clear()  # or the names of processes that have gone would stay
             shown = observe(core)
         if core.broken is None:  # else its threads may wait for the device for ever
             core.close()

@@ -40,6 +40,10 @@ class Turns:
         self._cost[generates] = before + _NEW * (cost - before) if before else cost
         self._spent[generates] += took - estimate
 
+    def failed(self, generates: bool, estimate: float) -> None:
+        """A step gave nothing: what it was thought to take is not held against its kind."""
+        self._spent[generates] -= estimate
+
 
 def _size(generates: bool, tokens: int) -> int:
     return 1 if generates else max(1, tokens)

@@ -51,3 +51,12 @@ def test_who_had_no_work_has_nothing_to_make_up_for(alone: str) -> None:
     run(turns, alone, 1000)
     spent = run(turns, "pg", 400)
     assert abs(spent[False] - spent[True]) < 3 * POOL_S
+
+
+def test_a_step_that_failed_is_not_held_against_its_kind() -> None:
+    turns = Turns()
+    run(turns, "pg", 400)
+    before = list(turns._spent)
+    for _ in range(50):
+        turns.failed(False, turns.launched(False, 4096, others=True))
+    assert turns._spent == pytest.approx(before)

@@ -103,6 +103,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, EngineCore]]:
     server.stop()
     thread.join(10)
     assert not thread.is_alive()
+    assert not server._told, "names of rows are kept while rows go on, and no longer"
 
 
 async def connected(address: str) -> EngineClient:
