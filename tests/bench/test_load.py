@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import socket
 import subprocess
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +16,9 @@ import pytest
 from penstock.bench.load import fleet
 from penstock.bench.load.fleet import Outcome, run_load
 from penstock.bench.load.plan import Address, Reader, Traffic, WorkerPlan
+from penstock.bench.load.samples import Block, Recorder
+from penstock.bench.load.sender import Sender
+from penstock.bench.load.store import Store, write_store, write_tickets
 from penstock.errors import BadValue
 from tests.bench.stub import Stub, stub
 
@@ -178,3 +186,86 @@ def test_a_load_process_that_dies_is_noticed(server: Stub, monkeypatch: pytest.M
     )
     assert outcome.problem is not None
     assert "died" in outcome.problem
+
+
+async def sent_here(
+    address: Address, count: int, meanwhile: Callable[[], None] = lambda: None
+) -> tuple[Sender, Block]:
+    """A load process's part, in this one; `meanwhile` is called before the loop comes round."""
+    store, tickets = write_store([message()] * count, None), write_tickets(count)
+    plan = WorkerPlan(
+        number=0,
+        processes=1,
+        address=address,
+        store_fd=store,
+        tickets_fd=tickets,
+        slots=None,
+        duration_s=None,
+        keepalive=True,
+        timeout_s=10.0,
+        reader="body",
+    )
+    over, recorder = asyncio.Event(), Recorder()
+    sender = Sender(plan, Store(store), recorder, over.set)
+    try:
+        sender.begin(time.monotonic())
+        meanwhile()
+        async with asyncio.timeout(10):
+            await over.wait()
+    finally:
+        os.close(store)
+        os.close(tickets)
+    return sender, recorder.flush()
+
+
+def test_a_burst_is_with_the_server_before_the_first_answer_is_waited_for() -> None:
+    """None of many requests waits until the connections of all the others are up."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        listener.settimeout(5)
+
+        def answer() -> None:
+            for _ in range(20):
+                accepted, _ = listener.accept()
+                with accepted:
+                    accepted.settimeout(5)
+                    assert accepted.recv(10_000) == message()
+                    accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+        port = listener.getsockname()[1]
+        sender, _ = asyncio.run(sent_here(Address("127.0.0.1", port), 20, answer))
+    assert sender.completed == 20 and sender.reason is None
+
+
+@pytest.mark.parametrize("taken", [0, 7])
+def test_a_request_that_the_system_does_not_take_at_once_follows(
+    taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As across a network, where a connection takes longer, or with a request larger than its buffer."""
+
+    class Slow(socket.socket):
+        begun = False
+
+        def send(self, data: Any, *flags: Any) -> int:
+            if self.begun:
+                return super().send(data, *flags)
+            self.begun = True
+            if not taken:
+                raise BlockingIOError
+            return super().send(data[:taken], *flags)
+
+    monkeypatch.setattr("penstock.bench.load.sender.socket.socket", Slow)
+    with stub() as server:
+        sender, _ = asyncio.run(sent_here(Address("127.0.0.1", server.port), 12))
+    assert sender.completed == 12 and sender.reason is None
+
+
+def test_a_connection_that_is_refused_later_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(socket.socket):
+        def send(self, data: Any, *flags: Any) -> int:
+            raise BlockingIOError
+
+    with stub() as server:
+        port = server.port
+    monkeypatch.setattr("penstock.bench.load.sender.socket.socket", Slow)
+    sender, _ = asyncio.run(sent_here(Address("127.0.0.1", port), 3))
+    assert sender.completed == 0

@@ -45,6 +45,7 @@ class Connection(asyncio.Protocol):
         self.busy = True
         self.index, self.due, self.start = index, due, start
         self.first_byte = 0.0
+        self.sent = 0  # bytes of the request, before the connection was up
         self.body_bytes = 0
         self.opening = self.head = self.tail = b""
 

@@ -37,6 +37,9 @@ class Worker:
         loop = asyncio.get_running_loop()
         os.set_blocking(0, False)
         loop.add_reader(0, self._read_commands)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # nothing on the hot path makes cycles
         report(Ready())
         await self.over.wait()
         loop.remove_reader(0)
@@ -61,9 +64,6 @@ class Worker:
                     self.sender.stop()
 
     def _begin(self, at_s: float) -> None:
-        gc.collect()
-        gc.freeze()
-        gc.disable()  # nothing on the hot path makes cycles
         self._cpu_s = time.process_time()
         self.sender = Sender(self.plan, self.store, self.recorder, self._finish)
         self._flush()
