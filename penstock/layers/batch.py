@@ -130,14 +130,15 @@ class Batch:
 
     def places(self, widths: tuple[int, ...], like: Tensor) -> tuple[Tensor | None, ...]:
         """A place [tokens, width] for each of these, the same for all layers of the step that ask for the
-        same widths: to come by memory costs the host as much as a launch. None: whoever writes makes one."""
+        same widths: to come by memory costs the host as much as a launch. None, for a width of 0 too: whoever
+        writes makes one."""
         if not self.shares:
             return (None,) * len(widths)
         if (found := self.routes.get(widths)) is None:
-            made = (torch.empty((self.num_tokens, w), dtype=like.dtype, device=like.device) for w in widths)
+            made = (like.new_empty((self.num_tokens, width)) if width else None for width in widths)
             found = self.routes[widths] = tuple(made)
-            self.routes.setdefault("places", set()).update(map(id, found))
-        places: tuple[Tensor, ...] = found
+            self.routes.setdefault("places", set()).update(id(place) for place in found if place is not None)
+        places: tuple[Tensor | None, ...] = found
         return places
 
     def lasts(self, x: Tensor) -> bool:

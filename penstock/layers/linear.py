@@ -64,6 +64,11 @@ class Linear:
         return torch.addmm(bias, x, self.transposed, out=out)
 
 
+def place_of(layer: LinearLayer) -> int:
+    """How wide a place it would write its result to; 0: it takes none."""
+    return layer.out_features if isinstance(layer, Linear) else 0
+
+
 class PackedLinear:
     """A CPU linear layer on the matrix library's own weight layout, with fused epilogues."""
 

@@ -23,6 +23,7 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
+from penstock.layers.linear import place_of
 from penstock.layers.mlp import MLP
 from penstock.layers.residual import add_norm, feed_post_norms
 from penstock.models.heads import (
@@ -104,7 +105,7 @@ class EncoderLayer:
             build.linear(prefix + names.down, shape.intermediate, hidden),
         )
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
-        self.widths = (3 * hidden, hidden, shape.intermediate, hidden)
+        self.widths = tuple(map(place_of, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
 
     def __call__(
         self, hidden: Tensor, fed: Rows, batch: Batch, bias: ScoreBias | None

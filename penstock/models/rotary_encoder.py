@@ -19,7 +19,7 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
-from penstock.layers.linear import LinearLayer
+from penstock.layers.linear import LinearLayer, place_of
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.layers.residual import add_norm, feed_post_norms
 from penstock.layers.rotary import Angles, Rope, Rotary
@@ -94,7 +94,7 @@ class RotaryEncoderLayer:
             up = _joined(build, prefix, names.up, hidden, inner, shape.act, bias=shape.up_bias)
             self.mlp = MLP(up, down)
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
-        self.widths = (3 * hidden, hidden, up.out_features, hidden)
+        self.widths = tuple(map(place_of, (self.qkv, self.out, up, down)))
 
     def __call__(self, hidden: Tensor, fed: Rows, batch: Batch, angles: Angles | None) -> tuple[Tensor, Rows]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""

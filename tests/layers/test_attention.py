@@ -183,6 +183,19 @@ def test_layers_of_a_step_find_once_which_rows_go_where(monkeypatch: pytest.Monk
     assert attention._route(batch, reaches_all=True).rows == 22
 
 
+def test_layers_share_places_where_they_take_any() -> None:
+    alone, like = ordered_batch([3, 5]), torch.empty(0, dtype=torch.float16)
+    assert alone.places((4, 0, 4), like) == (None, None, None)
+    batch = replace(alone, shares=True)
+    first, none, second = batch.places((4, 0, 4), like)
+    assert none is None and first is not None and second is not None and first is not second
+    assert first.shape == second.shape == (8, 4) and first.dtype == torch.float16
+    again = batch.places((4, 0, 4), like)
+    assert again[0] is first and again[2] is second
+    assert batch.lasts(first) and not batch.lasts(first.clone()) and not alone.lasts(first)
+    assert replace(batch).places((4, 0, 4), like)[0] is not first, "another step has its own"
+
+
 def test_few_short_rows_among_longer_ones_go_with_them() -> None:
     route = attention._route(ordered_batch([2, 2, 300]), reaches_all=True)
     assert route.short is None and route.own is not None and len(route.own) == 4
