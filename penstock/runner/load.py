@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -163,7 +163,7 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
             warmup.warm_up_memory(runner, BLOCK_SIZE)
 
     if runner.device.type == "cuda" and (compiling := ahead(min(available_cpus(), _COMPILERS))) is not None:
-        with watch.timed("kernels"), compiling:
+        with watch.timed("kernels"), suppress(Exception), compiling:  # what is wrong the real steps will show
             pooled()
     with watch.timed("first steps"):
         pooled()

@@ -1,0 +1,70 @@
+"""What loading does before the first request: on CUDA kernels are compiled ahead of the first real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.core import StepPlan, StepResult
+from penstock.kernels import language
+from penstock.runner import load
+
+
+class Runner:
+    """Notes whether each step came while kernels were being compiled."""
+
+    generator = graphs = decode = None
+
+    def __init__(self, device: str) -> None:
+        self.device = SimpleNamespace(type=device)
+        self.ahead = False
+        self.steps: list[tuple[bool, int]] = []
+        self.broken_ahead = False
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        self.steps.append((self.ahead, plan.num_tokens))
+        if self.ahead and self.broken_ahead:
+            raise ValueError("numbers that no kernel has written")
+        future: Future[StepResult] = Future()
+        future.set_result(StepResult((), 0.0))
+        return future
+
+
+def warm_up(runner: Runner, monkeypatch: pytest.MonkeyPatch, able: bool = True) -> list[tuple[bool, int]]:
+    @contextmanager
+    def compiling() -> Iterator[None]:
+        runner.ahead = True
+        try:
+            yield
+        finally:
+            runner.ahead = False
+
+    monkeypatch.setattr(language, "ahead", lambda threads: compiling() if able else None)
+    settings: Any = SimpleNamespace(max_model_len=100, max_num_batched_tokens=64, chunked=False)
+    load._warm_up(runner, SimpleNamespace(), settings, 0, load.Stopwatch())  # type: ignore[arg-type]
+    return runner.steps
+
+
+def test_kernels_are_compiled_before_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (1, 17, 64)
+    expected = [(True, length) for length in lengths] + [(False, length) for length in lengths]
+    assert warm_up(Runner("cuda"), monkeypatch) == expected
+
+
+def test_what_goes_wrong_ahead_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner("cuda")
+    runner.broken_ahead = True
+    assert warm_up(runner, monkeypatch) == [(True, 1), (False, 1), (False, 17), (False, 64)]
+
+
+@pytest.mark.parametrize(("device", "able"), [("cpu", True), ("cuda", False)])
+def test_where_nothing_can_be_compiled_ahead_steps_run_once(
+    device: str, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = warm_up(Runner(device), monkeypatch, able)
+    assert steps and not any(ahead for ahead, _ in steps) and len(set(steps)) == len(steps)
