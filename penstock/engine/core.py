@@ -299,9 +299,7 @@ class EngineCore:
         if self.lane is None:
             return self._pooling_step()
         turns = (self._pooling_step, self._generation_step)
-        pool_first = (
-            self._suspecting or not self._turns.generates
-        )  # parts of a failed step come before all else
+        pool_first = self._suspecting or not self._turns.generates  # parts of a failed step before all else
         for next_of in turns if pool_first else reversed(turns):
             if (step := next_of()) is not None:
                 return step

@@ -431,10 +431,12 @@ def flash_rows(
     remembered: Remembered | None = None,
     out: Tensor | None = None,
     tiles: Tiles | None = None,
+    again: list[Callable[[], Any]] | None = None,
 ) -> Tensor:
     """As the reference, for rows of at most `max_length` tokens; what `short_rows` says of views, empty rows
     and `out` holds here too. With `limits` a row's tokens must all see a key. With `remembered` key and value
-    hold the step's own tokens alone, and the keys before them are found by their slots."""
+    hold the step's own tokens alone, and the keys before them are found by their slots. To `again` is added
+    what makes the same launch once more, for tensors that are written anew; it keeps them alive."""
     tokens, heads, dim = query.shape
     if out is None:
         out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
@@ -451,30 +453,14 @@ def flash_rows(
         more: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
         more = more if limits is None else (*more, limits)
         more = more if remembered is None else (*more, *remembered)
-        launch(rows * heads * count, query, key, value, out, cu_lengths, *more, count, scale * _LOG2E)
+        programs = rows * heads * count
+        args = (query, key, value, out, cu_lengths, *more, count, scale * _LOG2E)
+        if again is None:
+            launch(programs, *args)
+        else:
+            again.append(repeated(launch, programs, *args))
+            again[-1]()
     return out
-
-
-def flash_launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_lengths: Tensor,
-    *,
-    max_length: int,
-    scale: float,
-    causal: bool = False,
-    window: int | None = None,
-    out: Tensor,
-) -> Callable[[], Any]:
-    """`flash_rows` to be called as often as these tensors are written anew; it keeps them alive."""
-    _, heads, dim = query.shape
-    strides = query.stride(), key.stride(), value.stride()
-    launch, queries = _flash_of(*strides, heads, key.shape[1], dim, causal, window, False, None, None, False)
-    count, rows = cdiv(max_length, queries), cu_lengths.shape[0] - 1
-    if not rows or not len(query):
-        return lambda: None
-    return repeated(launch, rows * heads * count, query, key, value, out, cu_lengths, count, scale * _LOG2E)
 
 
 @jit(loose=("slots",))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.core import LengthGroup
-from penstock.kernels.attention import SHORT, Remembered, flash_launch, flash_rows, keep_rows, short_rows
+from penstock.kernels.attention import SHORT, Remembered, flash_rows, keep_rows, short_rows
 from penstock.kernels.language import fused
 from penstock.kernels.paged import paged_reference, paged_rows
 from penstock.kvcache.store import KVStore
@@ -334,10 +334,10 @@ def _route(batch: Batch, reaches_all: bool) -> _Route:
 
 def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
     """Rows are ordered by length, so each kernel takes neighbours and writes their part of one output."""
-    again: _Again | None = batch.routes.get("again")
-    if again is not None and again.query is query and again.kind is kind:
-        again.launch()
-        return again.out
+    before: _Again | None = batch.routes.get("again")
+    if before is not None and before.query is query and before.kind is kind:
+        before.launch()
+        return before.out
     tokens, heads, dim = query.shape
     route = _route(batch, kind.window is None or kind.window >= SHORT - 1)
     if route.rows < batch.num_rows:
@@ -358,7 +358,12 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
             out=out,
         )
     if route.own is not None:
-        launch = flash_launch(
+        parts: _Parts | None = batch.routes.get("parts")
+        alone = route.short is None and route.rows == batch.num_rows
+        again: list[Callable[[], Any]] | None = (
+            [] if alone and parts is not None and parts.query is query else None
+        )
+        flash_rows(
             query,
             key,
             value,
@@ -368,16 +373,10 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
             causal=kind.causal,
             window=kind.window,
             out=out,
+            again=again,
         )
-        launch()
-        parts: _Parts | None = batch.routes.get("parts")
-        if (
-            parts is not None
-            and parts.query is query
-            and route.short is None
-            and route.rows == batch.num_rows
-        ):
-            batch.routes["again"] = _Again(query, kind, out, launch)
+        if again:
+            batch.routes["again"] = _Again(query, kind, out, again[0])
     return out
 
 

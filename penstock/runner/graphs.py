@@ -58,13 +58,12 @@ class Key(NamedTuple):
 
     def serves(self, other: Key) -> bool:
         """Whether its graph can stand in for that of another, and costs the device little more."""
-        mine, wanted = self.bucket, other.bucket
-        roomy = all(size >= needed for size, needed in zip(mine, wanted, strict=True))
-        if not roomy or mine.tokens > 2 * wanted.tokens or (self.memory is None) != (other.memory is None):
+        if (self.memory is None) != (other.memory is None):
             return False
-        return self._replace(bucket=wanted, memory=other.memory) == other and (self.memory or 0) >= (
-            other.memory or 0
-        )
+        roomy = all(size >= needed for size, needed in zip(self.bucket, other.bucket, strict=True))
+        roomy = roomy and (self.memory or 0) >= (other.memory or 0)
+        alike = self._replace(bucket=other.bucket, memory=other.memory) == other
+        return roomy and alike and self.bucket.tokens <= 2 * other.bucket.tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
