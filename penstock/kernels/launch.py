@@ -41,6 +41,7 @@ class Reads(NamedTuple):
     """Which of a kernel's arguments are what, so that each is looked at once and without a loop in Python."""
 
     tensors: tuple[int, ...]
+    absent: tuple[int, ...]  # None, which is compiled in
     aligned: tuple[int, ...]  # those whose address counts
     floats: tuple[int, ...]
     integers: tuple[int, ...]  # that are loose
@@ -54,14 +55,18 @@ class Reads(NamedTuple):
         floats = tuple(i for i in places if type(args[i]) is float)
         integers = tuple(i for i in places if type(args[i]) is int and loose[i])
         aligned = tuple(i for i in tensors if not loose[i])
-        others = len(tensors) + len(floats) + len(integers) < len(args)
-        return Reads(tensors, aligned, floats, integers, others, len(args))
+        absent = tuple(i for i in places if args[i] is None)
+        others = len(tensors) + len(absent) + len(floats) + len(integers) < len(args)
+        return Reads(tensors, absent, aligned, floats, integers, others, len(args))
 
     def kinds(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """What a compiled form depends on. None: that is for Triton to say, as where a tensor begins at an
         odd address, or a number might be compiled in."""
         if self.others or len(args) != self.total:
             return None
+        for i in self.absent:
+            if args[i] is not None:
+                return None
         for i in self.floats:
             if type(args[i]) is not float:
                 return None
@@ -262,7 +267,7 @@ class Bound:
             return self._by_triton(programs, args)
         reads = self.kernel.reads(self._all(args))
         count = len(reads.tensors)
-        if reads.others or reads.tensors != tuple(range(count)):
+        if reads.others or reads.absent or reads.tensors != tuple(range(count)):
             return self._by_triton(programs, args)
         places = tuple(range(count)) if self._places is None else self._places
         self._tensors = max(places, default=-1) + 1

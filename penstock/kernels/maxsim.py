@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BadValue
+from penstock.kernels.language import FOUND, jit
 
 try:
     import triton
@@ -312,13 +313,12 @@ if triton is not None:
         return tl.dot(documents, queries.T, found, input_precision="ieee", out_dtype=found.dtype)
 
     # Where the small arrays lie and how many pairs there are changes with every call, and must not compile.
-    @triton.jit(
-        do_not_specialize=["pairs"],
-        do_not_specialize_on_alignment=[
-            *("query_starts", "query_lengths", "document_starts", "document_lengths"),
-            *("pair_queries", "pair_documents", "query_scales", "document_scales", "scores"),
-        ],
+    _LOOSE = (
+        *("query_starts", "query_lengths", "document_starts", "document_lengths", "pairs"),
+        *("pair_queries", "pair_documents", "query_scales", "document_scales", "scores"),
     )
+
+    @(jit(loose=_LOOSE) if FOUND else triton.jit(do_not_specialize=list(_LOOSE)))
     def _maxsim_kernel(
         queries: tl.tensor,
         documents: tl.tensor,

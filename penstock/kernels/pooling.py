@@ -175,38 +175,84 @@ def pool(
     return out if whole or not normalize else unit(out)
 
 
-def unit_reference(vectors: Tensor) -> Tensor:
-    """fp32 vectors of length 1, [n, width]."""
-    return F.normalize(vectors.float(), dim=-1)
+def unit_reference(
+    vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Vectors of length 1 in `dtype`, [n, width], of the chosen rows or of all."""
+    vectors = vectors if chosen is None else vectors.index_select(0, chosen)
+    return F.normalize(vectors.float(), dim=-1).to(dtype)
 
 
-@jit(loose=("stride",))
+@jit(loose=("chosen", "stride"))
 def _unit(
     vectors: tl.tensor,
     out: tl.tensor,
+    chosen: tl.tensor,
     stride: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
+    source = row
+    if CHOSEN:
+        source = tl.load(chosen + row).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH
-    value = tl.load(vectors + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(vectors + source * stride + cols, mask=inside, other=0.0).to(tl.float32)
     value /= tl.maximum(tl.sqrt(tl.sum(value * value, axis=0)), eps)
-    tl.store(out + row * WIDTH + cols, value, mask=inside)
+    tl.store(out + row * WIDTH + cols, value.to(out.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=256)
-def _unit_of(width: int) -> Callable[..., Any]:
+def _unit_of(width: int, chosen: bool) -> Callable[..., Any]:
     block = power_of_2(width)
-    return fixed(_unit, WIDTH=width, BLOCK=block, num_warps=warps_for(block))
+    places = (0, 1, 2 if chosen else 1)
+    return fixed(_unit, places, WIDTH=width, BLOCK=block, CHOSEN=chosen, num_warps=warps_for(block))
 
 
-def unit(vectors: Tensor) -> Tensor:
-    """As the reference. Rows may lie apart (a cut of wider ones), the components of one may not."""
-    rows, width = vectors.shape
-    out = torch.empty((rows, width), dtype=torch.float32, device=vectors.device)
+def unit(vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As the reference, `chosen` being int32. Rows may lie apart (a cut of wider ones), the components of one
+    may not."""
+    rows, width = len(vectors) if chosen is None else len(chosen), vectors.shape[1]
+    out = torch.empty((rows, width), dtype=dtype, device=vectors.device)
     if rows:
-        _unit_of(width)(rows, vectors, out, vectors.stride(0), _EPS)
+        more = () if chosen is None else (chosen,)
+        _unit_of(width, chosen is not None)(rows, vectors, out, *more, vectors.stride(0), _EPS)
     return out
+
+
+def put_reference(vectors: Tensor, source: Tensor, store: Tensor, target: Tensor) -> None:
+    """store[target[i]] = vectors[source[i]], [n, width] both; no two targets are the same."""
+    store.index_copy_(0, target.long(), vectors.index_select(0, source))
+
+
+@jit(loose=("source", "target"))
+def _put(
+    vectors: tl.tensor,
+    store: tl.tensor,
+    source: tl.tensor,
+    target: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    number = tl.program_id(0)
+    begin = tl.load(source + number).to(tl.int64) * WIDTH
+    end = tl.load(target + number).to(tl.int64) * WIDTH
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    tl.store(store + end + cols, tl.load(vectors + begin + cols, mask=inside), mask=inside)
+
+
+@lru_cache(maxsize=64)
+def _put_of(width: int) -> Callable[..., Any]:
+    block = power_of_2(width)
+    return fixed(_put, WIDTH=width, BLOCK=block, num_warps=warps_for(block))
+
+
+def put(vectors: Tensor, source: Tensor, store: Tensor, target: Tensor) -> None:
+    """As the reference, for contiguous tensors of one dtype and int32 numbers."""
+    assert vectors.is_contiguous() and store.is_contiguous() and vectors.dtype == store.dtype
+    if len(source):
+        _put_of(store.shape[1])(len(source), vectors, store, source, target)

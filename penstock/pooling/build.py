@@ -90,9 +90,9 @@ class Pooler:
         assert self.scorer is not None, "scores of pairs need a scorer"
         task = Task.TOKEN_EMBED if self.scorer.late else Task.EMBED
         vectors = self._values((task, False), hidden, batch, done)
-        if self.scorer.late and tokens is not None:
-            vectors = vectors.index_select(0, tokens)
-        return self.scorer(unit(vectors) if self.normalize or self.scorer.late else vectors, pairs)
+        if self.scorer.late:
+            return self.scorer(unit(vectors, tokens, self.scorer.store.dtype), pairs)
+        return self.scorer(unit(vectors) if self.normalize else vectors, pairs)
 
     def _values(self, read: _Read, hidden: Tensor, batch: Batch, done: dict[_Read, Tensor]) -> Tensor:
         """Values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""
@@ -103,8 +103,8 @@ class Pooler:
     def _of_task(self, task: Task, steps: bool, hidden: Tensor, batch: Batch) -> Tensor:
         if task is Task.EMBED:
             return self._pool(hidden, batch)
-        if task is Task.TOKEN_EMBED and task not in self.heads:
-            return hidden  # made fp32 once it is chosen and cut
+        if task is Task.TOKEN_EMBED:  # made fp32 once it is chosen and cut
+            return hidden if task not in self.heads else self.heads[task].project(hidden)
         head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which scores and rewards too
         all_tokens = steps or head.method == "all"
         read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)

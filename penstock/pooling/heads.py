@@ -27,9 +27,9 @@ class Dense:
         return out + pooled if self.add_input else out
 
 
-def unit(vectors: Tensor) -> Tensor:
-    """fp32 vectors of length 1."""
-    return kernel.unit(vectors) if fused(vectors) else kernel.unit_reference(vectors)
+def unit(vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Vectors of length 1, of the chosen rows or of all."""
+    return (kernel.unit if fused(vectors) else kernel.unit_reference)(vectors, chosen, dtype)
 
 
 def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.core import PairPlan
+from penstock.kernels.language import fused
 from penstock.kernels.maxsim import maxsim
+from penstock.kernels.pooling import put, put_reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,29 +43,34 @@ class PairScorer:
         """vectors [n, dim] of the step's run → fp32 scores [pairs, 1]."""
         vectors = vectors.to(self.store.dtype)
         if len(pairs.write_from):
-            self.store.index_copy_(0, pairs.write_to.long(), vectors.index_select(0, pairs.write_from))
-        run = len(pairs.pair_queries) - pairs.sizes.from_store
-        parts = []
-        if run:
-            parts.append(self._scores(vectors, pairs, slice(0, run)))
-        if pairs.sizes.from_store:
-            parts.append(self._scores(self.store, pairs, slice(run, None)))
-        if not parts:
+            write = put if fused(vectors) else put_reference
+            write(vectors, pairs.write_from, self.store, pairs.write_to)
+        total, stored = len(pairs.pair_queries), pairs.sizes.from_store
+        if not total:
             return vectors.new_empty((0, 1), dtype=torch.float32)
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, None]
+        which = pairs.pair_queries, pairs.document_starts, pairs.document_lengths
+        if not stored or stored == total:
+            return self._scores(self.store if stored else vectors, pairs, *which)[:, None]
+        run = self._scores(vectors, pairs, *(x[: total - stored] for x in which))
+        return torch.cat([run, self._scores(self.store, pairs, *(x[total - stored :] for x in which))])[
+            :, None
+        ]
 
-    def _scores(self, documents: Tensor, pairs: PairTensors, which: slice) -> Tensor:
+    def _scores(
+        self, documents: Tensor, pairs: PairTensors, of: Tensor, starts: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """Of pairs of a query and of a document that begins there and is so long."""
         if not self.late:
-            query = self.store.index_select(0, pairs.query_starts.index_select(0, pairs.pair_queries[which]))
-            return similarity(query, documents.index_select(0, pairs.document_starts[which]), self.similarity)
+            query = self.store.index_select(0, pairs.query_starts.index_select(0, of))
+            return similarity(query, documents.index_select(0, starts), self.similarity)
         return maxsim(
             self.store,
             documents,
             pairs.query_starts,
             pairs.query_lengths,
-            pairs.document_starts[which],
-            pairs.document_lengths[which],
-            pairs.pair_queries[which],
+            starts,
+            lengths,
+            of,
             max_query_length=pairs.sizes.max_query,
             max_document_length=pairs.sizes.max_document,
         )

@@ -20,7 +20,7 @@ from penstock.kernels import norm, paged, pooling, quantize, rotary, sampling, s
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
 TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
-TYPES[torch.int64] = "*i64"
+TYPES[torch.int64], TYPES[torch.float16] = "*i64", "*fp16"
 language.switch("cpu")
 compiled = []
 
@@ -86,6 +86,8 @@ embedding.embed(i(2), x(9, 768), i(2), x(9, 768), i(2), x(2, 768), (x(768), x(76
 for method in pooling.METHODS:
     pooling.pool(x(9, 768), i(2), method, max_length=9, skip=i(1), normalize=True)
 pooling.pool(x(9, 768), i(2), "mean", max_length=900, chosen=i(1), dims=100, normalize=True)
+pooling.unit(x(9, 128), i(4), torch.float16)
+pooling.put(x(9, 128), i(4), x(30, 128), i(4))
 cast.to_bytes(x(2, 768, dtype=torch.float32), True)
 cast.to_bits(x(2, 768, dtype=torch.float32), True)
 for reduce in ("max", "sum"):

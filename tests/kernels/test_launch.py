@@ -109,6 +109,17 @@ def test_whoever_watches_launches_sees_them_all(kernel: Any, monkeypatch: pytest
     assert kernel.quick == 0
 
 
+def test_what_is_not_given_is_part_of_the_form(kernel: Any) -> None:
+    x = torch.zeros(64)
+    options = {"BLOCK": 16, "TWICE": False, "num_warps": 4}
+    for _ in range(3):
+        kernel[(3,)](x, None, 8, 0.5, **options)
+    assert len(kernel.compiled) == 1 and kernel.quick == 2
+    assert kernel.compiled[0].launches[0][9:] == (x, None, 8, 0.5, 16, False)
+    kernel[(3,)](x, x, 8, 0.5, **options)  # for Triton to look at
+    assert len(kernel.compiled) == 2 and kernel.quick == 2
+
+
 def test_a_kernel_of_unknown_make_is_never_remembered(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "run", lambda *args, **more: None)
     call(kernel, torch.zeros(64))

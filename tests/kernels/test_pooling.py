@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from penstock.kernels import pooling
-from penstock.kernels.pooling import METHODS, pool, pool_reference, unit, unit_reference
+from penstock.kernels.pooling import (
+    METHODS,
+    pool,
+    pool_reference,
+    put,
+    put_reference,
+    unit,
+    unit_reference,
+)
 
 
 def ragged(lengths: list[int], device: torch.device) -> torch.Tensor:
@@ -52,3 +60,28 @@ def test_unit_vectors_of_a_cut(width: int, device: torch.device) -> None:
     cut = wide[:, :width]
     torch.testing.assert_close(unit(cut), unit_reference(cut), atol=1e-6, rtol=1e-5)
     assert (unit(torch.zeros(2, 8, device=device)) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [None, [4, 0, 0, 3], []])
+def test_unit_vectors_of_chosen_rows_in_another_precision(
+    rows: list[int] | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    vectors = torch.randn(5, 96, device=device).bfloat16()
+    chosen = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
+    got, expected = unit(vectors, chosen, dtype), unit_reference(vectors, chosen, dtype)
+    assert got.dtype == dtype and got.shape == (5 if rows is None else len(rows), 96)
+    torch.testing.assert_close(got, expected, atol=1e-6 if dtype == torch.float32 else 1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("width", [1, 96, 128, 300])
+@pytest.mark.parametrize(("source", "target"), [([0, 2, 2, 4], [7, 0, 8, 3]), ([], [])])
+def test_rows_are_put_where_they_belong(
+    width: int, source: list[int], target: list[int], device: torch.device
+) -> None:
+    vectors = torch.randn(5, width, device=device).half()
+    numbers = [torch.tensor(x, dtype=torch.int32, device=device) for x in (source, target)]
+    stores = [torch.full((9, width), 7.0, device=device).half() for _ in range(2)]
+    put(vectors, numbers[0], stores[0], numbers[1])
+    put_reference(vectors, numbers[0], stores[1], numbers[1])
+    assert torch.equal(*stores) and (stores[0][[1, 2, 4, 5, 6]] == 7).all()
