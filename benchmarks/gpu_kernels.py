@@ -33,6 +33,7 @@ from penstock.kernels import (
     attention,
     cast,
     embedding,
+    gate_up,
     language,
     norm,
     pooling,
@@ -308,6 +309,32 @@ def activations(bench: Bench) -> None:
             "torch": bench.us(plain),
         }
         bench.report(f"{act} · up", f"{len(x)} × {inner}", times, 3 * len(x) * inner * 2, error)
+
+
+@section
+def gates(bench: Bench) -> None:
+    """Gate and up with the activation in one product, beside the library's product and a pass behind it."""
+    shapes = {"GritLM-7B": (4096, 14336), "Qwen3-4B": (2560, 9728), "Qwen3-0.6B": (1024, 3072)}
+    shapes |= {"ModernBERT-large": (1024, 2624), "nomic": (768, 3072), "ModernBERT-base": (768, 1152)}
+    for name, (hidden, width) in shapes.items():
+        weight = bench.random(2 * width, hidden) * hidden**-0.5
+        made = gate_up.GateUp.of(weight, "silu", True)
+        if made is None:
+            print("  this device has no such kernel")
+            return
+        for tokens in (256, 512, 1024, 2048, 4096, 8192, 16384):
+            x = bench.random(tokens, hidden)
+            expected = gate_up.gate_up_reference(x, weight, "silu", True)
+            times = {
+                "kernel": bench.us(bound(made, x)),
+                "product, activation": bench.us(
+                    lambda: activation.gated(F.linear(x, weight), "silu", True)  # noqa: B023
+                ),
+                "product alone": bench.us(bound(F.linear, x, weight)),
+            }
+            shape = f"{tokens} × {hidden} → 2 · {width}"
+            moved = (x.numel() + weight.numel() + expected.numel()) * 2
+            bench.report(f"gate · up, {name}", shape, times, moved, worst(made(x), expected))
 
 
 @section

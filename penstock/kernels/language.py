@@ -27,11 +27,14 @@ else:
 
 __all__ = [
     "FOUND",
+    "HOPPER",
     "INTERPRETED",
     "ahead",
     "cdiv",
+    "compiling",
     "fixed",
     "fused",
+    "gluon",
     "jit",
     "power_of_2",
     "repeated",
@@ -42,6 +45,7 @@ __all__ = [
 
 _LAUNCHED = "3.6."  # the release whose compiled kernels are launched directly; others go Triton's own way
 _DIRECT = FOUND and not INTERPRETED and triton.__version__.startswith(_LAUNCHED)
+HOPPER = _DIRECT  # kernels in that processor's own terms are written for this release's form of them
 _devices: tuple[str, ...] = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
 
 
@@ -73,6 +77,15 @@ def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     return made
 
 
+def gluon(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a kernel that says itself which warps do what; where `HOPPER` is, and nothing elsewhere."""
+    if not HOPPER:
+        return lambda function: function
+    from penstock.kernels.launch import OwnKernel
+
+    return lambda function: OwnKernel(function, loose)
+
+
 def ahead(threads: int) -> AbstractContextManager[None] | None:
     """In which kernels are compiled by several threads instead of being run. None: they cannot be."""
     if not _DIRECT:
@@ -80,6 +93,15 @@ def ahead(threads: int) -> AbstractContextManager[None] | None:
     from penstock.kernels import launch
 
     return launch.ahead(threads)
+
+
+def compiling() -> bool:
+    """Whether kernels are compiled instead of being run, so that all that a model has should be launched."""
+    if not _DIRECT:
+        return False
+    from penstock.kernels import launch
+
+    return launch.compiling()
 
 
 def fixed(kernel: Any, places: tuple[int, ...] | None = None, **constants: Any) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton import AsyncCompileMode, knobs
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -43,6 +45,7 @@ class Reads(NamedTuple):
     tensors: tuple[int, ...]
     absent: tuple[int, ...]  # None, which is compiled in
     aligned: tuple[int, ...]  # those whose address counts
+    described: tuple[int, ...]  # tensors that the copy engine reads or writes in pieces
     floats: tuple[int, ...]
     integers: tuple[int, ...]  # that are loose
     others: bool  # there are arguments that only Triton knows how to take
@@ -56,8 +59,10 @@ class Reads(NamedTuple):
         integers = tuple(i for i in places if type(args[i]) is int and loose[i])
         aligned = tuple(i for i in tensors if not loose[i])
         absent = tuple(i for i in places if args[i] is None)
-        others = len(tensors) + len(absent) + len(floats) + len(integers) < len(args)
-        return Reads(tensors, absent, aligned, floats, integers, others, len(args))
+        described = tuple(i for i in places if isinstance(args[i], TensorDescriptor))
+        known = len(tensors) + len(absent) + len(described) + len(floats) + len(integers)
+        others = known < len(args)
+        return Reads(tensors, absent, aligned, described, floats, integers, others, len(args))
 
     def kinds(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """What a compiled form depends on. None: that is for Triton to say, as where a tensor begins at an
@@ -76,7 +81,9 @@ class Reads(NamedTuple):
         try:
             if reduce(or_, map(_address, [args[i] for i in self.aligned]), 0) & 15:
                 return None
-            return tuple(map(_dtype, [args[i] for i in self.tensors]))
+            kinds = tuple(map(_dtype, [args[i] for i in self.tensors]))
+            pieces = ((args[i].base.dtype, *args[i].block_shape, args[i].layout) for i in self.described)
+            return kinds + tuple(pieces) if self.described else kinds
         except (AttributeError, TypeError):  # a number where a tensor was
             return None
 
@@ -158,6 +165,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return Form(call, (*before, metadata, None, None, None), values)
 
 
+class OwnKernel(Kernel, GluonJITFunction):  # type: ignore[misc]
+    """One that says itself which warps do what and how tensors lie in them."""
+
+
 class _Compilers(ThreadPoolExecutor):
     """Threads that make a kernel ready for its first launch: that it is loaded and can be called from here
     takes as long as compiling it."""
@@ -186,6 +197,10 @@ def ahead(threads: int) -> Iterator[None]:
             yield
         finally:
             _ahead = False
+
+
+def compiling() -> bool:
+    return _ahead
 
 
 class Bound:
@@ -267,7 +282,7 @@ class Bound:
             return self._by_triton(programs, args)
         reads = self.kernel.reads(self._all(args))
         count = len(reads.tensors)
-        if reads.others or reads.absent or reads.tensors != tuple(range(count)):
+        if reads.others or reads.absent or reads.described or reads.tensors != tuple(range(count)):
             return self._by_triton(programs, args)
         places = tuple(range(count)) if self._places is None else self._places
         self._tensors = max(places, default=-1) + 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.kernels.activation import KINDS, gated, gated_quantized
+from penstock.kernels.gate_up import GateUp
 from penstock.kernels.language import fused
 from penstock.kernels.quantize import Rows
 from penstock.layers.activation import activation
 from penstock.layers.fp8 import Fp8Linear
-from penstock.layers.linear import LinearLayer
+from penstock.layers.linear import Linear, LinearLayer
 
 
 class MLP:
@@ -49,6 +50,9 @@ class GatedMLP:
         self.act = activation(act)
         self.kernel = act if act in KINDS else None
         self.gate_first = gate_first
+        self.joint: GateUp | None = None
+        if isinstance(gate_up, Linear) and gate_up.bias is None and not isinstance(down, Fp8Linear):
+            self.joint = GateUp.of(gate_up.weight, act, gate_first)
 
     @property
     def first(self) -> LinearLayer:
@@ -63,6 +67,8 @@ class GatedMLP:
         middle: Tensor | None = None,
     ) -> Tensor:
         """As `MLP`; `middle` is as wide as gate and up."""
+        if self.joint is not None and self.joint.serves(x):
+            return self.down(self.joint(x), residual, out)
         both = self.gate_up(x, out=middle)
         if self.kernel is not None and fused(both):
             if isinstance(self.down, Fp8Linear):

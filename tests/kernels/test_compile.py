@@ -15,8 +15,9 @@ torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.kernels import activation, attention, blockwise, cast, embedding, experts, feed, language
-from penstock.kernels import norm, paged, pooling, quantize, rotary, sampling, splade, thresholds
+from triton.experimental.gluon._runtime import GluonASTSource
+from penstock.kernels import activation, attention, blockwise, cast, embedding, experts, feed, gate_up
+from penstock.kernels import language, norm, paged, pooling, quantize, rotary, sampling, splade, thresholds
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
 TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
@@ -31,7 +32,7 @@ class Compiler:
     def __getitem__(self, grid):
         return self
 
-    def __call__(self, *args, num_warps, num_stages=3, **constants):
+    def __call__(self, *args, num_warps, num_stages=3, maxnreg=None, **constants):
         values = dict(zip(self.function.arg_names, args)) | constants
         signature, fixed = {}, {}
         for parameter in self.function.params:
@@ -40,18 +41,21 @@ class Compiler:
                 signature[parameter.name], fixed[parameter.name] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = TYPES[value.dtype]
+            elif hasattr(value, "block_shape"):
+                kind = TYPES[value.base.dtype][1:]
+                signature[parameter.name] = f"tensordesc<{kind}{value.block_shape},{value.layout}>"
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        source = ASTSource(self.function, signature, fixed)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        source = (GluonASTSource if self.function.is_gluon() else ASTSource)(self.function, signature, fixed)
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled.append(self.function.__name__)
 
 kernels, helpers = set(), {"_activated", "_key_tile", "_squashed", "_philox", "_gumbel", "_penalized", "_key"}
 helpers |= {"as_float", "read_row", "_of_key", "_weight", "_source", "store_quantized", "quantized_group"}
-helpers |= {"_dot", "_scaled_dot", "_write_order", "_write_tiles"}
+helpers |= {"_dot", "_scaled_dot", "_write_order", "_write_tiles", "_act", "_corner", "_copy", "_multiply"}
 modules = (activation, attention, cast, embedding, norm, pooling, quantize, rotary, sampling, splade)
-modules += (feed, paged, thresholds, blockwise, experts)
+modules += (feed, paged, thresholds, blockwise, experts, gate_up)
 for module in modules:
     for name, value in list(vars(module).items()):
         if isinstance(value, triton.runtime.jit.JITFunction) and name not in helpers:
@@ -137,6 +141,10 @@ for half, fp8 in zip(experts.HALF_PLANS, experts.FP8_PLANS):
     own = blocks(32, 512, 256), blocks(32, 256, 256)
     experts.run_experts(x(20, 256), x(20, 32), *own, **options, plan=fp8[1])
 experts.route(x(900, 128), 8, True, 16)
+gate_up._programs = lambda device: 132
+for act in ("gelu", "gelu_new", "silu", "relu"):
+    for half in (torch.bfloat16, torch.float16):
+        gate_up.GateUp(x(256, 64, dtype=half), act, act != "relu")(x(5, 64, dtype=half))
 missed = kernels - set(compiled)
 assert not missed, missed
 print(len(compiled))

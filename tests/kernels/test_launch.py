@@ -120,6 +120,26 @@ def test_what_is_not_given_is_part_of_the_form(kernel: Any) -> None:
     assert len(kernel.compiled) == 2 and kernel.quick == 2
 
 
+def test_a_tensor_that_is_copied_in_pieces_is_known_by_them(kernel: Any) -> None:
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+
+    def pieces(rows: int, x: Tensor) -> Any:
+        layout = NVMMASharedLayout.get_default_for([rows, 64], bfloat16)
+        return launch.TensorDescriptor.from_tensor(x, [rows, 64], layout)
+
+    x, y = (torch.zeros(count, 64, dtype=torch.bfloat16) for count in (128, 256))
+    options = {"BLOCK": 16, "TWICE": False, "num_warps": 4}
+    for rows, tensor in ((64, x), (64, y), (128, x), (64, x.half()), (128, y)):
+        kernel[(3,)](pieces(rows, tensor), x, 8, 0.5, **options)
+    assert len(kernel.compiled) == 3 and kernel.quick == 2
+    kernel[(3,)](x, x, 8, 0.5, **options)  # for Triton to look at
+    assert len(kernel.compiled) == 4 and kernel.quick == 2
+    bound = kernel.fixed(None, **options)
+    for _ in range(2):
+        bound(3, pieces(64, x), x, 8, 0.5)
+    assert len(kernel.compiled) == 6
+
+
 def test_a_kernel_of_unknown_make_is_never_remembered(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "run", lambda *args, **more: None)
     call(kernel, torch.zeros(64))

@@ -1,0 +1,249 @@
+"""Gate and up in one product with the activation inside, so that the two halves are never written.
+
+For Hopper, in its own terms: of a program's warps one copies tiles of both operands to shared memory with
+the copy engine, a few tiles ahead, and two groups of four multiply 64 rows each with what has arrived. A tile
+holds 128 columns of the gate and the same 128 of up, so that a group has both halves of its results in
+registers. Between the products of a large step that saves a pass over memory, and power, which is what
+limits such steps.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation import KINDS, gated_reference
+from penstock.kernels.language import HOPPER, cdiv, compiling, fused, gluon
+from penstock.kernels.quantize import Rows
+
+if HOPPER:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+else:
+    gl = None
+
+_ROWS = 128  # of a tile, half of them for each group that multiplies
+_COLS = 128  # of the gate, and as many of up
+_INNER = 64  # what a copy brings of each row: the widest that the shared layout takes in one piece
+_STAGES = 4  # tiles that are on their way or being used; they fill the shared memory
+_GROUP = 17  # rows of tiles that are done together, so that what they read stays in the second-level cache
+_LEAST = 6  # tiles for each multiprocessor, below which the matrix library's smaller ones serve better
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def gate_up_reference(x: Tensor, weight: Tensor, act: str, gate_first: bool) -> Tensor:
+    """x [tokens, inner], weight [2 · width, inner] → act(gate) · up [tokens, width]."""
+    return gated_reference(x @ weight.t(), act, gate_first)
+
+
+@gluon()
+def _act(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
+    if KIND == 0:
+        return 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
+    if KIND == 1:  # 0.5 · (1 + tanh(u)) is sigmoid(2u)
+        return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    if KIND == 2:
+        return x / (1.0 + gl.exp(-x))
+    return gl.maximum(x, 0.0)
+
+
+@gluon()
+def _corner(tile: gl.tensor, grid: gl.tuple, ROWS: gl.constexpr, COLS: gl.constexpr) -> gl.tuple:
+    """Its first row and column. Tiles go down `group` rows before the next column."""
+    down, across, group = grid
+    first = tile // (group * across) * group
+    rows = min(down - first, group)
+    within = tile % (group * across)
+    return (first + within % rows) * ROWS, within // rows * COLS
+
+
+@gluon()
+def _copy(
+    sources: gl.tuple,
+    shared: gl.tuple,
+    grid: gl.tuple,
+    width: gl.tensor,
+    inner: gl.tensor,
+    ROWS: gl.constexpr,
+    COLS: gl.constexpr,
+    INNER: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    x, weight = sources
+    xs, weights, full, free = shared
+    step = 0
+    for tile in range(gl.program_id(0), grid[0] * grid[1], gl.num_programs(0)):
+        row, col = _corner(tile, grid, ROWS, COLS)
+        for k in range(0, inner, INNER):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            ready = full.index(stage)
+            mbarrier.expect(ready, (ROWS + 2 * COLS) * INNER * 2)  # bytes
+            tma.async_copy_global_to_shared(x, [row, k], ready, xs.index(stage))
+            both = weights.index(stage)
+            tma.async_copy_global_to_shared(weight, [col, k], ready, both.slice(0, COLS))
+            tma.async_copy_global_to_shared(weight, [width + col, k], ready, both.slice(COLS, COLS))
+            step += 1
+
+
+@gluon()
+def _multiply(
+    out: gl.tensor,
+    place: gl.tensor,
+    shared: gl.tuple,
+    grid: gl.tuple,
+    inner: gl.tensor,
+    ROWS: gl.constexpr,
+    COLS: gl.constexpr,
+    INNER: gl.constexpr,
+    STAGES: gl.constexpr,
+    KIND: gl.constexpr,
+    GATE_FIRST: gl.constexpr,
+    HALF: gl.constexpr,
+) -> None:
+    xs, weights, full, free = shared
+    OWN: gl.constexpr = ROWS // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLS, 16])
+    step = 0
+    for tile in range(gl.program_id(0), grid[0] * grid[1], gl.num_programs(0)):
+        row, col = _corner(tile, grid, ROWS, COLS)
+        both = gl.zeros((OWN, 2 * COLS), gl.float32, LAYOUT)
+        for k in range(0, inner, INNER):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            rows = xs.index(stage).slice(HALF * OWN, OWN)
+            turned = weights.index(stage).permute((1, 0))
+            both = warpgroup_mma(rows, turned, both, use_acc=k > 0, is_async=True)
+            both = warpgroup_mma_wait(1, (both,))  # the one before is done with its tiles
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            step += 1
+        both = warpgroup_mma_wait(0, (both,))
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+        first, second = gl.split(gl.permute(gl.reshape(both, (OWN, 2, COLS)), (0, 2, 1)))
+        value = _act(first, KIND) * second if GATE_FIRST else _act(second, KIND) * first
+        tma.store_wait(0)  # the tile before has been written
+        place.store(value.to(out.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [row + HALF * OWN, col], place)
+    tma.store_wait(0)
+
+
+@gluon(loose=("tokens", "width", "inner", "group"))
+def _gate_up(
+    x: gl.tensor,
+    weight: gl.tensor,
+    out: gl.tensor,
+    tokens: gl.tensor,
+    width: gl.tensor,
+    inner: gl.tensor,
+    group: gl.tensor,
+    ROWS: gl.constexpr,
+    COLS: gl.constexpr,
+    INNER: gl.constexpr,
+    STAGES: gl.constexpr,
+    KIND: gl.constexpr,
+    GATE_FIRST: gl.constexpr,
+) -> None:
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, INNER], x.layout)
+    weights = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * COLS, INNER], weight.layout)
+    places = gl.allocate_shared_memory(x.dtype, [2, ROWS // 2, COLS], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    shared = (xs, weights, full, free)
+    grid = (gl.cdiv(tokens, ROWS), gl.cdiv(width, COLS), group)
+    upper, lower = places.index(0), places.index(1)
+    gl.warp_specialize(
+        [
+            (_multiply, (out, upper, shared, grid, inner, ROWS, COLS, INNER, STAGES, KIND, GATE_FIRST, 0)),
+            (_multiply, (out, lower, shared, grid, inner, ROWS, COLS, INNER, STAGES, KIND, GATE_FIRST, 1)),
+            (_copy, ((x, weight), shared, grid, width, inner, ROWS, COLS, INNER, STAGES)),
+        ],
+        [4, 1],  # warps of the last two
+        [240, 24],  # their registers; the first has what is left
+    )
+
+
+def _described(x: Tensor, rows: int, cols: int) -> Any:
+    """For the copy engine: pieces of so many rows and columns of it."""
+    block = [rows, cols]
+    return TensorDescriptor(x, [*x.shape], [*x.stride()], block, _layout(rows, cols, x.dtype))
+
+
+@lru_cache(maxsize=16)
+def _layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
+    kind = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], kind)
+
+
+@lru_cache(maxsize=8)
+def _programs(device: int) -> int:
+    """One for each multiprocessor; 0: this device has no such kernel."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class GateUp:
+    """As the reference, for one weight, which stays where it is; large products only."""
+
+    def __init__(self, weight: Tensor, act: str, gate_first: bool) -> None:
+        both, self.inner = weight.shape
+        self.width = both // 2
+        self.dtype = weight.dtype
+        self.programs = _programs(weight.device.index or 0)
+        self.weight = _described(weight, _COLS, _INNER)
+        self.constants = {
+            "ROWS": _ROWS,
+            "COLS": _COLS,
+            "INNER": _INNER,
+            "STAGES": _STAGES,
+            "KIND": KINDS[act],
+            "GATE_FIRST": gate_first,
+            "num_warps": 4,  # of the first group; the other warps come beside it
+            "maxnreg": 168,  # of all twelve: those that copy leave theirs to those that multiply
+        }
+
+    @classmethod
+    def of(cls, weight: Tensor, act: str, gate_first: bool) -> GateUp | None:
+        """None: not for this weight, or not on this device."""
+        if not HOPPER or not weight.is_cuda or weight.dtype not in _DTYPES or act not in KINDS:
+            return None
+        both, inner = weight.shape
+        aligned = both % 16 == 0 and inner % 8 == 0 and weight.data_ptr() % 16 == 0
+        if not aligned or not weight.is_contiguous() or not _programs(weight.device.index or 0):
+            return None
+        return cls(weight, act, gate_first)
+
+    def serves(self, x: Rows) -> TypeGuard[Tensor]:
+        """Whether these are for it, and enough of them."""
+        if not isinstance(x, Tensor) or x.dtype is not self.dtype or not fused(x):
+            return False
+        if cdiv(len(x), _ROWS) * cdiv(self.width, _COLS) < _LEAST * self.programs and not compiling():
+            return False
+        return x.is_contiguous() and x.data_ptr() % 16 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tokens = len(x)
+        out = x.new_empty((tokens, self.width))
+        if not tokens:
+            return out
+        down, across = cdiv(tokens, _ROWS), cdiv(self.width, _COLS)
+        group = cdiv(down, cdiv(down, _GROUP))  # as even as they can be
+        given = _described(x, _ROWS, _INNER), self.weight, _described(out, _ROWS // 2, _COLS)
+        numbers = tokens, self.width, self.inner, group
+        _gate_up[(min(down * across, self.programs),)](*given, *numbers, **self.constants)
+        return out

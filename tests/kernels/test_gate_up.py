@@ -1,0 +1,166 @@
+"""Gate and up with the activation in one product: on a Hopper GPU; elsewhere that nobody takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import gate_up, language
+from penstock.kernels.activation import KINDS
+from penstock.kernels.gate_up import GateUp, gate_up_reference
+from penstock.layers.linear import Linear
+from penstock.layers.mlp import GatedMLP
+
+
+def _has() -> bool:
+    return gate_up.HOPPER and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+hopper = pytest.mark.skipif(not _has(), reason="needs a Hopper GPU")
+
+
+def _made(tokens: int, inner: int, width: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(tokens + inner + width)
+    x = torch.randn(tokens, inner, device="cuda", generator=generator)
+    weight = torch.randn(2 * width, inner, device="cuda", generator=generator) / inner**0.5
+    return x.to(dtype), weight.to(dtype)
+
+
+def _same(got: Tensor, x: Tensor, weight: Tensor, act: str, gate_first: bool) -> None:
+    expected = gate_up_reference(x.double(), weight.double(), act, gate_first)
+    error = 2.0**-8 if got.dtype is torch.bfloat16 else 2.0**-10
+    torch.testing.assert_close(got.double(), expected, atol=2e-3, rtol=error)
+
+
+@hopper
+@pytest.mark.parametrize("tokens", [1, 63, 64, 128, 129, 1000, 5000])
+@pytest.mark.parametrize(("inner", "width"), [(64, 128), (72, 136), (768, 1152), (1024, 3080), (40, 8)])
+def test_any_shape_equals_the_reference(tokens: int, inner: int, width: int) -> None:
+    x, weight = _made(tokens, inner, width)
+    made = GateUp.of(weight, "silu", True)
+    assert made is not None
+    _same(made(x), x, weight, "silu", True)
+
+
+@hopper
+@pytest.mark.parametrize("act", KINDS)
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_activation_equals_the_reference(act: str, gate_first: bool, dtype: torch.dtype) -> None:
+    x, weight = _made(300, 256, 384, dtype)
+    made = GateUp.of(weight, act, gate_first)
+    assert made is not None
+    _same(made(x), x, weight, act, gate_first)
+
+
+@hopper
+def test_extreme_gates_stay_finite() -> None:
+    x, weight = _made(128, 64, 128)
+    x[0], x[1] = 1e4, -1e4
+    for act in KINDS:
+        made = GateUp.of(weight, act, True)
+        assert made is not None
+        got = made(x).float()
+        assert bool(got.isfinite().all())
+        expected = gate_up_reference(x.float(), weight.float(), act, True)
+        torch.testing.assert_close(got, expected, atol=1e-2, rtol=2**-7)
+
+
+@hopper
+def test_a_slice_of_a_larger_tensor_is_written_within_its_bounds() -> None:
+    x, weight = _made(200, 128, 136)
+    made = GateUp.of(weight, "silu", True)
+    assert made is not None
+    around = torch.full((400, 136), 7.0, device="cuda", dtype=torch.bfloat16)
+
+    class Sliced(Tensor):
+        def new_empty(self, *size: Any, **more: Any) -> Tensor:
+            return around[100:300]
+
+    got = made(x.as_subclass(Sliced)).as_subclass(Tensor)
+    _same(got, x, weight, "silu", True)
+    assert bool((around[:100] == 7).all()) and bool((around[300:] == 7).all())
+
+
+@hopper
+def test_it_is_captured_and_launched_the_short_way() -> None:
+    x, weight = _made(2000, 512, 1024)
+    made = GateUp.of(weight, "silu", True)
+    assert made is not None
+    made(x), made(x)
+    before = gate_up._gate_up.quick
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = made(x)
+    assert gate_up._gate_up.quick == before + 1
+    x.copy_(_made(2000, 512, 1025)[0])
+    graph.replay()
+    _same(got, x, weight, "silu", True)
+
+
+@hopper
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda half: half(256, 64).float(),
+        lambda half: half(256, 60),
+        lambda half: half(248, 64),
+        lambda half: half(64, 256).t(),
+        lambda half: half(256 * 64 + 1)[1:].view(256, 64),
+    ],
+    ids=["fp32", "odd inner", "odd width", "turned", "odd address"],
+)
+def test_weights_that_the_copy_engine_cannot_read_are_left_alone(weight: Callable[..., Tensor]) -> None:
+    half = partial(torch.zeros, device="cuda", dtype=torch.bfloat16)
+    assert GateUp.of(half(256, 64), "silu", True) is not None
+    assert GateUp.of(weight(half), "silu", True) is None
+
+
+@hopper
+def test_a_block_takes_it_for_large_steps_alone() -> None:
+    x, weight = _made(gate_up._LEAST * gate_up._programs(0) * 128 // 8, 256, 1024)
+    down = Linear(_made(1, 1024, 128)[1][:256], None)
+    block = GatedMLP(Linear(weight, None), down, "silu")
+    assert block.joint is not None and block.joint.serves(x) and not block.joint.serves(x[:-128])
+    got, few = block(x), block(x[:-128])
+    language.switch()
+    try:
+        plain = block(x)
+    finally:
+        language.switch("cuda")
+    torch.testing.assert_close(got[:-128], few, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(got, plain, atol=2e-2, rtol=2e-2)
+
+
+@pytest.fixture
+def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[GateUp]:
+    """For a device of 132 multiprocessors that is not there."""
+    if not gate_up.HOPPER:
+        monkeypatch.setattr(gate_up, "_described", lambda *args: None)
+    monkeypatch.setattr(gate_up, "_programs", lambda device: 132)
+    language.switch("cpu")
+    yield GateUp(torch.zeros(2 * 14336, 64, dtype=torch.bfloat16), "silu", True)
+    language.switch(*(("cuda",) if torch.cuda.is_available() else ("cpu",) if language.FOUND else ()))
+
+
+def test_it_serves_steps_that_fill_the_device(imagined: GateUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 128 * -(-gate_up._LEAST * 132 // 112)
+    x = torch.zeros(rows, 64, dtype=torch.bfloat16)
+    assert imagined.serves(x) and not imagined.serves(x[:-128])
+    assert not imagined.serves(x.half()) and not imagined.serves(torch.zeros(64, rows).bfloat16().t())
+    monkeypatch.setattr(gate_up, "compiling", lambda: True)  # so that it is there when it is needed
+    assert imagined.serves(x[:1])
+    language.switch()
+    assert not imagined.serves(x)
+
+
+def test_no_block_on_a_cpu_has_it() -> None:
+    block = GatedMLP(
+        Linear(torch.zeros(256, 64).bfloat16(), None), Linear(torch.zeros(64, 128), None), "silu"
+    )
+    assert block.joint is None
