@@ -37,7 +37,8 @@ _COLS = 128  # of the gate, and as many of up
 _INNER = 64  # what a copy brings of each row: the widest that the shared layout takes in one piece
 _STAGES = 4  # tiles that are on their way or being used; they fill the shared memory
 _GROUP = 17  # rows of tiles that are done together, so that what they read stays in the second-level cache
-_LEAST = 6  # tiles for each multiprocessor, below which the matrix library's smaller ones serve better
+_ROUNDS, _FULL = 3, 0.86  # in which the multiprocessors take tiles, and how full they are on average; where
+# there are fewer, or the last leaves too many idle, the matrix library's smaller tiles serve better
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -232,9 +233,10 @@ class GateUp:
         """Whether these are for it, and enough of them."""
         if not isinstance(x, Tensor) or x.dtype is not self.dtype or not fused(x):
             return False
-        if cdiv(len(x), _ROWS) * cdiv(self.width, _COLS) < _LEAST * self.programs and not compiling():
-            return False
-        return x.is_contiguous() and x.data_ptr() % 16 == 0
+        tiles = cdiv(len(x), _ROWS) * cdiv(self.width, _COLS)
+        rounds = cdiv(tiles, self.programs)
+        pays = rounds >= _ROUNDS and tiles >= _FULL * rounds * self.programs
+        return (pays or compiling()) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         tokens = len(x)

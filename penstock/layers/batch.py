@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Needed:
+    """The tokens whose last states somebody reads, row by row."""
+
+    tokens: Tensor  # int32 [needed]
+    cu_lengths: Tensor  # int32 [rows + 1], of these
+    lengths: Tensor  # int32 [rows]
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     token_ids: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
@@ -126,6 +136,7 @@ class Batch:
     limits: Limits | None = None  # of rows that attend to their leading tokens only
     generates: bool = False  # no token sees one after it, whatever the model does otherwise
     shares: bool = False  # layers write to the same places one after another
+    needed: Needed | None = None  # which tokens' states are read; None: all of them
     routes: dict[object, Any] = field(default_factory=dict, init=False)  # what layers need not find out again
 
     def places(self, widths: tuple[int, ...], like: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,6 +155,29 @@ class Batch:
     def lasts(self, x: Tensor) -> bool:
         """Whether it is such a place, so that the next layer has the same."""
         return id(x) in self.routes.get("places", ())
+
+    def finished(self, context: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the last layer's attention and of what it is added to, the rows that somebody reads: no other
+        token sees what comes behind."""
+        if self.needed is None:
+            return context, hidden
+        tokens = self.needed.tokens
+        return context.index_select(0, tokens), hidden.index_select(0, tokens)
+
+    def narrowed(self) -> Batch:
+        """The batch of the tokens that are read alone, which is what a pooler has to do with."""
+        if (needed := self.needed) is None:
+            return self
+        return replace(
+            self,
+            cu_lengths=needed.cu_lengths,
+            lengths=needed.lengths,
+            skip=None,
+            groups=(),
+            max_length=needed.max_length,
+            num_tokens=len(needed.tokens),
+            needed=None,
+        )
 
     @property
     def totals(self) -> Tensor:

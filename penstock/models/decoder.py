@@ -116,6 +116,8 @@ class DecoderAttention:
 
 
 class DecoderLayer:
+    last = False  # of its model, so that only a pooler reads what it gives
+
     def __init__(
         self, build: LayerBuilder, prefix: str, shape: DecoderShape, layer: int, rotary: Rotary
     ) -> None:
@@ -142,6 +144,8 @@ class DecoderLayer:
     ) -> tuple[Tensor, Rows]:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         out, context = self.attention.out, self.attention(normed, batch, angles)
+        if self.last:
+            context, hidden = batch.finished(context, hidden)
         if self.after_attention is None or self.after_mlp is None:
             hidden, normed = join_norm(out, self.mlp_norm, context, hidden)
             return join_norm(self.mlp, behind, normed, hidden)
@@ -166,6 +170,7 @@ class Decoder:
             )
             for i, sliding in enumerate(shape.sliding)
         ]
+        self.layers[-1].last = True
         # The norm before each layer's attention stands behind the layer before.
         names = [*(f"layers.{i}.input_layernorm" for i in range(shape.layers)), "norm"]
         self.norms = [_norm(build, prefix + name, shape.hidden, shape) for name in names]
@@ -176,6 +181,7 @@ class Decoder:
         self.shape = shape
         self.hidden_size = shape.hidden
         self.causal = shape.causal
+        self.narrows = True
         self.kv_shape = (shape.layers, shape.kv_heads, shape.head_dim)
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED

@@ -94,6 +94,8 @@ class Shape:
 
 
 class EncoderLayer:
+    last = False  # of its model, so that only a pooler reads what it gives
+
     def __init__(self, build: LayerBuilder, prefix: str, shape: Shape) -> None:
         names, hidden = shape.names, shape.hidden
         self.heads = shape.heads
@@ -113,6 +115,9 @@ class EncoderLayer:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
         qkv, between, middle, last = batch.places(self.widths, hidden)
         context = attend_fused(self.qkv(fed, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
+        if self.last and batch.needed is not None:
+            context, hidden = batch.finished(context, hidden)
+            between = middle = last = None
         hidden, fed = add_norm(self.out, self.attention_norm, context, hidden, between)
         return add_norm(partial(self.mlp, middle=middle), self.output_norm, fed, hidden, last)
 
@@ -138,10 +143,12 @@ class Encoder:
         self.layers = [
             EncoderLayer(build, prefix + shape.names.layer.format(i), shape) for i in range(shape.layers)
         ]
+        self.layers[-1].last = True
         feed_post_norms(self.layers)
         self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
         self.hidden_size = shape.hidden
         self.causal = False
+        self.narrows = True
         self.prefix = prefix
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED

@@ -25,6 +25,8 @@ UNNEEDED = ("lm_head.", ".attn.bias", ".attn.masked_bias")
 
 
 class GPT2Layer:
+    last = False  # of its model, so that only a pooler reads what it gives
+
     def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], layer: int) -> None:
         hidden = config["n_embd"]
         inner = config.get("n_inner") or 4 * hidden
@@ -45,6 +47,8 @@ class GPT2Layer:
         qkv = self.qkv(normed)
         query, key, value = qkv.view(qkv.shape[0], 3, self.heads, -1).unbind(1)
         context = attend(query, key, value, batch, self.kind, layer=self.layer)
+        if self.last:
+            context, hidden = batch.finished(context, hidden)
         hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
         return join_norm(self.mlp, behind, normed, hidden)
 
@@ -60,10 +64,12 @@ class GPT2:
         self.embedding = build.table(prefix + "wte", config["vocab_size"], hidden)
         self.positions = build.table(prefix + "wpe", positions, hidden)
         self.layers = [GPT2Layer(build, f"{prefix}h.{i}.", config, i) for i in range(layers)]
+        self.layers[-1].last = True
         names = [*(f"h.{i}.ln_1" for i in range(layers)), "ln_f"]
         self.norms = [build.norm(prefix + name, hidden, eps) for name in names]
         self.hidden_size = hidden
         self.causal = True
+        self.narrows = True
         self.kv_shape = (layers, config["n_head"], hidden // config["n_head"])
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED

@@ -37,6 +37,7 @@ class TransformersModel:
         self.hidden_size = int(config.hidden_size)
         self.segments = int(getattr(config, "type_vocab_size", 0) or 0)
         self.causal = False  # rows are never cut here
+        self.narrows = False
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded: tuple[str, ...] = ()
 

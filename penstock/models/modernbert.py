@@ -27,6 +27,8 @@ UNNEEDED = ("head.", "decoder.", "classifier.")
 
 
 class ModernBertLayer:
+    last = False  # of its model, so that only a pooler reads what it gives
+
     def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], kind: str) -> None:
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         eps, norm_bias = config.get("norm_eps", 1e-5), bool(config.get("norm_bias"))
@@ -51,6 +53,8 @@ class ModernBertLayer:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
         context = attend(query, key, value, batch, self.attention)
+        if self.last:
+            context, hidden = batch.finished(context, hidden)
         hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
         return join_norm(self.mlp, behind, normed, hidden)
 
@@ -73,6 +77,7 @@ class ModernBert:
         self.layers = [
             ModernBertLayer(build, f"{self.prefix}layers.{i}.", config, kind) for i, kind in enumerate(kinds)
         ]
+        self.layers[-1].last = True
         # The norm of a layer's attention stands behind the layer before; the first has the embedding's.
         names = [*(f"layers.{i}.attn_norm" for i in range(1, len(kinds))), "final_norm"]
         self.norms = [build.norm(self.prefix + name, hidden, eps, bias=norm_bias) for name in names]
@@ -80,6 +85,7 @@ class ModernBert:
             before.feed(layer.qkv)
         self.hidden_size = hidden
         self.causal = False
+        self.narrows = True
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED
 

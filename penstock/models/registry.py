@@ -69,11 +69,12 @@ class Model(Protocol):
 
     hidden_size: int
     causal: bool  # no token sees one that comes after it
+    narrows: bool  # it finishes the needed tokens of a batch alone, where not all are
     heads: dict[Task, TaskHead]
     unneeded: tuple[str, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The last hidden states, [tokens, hidden]."""
+        """The last hidden states, [tokens, hidden]: of the needed tokens, where it narrows."""
         ...
 
 

@@ -76,6 +76,8 @@ class Shape:
 
 
 class RotaryEncoderLayer:
+    last = False  # of its model, so that only a pooler reads what it gives
+
     def __init__(
         self, build: LayerBuilder, prefix: str, names: Names, shape: Shape, rotary: Rotary | None
     ) -> None:
@@ -104,6 +106,9 @@ class RotaryEncoderLayer:
             context = attend_fused(qkv, self.heads, batch)
         else:
             context = attend(*self.rotary.fused(qkv, self.heads, angles), batch)
+        if self.last and batch.needed is not None:
+            context, hidden = batch.finished(context, hidden)
+            between = middle = last = None
         hidden, fed = add_norm(self.out, self.attention_norm, context, hidden, between)
         return add_norm(partial(self.mlp, middle=middle), self.output_norm, fed, hidden, last)
 
@@ -134,9 +139,11 @@ class RotaryEncoder:
             RotaryEncoderLayer(build, self.prefix + names.layer.format(i), names, shape, self.rotary)
             for i in range(shape.layers)
         ]
+        self.layers[-1].last = True
         feed_post_norms(self.layers)
         self.hidden_size = shape.hidden
         self.causal = False
+        self.narrows = True
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = unneeded
 

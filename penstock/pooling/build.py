@@ -30,11 +30,12 @@ class Pooler:
     """Finishes each variant of a step's rows; what several variants need is computed once."""
 
     def __init__(self, spec: ModelSpec, heads: Mapping[Task, TaskHead], dense: list[Dense]) -> None:
-        self.methods = [METHODS[name] for name in spec.pooling.methods]
-        self.carries = any(name in CARRIED for name in spec.pooling.methods)
+        self.names = spec.pooling.methods
+        self.methods = [METHODS[name] for name in self.names]
+        self.carries = any(name in CARRIED for name in self.names)
         self.dense = dense
         # Where pooling is one method and nothing else, it is finished in the same pass.
-        self.alone = spec.pooling.methods[0] if len(spec.pooling.methods) == 1 and not dense else None
+        self.alone = self.names[0] if len(self.names) == 1 and not dense else None
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
         self.normalize_tokens = spec.pooling.normalize if spec.late is None else spec.late.normalize
@@ -77,6 +78,21 @@ class Pooler:
                 values = values.index_select(0, chosen)
             out.append(self._finish(values, variant.params))
         return out
+
+    def reads(self, variants: tuple[Variant, ...]) -> str | None:
+        """The method by which all of these choose tokens. None: they want all, or differ."""
+        found: set[str] = set()
+        for variant in variants:
+            task = variant.params.task
+            if variant.pairs is not None or variant.params.per_token or task is Task.SPARSE:
+                return None
+            if task is Task.EMBED:
+                found.update(self.names)
+            elif (head := self.heads.get(task) or self.heads.get(Task.CLASSIFY)) is not None:
+                found.add(head.method)
+            else:
+                return None
+        return found.pop() if len(found) == 1 and found <= METHODS.keys() else None
 
     def _scores(
         self,

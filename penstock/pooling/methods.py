@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core import Ints, StepPlan
 from penstock.kernels import pooling as kernel
 from penstock.kernels.language import fused
 from penstock.layers.batch import Batch
@@ -54,6 +56,24 @@ def maximum(hidden: Tensor, batch: Batch) -> Tensor:
 
 
 CARRIED = ("mean", "mean_sqrt_len")  # methods that sum up over the chunks of a row
+
+
+def read_tokens(method: str, plan: StepPlan) -> tuple[Ints, Ints] | None:
+    """Which tokens of whole rows a method reads, and how many of each row. None: all, or too many to tell
+    them apart; a method that weighs them by their places wants them all."""
+    begins, ends, skip = plan.cu_lengths[:-1], plan.cu_lengths[1:], plan.skip
+    if method == "last":
+        return ends - 1, np.ones_like(begins)
+    if method == "cls":
+        first = begins if skip is None else np.minimum(begins + skip, ends - 1)
+        return first, np.ones_like(begins)
+    if method == "weighted_mean" or skip is None:
+        return None
+    kept = np.maximum(plan.lengths - skip, 0)
+    if method == "max" and not kept.all():
+        return None
+    tokens = np.flatnonzero(plan.positions >= np.repeat(skip, plan.lengths)).astype(np.int32)
+    return tokens, kept
 
 
 def pool(

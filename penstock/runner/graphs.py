@@ -19,13 +19,14 @@ from torch import Tensor
 
 from penstock.core import Array, PoolingParams, SamplePlan, StepPlan, Task, Variant
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Memory, Paged, read_in_place
+from penstock.layers.batch import Batch, Memory, Needed, Paged, read_in_place
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
 from penstock.pooling.methods import CARRIED
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.buckets import (
+    ROWS,
     Bucket,
     Layout,
     NoGroups,
@@ -41,6 +42,9 @@ log = logging.getLogger("penstock.graphs")
 USES = 2  # of a shape, before it is captured
 MOST = 256  # graphs
 MOST_BYTES = 1 << 30  # of what they write to; all else they share
+# Tokens from which on a last layer is finished for those alone that are read, and the share that these may
+# have: to pick them out costs a few launches.
+NARROWED, FEWER = 512, 0.75
 _REST = 4.0  # a capture is followed by so many times its own duration without another
 _SMALL = 512  # tokens; steps up to here wait for the host whatever the model is
 _WORTH = 1.5  # a step that keeps the device busy for so many times the host's work gains nothing
@@ -106,6 +110,7 @@ class Graphs(Captures[Key, Graph]):
         self.cache = cache
         self._sums = pooler.carries or any(head.method in CARRIED for head in pooler.heads.values())
         self.integers = torch.zeros(largest_size(), dtype=torch.int32, device=staging.device)
+        self.counted = torch.arange(ROWS[-1] + 1, dtype=torch.int32, device=staging.device)  # replays read it
         self.held_bytes = 0
         self._seen: dict[Key, _Seen] = {}
         self._at_once = False
@@ -255,6 +260,16 @@ class Graphs(Captures[Key, Graph]):
             log.info("%d graphs are captured; steps of further shapes run without", len(self.captured))
         return graph
 
+    def _ends(self, key: Key) -> str | None:
+        """Which one token of each row is read, where the last layer is better finished for them alone."""
+        tokens, rows, _ = key.bucket
+        if not self.model.narrows or key.params is None or key.memory is not None:
+            return None
+        if tokens < NARROWED or rows > FEWER * tokens:
+            return None
+        method = self.pooler.reads((Variant(key.params, None),))
+        return method if method in ("cls", "last") else None
+
     def drop(self) -> None:
         self.held_bytes = 0
         super().drop()
@@ -264,12 +279,14 @@ class Graphs(Captures[Key, Graph]):
         if key.generates and batch.memory is not None:
             batch = replace(batch, generates=True, memory=_of_prompts(batch.memory))
         variants = () if params is None else (Variant(params, None),)
+        ends, rows = self._ends(key), self.counted[: key.bucket.rows + 1]
 
         def work() -> list[Tensor]:
-            hidden = self.model(batch)
+            own = batch if ends is None else replace(batch, needed=_one_a_row(ends, batch, rows))
+            hidden = self.model(own)
             if params is None:
                 return [hidden]
-            values, flags = leave(self.pooler(hidden, batch, variants, [None]), variants)
+            values, flags = leave(self.pooler(hidden, own.narrowed(), variants, [None]), variants)
             outputs = [value.contiguous() for value in values] + flags
             raw = [output.view(-1).view(torch.uint8) for output in outputs]
             return [*outputs, raw[0] if len(raw) == 1 else torch.cat(raw)]
@@ -279,6 +296,18 @@ class Graphs(Captures[Key, Graph]):
             return Graph(layout, batch, replay, outputs)
         row_bytes = outputs[0][0].numel() * outputs[0].itemsize
         return Graph(layout, batch, replay, outputs[:-1], outputs[-1], row_bytes)
+
+
+def _one_a_row(method: str, batch: Batch, rows: Tensor) -> Needed:
+    """The first or last token of each row, of which empty ones have none: nobody asks what they get."""
+    if method == "last":
+        tokens = (batch.cu_lengths[1:] - 1).clamp_min_(0)
+    else:
+        tokens = batch.cu_lengths[:-1]
+        if batch.skip is not None:
+            tokens = tokens + torch.minimum(batch.skip, batch.lengths - 1)
+        tokens = tokens.clamp(0, batch.num_tokens - 1)
+    return Needed(tokens, rows, rows[1:] - rows[:-1], 1)
 
 
 def _batch(layout: Layout, integers: Tensor, cache: tuple[KVStore, Tensor] | None) -> Batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -26,22 +26,25 @@ from penstock.core import (
     StepPlan,
     StepResult,
     Variant,
+    cumulative,
 )
 from penstock.errors import DeviceOutOfMemory
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
+from penstock.layers.batch import Batch, Limits, Memory, Needed, Paged, read_in_place
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import leave
+from penstock.pooling.methods import read_tokens
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.decode import DecodeGraphs
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import Generator
-from penstock.runner.graphs import Graphs, Key
+from penstock.runner.graphs import FEWER, NARROWED, Graphs, Key
 from penstock.runner.staging import Staging
 from penstock.scoring.brought import compare
 from penstock.scoring.pairs import PairTensors
 
+_NEEDED = ("needed_tokens", "needed_cu_lengths", "needed_lengths")
 _Results = tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
@@ -107,7 +110,7 @@ class ModelRunner:
         """The whole step on the device: one tensor for each variant of the plan."""
         batch, index, pairs = self._prepare(plan)
         hidden = self.model(batch) if plan.num_tokens else self._nothing
-        return self.pooler(hidden, batch, plan.variants, index, pairs)
+        return self.pooler(hidden, batch.narrowed(), plan.variants, index, pairs)
 
     @torch.inference_mode()
     def generate(self, plan: StepPlan, sample: SamplePlan) -> list[Tensor]:
@@ -152,8 +155,10 @@ class ModelRunner:
         return self._fetched(self.pooler(hidden, batch, plan.variants, index, pairs), plan)
 
     def _prepare(self, plan: StepPlan) -> tuple[Batch, list[Tensor | None], dict[int, PairTensors]]:
+        needed = self._needed(plan)
         batch, sent = self._batch(
             plan,
+            **({} if needed is None else dict(zip(_NEEDED, needed, strict=True))),
             **{f"variant{i}": _index(v) for i, v in enumerate(plan.variants)},
             **{
                 f"pairs{i}.{name}": array
@@ -161,8 +166,25 @@ class ModelRunner:
                 for name, array in _pair_arrays(v.pairs).items()
             },
         )
+        if needed is not None:
+            tokens, cu_lengths, lengths = (sent[name] for name in _NEEDED)
+            batch = replace(batch, needed=Needed(tokens, cu_lengths, lengths, int(needed[-1].max())))
         index = [sent.get(f"variant{i}") for i in range(len(plan.variants))]
         return batch, index, _pairs(plan, sent)
+
+    def _needed(self, plan: StepPlan) -> tuple[Ints, Ints, Ints] | None:
+        """The tokens whose states the pooler reads, where they are few enough that the last layer is better
+        finished for them alone."""
+        if not self.model.narrows or plan.kv is not None or plan.adapters is not None or not plan.num_rows:
+            return None
+        if self.device.type == "cuda" and plan.num_tokens < NARROWED:
+            return None
+        method = self.pooler.reads(plan.variants)
+        found = None if method is None else read_tokens(method, plan)
+        if found is None or not 0 < len(found[0]) <= FEWER * plan.num_tokens:
+            return None
+        tokens, lengths = found
+        return tokens, cumulative(lengths), lengths
 
     def _batch(self, plan: StepPlan, **more: Ints | None) -> tuple[Batch, dict[str, Tensor]]:
         """All integers of the plan, sent at once."""

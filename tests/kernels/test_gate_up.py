@@ -123,17 +123,18 @@ def test_weights_that_the_copy_engine_cannot_read_are_left_alone(weight: Callabl
 
 @hopper
 def test_a_block_takes_it_for_large_steps_alone() -> None:
-    x, weight = _made(gate_up._LEAST * gate_up._programs(0) * 128 // 8, 256, 1024)
+    x, weight = _made(gate_up._ROUNDS * gate_up._programs(0) // 8 * 128, 256, 1024)  # eight tiles wide
     down = Linear(_made(1, 1024, 128)[1][:256], None)
     block = GatedMLP(Linear(weight, None), down, "silu")
-    assert block.joint is not None and block.joint.serves(x) and not block.joint.serves(x[:-128])
-    got, few = block(x), block(x[:-128])
+    few_rows = x[: len(x) // 2]
+    assert block.joint is not None and block.joint.serves(x) and not block.joint.serves(few_rows)
+    got, few = block(x), block(few_rows)
     language.switch()
     try:
         plain = block(x)
     finally:
         language.switch("cuda")
-    torch.testing.assert_close(got[:-128], few, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(got[: len(few)], few, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got, plain, atol=2e-2, rtol=2e-2)
 
 
@@ -143,16 +144,21 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[GateUp]:
     if not gate_up.HOPPER:
         monkeypatch.setattr(gate_up, "_described", lambda *args: None)
     monkeypatch.setattr(gate_up, "_programs", lambda device: 132)
+    before = language._devices
     language.switch("cpu")
     yield GateUp(torch.zeros(2 * 14336, 64, dtype=torch.bfloat16), "silu", True)
-    language.switch(*(("cuda",) if torch.cuda.is_available() else ("cpu",) if language.FOUND else ()))
+    language.switch(*before)
 
 
 def test_it_serves_steps_that_fill_the_device(imagined: GateUp, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = 128 * -(-gate_up._LEAST * 132 // 112)
-    x = torch.zeros(rows, 64, dtype=torch.bfloat16)
-    assert imagined.serves(x) and not imagined.serves(x[:-128])
-    assert not imagined.serves(x.half()) and not imagined.serves(torch.zeros(64, rows).bfloat16().t())
+    def serves(tokens: int) -> bool:
+        return imagined.serves(torch.zeros(tokens, 64, dtype=torch.bfloat16))
+
+    # 112 tiles for each 128 tokens, 132 at a time: the rounds are nearly full, or many.
+    assert [serves(tokens) for tokens in (128, 256, 384, 512, 640)] == [False, False, False, False, False]
+    assert [serves(tokens) for tokens in (768, 896, 1024, 2048, 4090)] == [False, True, True, True, True]
+    x = torch.zeros(4096, 64, dtype=torch.bfloat16)
+    assert not imagined.serves(x.half()) and not imagined.serves(torch.zeros(64, 4096).bfloat16().t())
     monkeypatch.setattr(gate_up, "compiling", lambda: True)  # so that it is there when it is needed
     assert imagined.serves(x[:1])
     language.switch()

@@ -52,6 +52,7 @@ class Model:
 
     hidden_size = 8
     causal = False
+    narrows = True
     unneeded = ()
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class Model:
         if batch.type_ids is not None:
             hidden = hidden + batch.type_ids[:, None]
         used = torch.arange(len(hidden)) < batch.cu_lengths[-1]
-        return hidden.masked_fill(~used[:, None], float("nan"))
+        return batch.finished(hidden.masked_fill(~used[:, None], float("nan")), hidden)[0]
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
@@ -181,7 +182,10 @@ def test_groups_of_an_unknown_step_cannot_be_walked_over() -> None:
 
 
 @pytest.mark.parametrize("method", ["mean", "cls", "last", "mean_sqrt_len"])
-@pytest.mark.parametrize("lengths", [(1,), (16,), (17,), (3, 9, 1), (40,) * 5, (1, 2, 64, 65), (500, 1)])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1,), (16,), (17,), (3, 9, 1), (40,) * 5, (1, 2, 64, 65), (500, 1), (512,), (100,) * 9, (20, 1) * 64],
+)
 def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
     method: str, lengths: tuple[int, ...]
 ) -> None:
@@ -193,6 +197,27 @@ def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
         assert values.shape == expected[0].shape and not flags
         np.testing.assert_allclose(values, expected[0], atol=1e-6)
     assert len(graphs.captured) == 1 and graphs.replays == 3
+
+
+@pytest.mark.parametrize("method", ["cls", "last"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_large_graph_ends_with_the_tokens_that_are_read(method: str, skip: bool) -> None:
+    runner, graphs = make_runner(method)
+    model: Any = runner.model
+    for lengths in ((100,) * 9, (300, 20, 300, 300), (1, 1, 1, 590)):
+        left = [length // 2 for length in lengths] if skip else None
+        plan = plan_of(*lengths, skip=left)
+        model.seen.clear()
+        (values,), _ = replayed(runner, graphs, plan)
+        assert all(len(batch.needed.tokens) == batch.num_rows for batch in model.seen)
+        model.narrows = False
+        expected, _ = runner._step(plan)
+        model.narrows = True
+        np.testing.assert_allclose(values, expected[0], atol=1e-6)
+    model.seen.clear()
+    replayed(runner, graphs, plan_of(40, 40))  # too small for it
+    replayed(runner, graphs, plan_of(590, params=PoolingParams(Task.TOKEN_EMBED)))
+    assert all(batch.needed is None for batch in model.seen)
 
 
 def test_a_graph_serves_steps_of_other_shapes_of_its_bucket() -> None:

@@ -1,0 +1,230 @@
+"""The last layer is finished for those tokens alone that somebody reads, and the answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.checkpoint.spec import PoolingSpec
+from penstock.core import PoolingParams, StepPlan, Task, cumulative
+from penstock.kernels.pooling import pool_reference
+from penstock.layers.batch import Batch
+from penstock.layers.build import LayerBuilder
+from penstock.models.registry import build_model
+from penstock.pooling.build import Pooler
+from penstock.pooling.methods import METHODS, read_tokens
+from penstock.runner import model_runner
+from penstock.runner.model_runner import ModelRunner
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Share
+from penstock.weights.stream import DummySource
+from tests.helpers import ints, make_request
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 300,
+    "vocab_size": 1000,
+    "num_labels": 3,
+    "rms_norm_eps": 1e-6,
+}
+NAMED = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48}  # DistilBERT
+NAMED |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 300, "layer_norm_epsilon": 1e-5}  # GPT-2
+CONV = {"conv_kernel_size": 3, "relative_attention": True, "pos_att_type": "c2p|p2c", "position_buckets": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "BertModel": {},
+    "BertForSequenceClassification": {},
+    "RobertaModel": {"pad_token_id": 1},
+    "DistilBertModel": {},
+    "MPNetModel": {},
+    "NomicBertModel": {"rope_theta": 1000.0},
+    "GteModel": {"rope_theta": 1000.0},
+    "ModernBertModel": {"global_rope_theta": 1e4, "local_rope_theta": 1e4, "local_attention": 16},
+    "DebertaV2Model": {},
+    "DebertaV2ForSequenceClassification": CONV,
+    "GPT2Model": {},
+    "GritLM": {"is_causal": False},
+    "MistralModel": {"sliding_window": 20},
+    "Qwen3Model": {},
+    "Qwen3ForSequenceClassification": {},
+    "Qwen3MoeModel": EXPERTS,
+    "Gemma2Model": {"sliding_window": 20},
+}
+LENGTHS = (5, 9, 2, 30, 1, 17, 30, 70)
+SKIP = (0, 3, 1, 29, 0, 0, 17, 40)
+
+
+def plan_of(*params: PoolingParams, skip: bool = True, lengths: tuple[int, ...] = LENGTHS) -> StepPlan:
+    shares = []
+    for number, each in enumerate(params or (PoolingParams(),)):
+        left = SKIP[: len(lengths)] if skip else None
+        request = make_request(f"r{number}", lengths, first_token=3 + number, params=each, skip=left)
+        shares.append(Share(request, ints(range(len(lengths)))))
+    return build_plan(shares)
+
+
+def make_runner(architecture: str, method: str, more: dict[str, Any]) -> ModelRunner:
+    config = SIZES | NAMED | more
+    with torch.inference_mode():
+        source = DummySource(0, torch.float32, torch.device("cpu"))
+        model = build_model(architecture, config, LayerBuilder(source, None))
+    spec = SimpleNamespace(
+        pooling=PoolingSpec((method,), normalize=True),
+        config=config,
+        sparse=None,
+        late=None,
+        multi_vector=None,
+        score=None,
+    )
+    return ModelRunner(model, Pooler(spec, model.heads, []), torch.device("cpu"), 1)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    made = make_runner(*request.param)
+    yield made
+    made.close()
+
+
+def seen(runner: ModelRunner, plan: StepPlan) -> tuple[list[torch.Tensor], int]:
+    """The answers, and how many tokens the last layer gave."""
+    counts: list[int] = []
+    model = runner.model
+
+    def counted(batch: Batch) -> torch.Tensor:
+        hidden = model(batch)
+        counts.append(len(hidden))
+        return hidden
+
+    watched: Any = counted
+    watched.narrows, watched.hidden_size = model.narrows, model.hidden_size
+    runner.model = watched
+    try:
+        return runner.forward(plan), counts[0]
+    finally:
+        runner.model = model
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_method_reads_the_tokens_that_it_says(method: str, skip: bool) -> None:
+    for lengths in (LENGTHS, (9, 9, 70, 80), (3,)):
+        plan = plan_of(skip=skip, lengths=lengths)
+        hidden = torch.randn(plan.num_tokens, 8)
+        left = None if plan.skip is None else torch.from_numpy(plan.skip)
+        expected = pool_reference(hidden, torch.from_numpy(plan.cu_lengths), method, skip=left)
+        found = read_tokens(method, plan)
+        if method in ("cls", "last"):
+            assert found is not None
+        if found is None:
+            continue
+        tokens, counts = found
+        assert tokens.dtype == counts.dtype == np.int32 and counts.sum() == len(tokens)
+        narrow = torch.from_numpy(cumulative(counts))
+        torch.testing.assert_close(pool_reference(hidden[torch.from_numpy(tokens)], narrow, method), expected)
+
+
+@pytest.mark.parametrize(
+    ("runner", "task"),
+    [
+        ((name, "cls" if "Class" in name else "mean", more), Task.CLASSIFY if "Class" in name else Task.EMBED)
+        for name, more in FAMILIES.items()
+    ],
+    indirect=["runner"],
+    ids=list(FAMILIES),
+)
+def test_every_family_gives_the_same_from_fewer_tokens(runner: ModelRunner, task: Task) -> None:
+    plan = plan_of(PoolingParams(task))
+    (got,), tokens = seen(runner, plan)
+    assert plan.skip is not None
+    if task is Task.CLASSIFY:
+        assert tokens == plan.num_rows
+    else:
+        assert tokens == np.maximum(plan.lengths - plan.skip, 0).sum()
+    runner.model.narrows = False
+    (expected,), tokens = seen(runner, plan)
+    assert tokens == plan.num_tokens
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_every_method_gives_the_same(method: str, skip: bool) -> None:
+    made = make_runner("BertModel", method, {})
+    try:
+        plan = plan_of(PoolingParams(), PoolingParams(dimensions=16), skip=skip)
+        got, tokens = seen(made, plan)
+        narrows = method in ("cls", "last") or (skip and method != "weighted_mean")
+        assert (tokens < plan.num_tokens) == narrows
+        made.model.narrows = False
+        for one, other in zip(got, seen(made, plan)[0], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("method", ["mean", "mean_sqrt_len", "max"])
+def test_a_row_of_which_nothing_is_read_stays_what_it_was(method: str) -> None:
+    plan = replace(plan_of(), skip=np.where(plan_of().lengths == 9, 9, 0).astype(np.int32))
+    found = read_tokens(method, plan)
+    if method == "max":
+        assert found is None  # there is no largest of nothing: whatever the plain form says
+        return
+    assert found is not None
+    tokens, counts = found
+    assert counts.tolist() == np.where(plan.lengths == 9, 0, plan.lengths).tolist()
+    hidden, narrow = torch.randn(plan.num_tokens, 8), torch.from_numpy(cumulative(counts))
+    pooled = pool_reference(hidden[torch.from_numpy(tokens)], narrow, method)
+    assert bool((pooled[torch.from_numpy(plan.lengths == 9)] == 0).all())
+
+
+@pytest.mark.parametrize("runner", [("BertModel", "cls", {})], indirect=True)
+def test_whoever_wants_all_tokens_has_them(runner: ModelRunner) -> None:
+    plan = plan_of(PoolingParams(), PoolingParams(Task.TOKEN_EMBED))
+    (vectors, tokens), count = seen(runner, plan)
+    assert count == plan.num_tokens == 2 * len(tokens) and len(vectors) == len(LENGTHS)
+    assert seen(runner, plan_of(PoolingParams()))[1] == len(LENGTHS)
+
+
+@pytest.mark.parametrize("runner", [("BertForSequenceClassification", "mean", {})], indirect=True)
+def test_two_ways_of_choosing_tokens_are_not_narrowed(runner: ModelRunner) -> None:
+    plan = plan_of(PoolingParams(), PoolingParams(Task.CLASSIFY))
+    assert seen(runner, plan)[1] == plan.num_tokens
+
+
+@pytest.mark.parametrize("runner", [("BertModel", "cls", {})], indirect=True)
+def test_rows_that_the_pooler_picks_are_those_of_the_whole_step(runner: ModelRunner) -> None:
+    """Two requests of different wishes: each has an index of its rows."""
+    both = plan_of(PoolingParams(), PoolingParams(dimensions=8), skip=False)
+    assert all(variant.index is not None for variant in both.variants)
+    got, tokens = seen(runner, both)
+    assert tokens == both.num_rows
+    runner.model.narrows = False
+    for one, other in zip(got, seen(runner, both)[0], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("runner", [("BertModel", "last", {})], indirect=True)
+def test_what_is_not_few_or_not_whole_is_left_as_it_is(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(skip=False)
+    assert runner._needed(plan) is not None
+    assert runner._needed(plan_of(skip=False, lengths=(1, 1, 1, 2))) is None  # most are read anyway
+    assert runner._needed(replace(plan, adapters=np.zeros(plan.num_rows, dtype=np.int32))) is None
+    assert runner._needed(replace(plan, kv=SimpleNamespace())) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(runner, "device", torch.device("cuda"))
+    assert runner._needed(plan) is None  # too small for the launches
+    monkeypatch.setattr(model_runner, "NARROWED", plan.num_tokens)
+    assert runner._needed(plan) is not None
