@@ -101,7 +101,10 @@ class Layout:
         """The step's integers, and behind each array what makes the rest of it empty: no length, and the
         first token of the vocabulary, in the first place, which is kept nowhere."""
         for name, (begin, room) in self.places.items():
-            array: Ints = getattr(plan.kv if name in _OF_MEMORY else plan, name)
+            array: Ints | None = getattr(plan.kv if name in _OF_MEMORY else plan, name)
+            if array is None:  # the layout has room for what this step has none of
+                out[begin : begin + room] = 0
+                continue
             end = begin + len(array)
             out[begin:end] = array
             out[end : begin + room] = array[-1] if name in _ENDS else _FILL.get(name, 0)

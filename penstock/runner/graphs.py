@@ -66,7 +66,8 @@ class Key(NamedTuple):
             return False
         roomy = all(size >= needed for size, needed in zip(self.bucket, other.bucket, strict=True))
         roomy = roomy and (self.memory or 0) >= (other.memory or 0)
-        alike = self._replace(bucket=other.bucket, memory=other.memory) == other
+        roomy = roomy and self.types >= other.types and self.skip >= other.skip  # none are all zeros
+        alike = (self.params, self.generates) == (other.params, other.generates)
         return roomy and alike and self.bucket.tokens <= 2 * other.bucket.tokens
 
 

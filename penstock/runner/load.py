@@ -173,7 +173,8 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
     if runner.graphs is None:
         return
     with watch.timed("graphs"):
-        warmup.capture_graphs(runner, runner.graphs, spec.tasks[0], longest, settings.max_num_batched_tokens)
+        room, skips = settings.max_num_batched_tokens, spec.pooling.after is not None
+        warmup.capture_graphs(runner, runner.graphs, spec.tasks[0], longest, room, skips=skips)
         if runner.decode is not None and generates:
             with torch.inference_mode():
                 warmup.capture_decoding(runner.decode, first_keys(settings.max_num_seqs))

@@ -57,16 +57,24 @@ def warm_up_memory(runner: Runner, block_size: int) -> None:
 
 
 def capture_graphs(
-    runner: Runner, graphs: Graphs, task: Task, longest: int, max_tokens: int, seconds: float = CAPTURE_S
+    runner: Runner,
+    graphs: Graphs,
+    task: Task,
+    longest: int,
+    max_tokens: int,
+    *,
+    skips: bool = False,
+    seconds: float = CAPTURE_S,
 ) -> None:
-    """Those of the model's first task, as many as can be had in so many seconds."""
+    """Those of the model's first task, as many as can be had in so many seconds. `skips`: its texts begin
+    with what the pooling leaves out; such graphs serve others too."""
     began = time.perf_counter()
     shapes = [(rows, length) for rows, length in SHAPES if length <= longest and rows * length <= max_tokens]
     with graphs.at_once():
         for done, (rows, length) in enumerate(shapes):
             if time.perf_counter() - began > seconds:
                 break
-            runner.launch(_plan(rows, length, PoolingParams(task))).result()
+            runner.launch(_plan(rows, length, PoolingParams(task), skips)).result()
             _show(done + 1, len(shapes))
     took = time.perf_counter() - began
     log.info("captured %d of %d graphs in %.1f s", len(graphs.captured), len(shapes), took)
@@ -92,9 +100,10 @@ def _show(done: int, total: int) -> None:
         print(f"\rcapturing graphs {bar:<20} {done}/{total}", end=end, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _plan(rows: int, length: int, params: PoolingParams) -> StepPlan:
+def _plan(rows: int, length: int, params: PoolingParams, skips: bool = False) -> StepPlan:
     tokens = np.ones(rows * length, dtype=np.int32)
-    request = Request("warm-up", tokens, np.full(rows, length, dtype=np.int32), params)
+    skip = np.zeros(rows, dtype=np.int32) if skips else None
+    request = Request("warm-up", tokens, np.full(rows, length, dtype=np.int32), params, skip=skip)
     return build_plan([Share(request, np.arange(rows, dtype=np.int32))])
 
 

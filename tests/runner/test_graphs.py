@@ -319,11 +319,27 @@ def test_a_graph_stands_in_only_for_what_it_has_room_for_and_finishes_alike() ->
         (Bucket(384, 16, 32), False),
     ):
         assert base._replace(bucket=bucket).serves(base) is serves
-    assert not base._replace(types=True).serves(base)
+    for flag in ("types", "skip"):  # none are all zeros, but not the other way round
+        more = base._replace(**{flag: True})
+        assert more.serves(base) and not base.serves(more)
     assert not base._replace(params=None).serves(base)
     some = base._replace(memory=4096)
     assert base._replace(memory=16384).serves(some) and not some.serves(base._replace(memory=16384))
     assert not some.serves(base) and not base.serves(some)
+
+
+@pytest.mark.parametrize("method", ["last", "cls"])
+def test_a_graph_with_room_for_what_a_step_lacks_stands_in(method: str) -> None:
+    runner, graphs = make_runner(method)
+    replayed(runner, graphs, plan_of(*[60] * 6, skip=[7] * 6, type_ids=[1] * 360))
+    (taken,) = graphs.captured
+    assert taken.skip and taken.types
+    plain = plan_of(40, 50, 60, 41, 30)
+    key = graphs.key_of(plain)
+    assert key is not None and not key.skip and not key.types
+    results = runner._replayed(graphs, key, plain)
+    assert results is not None and list(graphs.captured) == [taken]
+    torch.testing.assert_close(results[0][0], runner._step(plain)[0][0])
 
 
 def test_a_large_step_does_not_borrow() -> None:

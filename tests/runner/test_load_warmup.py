@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.core import StepPlan, StepResult
+from penstock.core import StepPlan, StepResult, Task
 from penstock.kernels import language
-from penstock.runner import load
+from penstock.runner import load, warmup
 
 
 class Runner:
@@ -54,6 +54,21 @@ def test_kernels_are_compiled_before_steps_run(monkeypatch: pytest.MonkeyPatch) 
     lengths = (1, 17, 64)
     expected = [(True, length) for length in lengths] + [(False, length) for length in lengths]
     assert warm_up(Runner("cuda"), monkeypatch) == expected
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_first_graphs_have_room_for_instructions_where_texts_begin_with_them(skips: bool) -> None:
+    plans: list[StepPlan] = []
+
+    class Launched(Runner):
+        def launch(self, plan: StepPlan) -> Future[StepResult]:
+            plans.append(plan)
+            return super().launch(plan)
+
+    graphs: Any = SimpleNamespace(at_once=nullcontext, captured={})
+    runner: Any = Launched("cuda")
+    warmup.capture_graphs(runner, graphs, Task.EMBED, 64, 64, skips=skips)
+    assert plans and all((plan.skip is not None) == skips for plan in plans)
 
 
 def test_what_goes_wrong_ahead_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
