@@ -297,6 +297,11 @@ class Server:
             self._process.wait()
         self._process = None
 
+    def loaded(self) -> str:
+        """What the engine says its start took."""
+        said = [line.split("loaded in ")[1] for line in self.tail(200) if "loaded in " in line]
+        return f"; the engine {said[-1]}" if said else ""
+
     def tail(self, lines: int = 12) -> list[str]:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines() if line.strip()][-lines:]
@@ -519,7 +524,7 @@ def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace, all_
     memory = Memory()
     try:
         start_s = server.start(options.start_timeout)
-        _say(f"{setup.name}: ready after {start_s:.1f} s, {server.apis} API processes")
+        _say(f"{setup.name}: ready after {start_s:.1f} s, {server.apis} API processes{server.loaded()}")
         for row in rows:
             row.start_s = start_s
             _measure(row, server, options)

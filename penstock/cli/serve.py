@@ -11,6 +11,7 @@ import typer
 
 from penstock.cli import flags
 from penstock.cli.flags import engine_options
+from penstock.engine.child import begun_engine
 from penstock.errors import ConfigError
 
 MOST_API_PROCESSES = 8  # more than a single engine can keep busy
@@ -144,71 +145,73 @@ def serve(
     ] = False,
 ) -> None:
     """Serve MODEL over HTTP until SIGTERM or ctrl-C."""
-    from penstock.checkpoint.spec import describe
-    from penstock.config import EngineConfig, ServerConfig, from_mapping
-    from penstock.engine.supervisor import Supervisor
-
     if log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"log level {log_level!r} is unknown; use debug, info, warning or error")
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
     if model is not None and model_flag is not None and model != model_flag:
         raise ConfigError(f"two models are named: {model!r} and --model {model_flag!r}", param="model")
-    options = engine_options(
-        model=model or model_flag,
-        revision=revision,
-        served_model_name=served_model_name,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        unquantized_layers=unquantized_layers,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        max_queued_tokens=max_queued_tokens,
-        threads=threads,
-        load_format=load_format,
-        model_impl=model_impl,
-        hf_overrides=hf_overrides,
-        pooler_config=pooler_config,
-        template=score_template,
-        enable_chunked_prefill=enable_chunked_prefill,
-        long_prefill_token_threshold=long_prefill_token_threshold,
-        enable_prefix_caching=enable_prefix_caching,
-        enable_generation=generation(enable_generation, runner),
-        kv_cache_gb=kv_cache_gb,
-        share_identical=share_identical,
-        document_cache_gb=document_cache_gb,
-        step_output_mb=step_output_mb,
-        enforce_eager=enforce_eager,
-        profile=profile,
-        profile_steps=profile_steps,
-        seed=seed,
-    )
-    engine = from_mapping(EngineConfig, options)
-    server = from_mapping(
-        ServerConfig,
-        {
-            "host": host,
-            "port": port,
-            "api_key": api_key,
-            "api_server_count": api_processes(api_server_count, device),
-            "max_body_bytes": int(max_body_mb * 1024 * 1024),
-            "max_rows": max_rows,
-            "max_concurrent_requests": max_concurrent_requests,
-            "default_timeout_s": timeout,
-            "shared_memory_mb": shared_memory_mb,
-            "chat_template": _template_text(chat_template),
-            "drain_s": drain,
-            "log_level": log_level,
-            "access_log": access_log,
-        },
-    )
-    spec = describe(engine)
-    if server.chat_template is not None:
-        from penstock.inputs.chat import ModelTemplate
+    with begun_engine(device) as begun:  # before all that has to be imported here
+        from penstock.checkpoint.spec import describe
+        from penstock.config import EngineConfig, ServerConfig, from_mapping
+        from penstock.engine.supervisor import Supervisor
 
-        _ = ModelTemplate(spec.path, server.chat_template).template  # what is wrong with it is told now
-    raise typer.Exit(Supervisor(engine, server, spec).run())
+        options = engine_options(
+            model=model or model_flag,
+            revision=revision,
+            served_model_name=served_model_name,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            unquantized_layers=unquantized_layers,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_queued_tokens=max_queued_tokens,
+            threads=threads,
+            load_format=load_format,
+            model_impl=model_impl,
+            hf_overrides=hf_overrides,
+            pooler_config=pooler_config,
+            template=score_template,
+            enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_generation=generation(enable_generation, runner),
+            kv_cache_gb=kv_cache_gb,
+            share_identical=share_identical,
+            document_cache_gb=document_cache_gb,
+            step_output_mb=step_output_mb,
+            enforce_eager=enforce_eager,
+            profile=profile,
+            profile_steps=profile_steps,
+            seed=seed,
+        )
+        engine = from_mapping(EngineConfig, options)
+        server = from_mapping(
+            ServerConfig,
+            {
+                "host": host,
+                "port": port,
+                "api_key": api_key,
+                "api_server_count": api_processes(api_server_count, device),
+                "max_body_bytes": int(max_body_mb * 1024 * 1024),
+                "max_rows": max_rows,
+                "max_concurrent_requests": max_concurrent_requests,
+                "default_timeout_s": timeout,
+                "shared_memory_mb": shared_memory_mb,
+                "chat_template": _template_text(chat_template),
+                "drain_s": drain,
+                "log_level": log_level,
+                "access_log": access_log,
+            },
+        )
+        spec = describe(engine)
+        if server.chat_template is not None:
+            from penstock.inputs.chat import ModelTemplate
+
+            _ = ModelTemplate(spec.path, server.chat_template).template  # what is wrong with it is told now
+        supervisor = Supervisor(engine, server, spec, begun)
+    raise typer.Exit(supervisor.run())
 
 
 def generation(asked: bool | None, runner: str) -> bool | None:

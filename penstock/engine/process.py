@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 
 import msgspec
 import zmq
@@ -61,6 +62,7 @@ class Launch(msgspec.Struct, frozen=True):
     address: str
     log_level: str = "info"
     shared_memory_mb: int = 0
+    metrics_folder: str | None = None  # where processes share their metrics; None: they do not
 
 
 class EngineServer:
@@ -209,9 +211,33 @@ def prepare_child() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def begin(device: str) -> None:
+    """What a start takes longest for, and needs to know no model for."""
+    if device == "null":
+        return
+    if device != "cpu":
+        Thread(target=_wake_driver, args=(device,), daemon=True).start()
+    import torch  # noqa: F401
+
+
+def _wake_driver(device: str) -> None:
+    """The context of a GPU, made while torch is imported, which then finds it there."""
+    with contextlib.suppress(OSError, ValueError):
+        number = int(device.partition(":")[2] or 0)
+        driver, made = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        if driver.cuInit(0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(made), number)
+
+
 def main() -> None:
     prepare_child()
-    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
+    begin(*sys.argv[1:2] or ("null",))
+    order = sys.stdin.buffer.read()
+    if not order:  # whoever begun it has thought better of it
+        return
+    launch = msgspec.json.decode(order, type=Launch)
+    if launch.metrics_folder is not None:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = launch.metrics_folder  # read by the library's import
     logging.basicConfig(level=launch.log_level.upper(), format="%(levelname)s engine: %(message)s")
     server = EngineServer(launch.address, launch.shared_memory_mb << 20)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())

@@ -13,16 +13,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.child import Child, engine_child
 from penstock.engine.process import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, Launch
 from penstock.errors import ConfigError, ModelLoadError
 
@@ -50,71 +49,26 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     index: int
 
 
-@dataclass(slots=True)
-class Child:
-    """A process that is to be running, and how often it had to be started again."""
-
-    module: str
-    order: bytes
-    pass_fds: tuple[int, ...] = ()
-    process: subprocess.Popen[bytes] | None = None
-    started_s: float = 0.0
-    restart_at_s: float | None = None
-    restarts: int = 0
-    quick_deaths: int = field(default=0)
-
-    FIRST_DELAY_S = 0.2
-    LONGEST_DELAY_S = 30.0
-    HEALTHY_AFTER_S = 60.0
-
-    def start(self) -> None:
-        self.restart_at_s = None
-        self.started_s = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module], stdin=subprocess.PIPE, pass_fds=self.pass_fds
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(self.order)
-        self.process.stdin.close()
-
-    def died(self) -> int | None:
-        """The exit code if it has just ended, which also sets the time of the next start."""
-        if self.process is None or (code := self.process.poll()) is None:
-            return None
-        self.process = None
-        lived = time.monotonic() - self.started_s
-        self.quick_deaths = 0 if lived > self.HEALTHY_AFTER_S else self.quick_deaths + 1
-        delay = min(self.LONGEST_DELAY_S, self.FIRST_DELAY_S * 2 ** max(0, self.quick_deaths - 1))
-        self.restart_at_s = time.monotonic() + delay
-        self.restarts += 1
-        return code
-
-    def end(self, patience_s: float) -> None:
-        if self.process is None:
-            return
-        self.process.terminate()
-        try:
-            self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
 class Supervisor:
-    def __init__(self, engine: EngineConfig, server: ServerConfig, spec: ModelSpec) -> None:
+    def __init__(
+        self, engine: EngineConfig, server: ServerConfig, spec: ModelSpec, begun: Child | None = None
+    ) -> None:
+        """`begun`: the engine's process, where it has been started and waits for its order."""
         self.config = server
         self.spec = spec
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self._state_file = self._folder / "engine.json"
         self._listener = listen(server.host, server.port)
         self.port: int = self._listener.getsockname()[1]
-        (self._folder / "metrics").mkdir()
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self._folder / "metrics")
+        metrics = self._folder / "metrics"
+        metrics.mkdir()
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
         address = f"ipc://{self._folder}/engine"
-        launch = Launch(engine, spec, address, server.log_level, server.shared_memory_mb)
-        self._engine = Child("penstock.engine.process", msgspec.json.encode(launch))
+        launch = Launch(engine, spec, address, server.log_level, server.shared_memory_mb, str(metrics))
+        self._engine = engine_child(engine.device) if begun is None else begun
+        self._engine.order = msgspec.json.encode(launch)
         self._apis = [
-            Child("penstock.api.process", msgspec.json.encode(order), (order.listen_fd,))
+            Child("penstock.api.process", msgspec.json.encode(order), pass_fds=(order.listen_fd,))
             for order in (
                 ApiLaunch(
                     server, engine, spec, address, self._listener.fileno(), str(self._state_file), index

@@ -26,6 +26,7 @@ from penstock.scheduler.scheduler import Share
 from penstock.weights.stream import DummySource
 from tests.helpers import ints, make_request
 
+CPU = torch.device("cpu")
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -65,19 +66,30 @@ LENGTHS = (5, 9, 2, 30, 1, 17, 30, 70)
 SKIP = (0, 3, 1, 29, 0, 0, 17, 40)
 
 
-def plan_of(*params: PoolingParams, skip: bool = True, lengths: tuple[int, ...] = LENGTHS) -> StepPlan:
+def plan_of(
+    *params: PoolingParams,
+    skip: bool = True,
+    lengths: tuple[int, ...] = LENGTHS,
+    left_out: tuple[int, ...] = SKIP,
+) -> StepPlan:
     shares = []
     for number, each in enumerate(params or (PoolingParams(),)):
-        left = SKIP[: len(lengths)] if skip else None
+        left = left_out[: len(lengths)] if skip else None
         request = make_request(f"r{number}", lengths, first_token=3 + number, params=each, skip=left)
         shares.append(Share(request, ints(range(len(lengths)))))
     return build_plan(shares)
 
 
-def make_runner(architecture: str, method: str, more: dict[str, Any]) -> ModelRunner:
+def make_runner(
+    architecture: str,
+    method: str,
+    more: dict[str, Any],
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> ModelRunner:
     config = SIZES | NAMED | more
     with torch.inference_mode():
-        source = DummySource(0, torch.float32, torch.device("cpu"))
+        source = DummySource(0, dtype, device)
         model = build_model(architecture, config, LayerBuilder(source, None))
     spec = SimpleNamespace(
         pooling=PoolingSpec((method,), normalize=True),
@@ -87,7 +99,7 @@ def make_runner(architecture: str, method: str, more: dict[str, Any]) -> ModelRu
         multi_vector=None,
         score=None,
     )
-    return ModelRunner(model, Pooler(spec, model.heads, []), torch.device("cpu"), 1)  # type: ignore[arg-type]
+    return ModelRunner(model, Pooler(spec, model.heads, []), device, 1)  # type: ignore[arg-type]
 
 
 @pytest.fixture
