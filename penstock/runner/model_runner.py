@@ -39,7 +39,7 @@ from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.decode import DecodeGraphs
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import Generator
-from penstock.runner.graphs import FEWER, NARROWED, Graphs, Key
+from penstock.runner.graphs import FEWER, NARROWED_EAGER, Graphs, Key
 from penstock.runner.staging import Staging
 from penstock.scoring.brought import compare
 from penstock.scoring.pairs import PairTensors
@@ -177,7 +177,7 @@ class ModelRunner:
         finished for them alone."""
         if not self.model.narrows or plan.kv is not None or plan.adapters is not None or not plan.num_rows:
             return None
-        if self.device.type == "cuda" and plan.num_tokens < NARROWED:
+        if self.device.type == "cuda" and plan.num_tokens * self.model.hidden_size < NARROWED_EAGER:
             return None
         method = self.pooler.reads(plan.variants)
         found = None if method is None else read_tokens(method, plan)

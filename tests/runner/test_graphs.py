@@ -181,14 +181,16 @@ def test_groups_of_an_unknown_step_cannot_be_walked_over() -> None:
         list(NoGroups())
 
 
+@pytest.mark.parametrize("narrowed", [0, 1 << 20])
 @pytest.mark.parametrize("method", ["mean", "cls", "last", "mean_sqrt_len"])
 @pytest.mark.parametrize(
     "lengths",
     [(1,), (16,), (17,), (3, 9, 1), (40,) * 5, (1, 2, 64, 65), (500, 1), (512,), (100,) * 9, (20, 1) * 64],
 )
 def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
-    method: str, lengths: tuple[int, ...]
+    method: str, lengths: tuple[int, ...], narrowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "NARROWED", narrowed)
     runner, graphs = make_runner(method)
     for first in (1, 50, 400):  # the graph of the first step serves the others
         plan = plan_of(*lengths, first_token=first)
@@ -201,7 +203,10 @@ def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
 
 @pytest.mark.parametrize("method", ["cls", "last"])
 @pytest.mark.parametrize("skip", [False, True])
-def test_a_large_graph_ends_with_the_tokens_that_are_read(method: str, skip: bool) -> None:
+def test_a_large_graph_ends_with_the_tokens_that_are_read(
+    method: str, skip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NARROWED", 512 * Model.hidden_size)
     runner, graphs = make_runner(method)
     model: Any = runner.model
     for lengths in ((100,) * 9, (300, 20, 300, 300), (1, 1, 1, 590)):

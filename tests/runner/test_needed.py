@@ -238,5 +238,5 @@ def test_what_is_not_few_or_not_whole_is_left_as_it_is(
     assert runner._needed(replace(plan, kv=SimpleNamespace())) is None  # type: ignore[arg-type]
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
     assert runner._needed(plan) is None  # too small for the launches
-    monkeypatch.setattr(model_runner, "NARROWED", plan.num_tokens)
+    monkeypatch.setattr(model_runner, "NARROWED_EAGER", plan.num_tokens * SIZES["hidden_size"])
     assert runner._needed(plan) is not None
