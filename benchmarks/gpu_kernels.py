@@ -330,9 +330,9 @@ def gates(bench: Bench) -> None:
                 "product, activation": bench.us(
                     lambda: activation.gated(F.linear(x, weight), "silu", True)  # noqa: B023
                 ),
-                "product alone": bench.us(bound(F.linear, x, weight)),
             }
-            shape = f"{tokens} × {hidden} → 2 · {width}"
+            taken = "" if made.serves(x) else ", not taken"
+            shape = f"{tokens} × {hidden} → 2 · {width}{taken}"
             moved = (x.numel() + weight.numel() + expected.numel()) * 2
             bench.report(f"gate · up, {name}", shape, times, moved, worst(made(x), expected))
 

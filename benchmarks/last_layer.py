@@ -124,7 +124,7 @@ def main() -> None:
         )
         versions = f"Python {platform.python_version()} · torch {torch.__version__}"
         head = f"# The last layer for the tokens that are read\n\n{date.today()} · {where} · {versions}\n\n"
-        target = Path(__file__).parent / "results" / f"last_layer_{device.type}.md"
+        target = Path(__file__).parent / "results" / f"last_layer_{device.type}_{date.today()}.md"
         target.write_text(head + "`python benchmarks/last_layer.py --save`\n\n" + "\n".join(lines) + "\n")
 
 
