@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.core import Array, PoolingParams, SamplePlan, StepPlan, Task, Variant
+from penstock.kernels.language import compiling
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Memory, Needed, Paged, read_in_place
 from penstock.models.registry import Model
@@ -225,9 +226,10 @@ class Graphs(Captures[Key, Graph]):
         return graph.outputs[0][:tokens], batch
 
     def observe(self, key: Key, host_s: float, device_s: float) -> None:
-        """What a step of this shape took without a graph; the first, with all that is lazy, took longer."""
+        """What a step of this shape took without a graph; the first, with all that is lazy, took longer, and
+        one whose kernels were compiled and not run says nothing."""
         seen = self._seen.get(key)
-        if seen is not None:
+        if seen is not None and not compiling():
             seen.host_s, seen.device_s = min(seen.host_s, host_s), min(seen.device_s, device_s)
 
     def _stand_in(self, key: Key) -> Graph | None:

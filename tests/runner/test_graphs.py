@@ -296,6 +296,19 @@ def test_a_shape_is_captured_when_it_comes_again_and_waits_for_the_host() -> Non
     assert [graphs.place(busy, other) is not None for _ in range(3)] == [False, True, True]
 
 
+def test_steps_whose_kernels_are_only_compiled_tell_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, graphs = make_runner()
+    plan = plan_of(200, 300)
+    key = graphs.key_of(plan)
+    assert key is not None and [graphs.place(key, plan) for _ in range(USES)] == [None] * USES
+    monkeypatch.setattr(module, "compiling", lambda: True)
+    graphs.observe(key, host_s=0.004, device_s=0.0001)
+    monkeypatch.setattr(module, "compiling", lambda: False)
+    assert graphs.place(key, plan) is None, "nothing is known of it"
+    graphs.observe(key, host_s=0.004, device_s=0.0001)
+    assert graphs.place(key, plan) is not None
+
+
 def test_a_small_step_borrows_the_graph_of_a_roomier_shape_until_it_has_its_own() -> None:
     runner, graphs = make_runner()
     roomy, small = plan_of(*[60] * 6), plan_of(40, 50, 60, 41, 30)  # 384 and 256 tokens, up to 16 rows
