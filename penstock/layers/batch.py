@@ -165,7 +165,8 @@ class Batch:
         return context.index_select(0, tokens), hidden.index_select(0, tokens)
 
     def narrowed(self) -> Batch:
-        """The batch of the tokens that are read alone, which is what a pooler has to do with."""
+        """The batch of the tokens that are read alone, which is what a pooler has to do with. Ids and
+        positions stay those of the whole run: methods that look at them are given all tokens."""
         if (needed := self.needed) is None:
             return self
         return replace(

@@ -59,8 +59,8 @@ CARRIED = ("mean", "mean_sqrt_len")  # methods that sum up over the chunks of a 
 
 
 def read_tokens(method: str, plan: StepPlan) -> tuple[Ints, Ints] | None:
-    """Which tokens of whole rows a method reads, and how many of each row. None: all, or too many to tell
-    them apart; a method that weighs them by their places wants them all."""
+    """Which tokens of whole rows a method reads, and how many of each row. None: all, as one does that weighs
+    them by their places."""
     begins, ends, skip = plan.cu_lengths[:-1], plan.cu_lengths[1:], plan.skip
     if method == "last":
         return ends - 1, np.ones_like(begins)

@@ -43,10 +43,9 @@ log = logging.getLogger("penstock.graphs")
 USES = 2  # of a shape, before it is captured
 MOST = 256  # graphs
 MOST_BYTES = 1 << 30  # of what they write to; all else they share
-# Tokens × hidden size from which on a last layer is finished for those tokens alone that are read, in a graph
-# and without one, and the share that these may have: to pick them out takes the device a few small kernels,
-# and the host more time than a small step has to spare.
-NARROWED, NARROWED_EAGER, FEWER = 1 << 20, 1 << 23, 0.75
+# Tokens × hidden size from which on a last layer is finished for those tokens alone that are read, and the
+# share that these may have: to pick them out takes a few small kernels.
+NARROWED, FEWER = 1 << 20, 0.75
 _REST = 4.0  # a capture is followed by so many times its own duration without another
 _SMALL = 512  # tokens; steps up to here wait for the host whatever the model is
 _WORTH = 1.5  # a step that keeps the device busy for so many times the host's work gains nothing

@@ -39,12 +39,14 @@ from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.decode import DecodeGraphs
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import Generator
-from penstock.runner.graphs import FEWER, NARROWED_EAGER, Graphs, Key
+from penstock.runner.graphs import FEWER, Graphs, Key
 from penstock.runner.staging import Staging
 from penstock.scoring.brought import compare
 from penstock.scoring.pairs import PairTensors
 
-_NEEDED = ("needed_tokens", "needed_cu_lengths", "needed_lengths")
+# Tokens × hidden size from which on a last layer is finished for those tokens alone that are read, in a step
+# without a graph: to pick them out takes the host more time than a small step has to spare.
+NARROWED_EAGER = 1 << 23
 _Results = tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
@@ -156,35 +158,31 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> tuple[Batch, list[Tensor | None], dict[int, PairTensors]]:
         needed = self._needed(plan)
-        batch, sent = self._batch(
-            plan,
-            **({} if needed is None else dict(zip(_NEEDED, needed, strict=True))),
-            **{f"variant{i}": _index(v) for i, v in enumerate(plan.variants)},
-            **{
-                f"pairs{i}.{name}": array
-                for i, v in enumerate(plan.variants)
-                for name, array in _pair_arrays(v.pairs).items()
-            },
-        )
-        if needed is not None:
-            tokens, cu_lengths, lengths = (sent[name] for name in _NEEDED)
-            batch = replace(batch, needed=Needed(tokens, cu_lengths, lengths, int(needed[-1].max())))
-        index = [sent.get(f"variant{i}") for i in range(len(plan.variants))]
-        return batch, index, _pairs(plan, sent)
+        batch, sent = self._batch(plan, **needed, **_variant_arrays(plan))
+        if needed:
+            tokens, cu_lengths, lengths = (sent[name] for name in needed)
+            longest = int(needed["needed_lengths"].max())
+            batch = replace(batch, needed=Needed(tokens, cu_lengths, lengths, longest))
+        index, pairs = _chosen(plan, sent)
+        return batch, index, pairs
 
-    def _needed(self, plan: StepPlan) -> tuple[Ints, Ints, Ints] | None:
-        """The tokens whose states the pooler reads, where they are few enough that the last layer is better
-        finished for them alone."""
+    def _needed(self, plan: StepPlan) -> dict[str, Ints]:
+        """`Needed` of the tokens whose states the pooler reads, where they are few enough that the last layer
+        is better finished for them alone; else nothing."""
         if not self.model.narrows or plan.kv is not None or plan.adapters is not None or not plan.num_rows:
-            return None
+            return {}
         if self.device.type == "cuda" and plan.num_tokens * self.model.hidden_size < NARROWED_EAGER:
-            return None
+            return {}
         method = self.pooler.reads(plan.variants)
         found = None if method is None else read_tokens(method, plan)
         if found is None or not 0 < len(found[0]) <= FEWER * plan.num_tokens:
-            return None
+            return {}
         tokens, lengths = found
-        return tokens, cumulative(lengths), lengths
+        return {
+            "needed_tokens": tokens,
+            "needed_cu_lengths": cumulative(lengths),
+            "needed_lengths": lengths,
+        }
 
     def _batch(self, plan: StepPlan, **more: Ints | None) -> tuple[Batch, dict[str, Tensor]]:
         """All integers of the plan, sent at once."""
