@@ -233,7 +233,7 @@ def main() -> None:
     prepare_child()
     begin(*sys.argv[1:2] or ("null",))
     order = sys.stdin.buffer.read()
-    if not order:  # whoever begun it has thought better of it
+    if not order:  # whoever began it has thought better of it
         return
     launch = msgspec.json.decode(order, type=Launch)
     if launch.metrics_folder is not None:

@@ -82,8 +82,10 @@ class Reads(NamedTuple):
             if reduce(or_, map(_address, [args[i] for i in self.aligned]), 0) & 15:
                 return None
             kinds = tuple(map(_dtype, [args[i] for i in self.tensors]))
-            pieces = ((args[i].base.dtype, *args[i].block_shape, args[i].layout) for i in self.described)
-            return kinds + tuple(pieces) if self.described else kinds
+            if not self.described:
+                return kinds
+            pieces = [args[i] for i in self.described]
+            return *kinds, *((piece.base.dtype, *piece.block_shape, piece.layout) for piece in pieces)
         except (AttributeError, TypeError):  # a number where a tensor was
             return None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BadValue
-from penstock.kernels.language import FOUND, jit
+from penstock.kernels.language import jit
 
 try:
     import triton
@@ -318,7 +318,7 @@ if triton is not None:
         *("pair_queries", "pair_documents", "query_scales", "document_scales", "scores"),
     )
 
-    @(jit(loose=_LOOSE) if FOUND else triton.jit(do_not_specialize=list(_LOOSE)))
+    @jit(loose=_LOOSE)
     def _maxsim_kernel(
         queries: tl.tensor,
         documents: tl.tensor,

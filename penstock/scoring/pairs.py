@@ -51,10 +51,10 @@ class PairScorer:
         which = pairs.pair_queries, pairs.document_starts, pairs.document_lengths
         if not stored or stored == total:
             return self._scores(self.store if stored else vectors, pairs, *which)[:, None]
-        run = self._scores(vectors, pairs, *(x[: total - stored] for x in which))
-        return torch.cat([run, self._scores(self.store, pairs, *(x[total - stored :] for x in which))])[
-            :, None
-        ]
+        own = total - stored
+        of_run = self._scores(vectors, pairs, *(each[:own] for each in which))
+        of_store = self._scores(self.store, pairs, *(each[own:] for each in which))
+        return torch.cat([of_run, of_store])[:, None]
 
     def _scores(
         self, documents: Tensor, pairs: PairTensors, of: Tensor, starts: Tensor, lengths: Tensor
