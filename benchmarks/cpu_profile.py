@@ -19,11 +19,11 @@ from cpu_embed import cpu_name
 from texts import natural_texts
 
 from penstock import Engine
-from penstock.core import PoolingParams, StepPlan
 from penstock.inputs.processor import InputOptions
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, Scheduler
+from penstock.types import PoolingParams, StepPlan
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 

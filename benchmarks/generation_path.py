@@ -43,18 +43,18 @@ from penstock.api.state import ServedModel, ServerState
 from penstock.bench.load.sse import TokenStream
 from penstock.checkpoint.spec import describe, with_limit
 from penstock.config import EngineConfig, ServerConfig
-from penstock.core import StepPlan, StepResult
 from penstock.engine.build import build_core
-from penstock.engine.client import EngineClient
-from penstock.engine.core import EngineCore
-from penstock.engine.messages import Ready, Submit, decode_to_engine
-from penstock.engine.metrics import EngineMetrics
-from penstock.engine.process import EngineServer, Launch
-from penstock.engine.supervisor import ApiLaunch
+from penstock.engine.loop import EngineCore
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.runner.load import settle
+from penstock.serving.engine_metrics import EngineMetrics
+from penstock.serving.launch import ApiLaunch, Launch
+from penstock.types import StepPlan, StepResult
+from penstock.wire.client import EngineClient
+from penstock.wire.messages import Ready, Submit, decode_to_engine
+from penstock.wire.server import EngineServer
 
 PROMPT = 2  # tokens
 

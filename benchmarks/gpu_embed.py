@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from penstock import Engine
-from penstock.core import Request
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import Request
 
 SHAPES = ((1, 32), (64, 32), (16, 256), (64, 256), (32, 500))
 

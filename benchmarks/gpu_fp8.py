@@ -30,7 +30,6 @@ from torch import Tensor
 
 from penstock import Engine
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import StepPlan
 from penstock.kernels import language
 from penstock.kernels.activation import bias_act_, bias_act_quantized, gated, gated_quantized
 from penstock.kernels.norm import add_norm, add_norm_quantized
@@ -40,6 +39,7 @@ from penstock.layers.fp8 import Fp8Linear
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
+from penstock.types import StepPlan
 from penstock.weights.stream import DummySource, WeightSource
 
 BF16 = torch.bfloat16

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import Request, StepPlan
 from penstock.kernels import (
     activation,
     attention,
@@ -47,6 +46,7 @@ from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import Request, StepPlan
 from penstock.weights.stream import DummySource
 
 BF16 = torch.bfloat16

@@ -28,10 +28,10 @@ import torch
 from tokenizers import Tokenizer, models
 
 from penstock import Engine
-from penstock.core import Request, StepPlan
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import Request, StepPlan
 
 SHAPES = ((1, 32), (8, 32), (64, 32), (16, 256), (64, 256), (32, 500), (2, 2048))
 PLAIN = {  # ms of a graph of plain torch operations

@@ -96,7 +96,7 @@ def traced(setup: Setup, load: Load, options: argparse.Namespace, folder: Path) 
             if _written(folder, 0, 2.0) is not None:
                 break
         before = len(list(folder.glob("*.json")))
-        engine = next(pid for pid, name in server.processes() if name == "penstock.engine.process")
+        engine = next(pid for pid, name in server.processes() if name == "penstock.serving.engine_process")
         later = threading.Timer(options.after, os.kill, (engine, signal.SIGUSR2))
         later.start()
         run_load(load, server, options, options.seconds)

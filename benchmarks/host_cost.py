@@ -26,7 +26,6 @@ import torch.nn.functional as F
 torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 torch.Tensor.is_cuda = True  # type: ignore[assignment, method-assign, misc]
 
-from penstock.core import PoolingParams, Request, Task
 from penstock.kernels import gate_up, language, launch, norm
 from penstock.kernels.attention import flash_rows
 from penstock.layers import build
@@ -38,7 +37,8 @@ from penstock.models.decoder import qwen3
 from penstock.models.encoder import bert, roberta
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, Scheduler, Share
-from penstock.scheduler.vectors import VectorPlaces
+from penstock.scheduler.vector_store import VectorPlaces
+from penstock.types import PoolingParams, Request, Task
 
 gate_up._programs = lambda device: 0  # there is no device to ask
 TOKENS = 4096

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import Request, StepPlan
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import Request, StepPlan
 from penstock.weights.stream import DummySource
 
 BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "hidden_act": "gelu"}

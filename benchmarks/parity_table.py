@@ -39,8 +39,8 @@ from torch import nn  # noqa: E402
 from benchmarks import parity_generation  # noqa: E402
 from penstock import __version__  # noqa: E402
 from penstock.checkpoint.find import package_folder  # noqa: E402
-from penstock.core import PoolingParams, Request, Task  # noqa: E402
 from penstock.models.registry import FAMILIES  # noqa: E402
+from penstock.types import PoolingParams, Request, Task  # noqa: E402
 from tests.helpers import ints  # noqa: E402
 from tests.parity.encoders import dense_terms, opened  # noqa: E402
 from tests.parity.reference import Vectors, cosines  # noqa: E402

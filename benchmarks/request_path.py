@@ -29,9 +29,16 @@ from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.checkpoint.spec import describe
 from penstock.config import EngineConfig, ServerConfig
-from penstock.core import Answer, PoolingParams, Request, Task, Timings
-from penstock.engine.core import EngineCore
-from penstock.engine.messages import (
+from penstock.engine.loop import EngineCore
+from penstock.inputs.batcher import BatchTokenizer
+from penstock.inputs.processor import InputProcessor
+from penstock.inputs.tokenizer import Tokenizer
+from penstock.runner.null import NullRunner
+from penstock.scheduler.plan import build_plan
+from penstock.scheduler.scheduler import Budget, Scheduler
+from penstock.serving.engine_metrics import EngineMetrics
+from penstock.types import Answer, PoolingParams, Request, Task, Timings
+from penstock.wire.messages import (
     decode_from_engine,
     decode_to_engine,
     pack_outcomes,
@@ -39,13 +46,6 @@ from penstock.engine.messages import (
     unpack_outcomes,
     unpack_requests,
 )
-from penstock.engine.metrics import EngineMetrics
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.processor import InputProcessor
-from penstock.inputs.tokenizer import Tokenizer
-from penstock.runner.null import NullRunner
-from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Budget, Scheduler
 
 SIZES = (1, 16, 64, 256)
 TOKENS = 32

@@ -9,14 +9,14 @@ __all__ = ["AsyncEngine", "Engine", "EngineConfig", "SamplingParams", "__version
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
-    from penstock.core import SamplingParams
-    from penstock.engine.offline import AsyncEngine, Engine
+    from penstock.offline.engine import AsyncEngine, Engine
+    from penstock.types import SamplingParams
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that `import penstock` costs nothing."""
     if name in ("Engine", "AsyncEngine"):
-        from penstock.engine import offline
+        from penstock.offline import engine as offline
 
         return getattr(offline, name)
     if name == "EngineConfig":
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return EngineConfig
     if name == "SamplingParams":
-        from penstock.core import SamplingParams
+        from penstock.types import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec, PoolingSpec
-from penstock.core import Ints, PoolingParams, Request, Task
+from penstock.types import Ints, PoolingParams, Request, Task
 
 
 def ints(values: Sequence[int]) -> Ints:

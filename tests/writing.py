@@ -24,10 +24,10 @@ from tokenizers import (
 )
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import Generated, Ints, Request, Task, Timings
-from penstock.engine.stream import Leave, Listener
 from penstock.errors import PenstockError
 from penstock.inputs.tokenizer import Tokenizer as OurTokenizer
+from penstock.types import Generated, Ints, Request, Task, Timings
+from penstock.wire.router import Leave, Listener
 from tests.checkpoints import WORDS
 from tests.helpers import ints, make_spec
 

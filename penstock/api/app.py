@@ -14,7 +14,17 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.api import chat, completions, entities, native, openai, operation, ranking, tei, vectors
+from penstock.api.dialects import (
+    chat,
+    completions,
+    entities,
+    maxsim,
+    native,
+    openai,
+    operation,
+    ranking,
+    tei,
+)
 from penstock.api.endpoint import Call, Dialect, Endpoint, ErrorShape, Handler, Reply, openai_error
 from penstock.api.metrics import ApiMetrics
 from penstock.api.schema import openapi
@@ -54,7 +64,7 @@ ROUTES = (
         error_shape=ranking.cohere_error,
     ),
     RouteSpec("/similarity", tei.SimilarityRequest, tei.similarity, "ranking", error_shape=tei.tei_error),
-    RouteSpec("/v1/maxsim", vectors.MaxsimRequest, vectors.maxsim, "ranking"),
+    RouteSpec("/v1/maxsim", maxsim.MaxsimRequest, maxsim.maxsim, "ranking"),
     RouteSpec("/tokenize", native.TokenizeRequest, native.tokenize, "native"),
     RouteSpec("/detokenize", native.DetokenizeRequest, native.detokenize, "native"),
     RouteSpec("/health", None, operation.health, "operation", open_to_all=True),

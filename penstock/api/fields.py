@@ -6,11 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from penstock.core import OutputDtype, PoolingParams, Task
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunking, ChunkOptions
 from penstock.inputs.processor import InputOptions
 from penstock.outputs.encoders import EncodingFormat, Endianness
+from penstock.types import OutputDtype, PoolingParams, Task
 
 
 class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -15,11 +15,11 @@ import orjson
 from penstock.api.endpoint import Call
 from penstock.api.state import ServedModel
 from penstock.api.work import note_phases, settle_timeout
-from penstock.core import Ints, PoolingParams, Task
-from penstock.engine.texts import Generates, Piece, write
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.generation import GenerationFields, Job, TextInputs, grammar_of
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.tasks.text_stream import Generates, Piece, write
+from penstock.types import Ints, PoolingParams, Task
 
 DONE = b"data: [DONE]\n\n"
 

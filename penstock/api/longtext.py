@@ -11,12 +11,12 @@ from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.state import ServedModel
 from penstock.api.work import Result, answer_with, check_rows, run_request, run_task
-from penstock.core import Answer, Array, Chunks, PoolingParams, Request
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunker
 from penstock.inputs.processor import split_inputs
 from penstock.outputs.chunks import combine
 from penstock.outputs.encoders import encode_rows
+from penstock.types import Answer, Array, Chunks, PoolingParams, Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,13 +18,12 @@ from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_limit
 from penstock.config import available_cpus
-from penstock.engine.client import EngineClient
-from penstock.engine.process import EXIT_BAD_MODEL, prepare_child
-from penstock.engine.supervisor import ApiLaunch
 from penstock.errors import ModelLoadError
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, prepare_child
+from penstock.wire.client import EngineClient
 
 
 def build_state(launch: ApiLaunch) -> ServerState:

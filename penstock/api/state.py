@@ -10,12 +10,12 @@ import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
-from penstock.engine.client import EngineClient
-from penstock.engine.supervisor import EngineState
 from penstock.errors import ModelNotFound, QueueFull
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.generation import TextInputs
 from penstock.inputs.processor import InputProcessor
+from penstock.serving.launch import EngineState
+from penstock.wire.client import EngineClient
 
 
 @dataclass(slots=True)

@@ -15,14 +15,14 @@ from penstock.api.body import json_body
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import InputFields, VectorFields
 from penstock.api.state import ServedModel
-from penstock.core import Answer, Array, PoolingParams, Request, Task
 from penstock.errors import BadValue, DeadlineExceeded
+from penstock.inputs.multi_task import want_also
 from penstock.inputs.processor import MAX_PRIORITY, split_inputs
-from penstock.inputs.several import want_also
 from penstock.outputs.encoders import LARGE, LargeRow, as_bytes, encode_rows
 from penstock.outputs.sparse import SparseRow, sparse_rows
 from penstock.outputs.steps import check_steps, step_rows
 from penstock.outputs.tokens import token_rows
+from penstock.types import Answer, Array, PoolingParams, Request, Task
 
 
 class Scheduled(Protocol):

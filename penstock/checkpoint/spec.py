@@ -18,8 +18,8 @@ from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.late import MASK_MODULE, LateSpec, read_late
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
 from penstock.config import EngineConfig, PoolerConfig
-from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.types import Task
 
 # The order in which sentence-transformers joins several methods of the old flags.
 _OLD_FLAGS = {

@@ -17,8 +17,8 @@ from penstock.errors import ClientError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.engine.writer import Writer
     from penstock.inputs.generation import GenerationFields
+    from penstock.tasks.text_generator import Writer
 
 HELP = (
     "/reset forgets the conversation, /system TEXT says what comes first, /exit ends; ctrl-C stops an answer"
@@ -71,7 +71,7 @@ def chat(
     )
     from rich.console import Console
 
-    from penstock.engine import writer as engine_writer
+    from penstock.offline import writer as engine_writer
 
     console = Console(highlight=False)
     with engine_writer.open_writer(chat_template, **engine) as writer:

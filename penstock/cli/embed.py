@@ -30,7 +30,7 @@ from penstock.cli.flags import (
 
 
 class EmbedDtype(enum.StrEnum):
-    """As `penstock.core.OutputDtype`, which would bring NumPy into `penstock --help`."""
+    """As `penstock.types.OutputDtype`, which would bring NumPy into `penstock --help`."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"

@@ -22,13 +22,13 @@ from penstock.cli.info import weight_files
 from penstock.cli.rows import Chunk
 from penstock.cli.vectors import Vectors
 from penstock.config import EngineConfig, from_mapping
-from penstock.core import Answer, Ints, PoolingParams, Request
-from penstock.engine.local import LocalEngine
 from penstock.errors import BadValue
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.prompts import choose_prompt
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
+from penstock.types import Answer, Ints, PoolingParams, Request
 
 IN_FLIGHT = 2  # chunks with the engine: it goes on with the second while the first is saved
 T = TypeVar("T")

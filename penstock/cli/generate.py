@@ -17,8 +17,8 @@ from penstock.cli.flags import engine_options, json_object
 from penstock.errors import BadValue, ClientError
 
 if TYPE_CHECKING:
-    from penstock.engine.writer import Writer
     from penstock.inputs.generation import GenerationFields
+    from penstock.tasks.text_generator import Writer
 
 _PANEL, _ROWS = "Sampling", "Rows"
 _AHEAD = 256  # prompts under way together
@@ -111,7 +111,7 @@ def generate(
         seed=seed,
         stop=stop or None,
     )
-    from penstock.engine import writer as engine_writer
+    from penstock.offline import writer as engine_writer
 
     with ExitStack() as stack:
         rows = iter(prompts) if prompts else _from_file(stack, source or "-", input_format, column)

@@ -22,10 +22,10 @@ from penstock.cli.flags import InputFormat, OutputFormat
 from penstock.cli.parts import Parts, check_output
 from penstock.cli.rows import STDIN, Chunk, Columns, Source, by_extension, choose_columns, open_source
 from penstock.cli.vectors import BY_EXTENSION, VectorFormat, Vectors, check_storable, vector_format
-from penstock.core import OutputDtype, PoolingParams, Task
 from penstock.errors import BadValue, ClientError
 from penstock.inputs.processor import InputOptions
 from penstock.inputs.truncation import Side
+from penstock.types import OutputDtype, PoolingParams, Task
 
 Advance = Callable[[int, float | None], None]
 

@@ -85,7 +85,7 @@ def rerank(
         template=score_template,
     )
     from penstock.cli.rows import choose_columns, open_source
-    from penstock.engine.offline import Engine
+    from penstock.offline.engine import Engine
 
     with open_source(source, input_format) as rows:
         columns = choose_columns(rows, column, None, ())
@@ -139,7 +139,7 @@ def score(
         template=score_template,
     )
     from penstock.cli.rows import choose_columns, open_source
-    from penstock.engine.offline import Engine
+    from penstock.offline.engine import Engine
 
     with open_source(source, input_format) as rows:
         columns = choose_columns(rows, document_column, None, (query_column,))

@@ -11,8 +11,8 @@ import typer
 
 from penstock.cli import flags
 from penstock.cli.flags import engine_options
-from penstock.engine.child import begun_engine
 from penstock.errors import ConfigError
+from penstock.serving.child import begun_engine
 
 MOST_API_PROCESSES = 8  # more than a single engine can keep busy
 
@@ -153,7 +153,7 @@ def serve(
     with begun_engine(device) as begun:  # before all that has to be imported here
         from penstock.checkpoint.spec import describe
         from penstock.config import EngineConfig, ServerConfig, from_mapping
-        from penstock.engine.supervisor import Supervisor
+        from penstock.serving.supervisor import Supervisor
 
         options = engine_options(
             model=model or model_flag,

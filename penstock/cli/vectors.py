@@ -15,8 +15,8 @@ import orjson
 from numpy.typing import NDArray
 
 from penstock.cli.flags import OutputFormat
-from penstock.core import OutputDtype
 from penstock.errors import BadValue
+from penstock.types import OutputDtype
 
 BY_EXTENSION = {
     ".parquet": OutputFormat.PARQUET,

@@ -8,17 +8,17 @@ from threading import Lock
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.core import Grammar, PoolingParams
-from penstock.engine.core import EngineCore, StepStats
 from penstock.engine.grammars import Compile, Grammars, Ways
+from penstock.engine.loop import EngineCore, StepStats
 from penstock.errors import NotPossible
 from penstock.inputs.constraints import Constraints
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
-from penstock.scheduler.lane import Lane, LaneLimits
+from penstock.scheduler.generation import Lane, LaneLimits
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
-from penstock.scheduler.vectors import VectorPlaces
+from penstock.scheduler.vector_store import VectorPlaces
+from penstock.types import Grammar, PoolingParams
 
 MOST_GENERATING = (
     1024  # rows that are continued at once: each step has logits of the vocabulary for all of them

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from penstock.core import Grammar, Request
 from penstock.errors import BadValue, DeadlineExceeded, PenstockError, QueueFull
-from penstock.scheduler.lane import Constraint
+from penstock.scheduler.generation import Constraint
+from penstock.types import Grammar, Request
 
 Ways = Callable[[], Constraint]  # gives each row its own way through a compiled grammar
 Compile = Callable[[Grammar], Ways]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
+from penstock.types import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
 
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
 Part = Array | list[Array]  # what a slice gets of an output: its rows, or for each of them its tokens

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from penstock.config import available_cpus
-from penstock.core import Ints
 from penstock.inputs.tokenizer import Located, Tokenizer
+from penstock.types import Ints
 
 T = TypeVar("T")
 AT_ONCE = 1024  # characters that take less time to encode than a thread takes to be asked

@@ -10,11 +10,11 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.core import Chunks, Ints, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.places import text_offsets
+from penstock.inputs.offsets import text_offsets
 from penstock.inputs.processor import InputOptions, InputProcessor, Inputs, split_inputs
 from penstock.inputs.tokenizer import Located
+from penstock.types import Chunks, Ints, PoolingParams, Request, Task
 
 Chunking = Literal["none", "mean", "late"]
 CHUNK_SIZE = 256  # tokens of a late chunk, unless told

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Grammar
 from penstock.errors import BadValue, NotPossible
+from penstock.types import Grammar
 
 Mask = NDArray[np.uint32]  # [ceil(vocabulary / 32)], bit i % 32 of word i // 32 allows token i
 _MOST_TEXT = 256 * 1024  # characters of a grammar

@@ -15,13 +15,13 @@ import numpy as np
 
 from penstock.checkpoint.files import optional_json
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import Grammar, Ints, PoolingParams, Request, SamplingParams, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs import constraints
 from penstock.inputs.chat import ModelTemplate, special_tokens
 from penstock.inputs.processor import split_inputs
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, fit, settle_limit
+from penstock.types import Grammar, Ints, PoolingParams, Request, SamplingParams, Task
 
 DEFAULT_TOKENS = 16  # of a completion that names no max_tokens
 MAX_LOGPROBS = 20

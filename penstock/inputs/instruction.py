@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Ints, cumulative
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import Ints, cumulative
 
 
 class InstructionEnd:

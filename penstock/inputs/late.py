@@ -15,11 +15,11 @@ import numpy as np
 
 from penstock.checkpoint.late import LateSpec
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import Ints, cumulative
 from penstock.errors import BadValue, ModelLoadError
 from penstock.inputs.prompts import choose_prompt
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, settle_limit
+from penstock.types import Ints, cumulative
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.checkpoint.score import DOCUMENT_MARK, QUERY_MARK
-from penstock.core import Array, Ints, PoolingParams, Request
 from penstock.errors import BadValue
 from penstock.inputs.pair_options import Pair, PairOptions
 from penstock.inputs.processor import InputProcessor
+from penstock.types import Array, Ints, PoolingParams, Request
 
 Floats = NDArray[np.float64]
 _BLOCK = 125  # documents in one row

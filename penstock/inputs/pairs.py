@@ -17,12 +17,12 @@ import numpy as np
 
 from penstock.checkpoint.score import ScoreSpec
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import Answer, Ints, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.lists import list_scores, prepare_lists
 from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.truncation import Side, settle_limit
+from penstock.types import Answer, Ints, PoolingParams, Request, Task
 
 Kind = Literal["cross", "list", "late", "bi"]
 _FIELD = re.compile(r"\{(instruction|query|document)\}")

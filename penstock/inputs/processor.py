@@ -14,7 +14,13 @@ import msgspec
 import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.core import (
+from penstock.errors import BadValue, ModelLoadError, NotPossible
+from penstock.inputs.instruction import InstructionEnd
+from penstock.inputs.late import Framing, LateInputs
+from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
+from penstock.inputs.tokenizer import Tokenizer
+from penstock.inputs.truncation import Side, fit, settle_limit
+from penstock.types import (
     MAX_TERMS,
     MAX_TOP_K,
     Ints,
@@ -24,12 +30,6 @@ from penstock.core import (
     Task,
     cumulative,
 )
-from penstock.errors import BadValue, ModelLoadError, NotPossible
-from penstock.inputs.instruction import InstructionEnd
-from penstock.inputs.late import Framing, LateInputs
-from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
-from penstock.inputs.tokenizer import Tokenizer
-from penstock.inputs.truncation import Side, fit, settle_limit
 
 Texts = Sequence[str]
 TokenIds = Sequence[int]

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, normalizers
 
 from penstock.checkpoint.convert import tokenizer_file
-from penstock.core import Ints
 from penstock.errors import BadValue, ModelLoadError
+from penstock.types import Ints
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte that no piece of the vocabulary has
 

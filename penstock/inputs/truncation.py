@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.core import Ints
 from penstock.errors import BadValue
+from penstock.types import Ints
 
 Side = Literal["left", "right"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core import Array, Comparison, Ints
 from penstock.errors import BadValue
+from penstock.types import Array, Comparison, Ints
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
 

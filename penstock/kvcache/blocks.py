@@ -10,7 +10,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from penstock.core import Ints
+from penstock.types import Ints
 
 
 class BlockPool:

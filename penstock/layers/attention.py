@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.core import LengthGroup
 from penstock.kernels.attention import SHORT, Remembered, flash_rows, keep_rows, short_rows
 from penstock.kernels.language import fused
 from penstock.kernels.paged import paged_reference, paged_rows
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
+from penstock.types import LengthGroup
 
 ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added to the scores
 

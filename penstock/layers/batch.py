@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.core import LengthGroup
 from penstock.kernels.attention import keep_rows
 from penstock.kernels.language import fused
 from penstock.kernels.rotary import Keep
 from penstock.kvcache.store import KVStore
+from penstock.types import LengthGroup
 
 _WIDEST = 128  # of the heads that our kernels are tuned for
 

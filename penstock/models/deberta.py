@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.kernels.quantize import Rows
 from penstock.layers.attention import AttentionKind, attend_fused
@@ -22,6 +21,7 @@ from penstock.layers.mlp import MLP
 from penstock.layers.residual import add_norm, feed_post_norms
 from penstock.models.heads import BERT_MLM, DEBERTA_MLM, add_head, add_masked_lm_head
 from penstock.models.options import require
+from penstock.types import Task
 
 UNNEEDED = ("pooler.", "cls.", "lm_predictions.", "mask_predictions.", "position_embeddings", "position_ids")
 

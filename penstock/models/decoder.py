@@ -18,7 +18,6 @@ from torch import Tensor
 
 from penstock.checkpoint.score import MARK_DIM
 from penstock.checkpoint.spec import is_causal, label_count, pooling_method, reward_labels
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.kernels.quantize import Rows, plain
 from penstock.layers.attention import AttentionKind, attend
@@ -31,6 +30,7 @@ from penstock.layers.norm import RMSNorm, sandwich
 from penstock.layers.residual import join_norm
 from penstock.layers.rotary import Angles, Rope, Rotary
 from penstock.models.options import option, require, rope_options
+from penstock.types import Task
 
 # Heads and buffers that nothing here reads.
 UNNEEDED = ("lm_head.", "rotary_emb.inv_freq")

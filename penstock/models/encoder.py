@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.kernels.quantize import Rows
 from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
@@ -36,6 +35,7 @@ from penstock.models.heads import (
     add_pooler_head,
     add_two_step_head,
 )
+from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.checkpoint.spec import label_count
-from penstock.core import Task
 from penstock.kernels.quantize import Rows, plain
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
@@ -20,6 +19,7 @@ from penstock.layers.mlp import MLP
 from penstock.layers.norm import LayerNorm
 from penstock.layers.residual import join_norm
 from penstock.models.options import option, require
+from penstock.types import Task
 
 UNNEEDED = ("lm_head.", ".attn.bias", ".attn.masked_bias")
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.core import Task
 from penstock.layers.build import LayerBuilder
 from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_pooler_head
 from penstock.models.options import require, rope_options
 from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+from penstock.types import Task
 
 PACKED = Names(
     layer="encoder.layer.{}.",

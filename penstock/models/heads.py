@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.checkpoint.spec import label_count
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear, make_linear
+from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
+from penstock.types import Task
 
 
 class TransformersModel:

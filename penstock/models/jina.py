@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.checkpoint.spec import adapter_names
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.adapted import AdaptedBuilder, AdaptedEncoder
@@ -18,6 +17,7 @@ from penstock.models.encoder import Encoder, roberta
 from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_two_step_head
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+from penstock.types import Task
 from penstock.weights.adapters import Adapter, AdapterSet, MergedSource
 
 FLASH = Names(

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.kernels.quantize import Rows, plain
 from penstock.layers.attention import BIDIRECTIONAL, AttentionKind, attend
@@ -21,6 +20,7 @@ from penstock.layers.residual import join_norm
 from penstock.layers.rotary import Angles, Rotary
 from penstock.models.heads import MODERNBERT_MLM, add_head, add_masked_lm_head
 from penstock.models.options import rope_options
+from penstock.types import Task
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 UNNEEDED = ("head.", "decoder.", "classifier.")

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.checkpoint.spec import positions_of
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.heads import NOMIC_MLM, add_masked_lm_head, add_pooler_head
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+from penstock.types import Task
 
 GATED = Names(
     layer="encoder.layers.{}.",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.checkpoint.late import STANFORD
 from penstock.checkpoint.quantization import block_format
-from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.types import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,6 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock.core import Task
 from penstock.errors import ModelLoadError
 from penstock.kernels.quantize import Rows
 from penstock.layers.attention import attend, attend_fused
@@ -23,6 +22,7 @@ from penstock.layers.linear import LinearLayer, place_of
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.layers.residual import add_norm, feed_post_norms
 from penstock.layers.rotary import Angles, Rope, Rotary
+from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Array, Chunks, Ints, PoolingParams, cumulative
 from penstock.outputs.finish import finish
+from penstock.types import Array, Chunks, Ints, PoolingParams, cumulative
 
 Floats = NDArray[np.float32]
 

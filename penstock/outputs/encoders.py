@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from penstock.core import Array, OutputDtype
+from penstock.types import Array, OutputDtype
 
 try:  # several times as fast as the standard library's, at the speed of memory
     from pybase64 import b64encode

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Array, Ints
+from penstock.types import Array, Ints
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 AGGREGATIONS = ("none", "simple", "first", "average", "max")

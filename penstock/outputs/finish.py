@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Array, OutputDtype, PoolingParams
+from penstock.types import Array, OutputDtype, PoolingParams
 
 Floats = NDArray[np.float32]
 

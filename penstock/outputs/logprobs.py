@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Ints
+from penstock.types import Ints
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON has not
 Name = Callable[[int], str]

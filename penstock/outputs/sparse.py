@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import MAX_TERMS, Array, Ints, PoolingParams, Request
 from penstock.errors import BadValue
+from penstock.types import MAX_TERMS, Array, Ints, PoolingParams, Request
 
 
 class SparseRow(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core import Array, Request
 from penstock.errors import BadValue
+from penstock.types import Array, Request
 
 
 def check_steps(request: Request, tag: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core import Array, Ints, Request, split_rows
+from penstock.types import Array, Ints, Request, split_rows
 
 
 def kept_tokens(request: Request, values: Array) -> tuple[Array, Ints]:

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from penstock.checkpoint.dense import DenseSpec
 from penstock.checkpoint.spec import ModelSpec, label_count
-from penstock.core import PoolingParams, Task, Variant
 from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
-from penstock.pooling.beside import lexical_head, multi_vector_head
 from penstock.pooling.heads import Dense, unit
 from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
 from penstock.pooling.score import Judge
+from penstock.pooling.side_heads import lexical_head, multi_vector_head
 from penstock.pooling.sparse import Splade
 from penstock.scoring.pairs import PairScorer, PairTensors
+from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
 
 _Read = tuple[Task, bool]  # a task, and whether of every token where it could be of the row

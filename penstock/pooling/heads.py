@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.core import OutputDtype, Variant
 from penstock.kernels import cast as packing
 from penstock.kernels import pooling as kernel
 from penstock.kernels.language import fused
 from penstock.layers.linear import LinearLayer
+from penstock.types import OutputDtype, Variant
 
 
 class Dense:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core import Ints, StepPlan
 from penstock.kernels import pooling as kernel
 from penstock.kernels.language import fused
 from penstock.layers.batch import Batch
+from penstock.types import Ints, StepPlan
 
 Method = Callable[[Tensor, Batch], Tensor]
 

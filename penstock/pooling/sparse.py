@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.spec import SparseSpec
-from penstock.core import MAX_TERMS, Variant
 from penstock.kernels.language import fused
 from penstock.kernels.splade import reduce_rows, squashed
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
+from penstock.types import MAX_TERMS, Variant
 
 # Logits that exist at a time. On a CPU they should not go far beyond the caches; a GPU wants large products.
 _LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}

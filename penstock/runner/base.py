@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from penstock.core import Array, Comparison, StepPlan, StepResult
+from penstock.types import Array, Comparison, StepPlan, StepResult
 
 BLOCK_SIZE = 16  # tokens of a block of key/value memory
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.core import Ints, LengthGroup, StepPlan
+from penstock.types import Ints, LengthGroup, StepPlan
 
 # Small products take as long as twice their tokens; large ones do not, so shapes lie closer there.
 TOKENS = (

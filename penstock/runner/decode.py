@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.core import Ints, SamplePlan, StepPlan
 from penstock.kernels.feed import feed_tokens
 from penstock.kernels.language import fused
 from penstock.kvcache.store import KVStore
@@ -28,6 +27,7 @@ from penstock.runner.capture import Capture, Captures
 from penstock.runner.generator import Generator
 from penstock.runner.staging import Staging
 from penstock.sampling.plan import EDITS, Need
+from penstock.types import Ints, SamplePlan, StepPlan
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 WIDTHS = (16, 64, 256, 1024, 4096, 16384)  # blocks of the longest row

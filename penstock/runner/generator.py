@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.core import Ints, SamplePlan
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.sampling.sampler import Sampler
+from penstock.types import Ints, SamplePlan
 
 
 class Generator:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.core import Array, PoolingParams, SamplePlan, StepPlan, Task, Variant
 from penstock.kernels.language import compiling
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Memory, Needed, Paged, read_in_place
@@ -37,6 +36,7 @@ from penstock.runner.buckets import (
 )
 from penstock.runner.capture import Capture, Captures
 from penstock.runner.staging import Staging
+from penstock.types import Array, PoolingParams, SamplePlan, StepPlan, Task, Variant
 
 log = logging.getLogger("penstock.graphs")
 

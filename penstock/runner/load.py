@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
-from penstock.core import Task
 from penstock.errors import ConfigError
 from penstock.runner.base import BLOCK_SIZE, Runner
+from penstock.types import Task
 
 if TYPE_CHECKING:
     import torch

@@ -15,19 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.core import (
-    Array,
-    Comparison,
-    Ints,
-    KeyLimits,
-    KVPlan,
-    PairPlan,
-    SamplePlan,
-    StepPlan,
-    StepResult,
-    Variant,
-    cumulative,
-)
 from penstock.errors import DeviceOutOfMemory
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Limits, Memory, Needed, Paged, read_in_place
@@ -41,8 +28,21 @@ from penstock.runner.faults import typed_faults
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import FEWER, Graphs, Key
 from penstock.runner.staging import Staging
-from penstock.scoring.brought import compare
+from penstock.scoring.external_vectors import compare
 from penstock.scoring.pairs import PairTensors
+from penstock.types import (
+    Array,
+    Comparison,
+    Ints,
+    KeyLimits,
+    KVPlan,
+    PairPlan,
+    SamplePlan,
+    StepPlan,
+    StepResult,
+    Variant,
+    cumulative,
+)
 
 # Tokens × hidden size from which on a last layer is finished for those tokens alone that are read, in a step
 # without a graph: to pick them out takes the host more time than a small step has to spare.

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from penstock.core import (
+from penstock.types import (
     Array,
     Comparison,
     OutputDtype,

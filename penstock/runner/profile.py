@@ -12,9 +12,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.core import Array, Comparison, StepPlan, StepResult
 from penstock.errors import ConfigError
 from penstock.runner.base import Runner
+from penstock.types import Array, Comparison, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core import Array, Ints
+from penstock.types import Array, Ints
 
 
 class Ring:

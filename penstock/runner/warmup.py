@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from penstock.core import PoolingParams, Request, SamplingParams, StepPlan, Task
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE, Runner
-from penstock.scheduler.lane import Lane, LaneLimits
+from penstock.scheduler.generation import Lane, LaneLimits
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import PoolingParams, Request, SamplingParams, StepPlan, Task
 
 if TYPE_CHECKING:
     from penstock.runner.decode import DecodeGraphs, Key

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core import Ints, SamplingParams
 from penstock.kernels.language import cdiv
 from penstock.kernels.sampling import edit, penalized_reference
 from penstock.sampling.penalties import Counts, grown
 from penstock.sampling.plan import Column, Need, SlotPlan, packed_bits
+from penstock.types import Ints, SamplingParams
 
 Send = Callable[[NDArray[np.int64] | Ints], Tensor]
 _NEVER = float("-inf")

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core import Ints
 from penstock.kernels.sampling import SEEN
+from penstock.types import Ints
 
 Send = Callable[[NDArray[np.int64]], Tensor]
 

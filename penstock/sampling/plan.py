@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Ints, SamplingParams, check_sampling
+from penstock.types import Ints, SamplingParams, check_sampling
 
 GREEDY_BELOW = 1e-5  # temperatures under it take the likeliest token
 

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core import Ints, SamplingParams
 from penstock.kernels.language import fused
 from penstock.kernels.sampling import choose, choose_reference, likeliest
 from penstock.kernels.thresholds import thresholds
@@ -25,6 +24,7 @@ from penstock.sampling.edits import Edits
 from penstock.sampling.filters import floats, least_kept
 from penstock.sampling.logprobs import token_logprobs
 from penstock.sampling.plan import EDITS, WIDTH, Column, Need, SlotPlan
+from penstock.types import Ints, SamplingParams
 
 _NOTHING = np.zeros(0, np.int32)
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import Held, Ints, PairPlan, PoolingParams, RowSlice, Variant, cumulative
 from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
+from penstock.types import Held, Ints, PairPlan, PoolingParams, RowSlice, Variant, cumulative
 
 
 class _Run(NamedTuple):

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import (
+from penstock.scheduler.pairs import pair_variant
+from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
+from penstock.scheduler.scheduler import Share
+from penstock.types import (
     Ints,
     KeyLimits,
     KVPlan,
@@ -18,9 +21,6 @@ from penstock.core import (
     Variant,
     cumulative,
 )
-from penstock.scheduler.pairs import pair_variant
-from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
-from penstock.scheduler.scheduler import Share
 
 
 def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:

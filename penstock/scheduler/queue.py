@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core import ONE_ROW, Held, Ints, Request
+from penstock.types import ONE_ROW, Held, Ints, Request
 
 _QUERY_FIRST: Ints = np.arange(2, dtype=np.int32)  # the order of one query and one document
 _QUERY_FIRST.flags.writeable = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core import Ints, cumulative
+from penstock.types import Ints, cumulative
 
 
 def ragged_arange(starts: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:

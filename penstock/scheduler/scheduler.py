@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import Held, Ints, PoolingParams, Request
 from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool, prefix_keys
 from penstock.scheduler.queue import OpenRow, Waiting, WaitingLine
-from penstock.scheduler.vectors import VectorPlaces, vector_counts
+from penstock.scheduler.vector_store import VectorPlaces, vector_counts
+from penstock.types import Held, Ints, PoolingParams, Request
 
 
 @dataclass(frozen=True, slots=True)

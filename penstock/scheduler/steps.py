@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import (
+from penstock.scheduler.ragged import runs
+from penstock.types import (
     Ints,
     Join,
     KVPlan,
@@ -18,7 +19,6 @@ from penstock.core import (
     StepPlan,
     cumulative,
 )
-from penstock.scheduler.ragged import runs
 
 _NONE = np.zeros(0, dtype=np.int32)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.core import PairPlan
 from penstock.kernels.language import fused
 from penstock.kernels.maxsim import maxsim
 from penstock.kernels.pooling import put, put_reference
+from penstock.types import PairPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,12 +15,12 @@ from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.checkpoint.spec import describe, with_limit
 from penstock.config import EngineConfig, ServerConfig
-from penstock.core import Answer, Request
-from penstock.engine.local import LocalEngine
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
+from penstock.types import Answer, Request
 
 
 class LocalClient:

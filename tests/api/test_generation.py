@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
 from penstock.api.state import ServerState
-from penstock.core import Task
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import Task
 from tests.api.writer import on_a_port, state_of
 from tests.writing import LIMIT, ScriptedEngine, says, score, write_model
 

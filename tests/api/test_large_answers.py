@@ -19,12 +19,12 @@ from penstock.api.endpoint import unless_gone
 from penstock.api.state import ServedModel, ServerState
 from penstock.checkpoint.spec import ModelSpec, describe
 from penstock.config import EngineConfig, ServerConfig
-from penstock.core import Answer, OutputDtype, Request, Timings
 from penstock.errors import Cancelled
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.outputs.encoders import LargeRow
+from penstock.types import Answer, OutputDtype, Request, Timings
 
 WIDTH = 1024
 DTYPES = [OutputDtype.FLOAT32, OutputDtype.FLOAT16, OutputDtype.BFLOAT16, OutputDtype.INT8]

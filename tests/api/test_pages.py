@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from penstock.api import operation
 from penstock.api.app import ROUTES
-from penstock.core import OutputDtype
+from penstock.api.dialects import operation
+from penstock.types import OutputDtype
 
 PAGES = ("playground.html", "docs.html")
 SERVED = {spec.path for spec in ROUTES} | {"/openapi.json"}

@@ -12,8 +12,8 @@ from penstock.checkpoint.dense import DenseSpec
 from penstock.checkpoint.late import LateSpec
 from penstock.checkpoint.spec import describe, read_spec
 from penstock.config import EngineConfig
-from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.types import Task
 from tests.checkpoints import BERT_CONFIG, write_json, write_modules
 
 IDENTITY = "torch.nn.modules.linear.Identity"

@@ -9,8 +9,8 @@ import pytest
 from penstock.checkpoint.dense import DenseSpec
 from penstock.checkpoint.spec import PoolingSpec, SparseSpec, describe, read_spec
 from penstock.config import EngineConfig, PoolerConfig
-from penstock.core import Task
 from penstock.errors import ModelLoadError
+from penstock.types import Task
 from tests.checkpoints import BERT_CONFIG, write_json, write_modules
 
 TRANSFORMER, POOLING = ("Transformer", ""), ("Pooling", "1_Pooling")

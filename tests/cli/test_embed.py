@@ -15,7 +15,7 @@ import pytest
 
 from penstock import Engine
 from penstock.cli.embed import EmbedDtype
-from penstock.core import OutputDtype
+from penstock.types import OutputDtype
 from tests.cli.runs import NULL, error_of, invoke, kill_when, peak_memory, read_jsonl, run, spawn, write_jsonl
 
 TEXTS = [f"{word} number {i} " * (1 + i % 7) for i in range(20) for word in ("river", "turbine")]

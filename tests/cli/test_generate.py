@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from penstock.cli.chat import Conversation
 from penstock.cli.main import app
-from penstock.core import Task
-from penstock.engine import writer as engine_writer
-from penstock.engine.writer import Writer
 from penstock.inputs.generation import GenerationFields, TextInputs
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.offline import writer as engine_writer
+from penstock.tasks.text_generator import Writer
+from penstock.types import Task
 from tests.cli.runs import error_of, invoke, read_jsonl, write_jsonl
 from tests.writing import ScriptedEngine, says, text_spec, write_model
 

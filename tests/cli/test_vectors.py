@@ -12,8 +12,8 @@ import pytest
 
 from penstock.cli.flags import OutputFormat
 from penstock.cli.vectors import check_storable, vector_format
-from penstock.core import OutputDtype
 from penstock.errors import BadValue
+from penstock.types import OutputDtype
 from tests.cli.runs import read_jsonl
 
 RNG = np.random.default_rng(0)

@@ -160,7 +160,7 @@ def test_a_killed_engine_gives_503_with_a_reason_and_comes_back() -> None:
         )
         waiting.start()
         time.sleep(0.7)
-        (engine,) = server.children("penstock.engine.process")
+        (engine,) = server.children("penstock.serving.engine_process")
         os.kill(engine, signal.SIGKILL)
         waiting.join(10)
         assert answers and answers[0].status_code == 503
@@ -207,12 +207,12 @@ def test_a_lost_device_gives_503_with_a_reason_and_a_new_engine(
     (tmp_path / "sitecustomize.py").write_text(LOSE_THE_DEVICE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with serving("--device", "null") as server, server.client() as http:
-        (engine,) = server.children("penstock.engine.process")
+        (engine,) = server.children("penstock.serving.engine_process")
         lost = http.post("/v1/embeddings", json={"input": ["a", "b", "c"]})
         assert lost.status_code == 503
         assert "illegal memory access" in lost.json()["error"]["message"]
         server.wait_for(lambda: any("device failed; restart 1" in line for line in server.log))
-        server.wait_for(lambda: server.children("penstock.engine.process") not in ([], [engine]))
+        server.wait_for(lambda: server.children("penstock.serving.engine_process") not in ([], [engine]))
         server.wait_ready()
         assert http.post("/v1/embeddings", json={"input": ["a", "b", "c"]}).status_code == 200
 

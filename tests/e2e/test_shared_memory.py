@@ -82,9 +82,9 @@ def test_nothing_is_left_of_an_engine_or_api_process_that_was_killed() -> None:
         server.wait_ready()
         with server.client() as again:
             check(again, "base64")
-            (engine,) = server.children("penstock.engine.process")
+            (engine,) = server.children("penstock.serving.engine_process")
             os.kill(engine, signal.SIGKILL)
-            server.wait_for(lambda: engine not in server.children("penstock.engine.process"))
+            server.wait_for(lambda: engine not in server.children("penstock.serving.engine_process"))
             server.wait_ready()
             check(again, "base64")
         server.wait_for(lambda: server.metric(GAUGE) == 0)

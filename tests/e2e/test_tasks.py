@@ -116,9 +116,9 @@ def test_all_tasks_at_once_answer_as_each_alone(moods: Server, engine: Engine) -
 
 def test_rows_of_several_tasks_share_one_step(engine: Engine) -> None:
     """One forward serves them all: the plan has a variant for each task and every row once."""
-    from penstock.core import PoolingParams, Task
     from penstock.scheduler.plan import build_plan
     from penstock.scheduler.scheduler import Budget, Scheduler
+    from penstock.types import PoolingParams, Task
 
     scheduler = Scheduler(Budget(1000, 100, 10_000))
     for task in (Task.EMBED, Task.CLASSIFY, Task.TOKEN_EMBED):

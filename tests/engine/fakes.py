@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from penstock.core import Array, Request, StepPlan, StepResult
-from penstock.engine.core import EngineCore, Outcome
+from penstock.engine.loop import EngineCore
 from penstock.scheduler.scheduler import Budget, Scheduler
+from penstock.types import Array, Outcome, Request, StepPlan, StepResult
 
 
 def row_values(plan: StepPlan, slot: int) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock import Engine
-from penstock.core import OutputDtype, PoolingParams, Task
+from penstock.types import OutputDtype, PoolingParams, Task
 
 
 @pytest.mark.parametrize(

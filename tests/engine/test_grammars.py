@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core import Grammar, Request
 from penstock.engine import grammars
-from penstock.engine.core import EngineCore
 from penstock.engine.grammars import Grammars, Ways
+from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull
+from penstock.types import Grammar, Request
 from tests.generation.fakes import VOCABULARY, Answers, asking, continued, make_core, run
 
 ROW = [3, 1, 4]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock import Engine
-from penstock.core import Comparison
-from penstock.engine.messages import Compare, decode_to_engine, pack_comparison, unpack_comparison
 from penstock.inputs.vectors import make_comparison
+from penstock.types import Comparison
+from penstock.wire.messages import Compare, decode_to_engine, pack_comparison, unpack_comparison
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock import Engine
-from penstock.core import Answer, Ints, PoolingParams, Request, Task
 from penstock.errors import ConfigError
+from penstock.types import Answer, Ints, PoolingParams, Request, Task
 from tests.checkpoints import write_cross_encoder
 
 TEXTS = [

@@ -7,8 +7,13 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from penstock.core import (
+from penstock.engine.loop import EngineCore
+from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.generation import Lane, LaneLimits
+from penstock.scheduler.scheduler import Budget, Scheduler
+from penstock.types import (
     Continued,
+    Failure,
     Generated,
     Ints,
     PoolingParams,
@@ -18,10 +23,6 @@ from penstock.core import (
     StepResult,
     Task,
 )
-from penstock.engine.core import EngineCore, Failure
-from penstock.kvcache.blocks import BlockPool
-from penstock.scheduler.lane import Lane, LaneLimits
-from penstock.scheduler.scheduler import Budget, Scheduler
 
 VOCABULARY = 97
 BLOCK = 4

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.core import StepPlan, StepResult
-from penstock.engine.core import EngineCore
+from penstock.engine.loop import EngineCore
 from penstock.errors import DeviceOutOfMemory
+from penstock.types import StepPlan, StepResult
 from tests.generation.fakes import Answers, MemoryRunner, asking, continued, make_core
 
 _GARBAGE = -5

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from penstock import SamplingParams
-from penstock.core import Grammar
 from penstock.engine.grammars import Grammars
 from penstock.errors import ModelLoadError
+from penstock.types import Grammar
 from tests.generation.families import (
     FAMILIES,
     GREEDY,

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from penstock import Engine, SamplingParams
-from penstock.core import Grammar
 from penstock.errors import BadValue
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import Grammar
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
 from tests.writing import write_model
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from penstock import AsyncEngine, SamplingParams
-from penstock.core import Continued, Generated, Names, Timings
-from penstock.engine.client import EngineClient
-from penstock.engine.core import EngineCore
-from penstock.engine.messages import Outcomes, Ready, decode_from_engine, pack_outcomes, unpack_outcomes
-from penstock.engine.process import EngineServer
+from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue
+from penstock.types import Continued, Generated, Names, Timings
+from penstock.wire.client import EngineClient
+from penstock.wire.messages import Outcomes, Ready, decode_from_engine, pack_outcomes, unpack_outcomes
+from penstock.wire.server import EngineServer
 from tests.generation.fakes import asking, continued, make_core
 from tests.generation.families import check_nothing_is_held, prompts, write
 

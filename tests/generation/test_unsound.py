@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from penstock import AsyncEngine, SamplingParams
-from penstock.core import StepPlan, StepResult
 from penstock.errors import RowFailed
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import StepPlan, StepResult
 from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
 from tests.generation.fakes import Answers, asking, continued, make_core, run

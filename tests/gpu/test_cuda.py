@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from penstock import Engine
-from penstock.core import OutputDtype, PoolingParams, Request
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import OutputDtype, PoolingParams, Request
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
 
 pytestmark = [

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from penstock.core import PoolingParams, Request, Task
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import PoolingParams, Request, Task
 from tests.helpers import ints
 from tests.parity.encoders import ADAPTED, BACKBONES, CASES, make_rows, opened
 from tests.parity.reference import cosines

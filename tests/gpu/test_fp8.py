@@ -16,7 +16,6 @@ from torch import Tensor
 
 from penstock import Engine
 from penstock.checkpoint.find import find
-from penstock.core import Request
 from penstock.errors import ModelLoadError
 from penstock.kernels.language import switch
 from penstock.kernels.quantize import Quantized, plain, quantize, quantize_reference
@@ -25,6 +24,7 @@ from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import Request
 from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert
 from tests.gpu import test_decoders as decoders
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from penstock import Engine
-from penstock.core import OutputDtype, PoolingParams, Request, StepPlan, Task
 from penstock.errors import DeviceOutOfMemory
 from penstock.layers.batch import read_in_place
 from penstock.runner.buckets import TOKENS
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import OutputDtype, PoolingParams, Request, StepPlan, Task
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
 from tests.helpers import ints
 

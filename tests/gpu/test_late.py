@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from penstock.engine.offline import Engine
+from penstock.offline.engine import Engine
 from tests.parity.colbert import LATE
 from tests.parity.reference import cosines, make_texts
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.core import PoolingParams, Task
 from penstock.runner import model_runner
+from penstock.types import PoolingParams, Task
 from tests.runner.test_needed import FAMILIES, make_runner, plan_of, seen
 
 pytestmark = [

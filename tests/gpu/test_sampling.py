@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core import SamplingParams
 from penstock.kernels.language import switch
 from penstock.kernels.thresholds import thresholds, thresholds_reference
 from penstock.sampling.plan import Column, packed_bits
 from penstock.sampling.sampler import Sampler
+from penstock.types import SamplingParams
 from tests.helpers import ints
 
 pytestmark = [

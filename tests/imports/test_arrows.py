@@ -18,40 +18,52 @@ import penstock
 ROOT = Path(penstock.__file__).parent
 
 # Room → the rooms it may import from, besides itself. Lower lines never appear in upper ones.
-BASE = {"core", "config", "errors"}
-CPU_ROOMS = BASE | {"checkpoint", "scheduler", "kvcache", "inputs", "outputs"}
+BASE = {"types", "config", "errors", "content", "free_ranges"}
+CPU_ROOMS = BASE | {"checkpoint", "kvcache", "scheduler", "inputs", "outputs"}
+CLIENT_ROOMS = BASE | {"checkpoint", "inputs", "outputs", "buffered_metrics"}  # what an API process may load
+TENSOR_ROOMS = {"weights", "kernels", "layers", "scoring", "pooling", "sampling", "models"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "core": {"errors"},
-    "config": {"core", "errors"},
+    "types": {"errors"},
+    "config": {"types", "errors"},
+    "content": {"types"},
+    "free_ranges": set(),
+    "buffered_metrics": set(),
     "checkpoint": BASE,
-    "kvcache": {"core", "errors"},
-    "scheduler": {"core", "errors", "kvcache"},
+    "kvcache": {"types", "errors", "content"},
+    "scheduler": {"types", "errors", "content", "free_ranges", "kvcache"},
     "inputs": BASE | {"checkpoint"},
-    "outputs": {"core", "errors"},
+    "outputs": {"types", "errors"},
     "weights": BASE,
-    "kernels": {"core", "errors"},
-    "layers": {"core", "errors", "kvcache", "weights", "kernels"},
+    "kernels": {"types", "errors"},
+    "layers": {"types", "errors", "kvcache", "weights", "kernels"},
     "scoring": BASE | {"checkpoint", "weights", "kernels", "layers"},
     "pooling": BASE | {"checkpoint", "weights", "kernels", "layers", "scoring"},
     "sampling": BASE | {"checkpoint", "weights", "kernels", "layers"},
     "models": BASE | {"checkpoint", "weights", "kernels", "layers", "pooling"},
-    "runner": BASE
-    | {"checkpoint", "scheduler", "kvcache", "weights", "kernels", "layers"}
-    | {"pooling", "scoring", "sampling", "models"},
-    "engine": CPU_ROOMS | {"runner"},
-    "api": CPU_ROOMS | {"engine"},
-    "bench": CPU_ROOMS
-    | {"weights", "kernels", "layers", "pooling", "scoring", "sampling", "models"}
-    | {"runner", "engine", "api"},
-    "scale": CPU_ROOMS | {"engine", "api"},
-    "cli": CPU_ROOMS | {"runner", "models", "engine", "api", "bench", "scale"},
+    "runner": BASE | {"checkpoint", "scheduler", "kvcache"} | TENSOR_ROOMS,
+    "engine": CPU_ROOMS | {"runner", "buffered_metrics"},
+    "wire": BASE | {"engine"},  # `wire.server` alone imports the engine's loop
+    "tasks": CLIENT_ROOMS | {"wire"},
+    "serving": CLIENT_ROOMS | {"runner", "engine", "wire"},
+    "offline": CLIENT_ROOMS | {"runner", "engine", "wire", "tasks"},
+    "api": CLIENT_ROOMS | {"wire", "tasks", "serving"},
+    "bench": CPU_ROOMS | TENSOR_ROOMS | {"runner", "engine", "offline", "api"},
+    "scale": CLIENT_ROOMS | {"serving", "offline", "api"},
+    "cli": CPU_ROOMS | {"runner", "models", "tasks", "serving", "offline", "api", "bench", "scale"},
     "__main__": {"cli"},
 }
 # An API process holds only these, and none of them may know torch, not even inside a function.
-TORCH_FREE = CPU_ROOMS | {"api"}
+TORCH_FREE = CPU_ROOMS | {"buffered_metrics", "tasks", "api"}
 HEAVY = {"torch", "triton", "transformers", "sentence_transformers"}
 TENSOR_MODULES = {"penstock.kvcache.store"}  # where a room of integers keeps its tensors
+ENGINE_ROOMS = (
+    "penstock.engine",
+    "penstock.runner",
+    "penstock.scheduler",
+    "penstock.kvcache",
+    "penstock.models",
+)
 
 
 class Import(NamedTuple):
@@ -172,10 +184,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         "penstock.outputs.encoders",
         "penstock.scheduler.plan",
         "penstock.checkpoint.spec",
-        "penstock.engine.core",
-        "penstock.engine.client",
-        "penstock.engine.messages",
-        "penstock.engine.offline",
+        "penstock.engine.loop",
+        "penstock.wire.client",
+        "penstock.wire.messages",
+        "penstock.wire.server",
+        "penstock.tasks.text_stream",
+        "penstock.offline.engine",
         "penstock.runner.null",
         "penstock.runner.load",
         "penstock.api.app",
@@ -193,6 +207,22 @@ def test_a_module_of_an_api_process_starts_without_torch(module: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr
+
+
+def test_an_api_process_imports_nothing_of_the_engine() -> None:
+    code = "import sys, penstock.api.process\nprint(*sorted(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert [name for name in ran.stdout.split() if name.startswith(ENGINE_ROOMS)] == []
+
+
+def test_the_engine_loop_imports_no_sockets_and_no_processes() -> None:
+    wrong = [
+        str(found)
+        for found in imports()
+        if room(found.module) in ("engine", "scheduler")
+        and found.target.split(".")[0] in ("zmq", "socket", "subprocess", "multiprocessing", "asyncio")
+    ]
+    assert wrong == []
 
 
 def test_the_default_model_is_found_without_importing_its_package() -> None:

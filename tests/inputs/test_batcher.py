@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from penstock.core import Ints
 from penstock.errors import BadValue
 from penstock.inputs.batcher import AT_ONCE, BatchTokenizer
+from penstock.types import Ints
 
 
 class Letters:

@@ -9,11 +9,11 @@ import pytest
 
 from penstock.checkpoint.dense import DenseSpec
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import Chunks, PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.chunks import Chunker, ChunkOptions, divide, find_tokens, split_row
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import Chunks, PoolingParams, Request, Task
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary
 from tests.helpers import ints, make_spec
 

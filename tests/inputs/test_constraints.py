@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core import Grammar
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs import constraints
 from penstock.inputs.constraints import Constraint, Constraints
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import Grammar
 from tests.writing import KINDS, tokenizer_folder
 
 pytest.importorskip("llguidance")

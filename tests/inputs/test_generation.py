@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.core import Grammar, SamplingParams, Task
 from penstock.errors import BadValue
 from penstock.inputs.generation import GenerationFields, TextInputs
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import Grammar, SamplingParams, Task
 from tests.helpers import ints
 from tests.writing import LIMIT, text_spec, write_model
 

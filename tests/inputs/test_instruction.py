@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, processors
 
-from penstock.core import cumulative
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import cumulative
 
 MARK = "<|embed|>\n"
 

@@ -9,11 +9,11 @@ import pytest
 
 from penstock.checkpoint.dense import DenseSpec
 from penstock.checkpoint.late import LateSpec
-from penstock.core import PoolingParams, Task
 from penstock.errors import BadValue, ModelLoadError
 from penstock.inputs.late import LateInputs, LateRows
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import PoolingParams, Task
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary
 from tests.helpers import make_spec
 

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as Rust
 from tokenizers import processors
 
 from penstock.checkpoint.score import ScoreSpec
-from penstock.core import PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.pair_options import PairOptions, make_pairs
 from penstock.inputs.pairs import prepare_pairs, score_kind
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import PoolingParams, Request, Task
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary
 from tests.helpers import make_spec, row_tokens
 

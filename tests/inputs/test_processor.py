@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import PoolingParams, Request, Task
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.processor import InputOptions, InputProcessor, split_inputs
 from penstock.inputs.tokenizer import Tokenizer
+from penstock.types import PoolingParams, Request, Task
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary
 from tests.helpers import make_spec
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import Ints
 from penstock.errors import BadValue
 from penstock.inputs.truncation import Side, fit, settle_limit
+from penstock.types import Ints
 from tests.checkpoints import WORDS, wordpiece_tokenizer
 from tests.helpers import ints
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import Generated, PoolingParams, Request, SamplingParams, Task
 from penstock.kernels import language
 from penstock.kernels.feed import feed_tokens
 from penstock.kvcache.blocks import BlockPool
@@ -26,7 +25,8 @@ from penstock.runner.decode import USES, DecodeGraphs, Key, first_keys
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
-from penstock.scheduler.lane import Lane, LaneLimits
+from penstock.scheduler.generation import Lane, LaneLimits
+from penstock.types import Generated, PoolingParams, Request, SamplingParams, Task
 from penstock.weights.stream import open_weights
 from tests.generation.fakes import told_apart
 from tests.helpers import make_spec

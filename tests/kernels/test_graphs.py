@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import PoolingParams, StepPlan, Task
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference, flash_rows, short_rows
 from penstock.kernels.pooling import METHODS, pool, pool_reference
@@ -26,6 +25,7 @@ from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import PoolingParams, StepPlan, Task
 from penstock.weights.stream import open_weights
 from tests.helpers import ints, make_request, make_spec
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.spec import SparseSpec
-from penstock.core import PoolingParams, Task, Variant
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference
 from penstock.kernels.quantize import Quantized, Rows
@@ -26,6 +25,7 @@ from penstock.layers.linear import Linear
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.pooling.sparse import Splade
+from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
 from tests.helpers import make_spec
 from tests.layers.test_attention import ordered_batch

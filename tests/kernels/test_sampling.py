@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.core import SamplingParams
 from penstock.kernels import thresholds as filters
 from penstock.kernels.language import switch
 from penstock.kernels.sampling import (
@@ -26,6 +25,7 @@ from penstock.kernels.thresholds import thresholds, thresholds_reference
 from penstock.sampling import plan
 from penstock.sampling.plan import Column, SlotPlan
 from penstock.sampling.sampler import Sampler
+from penstock.types import SamplingParams
 from tests.helpers import ints
 from tests.sampling.test_plan import KINDS, SLOTS, Driver
 

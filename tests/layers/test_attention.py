@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.core import KeyLimits
 from penstock.layers import attention
 from penstock.layers.attention import BIDIRECTIONAL, CAUSAL, AttentionKind, attend_fused
 from penstock.layers.batch import Batch, Limits
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import KeyLimits
 from tests.helpers import ints, make_request
 
 

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.core import StepPlan
 from penstock.errors import ModelLoadError
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -16,6 +15,7 @@ from penstock.models.encoder import distance_bucket
 from penstock.models.registry import Model, build_model
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import StepPlan
 from penstock.weights.stream import DummySource, SafetensorsSource
 from tests.checkpoints import BERT_CONFIG, bert_tensors
 from tests.helpers import ints, make_request

@@ -6,8 +6,8 @@ import numpy as np
 import orjson
 import pytest
 
-from penstock.core import Array, OutputDtype
 from penstock.outputs.encoders import LARGE, Endianness, LargeRow, as_bytes, encode_rows
+from penstock.types import Array, OutputDtype
 
 VALUES = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core import OutputDtype, PoolingParams
 from penstock.outputs.finish import cast, finish, unit
 from penstock.pooling import heads
+from penstock.types import OutputDtype, PoolingParams
 
 RANDOM = np.random.default_rng(3)
 VECTORS = RANDOM.standard_normal((40, 37)).astype(np.float32)

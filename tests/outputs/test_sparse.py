@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.core import PoolingParams, Task
 from penstock.errors import BadValue
 from penstock.outputs.sparse import check_min_weight, lexical_terms, sparse_rows, with_tokens
+from penstock.types import PoolingParams, Task
 from tests.helpers import ints, make_request
 
 LEXICAL = PoolingParams(Task.SPARSE, lexical=True)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.spec import describe
 from penstock.config import EngineConfig
-from penstock.core import PoolingParams, Request, Task
-from penstock.engine.local import LocalEngine
+from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
+from penstock.types import PoolingParams, Request, Task
 from tests.helpers import ints
 from tests.parity.reference import Vectors, randomise
 

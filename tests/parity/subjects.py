@@ -15,7 +15,7 @@ from sentence_transformers import SentenceTransformer
 from torch import nn
 
 from penstock.config import PoolerConfig
-from penstock.core import Task
+from penstock.types import Task
 from tests.parity import decoders, encoders
 from tests.parity.encoders import Settings, reference_terms
 from tests.parity.reference import (

@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from penstock.core import PoolingParams, Task
-from penstock.engine.offline import Engine
 from penstock.errors import BadValue, ModelLoadError, NotPossible
+from penstock.inputs.multi_task import want_also
 from penstock.inputs.processor import InputOptions
-from penstock.inputs.several import want_also
+from penstock.offline.engine import Engine
 from penstock.outputs.tokens import token_rows
+from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_json
 from tests.parity.colbert import DIM, LATE, bert_tokenizer, worst
 from tests.parity.reference import make_texts

@@ -20,9 +20,9 @@ from tokenizers import processors
 from penstock import Engine
 from penstock.checkpoint.spec import describe
 from penstock.config import EngineConfig
-from penstock.core import PoolingParams, Task
 from penstock.errors import BadValue, ConfigError, ModelLoadError
 from penstock.inputs.pairs import prepare_pairs
+from penstock.types import PoolingParams, Task
 from tests.parity.decoders import change_config, randomise
 from tests.parity.reference import byte_level_bpe, make_texts
 

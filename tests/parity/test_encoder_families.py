@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 from torch import nn
 
 from penstock.config import PoolerConfig
-from penstock.core import Task
 from penstock.errors import ConfigError, ModelLoadError
+from penstock.types import Task
 from tests.parity.encoders import (
     ADAPTED,
     BACKBONES,

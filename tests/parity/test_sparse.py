@@ -19,11 +19,11 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
 from penstock import AsyncEngine, Engine
-from penstock.core import PoolingParams, Task
 from penstock.engine.progress import rows_of
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_m3 as write_whole_m3
 from tests.parity.reference import FAMILIES, Vectors, make_texts, with_head, write_transformer
 

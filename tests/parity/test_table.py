@@ -9,8 +9,8 @@ pytest.importorskip("sentence_transformers")
 
 from benchmarks import parity_table
 from benchmarks.parity_table import AS_ALL, AS_WORST, MET, MISSED, judged
-from penstock.core import Task
 from penstock.models.registry import FAMILIES
+from penstock.types import Task
 from tests.parity.subjects import KINDS, subjects
 
 ENCODERS = set(FAMILIES) - {

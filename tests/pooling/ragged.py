@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.core import cumulative
 from penstock.layers.batch import Batch
+from penstock.types import cumulative
 
 
 def batch_of(lengths: Sequence[int], skip: Sequence[int] | None = None) -> Batch:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import OutputDtype, PoolingParams, Variant
 from penstock.layers.linear import Linear
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import Dense, cast, unit
+from penstock.types import OutputDtype, PoolingParams, Variant
 from tests.helpers import make_spec
 from tests.pooling.ragged import batch_of
 

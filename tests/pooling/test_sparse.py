@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.spec import SparseSpec
-from penstock.core import LengthGroup, PoolingParams, Task, Variant
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.sparse import Splade, blocks
+from penstock.types import LengthGroup, PoolingParams, Task, Variant
 from tests.helpers import ints
 from tests.pooling.ragged import batch_of
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from penstock import Engine
-from penstock.core import StepPlan, StepResult
 from penstock.errors import DeviceFailed, DeviceOutOfMemory, RowFailed
 from penstock.runner.faults import diagnose, typed_faults
 from penstock.runner.model_runner import ModelRunner
+from penstock.types import StepPlan, StepResult
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`"
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
 from penstock.config import EngineConfig, Machine, resolve
-from penstock.core import OutputDtype, PoolingParams, StepPlan, Task
 from penstock.errors import DeviceOutOfMemory
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
@@ -37,6 +36,7 @@ from penstock.runner.graphs import USES, Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import OutputDtype, PoolingParams, StepPlan, Task
 from tests.helpers import ints, make_request
 
 CPU = torch.device("cpu")

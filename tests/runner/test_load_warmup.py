@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.core import StepPlan, StepResult, Task
 from penstock.kernels import language
 from penstock.runner import load, warmup
+from penstock.types import StepPlan, StepResult, Task
 
 
 class Runner:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from penstock.checkpoint.spec import PoolingSpec
-from penstock.core import PoolingParams, StepPlan, Task, cumulative
 from penstock.kernels.pooling import pool_reference
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -23,6 +22,7 @@ from penstock.runner import model_runner
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import PoolingParams, StepPlan, Task, cumulative
 from penstock.weights.stream import DummySource
 from tests.helpers import ints, make_request
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.config import PoolerConfig
-from penstock.core import Answer, OutputDtype, PoolingParams, Request, Task
-from penstock.engine.local import LocalEngine
+from penstock.offline.local import LocalEngine
 from penstock.pooling.methods import METHODS
+from penstock.types import Answer, OutputDtype, PoolingParams, Request, Task
 from tests.helpers import ints
 from tests.parity import decoders, encoders
 from tests.parity.encoders import opened

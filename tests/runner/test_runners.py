@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core import OutputDtype, PoolingParams, StepPlan, Task
 from penstock.runner.null import NullRunner
 from penstock.runner.staging import Staging
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import OutputDtype, PoolingParams, StepPlan, Task
 from tests.helpers import ints, make_request
 
 

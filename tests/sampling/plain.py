@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core import SamplingParams
+from penstock.types import SamplingParams
 
 Floats = NDArray[np.float64]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core import SamplingParams
 from penstock.kernels.sampling import gumbel_reference
 from penstock.sampling.sampler import Sampler
+from penstock.types import SamplingParams
 from tests.helpers import ints
 from tests.sampling.plain import distribution
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.core import SamplingParams
 from penstock.errors import BadValue
 from penstock.sampling.plan import Need, SlotPlan, packed_bits
 from penstock.sampling.sampler import Sampler
+from penstock.types import SamplingParams
 from tests.helpers import ints
 from tests.runner.trap import DeepTrap, Trap
 from tests.sampling.plain import edited

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core import PairPlan, PoolingParams, Request, Task, Variant
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.ragged import neighbours, tokens_of
 from penstock.scheduler.scheduler import Budget, Scheduler, Share
-from penstock.scheduler.vectors import VectorPlaces
+from penstock.scheduler.vector_store import VectorPlaces
+from penstock.types import PairPlan, PoolingParams, Request, Task, Variant
 
 
 def random_request(rng: np.random.Generator, name: str, late: bool) -> Request:

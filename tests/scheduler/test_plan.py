@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import OutputDtype, PoolingParams, Request, StepPlan
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import OutputDtype, PoolingParams, Request, StepPlan
 from tests.helpers import ints, make_request, row_tokens
 
 PARAMS = [PoolingParams(), PoolingParams(dimensions=4), PoolingParams(dtype=OutputDtype.INT8)]

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.core import Request
 from penstock.errors import QueueFull
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.scheduler import Budget, Scheduler, Share
+from penstock.types import Request
 from tests.helpers import make_request
 
 BUDGET = Budget(tokens=32, rows=5, queued_tokens=200)

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core import PoolingParams, Request, Task
 from penstock.errors import QueueFull
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler, Share
+from penstock.types import PoolingParams, Request, Task
 from tests.helpers import make_request
 
 

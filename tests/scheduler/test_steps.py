@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import Join, SamplingParams
 from penstock.scheduler.steps import StepRows, generation_plan
+from penstock.types import Join, SamplingParams
 
 
 def assert_same(got: Any, wanted: Any, where: str = "plan") -> None:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core import Ints, PoolingParams, Request
 from penstock.layers.batch import Batch
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import Ints, PoolingParams, Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)

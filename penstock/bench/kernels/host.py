@@ -10,10 +10,10 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from penstock.core import PoolingParams, Request, StepPlan, Task, split_rows
 from penstock.engine.progress import rows_of
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
+from penstock.types import PoolingParams, Request, StepPlan, Task, split_rows
 
 ROWS = (1, 64, 1024)
 TOKENS, WIDTH = 32, 128  # of a row, and of a token's vector

@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from penstock.bench.kernels.cases import Case, Place, mixed_lengths, ragged, size
 from penstock.bench.kernels.sampling import sampling
-from penstock.core import LengthGroup
 from penstock.kernels.activation import gated, gated_reference
 from penstock.kernels.language import fused
 from penstock.kernels.maxsim import maxsim_packed
@@ -23,6 +22,7 @@ from penstock.layers.int8 import Int8Linear
 from penstock.layers.linear import Linear, LinearLayer, make_linear
 from penstock.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.pooling.methods import METHODS
+from penstock.types import LengthGroup
 
 STEPS = (64, 1024)  # tokens of a step: a small one and a full one
 SHAPES = ((384, 1152, "identity"), (384, 1536, "gelu"), (1536, 384, "identity"), (768, 3072, "gelu"))

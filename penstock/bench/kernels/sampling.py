@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from penstock.bench.kernels.cases import Case, Place, size
-from penstock.core import SamplingParams
 from penstock.kernels.sampling import gumbel_reference
 from penstock.sampling.plan import Column
 from penstock.sampling.sampler import Sampler
+from penstock.types import SamplingParams
 
 KINDS = {
     "greedy": SamplingParams(temperature=0.0),

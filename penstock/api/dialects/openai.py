@@ -1,0 +1,54 @@
+"""The OpenAI dialect: `/v1/embeddings` and `/v1/models`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import orjson
+
+from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import ChunkFields
+from penstock.api.longtext import answer_chunked, run_chunked
+from penstock.errors import BadValue
+from penstock.inputs.processor import InputOptions
+from penstock.types import Task
+
+
+class EmbeddingsRequest(ChunkFields, kw_only=True):
+    """Body of `POST /v1/embeddings`. `task` is another name of `adapter`, as clients of Jina's models say."""
+
+    task: str | None = None
+
+    def options(self) -> InputOptions:
+        if self.task is None:
+            return super().options()
+        if self.adapter is not None and self.adapter != self.task:
+            raise BadValue("task and adapter contradict each other", param="task")
+        return replace(super().options(), adapter=self.task)
+
+
+async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
+    """Vectors for texts or token ids."""
+    result = await run_chunked(call, body, body.params(Task.EMBED))
+    return answer_chunked(call, body, result, prefix="embd", item=embedding_items)
+
+
+def embedding_items(rows: list[object]) -> list[dict[str, object]]:
+    return [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
+
+
+async def models(call: Call) -> Reply:
+    """The models that this server holds."""
+    data = [
+        {
+            "id": name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "penstock",
+            "max_model_len": model.spec.limit,
+            "tasks": [task.value for task in model.spec.tasks],
+            "dimensions": model.spec.embed_dim,
+        }
+        for name, model in call.state.models.items()
+    ]
+    return Reply(orjson.dumps({"object": "list", "data": data}))

@@ -1,0 +1,203 @@
+"""Scores and rankings of documents in the dialects of vLLM, Jina and Cohere. One request is one message to
+the engine, however many documents it has."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.api.endpoint import Call, Reply
+from penstock.api.work import Result, Scheduled, check_rows, head_of, json_reply, note_phases, run_request
+from penstock.errors import BadValue, PenstockError
+from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
+from penstock.inputs.pairs import check_pairs, finish_pairs, prepare_pairs
+from penstock.outputs.ranking import best, check_top_n
+from penstock.types import Array, PoolingParams, Task
+
+Document = str | dict[str, Any]
+Side = str | dict[str, Any] | list[Document]
+SEARCH_UNIT = 100  # documents that Cohere counts as one search
+
+
+class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How pairs become rows, what scores are, and when they run."""
+
+    model: str | None = None
+    instruction: str | None = None
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "right"
+    use_activation: bool | None = None
+    priority: int = 0
+    timeout: float | None = None
+    request_id: str | None = None
+    user: str | None = None
+    cache_salt: str = ""
+
+    def options(self) -> PairOptions:
+        return PairOptions(
+            instruction=self.instruction,
+            max_tokens_per_query=self.max_tokens_per_query,
+            max_tokens_per_doc=self.max_tokens_per_doc,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            cache_salt=self.cache_salt,
+        )
+
+
+class ScoreRequest(RankFields, kw_only=True):
+    """Body of `POST /score`: two sides under any of their names, one to one, one to many, or many to many."""
+
+    queries: Side | None = None
+    documents: Side | None = None
+    items: Side | None = None
+    text_1: Side | None = None
+    text_2: Side | None = None
+    data_1: Side | None = None
+    data_2: Side | None = None
+
+    def sides(self) -> tuple[Side, Side]:
+        kinds = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
+        given = [name for name in dict.fromkeys(sum(kinds, ())) if getattr(self, name) is not None]
+        for first, second in kinds:
+            if given == [first, second]:
+                return getattr(self, first), getattr(self, second)
+        known = ", ".join(f"{first} and {second}" for first, second in kinds)
+        have = f"not {' and '.join(given)}" if given else "and no other"
+        raise BadValue(f"give one of {known}, {have}", param=given[0] if given else "queries")
+
+
+class RerankRequest(RankFields, kw_only=True):
+    """Body of `POST /rerank` and `/v1/rerank`, as Jina and Cohere v1 have it."""
+
+    query: str
+    documents: list[Document]
+    top_n: int | None = None
+    return_documents: bool = False
+
+
+class CohereRerankRequest(RerankRequest, kw_only=True):
+    """Body of `POST /v2/rerank`. As Cohere does it, texts beyond the model's limit are cut."""
+
+    def options(self) -> PairOptions:
+        options = super().options()
+        return replace(options, truncate_prompt_tokens=-1) if self.truncate_prompt_tokens is None else options
+
+
+async def score(call: Call, body: ScoreRequest) -> Reply:
+    """How well each document answers its query."""
+    first, second = (_listed(side) for side in body.sides())
+    queries, documents = _texts(first, "queries"), _texts(second, "documents")
+    for index, query in enumerate(queries):
+        _check_query(query, f"query {index}", "queries")
+    result = await run_pairs(
+        call, body, make_pairs(queries, documents), body.options(), activate=body.use_activation
+    )
+    began = time.monotonic()
+    rows = [
+        {"index": index, "object": "score", "score": value} for index, value in enumerate(scores_of(result))
+    ]
+    head = head_of(body, result, "score")
+    reply = json_reply({"object": "list", **head, "data": rows, "usage": result.usage})
+    note_phases(call, began)
+    return reply
+
+
+async def rerank(call: Call, body: RerankRequest) -> Reply:
+    """The documents from best to worst."""
+    result = await _ranked(call, body)
+    began = time.monotonic()
+    head = head_of(body, result, "rerank")
+    meta = {"billed_units": {"search_units": _search_units(body)}}
+    reply = json_reply({**head, "results": _results(body, result), "usage": result.usage, "meta": meta})
+    note_phases(call, began)
+    return reply
+
+
+async def cohere_rerank(call: Call, body: CohereRerankRequest) -> Reply:
+    """The documents from best to worst, as Cohere's v2 answers."""
+    result = await _ranked(call, body)
+    began = time.monotonic()
+    meta = {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": _search_units(body)},
+        "tokens": {"input_tokens": result.request.num_tokens},
+    }
+    name = head_of(body, result, "rerank")["id"]
+    reply = json_reply({"id": name, "results": _results(body, result), "meta": meta})
+    note_phases(call, began)
+    return reply
+
+
+def cohere_error(error: PenstockError) -> dict[str, Any]:
+    return {"message": error.message}
+
+
+async def run_pairs(
+    call: Call, body: Scheduled, pairs: list[Pair], options: PairOptions, *, activate: bool | None
+) -> Result:
+    """Tokenise off the event loop, score in the engine. Values are [documents, 1]."""
+    call.request_id = body.request_id
+    began = time.monotonic()
+    model = call.state.model(getattr(body, "model", None))
+    params = PoolingParams(Task.SCORE, normalize=activate)
+    check_pairs(model.processor, params, options)
+    check_rows(call, pairs, "documents")
+    work = partial(prepare_pairs, model.processor, call.state.next_id(), pairs, params, options)
+    request = await model.tokenizer.call(work)
+    call.tokenize_s = time.monotonic() - began
+    answer = await run_request(call, model, request, body)
+    return Result(model, request, finish_pairs(model.spec, pairs, request, answer))
+
+
+def scores_of(result: Result) -> Array:
+    """NumPy scalars, which the encoder writes as the short decimals of a float32."""
+    values: Array = result.answer.values[:, 0]
+    return values
+
+
+async def _ranked(call: Call, body: RerankRequest) -> Result:
+    check_top_n(body.top_n)
+    _check_query(body.query, "query", "query")
+    pairs = make_pairs(body.query, _texts(body.documents, "documents"))
+    return await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
+
+
+def _results(body: RerankRequest, result: Result) -> list[dict[str, Any]]:
+    scores = scores_of(result)
+    rows: list[dict[str, Any]] = []
+    for index in best(scores, body.top_n):
+        row = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents:
+            document = body.documents[index]
+            row["document"] = {"text": document} if isinstance(document, str) else document
+        rows.append(row)
+    return rows
+
+
+def _search_units(body: RerankRequest) -> int:
+    return -(-len(body.documents) // SEARCH_UNIT)
+
+
+def _listed(side: Side) -> list[Document]:
+    return side if isinstance(side, list) else [side]
+
+
+def _texts(documents: list[Document], name: str) -> list[str]:
+    texts = []
+    for index, document in enumerate(documents):
+        text = document if isinstance(document, str) else document.get("text")
+        if not isinstance(text, str):
+            raise BadValue(f"{name} {index} is an object without a text under `text`", param=name)
+        texts.append(text)
+    return texts
+
+
+def _check_query(query: str, what: str, name: str) -> None:
+    if not query.strip():
+        raise BadValue(f"{what} is an empty text", param=name)

@@ -1,0 +1,121 @@
+"""The dialect of Text Embeddings Inference: its body on `/rerank`, and `/similarity`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.api.dialects.ranking import run_pairs, scores_of
+from penstock.api.endpoint import Call, Dialect, Reply
+from penstock.api.work import json_reply, note_phases
+from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockError, QueueFull
+from penstock.inputs.pair_options import PairOptions, make_pairs
+from penstock.inputs.pairs import score_kind
+from penstock.inputs.truncation import Side
+from penstock.outputs.ranking import best
+
+Direction = Literal["left", "right", "Left", "Right"]
+
+
+class TeiFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """When a request runs; TEI has no such fields, but they mean the same on every route."""
+
+    model: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    request_id: str | None = None
+    user: str | None = None
+
+
+class TeiRerankRequest(TeiFields, kw_only=True):
+    """Body of `POST /rerank` as TEI has it, told apart by its `texts`."""
+
+    query: str
+    texts: list[str]
+    raw_scores: bool = False
+    return_text: bool = False
+    truncate: bool = False
+    truncation_direction: Direction = "right"
+
+
+class SimilarityInput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    source_sentence: str
+    sentences: list[str]
+
+
+class SimilarityParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    truncate: bool = False
+    truncation_direction: Direction = "right"
+    prompt_name: str | None = None
+
+
+class SimilarityRequest(TeiFields, kw_only=True):
+    """Body of `POST /similarity`."""
+
+    inputs: SimilarityInput
+    parameters: SimilarityParameters | None = None
+
+
+async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
+    """The texts from best to worst, as TEI answers."""
+    if not body.query.strip():
+        raise BadValue("query is an empty text", param="query")
+    if not body.texts:
+        raise BadValue("texts is empty; give at least one text", param="texts")
+    options = _options(body.truncate, body.truncation_direction)
+    activate = False if body.raw_scores else None
+    result = await run_pairs(call, body, make_pairs(body.query, body.texts), options, activate=activate)
+    began = time.monotonic()
+    scores = scores_of(result)
+    rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in best(scores)]
+    if body.return_text:
+        rows = [{**row, "text": body.texts[row["index"]]} for row in rows]
+    reply = json_reply(rows)
+    note_phases(call, began)
+    return reply
+
+
+async def similarity(call: Call, body: SimilarityRequest) -> Reply:
+    """How alike a sentence and others are, by the vectors of an embedder."""
+    model, told = call.state.model(body.model), body.parameters or SimilarityParameters()
+    if score_kind(model.spec) != "bi":
+        raise NotPossible(
+            f"model {model.spec.name} has no sentence vectors to compare; use /rerank", param="model"
+        )
+    if not body.inputs.source_sentence.strip():
+        raise BadValue("source_sentence is an empty text", param="inputs")
+    if not body.inputs.sentences:
+        raise BadValue("sentences is empty; give at least one text", param="inputs")
+    options = _options(told.truncate, told.truncation_direction, told.prompt_name, alike=True)
+    pairs = make_pairs(body.inputs.source_sentence, body.inputs.sentences)
+    result = await run_pairs(call, body, pairs, options, activate=None)
+    began = time.monotonic()
+    reply = json_reply(scores_of(result))
+    note_phases(call, began)
+    return reply
+
+
+def _options(
+    truncate: bool, direction: Direction, prompt_name: str | None = None, *, alike: bool = False
+) -> PairOptions:
+    side: Side = "left" if direction.lower() == "left" else "right"
+    return PairOptions(
+        truncate_prompt_tokens=-1 if truncate else None,
+        truncation_side=side,
+        alike=alike,
+        prompt_name=prompt_name,
+    )
+
+
+def tei_error(error: PenstockError) -> dict[str, Any]:
+    kind = "Validation" if error.status < 500 else "Backend"
+    if isinstance(error, QueueFull):
+        kind = "Overloaded"
+    elif isinstance(error, EngineUnavailable):
+        kind = "Unhealthy"
+    return {"error": error.message, "error_type": kind}
+
+
+RERANK = Dialect("texts", TeiRerankRequest, tei_rerank, tei_error)

@@ -1,0 +1,59 @@
+"""What the supervisor and its child processes agree on: launch orders, exit codes, the engine's state.
+
+Imports neither the engine nor the API, so that each kind of process loads only its own code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+import msgspec
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.config import EngineConfig, ServerConfig
+
+EXIT_BAD_MODEL = 3  # restarting would fail in the same way
+EXIT_DEVICE_FAILED = 4  # only a new process can use the device again
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What the supervisor tells an engine process."""
+
+    engine: EngineConfig
+    spec: ModelSpec
+    address: str
+    log_level: str = "info"
+    shared_memory_mb: int = 0
+    metrics_folder: str | None = None  # where processes share their metrics; None: they do not
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """Why the engine can or cannot serve, in words for the operator."""
+
+    state: str  # starting | running | restarting
+    detail: str
+    restarts: int = 0
+
+
+class ApiLaunch(msgspec.Struct, frozen=True):
+    """What the supervisor tells an API process."""
+
+    server: ServerConfig
+    engine: EngineConfig
+    spec: ModelSpec
+    address: str
+    listen_fd: int
+    state_file: str
+    index: int
+
+
+def prepare_child() -> None:
+    """What every child of the supervisor does first: die with it, take signals, leave ctrl-C to it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2}
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,518 @@
+"""The nouns that every room shares: requests, parameters, the plan of a step and its result.
+
+Nothing here imports torch. Arrays are NumPy; a `StepPlan` holds every integer that a step needs, so
+that nothing after it has to ask a device for a number that was known here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BadValue, PenstockError
+
+Ints = NDArray[np.int32]
+Array = NDArray[np.generic]
+
+MAX_TERMS = 1024  # of a sparse row, where the caller does not say how many
+MAX_TOP_K = 8192  # what the caller may say
+
+
+class Task(enum.StrEnum):
+    EMBED = "embed"
+    TOKEN_EMBED = "token_embed"
+    SPARSE = "sparse"
+    CLASSIFY = "classify"
+    TOKEN_CLASSIFY = "token_classify"
+    SCORE = "score"
+    REWARD = "reward"
+    GENERATE = "generate"
+
+
+class OutputDtype(enum.StrEnum):
+    """How a vector leaves the engine. `binary` and `ubinary` pack eight signs into a byte."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BINARY = "binary"
+    UBINARY = "ubinary"
+
+    @property
+    def numpy(self) -> np.dtype[np.generic]:
+        """The array type on this side of the wire; bfloat16 travels as its bit pattern."""
+        return np.dtype(_NUMPY_OF[self])
+
+    @property
+    def packed(self) -> bool:
+        return self in (OutputDtype.BINARY, OutputDtype.UBINARY)
+
+
+_NUMPY_OF = {
+    OutputDtype.FLOAT32: "<f4",
+    OutputDtype.FLOAT16: "<f2",
+    OutputDtype.BFLOAT16: "<u2",
+    OutputDtype.INT8: "i1",
+    OutputDtype.UINT8: "u1",
+    OutputDtype.BINARY: "i1",
+    OutputDtype.UBINARY: "u1",
+}
+
+
+class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
+    """What a row wants of the pooler. Hashable: rows with equal parameters are finished together."""
+
+    task: Task = Task.EMBED
+    dimensions: int | None = None  # cut to this many, then renormalise; None keeps all
+    normalize: bool | None = None  # None: as the model says; of classifiers: whether to activate
+    dtype: OutputDtype = OutputDtype.FLOAT32
+    top_k: int | None = None  # sparse: so many of the heaviest terms; None: at most `MAX_TERMS`
+    lexical: bool = False  # sparse: the model weighs the given tokens; they are gathered by id afterwards
+    late: bool = False  # score: of token vectors, not of one vector a row
+    steps: bool = False  # reward: of every token; those of the step tags are picked afterwards
+    listwise: bool = False  # score: a row holds a whole list; its marked tokens are compared afterwards
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the engine gives a row for every token instead of one for the text."""
+        gathered = self.lexical or self.steps or self.listwise
+        return gathered or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the finish works on the row's tokens, not on something pooled from them."""
+        return self.per_token or self.task is Task.SPARSE
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a row's text must follow: a JSON schema, a regular expression, or a grammar as Lark writes it."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a row is continued. Texts (stop strings, bad words) are token ids by the time they are here."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: the likeliest token
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that must not come
+    stop_token_ids: tuple[int, ...] = ()  # end the row, and are not shown
+    eos_token_ids: tuple[int, ...] = ()  # the same, unless `ignore_eos`
+    ignore_eos: bool = False
+    logprobs: int | None = None  # so many of the likeliest besides the chosen one
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # `inputs.constraints` makes the masks of each step from it
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses token ids that the vocabulary does not have."""
+    _inside("logit_bias", params.logit_bias, vocab_size)
+    _inside("bad_words", (token for word in params.bad_token_ids for token in word), vocab_size)
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise BadValue("allowed_token_ids is empty; give at least one", param="allowed_token_ids")
+        _inside("allowed_token_ids", params.allowed_token_ids, vocab_size)
+
+
+def _inside(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise BadValue(f"{name} has token {token}; the vocabulary is 0 … {vocab_size - 1}", param=name)
+
+
+ONE_ROW: Ints = np.zeros(1, dtype=np.int32)  # the number, and the beginning, of the only row there is
+ONE_ROW.flags.writeable = False
+
+
+def cumulative(lengths: Ints) -> Ints:
+    """Where each ragged row begins, and the end: [rows] → [rows + 1]."""
+    out = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.add.accumulate(lengths, out=out[1:])
+    return out
+
+
+def split_rows(values: Array, lengths: Ints) -> list[Array]:
+    """The pooling that keeps every token: a view of the ragged run [tokens, …] for each row."""
+    out, first = [], 0
+    for length in lengths.tolist():
+        end = first + length
+        out.append(values[first:end])
+        first = end
+    return out
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One client call: all its rows, flat. Rows share parameters, priority and deadline."""
+
+    id: str
+    token_ids: Ints  # [tokens], the rows one after another
+    lengths: Ints  # [rows]
+    params: PoolingParams = field(default_factory=PoolingParams)
+    type_ids: Ints | None = None  # [tokens], only where segments differ from 0
+    skip: Ints | None = None  # [rows], leading tokens that the pooler leaves out
+    keys: Ints | None = None  # [rows], leading tokens that the row's tokens attend to; None: all
+    keep: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
+    pairs: Ints | None = None  # [documents], the query row of each; queries stand before documents
+    also: tuple[PoolingParams, ...] = ()  # further outputs of the same rows
+    adapters: Ints | None = None  # [rows], which of the model's adapters; -1: none
+    priority: int = 0  # lower runs sooner
+    arrival_s: float = 0.0  # monotonic clock, the same in every process of a machine
+    deadline_s: float | None = None  # the same clock
+    reuse_prefix: bool = False  # its rows may stand on prefixes that others have computed
+    cache_salt: str = ""  # prefixes are shared only between equal salts
+    sampling: SamplingParams | None = None  # its rows are prompts to be continued so
+    starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
+
+    def __post_init__(self) -> None:
+        self.starts = ONE_ROW if len(self.lengths) == 1 else cumulative(self.lengths)[:-1]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def wants(self) -> tuple[PoolingParams, ...]:
+        """What is asked of every row."""
+        return (self.params, *self.also)
+
+    @property
+    def num_queries(self) -> int:
+        """The leading rows that documents are scored against."""
+        return 0 if self.pairs is None else self.num_rows - len(self.pairs)
+
+
+@dataclass(slots=True, eq=False)
+class Comparison:
+    """Late interaction of vectors that the caller brings; `pairs` names the query of each document."""
+
+    id: str
+    queries: Array  # [query vectors, dim]
+    query_lengths: Ints  # [queries]
+    documents: Array  # [document vectors, dim]
+    document_lengths: Ints  # [documents]
+    pairs: Ints  # [documents]
+    query_scales: Array | None = None  # [query vectors], of vectors in int8
+    document_scales: Array | None = None  # [document vectors]
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a request's time went inside the engine, in seconds."""
+
+    queue_s: float = 0.0
+    device_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Where the vectors of a request's rows lie in the store that scores read from."""
+
+    starts: Ints  # [rows], -1: nowhere
+    lengths: Ints  # [rows], vectors of each row
+    ready: NDArray[np.bool_]  # [rows], they were there before the request came
+
+
+class RowSlice(NamedTuple):
+    """Some rows of one request and the places that they take in a step."""
+
+    request: Request
+    rows: Ints  # [n], row numbers within the request
+    slots: Ints  # [n], row numbers within the step
+    begins: Ints | None = None  # [n], first token of each row in this step; None: the rows run whole
+    ends: Ints | None = None  # [n], one past the last
+    held: Held | None = None  # of requests with pairs
+    stored: Ints | None = None  # documents that are scored in this step without being run
+
+    @property
+    def finished(self) -> Ints:
+        """The places of this slice whose rows end in this step."""
+        if self.ends is None:
+            return ONE_ROW if len(self.rows) == 1 else np.arange(len(self.rows), dtype=np.int32)
+        return np.flatnonzero(self.ends == self.request.lengths[self.rows]).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthGroup:
+    """Neighbouring rows of equal length, context and keys: a dense block inside the ragged run."""
+
+    first_row: int
+    num_rows: int
+    length: int
+    first_token: int
+    context: int = 0  # tokens of each row that earlier steps have run
+    first_key: int = 0  # where the group begins in the run of keys, which has the context too
+    keys: int = 0  # leading tokens of each row that are attended to; 0: all
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairPlan:
+    """Which vectors of a step are scored against which, and which are kept.
+
+    A vector is a token's, or a row's where rows have one each. Queries are read from the store: those of
+    this step are written there first. The last `from_store` documents lie there too, the others in the
+    step's own run.
+    """
+
+    query_starts: Ints  # [queries]
+    query_lengths: Ints  # [queries]
+    pair_queries: Ints  # [pairs], the query of each
+    document_starts: Ints  # [pairs]
+    document_lengths: Ints  # [pairs]
+    write_from: Ints  # [written], vectors of the run
+    write_to: Ints  # [written], places in the store
+    from_store: int
+    max_query: int
+    max_document: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """Rows of a step that want the same finish; `rows` is None when that is all of them.
+
+    A task that reads tokens has them in `tokens`, row after row, with the same meaning of None.
+    """
+
+    params: PoolingParams
+    rows: Ints | None
+    tokens: Ints | None = None
+    pairs: PairPlan | None = None  # then `rows` are the documents
+
+    @property
+    def index(self) -> Ints | None:
+        """What to select from the run's values; None for everything."""
+        return self.rows if self.tokens is None else self.tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedPlan:
+    """The leading rows of a step, of one token each, whose keys are read block by block where they lie."""
+
+    rows: int
+    width: int  # blocks of the longest, which is the width of `tables`
+    tables: Ints  # [rows · width], the blocks of each row
+    keys: Ints  # [rows], tokens that each row reads, this step's own included
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVPlan:
+    """Which keys and values a step reads from memory and which it leaves there.
+
+    The keys of a step are laid out row by row, context first: `new_at` and `old_at` say where the
+    step's own tokens and the remembered ones go in that run.
+    """
+
+    cu_keys: Ints  # [rows + 1]; rows that are `paged` count their own key alone
+    max_keys: int
+    new_at: Ints  # [tokens]
+    old_at: Ints  # [remembered]
+    read_slots: Ints  # [remembered]
+    write_tokens: Ints  # [kept], tokens of the step
+    write_slots: Ints  # [kept]
+    token_slots: Ints  # [tokens], the same for each token of the step; -1: not kept
+    carry_rows: Ints  # [cut], rows whose sums go on over steps
+    carry_slots: Ints  # [cut], where those sums are kept
+    carry_old: Ints  # [cut], 1 where there are earlier sums
+    paged: PagedPlan | None = None  # its rows have no part in the run of keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Join:
+    """A row takes a place of the sampler."""
+
+    slot: int
+    params: SamplingParams
+    prompt_ids: Ints  # [prompt]
+    output_ids: Ints | None = None  # what followed it before, of a row that begins again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplePlan:
+    """How the rows of a step are continued, by the sampler's places (slots).
+
+    Token ids that an earlier step has sampled are fed from the device: the CPU may not have read them yet.
+    """
+
+    slots: Ints  # [rows], the place of each row of the step
+    epochs: Ints  # [rows], which owner of the place it is
+    visits: Ints  # [rows], which of its stays in memory
+    ends: Ints  # [rows], tokens that have run after this step
+    rows: Ints  # [sampled], rows of the step that are continued
+    tokens: Ints  # [sampled], the last token of each within the step
+    sampled_slots: Ints  # [sampled]
+    asked: Ints  # [sampled], log probabilities that each wants besides the chosen token's; -1: none
+    fed_tokens: Ints  # [fed], tokens of the step
+    fed_slots: Ints  # [fed], the place whose last sampled token each is
+    leaves: tuple[int, ...] = ()  # places that are given up before this step
+    joins: tuple[Join, ...] = ()  # and those that are taken, after the former
+    masks: tuple[tuple[int, Ints], ...] = ()  # the tokens that these places may take next, 32 to a word
+    prompts: PromptPlan | None = None  # None: nothing is asked about prompts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPlan:
+    """Tokens of prompts whose successors are known, and how likely these are is asked."""
+
+    rows: Ints  # [asking], rows of the step
+    begins: Ints  # [asking], where in its prompt each begins
+    counts: Ints  # [asking], such tokens of each
+    tokens: Ints  # [scored], their places in the step, row after row
+    following: Ints  # [scored], the token that comes after each
+    most: int  # likeliest tokens that are given besides
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyLimits:
+    """The rows of a step whose tokens attend to their leading ones only, apart from all others."""
+
+    tokens: Ints  # [tokens of these rows], their places in the step
+    cu_lengths: Ints  # [these rows + 1]
+    keys: Ints  # [keys of these rows], the places of the tokens that are attended to
+    cu_keys: Ints  # [these rows + 1]
+    max_length: int
+    max_keys: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step, described completely. Rows are ordered by length."""
+
+    token_ids: Ints  # [tokens]
+    positions: Ints  # [tokens], 0-based within each row
+    cu_lengths: Ints  # [rows + 1], where each row begins in the flat run
+    lengths: Ints  # [rows]
+    type_ids: Ints | None  # [tokens]
+    skip: Ints | None  # [rows]
+    groups: tuple[LengthGroup, ...]
+    slices: tuple[RowSlice, ...]
+    variants: tuple[Variant, ...]
+    adapters: Ints | None = None  # [rows], -1: none; None: no row has one
+    kv: KVPlan | None = None  # None: every row runs whole and nothing is kept
+    limits: KeyLimits | None = None  # None: every row attends to all its tokens
+    sample: SamplePlan | None = None  # of a step that generates; it has neither slices nor variants
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def max_length(self) -> int:
+        return int(self.lengths[-1]) if len(self.lengths) else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a step gives back: for each variant of its plan, one array of rows.
+
+    A step that generates gives the sampled token ids [sampled], -1 where logits were not finite and -2 where
+    no token may come; then, where some row asked, the ids [asked, 1 + most], log probabilities of the same
+    shape and ranks [asked] of the rows that did; and then the same three of prompts, where the plan has some.
+    """
+
+    outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
+    device_s: float
+    finite: tuple[Array, ...] = ()  # [rows or tokens], 0 where values were not; empty: see the outputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """The result of one whole request."""
+
+    id: str
+    # [rows, dim]; of per-token tasks [tokens, dim], the rows one after another; of sparse rows
+    # [rows, terms, 2] of (token id, weight), heaviest first, absent terms (-1, 0)
+    values: Array
+    timings: Timings
+    more: tuple[Array, ...] = ()  # of the request's further outputs, alike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """Further tokens of one row of a request; the last part says why it ended."""
+
+    id: str
+    row: int
+    token_ids: Ints  # [new]
+    finish: str | None = None  # "stop" | "length"
+    stop_token: int | None = None  # the token that ended it, where one did
+    # Where asked for: the chosen token first, then the likeliest, falling; what ended it has them too.
+    logprob_ids: Ints | None = None  # [made, 1 + logprobs]
+    logprobs: NDArray[np.float32] | None = None  # [made, 1 + logprobs]
+    ranks: Ints | None = None  # [made], of the chosen token, from 1
+    timings: Timings | None = None  # with the last part
+    # With the first part, where asked for: the same of the prompt's tokens after the first.
+    prompt_logprob_ids: Ints | None = None  # [prompt - 1, 1 + prompt_logprobs]
+    prompt_logprobs: NDArray[np.float32] | None = None  # [prompt - 1, 1 + prompt_logprobs]
+    prompt_ranks: Ints | None = None  # [prompt - 1]
+
+
+Names = tuple[tuple[str, int], ...]  # request and row of each of some rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continued:
+    """One further token of each of several rows that go on: what most steps give, in columns."""
+
+    rows: Names  # the same object from step to step while the same rows go on
+    token_ids: Ints  # [rows]
+
+    def parts(self) -> list[Generated]:
+        """The same, row by row."""
+        ids = self.token_ids
+        return [Generated(name, row, ids[at : at + 1]) for at, (name, row) in enumerate(self.rows)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failure:
+    """A request that ended without a result."""
+
+    id: str
+    error: PenstockError
+
+
+Outcome = Answer | Continued | Generated | Failure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """The parts of a request's texts. Each is a row of its own, or with `spans` a run of a text's tokens."""
+
+    counts: Ints  # [texts], chunks of each text; they lie one after another
+    weights: Ints  # [chunks], tokens that a chunk stands for
+    spans: Ints | None = None  # [chunks, 2], tokens within the text's row
+    chars: Ints | None = None  # [chunks, 2], characters within the text; None for token ids
+    starts: Ints | None = None  # [texts], with spans: where each text's row begins in the run
+
+    @property
+    def flat_spans(self) -> Ints:
+        """The spans within the whole run of tokens."""
+        assert self.spans is not None and self.starts is not None
+        return self.spans + np.repeat(self.starts, self.counts)[:, None]

@@ -1,0 +1,62 @@
+"""Pooling and generation on one device: time is shared, and nobody saves it up."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.fair_share import Turns
+
+POOL_S, TOKEN_S = 0.09, 0.005  # of a step of 4,096 tokens, and of one that continues rows
+
+
+def run(turns: Turns, kinds: str, steps: int, depth: int = 1) -> dict[bool, float]:
+    """Seconds for each kind of step, of those in `kinds` ("p", "g") that have work all the time."""
+    spent, flights = {False: 0.0, True: 0.0}, []
+
+    def end() -> None:
+        generates, estimate = flights.pop(0)
+        took = TOKEN_S if generates else POOL_S
+        spent[generates] += took
+        turns.ended(generates, 128 if generates else 4096, estimate, took)
+
+    for _ in range(steps):
+        generates = turns.generates if len(kinds) == 2 else kinds == "g"
+        others = len(kinds) == 2
+        flights.append((generates, turns.launched(generates, 128 if generates else 4096, others=others)))
+        if len(flights) >= depth:
+            end()
+    while flights:
+        end()
+    return spent
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_both_kinds_get_the_same_time_however_long_their_steps_are(depth: int) -> None:
+    spent = run(Turns(), "pg", 2000, depth)
+    assert abs(spent[False] - spent[True]) < 3 * POOL_S
+    assert spent[True] > 1
+
+
+def test_steps_that_take_no_time_take_turns() -> None:
+    turns, order = Turns(), []
+    for _ in range(6):
+        order.append(generates := turns.generates)
+        turns.ended(generates, 1, turns.launched(generates, 1, others=True), 0.0)
+    assert order == [True, False] * 3
+
+
+@pytest.mark.parametrize("alone", ["p", "g"])
+def test_who_had_no_work_has_nothing_to_make_up_for(alone: str) -> None:
+    turns = Turns()
+    run(turns, alone, 1000)
+    spent = run(turns, "pg", 400)
+    assert abs(spent[False] - spent[True]) < 3 * POOL_S
+
+
+def test_a_step_that_failed_is_not_held_against_its_kind() -> None:
+    turns = Turns()
+    run(turns, "pg", 400)
+    before = list(turns._spent)
+    for _ in range(50):
+        turns.failed(False, turns.launched(False, 4096, others=True))
+    assert turns._spent == pytest.approx(before)

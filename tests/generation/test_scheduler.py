@@ -1,0 +1,259 @@
+"""The lane alone, on a device that remembers tokens: any order of events gives each row its own tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.loop import EngineCore
+from penstock.errors import (
+    BadValue,
+    DeadlineExceeded,
+    DeviceFailed,
+    DeviceOutOfMemory,
+    NotPossible,
+    QueueFull,
+    RowFailed,
+)
+from penstock.scheduler.scheduler import Budget, Scheduler
+from penstock.types import Generated, StepPlan
+from tests.generation import fakes
+from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
+
+PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
+
+
+def check_idle(core: EngineCore) -> None:
+    assert core.lane is not None and not core.busy
+    core.check_integrity()
+    core.lane.pool.check_integrity()
+    assert core.lane.queued_tokens == 0 and core.lane.running == core.lane.waiting == 0
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["together", "apart"], scope="module")
+def turns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test twice: prompts among the rows that go on, and in steps of their own."""
+    fakes.APART = request.param
+    yield
+    fakes.APART = False
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prefixes", [False, True])
+@pytest.mark.parametrize("blocks", [LENGTH // 4, 100])
+def test_every_row_gets_the_tokens_it_would_get_alone(depth: int, prefixes: bool, blocks: int) -> None:
+    core, answers = make_core(depth=depth, prefixes=prefixes, blocks=blocks), Answers()
+    core.add(asking("a", PROMPTS, 30))
+    core.add(asking("b", PROMPTS[::-1], 11))
+    run(core, answers)
+    for row, prompt in enumerate(PROMPTS):
+        assert answers.tokens["a", row] == continued(prompt, 30)
+        assert answers.tokens["b", len(PROMPTS) - 1 - row] == continued(prompt, 11)
+    assert set(answers.finished.values()) == {"length"}
+    assert core.lane is not None
+    assert bool(core.lane.preempted) == (blocks < 100)
+    check_idle(core)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_arrivals_cancellations_and_failures_leave_nothing_behind(data: st.DataObject) -> None:
+    choose = data.draw
+    bad, steps = choose(st.sets(st.integers(0, 40), max_size=4)), itertools.count()
+    core = make_core(
+        fails=lambda plan: next(steps) in bad,
+        blocks=choose(st.integers(LENGTH // 4, 40)),
+        rows=choose(st.integers(1, 7)),
+        tokens=choose(st.integers(7, 40)),
+        chunk=choose(st.integers(1, 20)),
+        depth=choose(st.integers(1, 3)),
+        prefixes=choose(st.booleans()),
+    )
+    answers, asked, cancelled = Answers(), {}, set()
+    for number in range(choose(st.integers(1, 8))):
+        shared = choose(st.integers(0, 18))
+        lengths = choose(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+        prompts = [[4] * shared + [(number * 7 + i) % 90 for i in range(n)] for n in lengths]
+        count = choose(st.integers(1, 24))
+        asked[str(number)] = (prompts, count)
+        core.add(asking(str(number), prompts, count))
+        for _ in range(choose(st.integers(0, 6))):
+            answers.take(list(core.step()))
+            assert core.lane is not None
+            core.lane.check_integrity()
+        if choose(st.booleans()):
+            name = choose(st.sampled_from(sorted(asked)))
+            core.cancel(name)
+            cancelled.add(name)
+            assert core.lane is not None
+            core.lane.check_integrity()
+    run(core, answers)
+    for name, (prompts, count) in asked.items():
+        for row, prompt in enumerate(prompts):
+            got, whole = answers.tokens.get((name, row), []), continued(prompt, count)
+            assert got == whole[: len(got)]
+            assert name in cancelled or name in answers.failed or got == whole
+    check_idle(core)
+
+
+def test_a_row_ends_at_a_stop_token_which_is_not_shown_though_a_step_more_was_run() -> None:
+    whole = continued([5, 6, 7], 30)
+    at = next(i for i in range(4, 30) if whole[i] not in whole[:i])
+    for depth in (1, 2, 3):
+        core, answers = make_core(depth=depth), Answers()
+        core.add(asking("a", [[5, 6, 7]], 30, eos_token_ids=(whole[at],)))
+        core.add(asking("b", [[5, 6, 7]], 30, stop_token_ids=(whole[at],), min_tokens=at + 1))
+        core.add(asking("c", [[5, 6, 7]], 30, eos_token_ids=(whole[at],), ignore_eos=True))
+        run(core, answers)
+        assert answers.tokens["a", 0] == whole[:at] and answers.finished["a", 0] == "stop"
+        assert answers.tokens["b", 0][: at + 1] == whole[: at + 1]
+        assert answers.tokens["c", 0] == whole and answers.finished["c", 0] == "length"
+        check_idle(core)
+
+
+def test_prefixes_of_prompts_and_of_what_was_generated_are_reused_within_a_salt() -> None:
+    core, answers = make_core(blocks=60), Answers()
+    core.add(asking("a", [list(range(20))], 20))
+    run(core, answers)
+    assert core.lane is not None
+    before = core.lane.pool.hit_tokens
+    core.add(asking("b", [list(range(20)) + answers.tokens["a", 0]], 5))
+    run(core, answers)
+    assert core.lane.pool.hit_tokens - before >= 36
+    before = core.lane.pool.hit_tokens
+    salted = asking("c", [list(range(20))], 5)
+    salted.cache_salt = "other"
+    core.add(salted)
+    run(core, answers)
+    assert core.lane.pool.hit_tokens == before
+    assert answers.tokens["c", 0] == answers.tokens["a", 0][:5]
+    check_idle(core)
+
+
+def test_decoding_rows_go_before_prompts_which_fill_the_rest() -> None:
+    core = make_core(tokens=10, chunk=10, depth=1, blocks=60)
+    core.add(asking("a", [[1, 2], [3]], 20))
+    answers = Answers()
+    for _ in range(3):
+        answers.take(list(core.step()))
+    core.add(asking("b", [list(range(30))], 2))
+    answers.take(list(core.step()))
+    plan = core._flights[0].plan
+    assert plan.lengths.tolist() == ([10] if fakes.APART else [1, 1, 8])
+    run(core, answers)
+    check_idle(core)
+
+
+def test_a_failing_request_fails_alone() -> None:
+    def fails(plan: StepPlan) -> bool:
+        return bool((plan.token_ids == 200).any())
+
+    core, answers = make_core(fails=fails, depth=2, blocks=60), Answers()
+    core.add(asking("good", [[1, 2, 3], [4]], 20))
+    for _ in range(3):
+        answers.take(list(core.step()))
+    core.add(asking("bad", [[200, 2]], 20))
+    core.add(asking("other", [[7, 7]], 20))
+    run(core, answers)
+    assert set(answers.failed) == {"bad"} and isinstance(answers.failed["bad"].error, RowFailed)
+    good = [continued(row, 20) for row in ([1, 2, 3], [4])]
+    assert [answers.tokens["good", row] for row in (0, 1)] == good
+    assert answers.tokens["other", 0] == continued([7, 7], 20)
+    check_idle(core)
+
+
+def test_what_can_never_run_is_refused() -> None:
+    core = make_core()
+    for request, words in (
+        (asking("a", [[1]], 0), "max_tokens is 0"),
+        (asking("a", [[1] * 60], 5), "at most 4 may follow"),
+        (asking("a", [[1] * 70], 5), "at most 0 may follow"),
+        (asking("a", [[1], []], 5), "no tokens"),
+        (asking("a", [[1]], 5, min_tokens=6), "min_tokens is 6"),
+    ):
+        with pytest.raises(BadValue, match=words):
+            core.add(request)
+    core.add(asking("a", [[1]], 5))
+    with pytest.raises(BadValue, match="already in use"):
+        core.add(asking("a", [[1]], 5))
+    with pytest.raises(QueueFull):
+        core.add(asking("b", [[1] * 50] * 200, 5))
+    plain = EngineCore(MemoryRunner(4, 1), Scheduler(Budget(8, 8, 100)))
+    with pytest.raises(NotPossible):
+        plain.add(asking("a", [[1]], 5))
+    run(core, Answers())
+    check_idle(core)
+
+
+def test_a_late_request_is_let_go_with_its_blocks() -> None:
+    now = 1.0
+    core, answers = make_core(), Answers()
+    core.clock = lambda: now
+    late = asking("late", [[1, 2, 3]], 40)
+    late.deadline_s = 2.0
+    core.add(late)
+    core.add(asking("other", [[1, 2]], 20))
+    assert core.next_deadline_s() == 2.0
+    for _ in range(4):
+        answers.take(list(core.step()))
+    now = 2.5
+    run(core, answers)
+    assert isinstance(answers.failed["late"].error, DeadlineExceeded)
+    assert answers.tokens["other", 0] == continued([1, 2], 20)
+    check_idle(core)
+
+
+def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
+    core, answers = make_core(blocks=LENGTH // 4, rows=2), Answers()
+    first, second = asking("first", [[1] * 20], 30), asking("second", [[2] * 20], 30)
+    second.priority = 1
+    core.add(second)
+    core.add(first)
+    order = []
+    while core.busy:
+        for outcome in fakes.told_apart(list(core.step())):
+            answers.take([outcome])
+            assert isinstance(outcome, Generated)
+            if outcome.id not in order and ("first", 0) in answers.finished:
+                order.append(outcome.id)
+    assert core.lane is not None and core.lane.preempted
+    assert answers.tokens["first", 0] == continued([1] * 20, 30)
+    assert answers.tokens["second", 0] == continued([2] * 20, 30)
+    assert order[0] == "first"
+    check_idle(core)
+
+
+def test_rows_begin_again_in_smaller_steps_when_memory_runs_out_and_nobody_is_blamed() -> None:
+    core, answers = (
+        make_core(fails=lambda plan: plan.num_tokens > 3, tokens=24, depth=2, blocks=60),
+        Answers(),
+    )
+    assert isinstance(core.runner, MemoryRunner) and core.lane is not None
+    core.runner.error = DeviceOutOfMemory("out of memory")
+    prompts = [[1, 2, 3], [4], [5, 6], list(range(12))]
+    core.add(asking("a", prompts[:2], 20))
+    core.add(asking("b", prompts[2:], 20))
+    run(core, answers)
+    made = [answers.tokens[name, row] for name in ("a", "b") for row in (0, 1)]
+    assert made == [continued(prompt, 20) for prompt in prompts] and not answers.failed
+    check_idle(core)
+    core.runner.fails = lambda plan: False
+    for number in range(40):
+        core.add(asking(f"c{number}", [[number]], 20))
+    run(core, answers)
+    assert core.lane.limits.tokens == 24, "the budget comes back"
+
+
+def test_a_lost_device_fails_all_that_generate() -> None:
+    core, answers = make_core(fails=lambda plan: True, blocks=60), Answers()
+    assert isinstance(core.runner, MemoryRunner)
+    core.runner.error = DeviceFailed("the device failed")
+    core.add(asking("a", [[1, 2], [3]], 20))
+    core.add(asking("b", [[4]], 20))
+    run(core, answers)
+    assert answers.failed.keys() == {"a", "b"} and core.broken is core.runner.error
+    check_idle(core)

@@ -1,0 +1,111 @@
+"""Places of vectors: none is lost or given twice, what ended well is found again, what is in use stays."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.scheduler.vector_store import VectorPlaces, vector_counts
+from penstock.types import PoolingParams, Request, Task
+
+
+def request(name: str, queries: list[list[int]], documents: list[list[int]], **more: object) -> Request:
+    rows = queries + documents
+    return Request(
+        name,
+        np.array([token for row in rows for token in row], dtype=np.int32),
+        np.array([len(row) for row in rows], dtype=np.int32),
+        PoolingParams(Task.SCORE, late=True),
+        pairs=np.zeros(len(documents), dtype=np.int32),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_a_query_that_ended_well_is_found_again() -> None:
+    places = VectorPlaces(16)
+    first = places.hold(request("a", [[1, 2, 3]], [[9]]))
+    assert first is not None and not first.ready.any() and first.starts[1] == -1
+    again = places.hold(request("b", [[1, 2, 3]], [[8]]))
+    assert again is not None and not again.ready.any(), "the first is not known to be good yet"
+    places.release("a", well=True)
+    places.release("b", well=False)
+    hit = places.hold(request("c", [[1, 2, 3]], [[7]]))
+    assert hit is not None and hit.ready.tolist() == [True, False]
+    assert hit.starts[0] == first.starts[0]
+    assert (places.query_hits, places.query_asked) == (1, 3)
+    places.check_integrity()
+
+
+def test_what_failed_is_not_found() -> None:
+    places = VectorPlaces(16)
+    places.hold(request("a", [[1, 2, 3]], [[9]]))
+    places.release("a", well=False)
+    held = places.hold(request("b", [[1, 2, 3]], [[9]]))
+    assert held is not None and not held.ready.any()
+
+
+def test_salts_and_attended_keys_keep_queries_apart() -> None:
+    places = VectorPlaces(64)
+    places.hold(request("a", [[1, 2]], [[9]]))
+    places.release("a", well=True)
+    for more in (
+        {"cache_salt": "x"},
+        {"keys": np.array([1, 1], dtype=np.int32)},
+        {"adapters": np.array([1, 1], dtype=np.int32)},
+    ):
+        held = places.hold(request("b", [[1, 2]], [[9]], **more))
+        assert held is not None and not held.ready.any()
+        places.release("b", well=False)
+
+
+def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
+    places = VectorPlaces(4, documents=True)
+    held = places.hold(request("a", [[1, 2, 3]], [[5, 6]]))
+    assert held is not None and held.starts.tolist() == [0, -1]
+    assert places.hold(request("b", [[4, 4]], [[5]])) is None
+    places.release("a", well=True)
+    held = places.hold(request("b", [[4, 4]], [[5]]))  # the idle query makes room
+    assert held is not None and (held.starts >= 0).all()
+    places.check_integrity()
+
+
+def test_rows_without_a_counting_token_have_no_vectors() -> None:
+    asked = request("a", [[1]], [[5, 6], [7]], keep=np.array([1, 0, 0, 1], dtype=np.int32))
+    assert vector_counts(asked).tolist() == [1, 0, 1]
+    assert VectorPlaces(8, documents=True).hold(asked) is not None
+
+
+ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.tuples(ROWS, ROWS, st.booleans(), st.booleans()), max_size=25), size=st.integers(1, 24)
+)
+def test_no_place_is_lost_or_given_twice(
+    steps: list[tuple[list[list[int]], list[list[int]], bool, bool]], size: int
+) -> None:
+    places = VectorPlaces(size, documents=True)
+    held: dict[str, dict[int, int]] = {}
+    for number, (queries, documents, end_one, well) in enumerate(steps):
+        if (got := places.hold(asked := request(f"r{number}", queries, documents))) is not None:
+            held[asked.id] = {int(s): int(n) for s, n in zip(got.starts, got.lengths, strict=True) if s >= 0}
+        if end_one and held:
+            name = next(iter(held))
+            del held[name]
+            places.release(name, well=well)
+        places.check_integrity()
+    for name in list(held):
+        places.release(name, well=True)
+    places.check_integrity()
+
+
+def test_without_reuse_nothing_is_found_again() -> None:
+    places = VectorPlaces(16, reuse=False)
+    places.hold(request("a", [[1, 2, 3]], [[9]]))
+    places.release("a", well=True)
+    held = places.hold(request("b", [[1, 2, 3]], [[9]]))
+    assert held is not None and not held.ready.any()
+    places.release("b", well=True)
+    places.check_integrity()

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import BadValue, DeadlineExceeded, EngineError, PenstockError
+from penstock.types import Answer, Failure, OutputDtype, PoolingParams, Request, Timings
+from penstock.wire.messages import (
+    Cancel,
+    Hello,
+    Outcomes,
+    Ready,
+    Submit,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+    in_messages,
+    pack_outcomes,
+    pack_requests,
+    unpack_outcomes,
+    unpack_requests,
+    with_shared,
+)
+from tests.helpers import make_request
+
+
+def through_the_wire(frames: list[Any]) -> list[bytes]:
+    return [bytes(memoryview(frame).cast("B")) if len(frame) else b"" for frame in frames]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[Request]:
+    out = []
+    for number in range(draw(st.integers(1, 6))):
+        lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+        total = sum(lengths)
+        out.append(
+            make_request(
+                f"id-{number}-é",
+                lengths,
+                first_token=100 * number,
+                params=PoolingParams(
+                    dimensions=draw(st.none() | st.integers(1, 9)),
+                    normalize=draw(st.none() | st.booleans()),
+                    dtype=draw(st.sampled_from(OutputDtype)),
+                ),
+                priority=draw(st.integers(-5, 5)),
+                arrival_s=draw(st.floats(0, 1e6)),
+                deadline_s=draw(st.none() | st.floats(0, 1e6)),
+                type_ids=draw(st.none() | st.just([1] * total)),
+                skip=draw(st.none() | st.just([n - 1 for n in lengths])),
+            )
+        )
+    return out
+
+
+@given(requests())
+@settings(max_examples=100, deadline=None)
+def test_requests_arrive_as_they_were_sent(sent: list[Request]) -> None:
+    header, frame = through_the_wire(pack_requests(sent))
+    message = decode_to_engine(header)
+    assert isinstance(message, Submit)
+    for before, after in zip(sent, unpack_requests(message.entries, frame), strict=True):
+        for name in ("id", "params", "priority", "arrival_s", "deadline_s"):
+            assert getattr(before, name) == getattr(after, name)
+        for name in ("token_ids", "lengths", "type_ids", "skip", "starts"):
+            np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from([1, 8, 4096]), st.sampled_from(["<f4", "<u2", "i1"])),
+        max_size=8,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_answers_small_and_large_arrive_as_they_were_sent(shapes: list[tuple[int, int, str]]) -> None:
+    generator = np.random.default_rng(0)
+    sent = [
+        Answer(
+            str(i),
+            generator.integers(0, 100, (8 * rows if width > 8 else rows, width)).astype(kind),
+            Timings(0.25 * i, 0.5),
+        )
+        for i, (rows, width, kind) in enumerate(shapes)
+    ]
+    header, *frames = through_the_wire(pack_outcomes(sent))
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes)
+    for before, after in zip(sent, unpack_outcomes(message.items, frames), strict=True):
+        assert isinstance(after, Answer)
+        assert (after.id, after.timings) == (before.id, before.timings)
+        assert after.values.dtype == before.values.dtype
+        np.testing.assert_array_equal(after.values, before.values)
+
+
+def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_other() -> None:
+    shared, other = (np.full((300, 1024), value, dtype=np.float32) for value in (1, 2))
+    small = np.zeros((2, 4), dtype=np.float32)
+    sent = [
+        Answer(name, values, Timings())
+        for name, values in (("a", shared), ("b", small), ("c", other), ("d", shared), ("e", small))
+    ]
+    groups = in_messages([*sent, Failure("f", BadValue("no"))])
+    assert [[outcome.id for outcome in group] for group in groups] == [["b", "e", "f"], ["a", "d"], ["c"]]
+    header, *frames = through_the_wire(pack_outcomes(sent))
+    assert [len(frame) for frame in frames] == [2 * small.nbytes, shared.nbytes, other.nbytes]
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes)
+    for before, after in zip(sent, unpack_outcomes(message.items, frames), strict=True):
+        assert isinstance(after, Answer) and after.id == before.id
+        np.testing.assert_array_equal(after.values, before.values)
+
+
+@pytest.mark.parametrize(
+    "error", [BadValue("no", param="input"), DeadlineExceeded("late"), EngineError("oh")]
+)
+def test_failures_arrive_as_the_same_error(error: PenstockError) -> None:
+    answer = Answer("b", np.ones((2, 3), dtype=np.float32), Timings())
+    header, *frames = through_the_wire(pack_outcomes([Failure("a", error), answer]))
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes)
+    failure, other = unpack_outcomes(message.items, frames)
+    assert isinstance(failure, Failure)
+    assert type(failure.error) is type(error)
+    assert (failure.error.message, failure.error.param) == (error.message, error.param)
+    assert isinstance(other, Answer)
+    np.testing.assert_array_equal(other.values, answer.values)
+
+
+def test_control_messages_arrive_as_their_own_kind() -> None:
+    assert isinstance(decode_to_engine(encode(Hello())), Hello)
+    cancel = decode_to_engine(encode(Cancel(["a", "b"])))
+    assert isinstance(cancel, Cancel) and cancel.ids == ["a", "b"]
+    ready = decode_from_engine(encode(Ready(7, {"device": "cpu"})))
+    assert isinstance(ready, Ready) and ready.settings == {"device": "cpu"}
+
+
+def test_bytes_that_are_no_message_are_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_to_engine(b"\xc1 nonsense")
+    with pytest.raises(msgspec.ValidationError):
+        decode_to_engine(encode(["explode"]))
+
+
+@pytest.mark.parametrize("lent", [(), (0,), (1,), (0, 2), (0, 1, 2)])
+def test_arrays_that_lie_elsewhere_take_the_places_of_the_frames_that_do_not_come(
+    lent: tuple[int, ...],
+) -> None:
+    large = [np.full(40_000, number, dtype=np.float32) for number in range(3)]
+    small = np.arange(4, dtype=np.float32)
+    elsewhere: dict[int, Any] = {}
+
+    def lend(array: Any) -> tuple[int, int] | None:
+        number = next(number for number, one in enumerate(large) if one is array)
+        if number not in lent:
+            return None
+        assert number not in elsewhere, "those who share an array are told of it once"
+        elsewhere[number] = array
+        return number, array.nbytes
+
+    outcomes = [
+        Answer("a", large[0], Timings(), (small, large[1])),
+        Failure("b", BadValue("no")),
+        Answer("c", small, Timings(), (large[2], large[0])),
+    ]
+    header, *frames = through_the_wire(pack_outcomes(outcomes, (), lend))
+    message = decode_from_engine(header)
+    assert isinstance(message, Outcomes) and len(frames) == 4 - len(lent)
+    whole = with_shared(frames, message.shared, lambda place: elsewhere[place[0]])
+    a, _, c = unpack_outcomes(message.items, whole)
+    assert isinstance(a, Answer) and isinstance(c, Answer)
+    expected = [large[0], small, large[1], small, large[2], large[0]]
+    for got, wanted in zip([a.values, *a.more, c.values, *c.more], expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
