@@ -37,7 +37,7 @@ from penstock.runner.null import NullRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.serving.engine_metrics import EngineMetrics
-from penstock.types import Answer, PoolingParams, Request, Task, Timings
+from penstock.types import PooledOutput, PoolingParams, Request, Task, Timings
 from penstock.wire.messages import (
     decode_from_engine,
     decode_to_engine,
@@ -121,11 +121,11 @@ class NullClient:
 
     def close(self) -> None: ...
 
-    async def run(self, request: Request) -> Answer:
+    async def run(self, request: Request) -> PooledOutput:
         per_token = request.params.per_token
         values = self.values[: request.num_tokens if per_token else request.num_rows]
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        answer = Answer(request.id, values, Timings(0.001, 0.001))
+        future: asyncio.Future[PooledOutput] = asyncio.get_running_loop().create_future()
+        answer = PooledOutput(request.id, values, Timings(0.001, 0.001))
         asyncio.get_running_loop().call_soon(future.set_result, answer)
         return await future
 
@@ -224,7 +224,7 @@ def client_stages(turns: int) -> Figures:
     out: Figures = {}
     for count in SIZES:
         pack, unpack = [], []
-        answers = [Answer(f"0-{i}", np.ones((1, WIDTH), np.float32), Timings()) for i in range(count)]
+        answers = [PooledOutput(f"0-{i}", np.ones((1, WIDTH), np.float32), Timings()) for i in range(count)]
         header, *frames = pack_outcomes(answers)
         for turn in range(turns):
             requests = requests_of(count, rng, turn)

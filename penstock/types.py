@@ -229,7 +229,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class CachedVectors:
     """Where the vectors of a request's rows lie in the store that scores read from."""
 
     starts: Ints  # [rows], -1: nowhere
@@ -245,7 +245,7 @@ class RowSlice(NamedTuple):
     slots: Ints  # [n], row numbers within the step
     begins: Ints | None = None  # [n], first token of each row in this step; None: the rows run whole
     ends: Ints | None = None  # [n], one past the last
-    held: Held | None = None  # of requests with pairs
+    held: CachedVectors | None = None  # of requests with pairs
     stored: Ints | None = None  # documents that are scored in this step without being run
 
     @property
@@ -443,7 +443,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class PooledOutput:
     """The result of one whole request."""
 
     id: str
@@ -455,7 +455,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Generated:
+class GeneratedTokens:
     """Further tokens of one row of a request; the last part says why it ended."""
 
     id: str
@@ -474,20 +474,20 @@ class Generated:
     prompt_ranks: Ints | None = None  # [prompt - 1]
 
 
-Names = tuple[tuple[str, int], ...]  # request and row of each of some rows
+SequenceIds = tuple[tuple[str, int], ...]  # request and row of each of some rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Continued:
+class DecodedTokens:
     """One further token of each of several rows that go on: what most steps give, in columns."""
 
-    rows: Names  # the same object from step to step while the same rows go on
+    rows: SequenceIds  # the same object from step to step while the same rows go on
     token_ids: Ints  # [rows]
 
-    def parts(self) -> list[Generated]:
+    def parts(self) -> list[GeneratedTokens]:
         """The same, row by row."""
         ids = self.token_ids
-        return [Generated(name, row, ids[at : at + 1]) for at, (name, row) in enumerate(self.rows)]
+        return [GeneratedTokens(name, row, ids[at : at + 1]) for at, (name, row) in enumerate(self.rows)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -498,7 +498,7 @@ class Failure:
     error: PenstockError
 
 
-Outcome = Answer | Continued | Generated | Failure
+Outcome = PooledOutput | DecodedTokens | GeneratedTokens | Failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)

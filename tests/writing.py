@@ -26,7 +26,7 @@ from tokenizers import (
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import PenstockError
 from penstock.inputs.tokenizer import Tokenizer as OurTokenizer
-from penstock.types import Generated, Ints, Request, Task, Timings
+from penstock.types import GeneratedTokens, Ints, Request, Task, Timings
 from penstock.wire.router import Leave, Listener
 from tests.checkpoints import WORDS
 from tests.helpers import ints, make_spec
@@ -197,7 +197,7 @@ class ScriptedEngine:
             except PenstockError as error:
                 listener.receive(error)
 
-    async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
+    async def generate(self, request: Request) -> AsyncIterator[list[GeneratedTokens]]:
         self.requests.append(request)
         self.open += 1
         finished = False
@@ -242,7 +242,7 @@ class _Row:
         first = int(self.request.starts[row])
         return self.request.token_ids[first : first + int(self.request.lengths[row])].tolist()
 
-    def step(self) -> Generated | None:
+    def step(self) -> GeneratedTokens | None:
         if self.done:
             return None
         params, new = self.params, []
@@ -261,7 +261,7 @@ class _Row:
         if stop is not None and self.engine.hides_end:
             new.pop()
         first = begin == 0 and params.prompt_logprobs is not None
-        return Generated(
+        return GeneratedTokens(
             self.request.id,
             self.row,
             ints(new),

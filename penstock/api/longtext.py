@@ -16,7 +16,7 @@ from penstock.inputs.chunks import Chunker
 from penstock.inputs.processor import split_inputs
 from penstock.outputs.chunks import combine
 from penstock.outputs.encoders import encode_rows
-from penstock.types import Answer, Array, Chunks, PoolingParams, Request
+from penstock.types import Array, Chunks, PooledOutput, PoolingParams, Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ async def run_chunked(call: Call, body: ChunkFields, params: PoolingParams) -> R
     normalizes = model.spec.pooling.normalize
     texts, vectors = await asyncio.to_thread(combine, answer.values, chunks, params, normalizes)
     return ChunkedResult(
-        model, request, Answer(answer.id, texts, answer.timings), chunks=chunks, vectors=vectors
+        model, request, PooledOutput(answer.id, texts, answer.timings), chunks=chunks, vectors=vectors
     )
 
 

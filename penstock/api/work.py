@@ -22,7 +22,7 @@ from penstock.outputs.encoders import LARGE, LargeRow, as_bytes, encode_rows
 from penstock.outputs.sparse import SparseRow, sparse_rows
 from penstock.outputs.steps import check_steps, step_rows
 from penstock.outputs.tokens import token_rows
-from penstock.types import Answer, Array, PoolingParams, Request, Task
+from penstock.types import Array, PooledOutput, PoolingParams, Request, Task
 
 
 class Scheduled(Protocol):
@@ -42,7 +42,7 @@ class Result:
 
     model: ServedModel
     request: Request
-    answer: Answer
+    answer: PooledOutput
     output: PoolingParams | None = None  # which of the request's outputs, if not the first
 
     @property
@@ -107,7 +107,7 @@ def check_rows(call: Call, rows: Sequence[Any], name: str = "input") -> None:
         raise BadValue(f"{name} has {len(rows)} rows; at most {limit} go into one request", param=name)
 
 
-async def run_request(call: Call, model: ServedModel, request: Request, body: Scheduled) -> Answer:
+async def run_request(call: Call, model: ServedModel, request: Request, body: Scheduled) -> PooledOutput:
     """Through the engine, no later than the caller is willing to wait."""
     timeout_s = settle_timeout(call, body)
     request.priority = body.priority

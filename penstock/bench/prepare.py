@@ -14,7 +14,7 @@ from penstock.bench.datasets.tokens import BenchTokenizer, load_tokenizer
 from penstock.bench.load.plan import Reader
 from penstock.bench.load.sse import TokenStream
 from penstock.bench.options import BackendName, BodyOptions, DataOptions, DatasetName, ServerOptions
-from penstock.bench.probe import Answer, Caller, first_model
+from penstock.bench.probe import Caller, HttpReply, first_model
 from penstock.bench.target import Target, json_object, route_of, target_of
 from penstock.errors import BadValue
 
@@ -110,7 +110,7 @@ def try_once(load: Prepared, timeout_s: float) -> None:
         raise BadValue(f"{load.url} answered, but {problem}: is it an endpoint for --backend {load.name}?")
 
 
-def _problem(load: Prepared, answer: Answer) -> str | None:
+def _problem(load: Prepared, answer: HttpReply) -> str | None:
     if load.backend.generates:
         stream = TokenStream()
         stream.feed(answer.body, 1.0)

@@ -20,7 +20,7 @@ class Unreachable(BadValue):
     """Nothing answers at the address."""
 
 
-class Answer:
+class HttpReply:
     def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.status, self.headers, self.body = status, headers, body
 
@@ -47,7 +47,7 @@ class Caller:
         else:
             self._connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
 
-    def call(self, method: str, route: str, body: Any = None) -> Answer:
+    def call(self, method: str, route: str, body: Any = None) -> HttpReply:
         """One exchange; `Unreachable` where there is no server, or it breaks off twice."""
         headers = dict(self.target.headers)
         data = None if body is None else orjson.dumps(body)
@@ -57,7 +57,7 @@ class Caller:
             try:
                 self._connection.request(method, self.target.prefix + route, data, headers)
                 reply = self._connection.getresponse()
-                return Answer(reply.status, dict(reply.headers.items()), reply.read())
+                return HttpReply(reply.status, dict(reply.headers.items()), reply.read())
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 if last or isinstance(error, (ConnectionRefusedError, TimeoutError)):

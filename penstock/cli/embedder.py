@@ -28,7 +28,7 @@ from penstock.inputs.prompts import choose_prompt
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
-from penstock.types import Answer, Ints, PoolingParams, Request
+from penstock.types import Ints, PooledOutput, PoolingParams, Request
 
 IN_FLIGHT = 2  # chunks with the engine: it goes on with the second while the first is saved
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Embedder:
         self._prompt = choose_prompt(self.spec, prompt_name=options.prompt_name, prompt=options.prompt)
         self._processor = InputProcessor(self.spec, Tokenizer(self.spec.path))
         self._processor.check(params)
-        self._running: deque[tuple[Prepared, Future[Answer]]] = deque()
+        self._running: deque[tuple[Prepared, Future[PooledOutput]]] = deque()
 
     @property
     def truncates(self) -> bool:

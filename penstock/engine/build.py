@@ -15,7 +15,7 @@ from penstock.inputs.constraints import Constraints
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
-from penstock.scheduler.generation import Lane, LaneLimits
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vector_store import VectorPlaces
 from penstock.types import Grammar, PoolingParams
@@ -43,7 +43,7 @@ def build_core(
     if settings.chunked:
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
     if settings.generates:
-        limits = LaneLimits(
+        limits = GenerationLimits(
             rows=min(settings.max_num_seqs, MOST_GENERATING),
             tokens=settings.max_num_batched_tokens,
             chunk_tokens=settings.chunk_tokens,
@@ -53,7 +53,7 @@ def build_core(
             vocabulary=spec.vocab_size,
             apart=settings.graphs,
         )
-        lane = Lane(pool, limits)
+        lane = GenerationScheduler(pool, limits)
     places = None
     if loaded.num_places:
         places = VectorPlaces(

@@ -27,7 +27,7 @@ class Split(NamedTuple):
     leaders: list[tuple[Progress, Ints, Ints]]  # (whose, rows of the request, rows of theirs)
 
 
-class Twins:
+class Deduplicator:
     """Rows that are being computed, by what they want and by content."""
 
     def __init__(self) -> None:

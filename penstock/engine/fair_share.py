@@ -9,7 +9,7 @@ from __future__ import annotations
 _NEW = 0.2  # weight of the latest step in what steps are thought to take
 
 
-class Turns:
+class FairShare:
     """Seconds that each kind has had, index 0 for steps that pool and 1 for those that generate. What is in
     flight counts by what the last ones took."""
 

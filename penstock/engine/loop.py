@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from penstock.engine.dedup import Twins, some_rows
-from penstock.engine.fair_share import Turns
+from penstock.engine.dedup import Deduplicator, some_rows
+from penstock.engine.fair_share import FairShare
 from penstock.engine.grammars import Grammars
 from penstock.engine.progress import Empty, Follower, Part, Progress, rows_of, sound
 from penstock.engine.recovery.oom import Pressure, halves
@@ -32,15 +32,15 @@ from penstock.errors import (
 )
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner
-from penstock.scheduler.generation import Lane
+from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Scheduler, Share
 from penstock.types import (
-    Answer,
     Array,
     Comparison,
     Failure,
     Outcome,
+    PooledOutput,
     Request,
     RowSlice,
     StepPlan,
@@ -88,7 +88,7 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         observe: Callable[[StepStats], None] = lambda stats: None,
         share_identical: bool = True,
-        lane: Lane | None = None,
+        lane: GenerationScheduler | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.runner = runner
@@ -97,11 +97,11 @@ class EngineCore:
         self.clock = clock
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
-        self.twins = Twins() if share_identical else None
+        self.twins = Deduplicator() if share_identical else None
         self.lane = lane  # of requests whose rows are continued
         self.grammars = grammars  # of those that must follow one, before they join the lane
         self.empty: Empty = np.empty  # where values of answers are to lie
-        self._turns = Turns()
+        self._turns = FairShare()
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
         self._relays = 0
@@ -358,7 +358,7 @@ class EngineCore:
                 )
                 continue
             waited = max(0.0, self.clock() - comparison.arrival_s)
-            outcomes.append(Answer(key, future.result(), Timings(device_s=waited)))
+            outcomes.append(PooledOutput(key, future.result(), Timings(device_s=waited)))
         return outcomes
 
     def _hand_out(self, flight: _Flight, result: StepResult) -> list[Outcome]:
@@ -411,12 +411,12 @@ class EngineCore:
         return outcomes
 
     @staticmethod
-    def _answer(progress: Progress) -> Answer:
+    def _answer(progress: Progress) -> PooledOutput:
         request = progress.request
         first, *more = progress.values
         assert first is not None and progress.first_launch_s is not None
         timings = Timings(max(0.0, progress.first_launch_s - request.arrival_s), progress.device_s)
-        return Answer(request.id, first, timings, tuple(array for array in more if array is not None))
+        return PooledOutput(request.id, first, timings, tuple(array for array in more if array is not None))
 
     def _recover(self, flight: _Flight, error: BaseException) -> list[Outcome]:
         if isinstance(error, DeviceFailed):
@@ -548,7 +548,7 @@ class EngineCore:
         blame = not full or plan.num_tokens == 1
         return [Failure(request.id, why) for request in self.lane.failed(plan, blame=blame)]
 
-    def _set_lane_budget(self, lane: Lane) -> None:
+    def _set_lane_budget(self, lane: GenerationScheduler) -> None:
         if lane.limits.tokens != self._lane_pressure.now:
             lane.limits = replace(lane.limits, tokens=self._lane_pressure.now)
 

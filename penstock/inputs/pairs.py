@@ -22,7 +22,7 @@ from penstock.inputs.lists import list_scores, prepare_lists
 from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.truncation import Side, settle_limit
-from penstock.types import Answer, Ints, PoolingParams, Request, Task
+from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
 
 Kind = Literal["cross", "list", "late", "bi"]
 _FIELD = re.compile(r"\{(instruction|query|document)\}")
@@ -90,13 +90,15 @@ def prepare_pairs(
     )
 
 
-def finish_pairs(spec: ModelSpec, pairs: Sequence[Pair], request: Request, answer: Answer) -> Answer:
+def finish_pairs(
+    spec: ModelSpec, pairs: Sequence[Pair], request: Request, answer: PooledOutput
+) -> PooledOutput:
     """An answer with a score for each pair, [pairs, 1]."""
     if spec.score is None or not spec.score.marks:
         return answer
     sizes = [len(list(same)) for _, same in groupby(pairs, key=lambda pair: pair[0])]
     scores = list_scores(request, answer.values, spec.score.marks, sizes)
-    return Answer(answer.id, scores, answer.timings)
+    return PooledOutput(answer.id, scores, answer.timings)
 
 
 def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairOptions) -> Kind:

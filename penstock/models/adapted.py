@@ -14,7 +14,7 @@ from penstock.layers.build import LayerBuilder
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP
 from penstock.layers.rotary import Angles
-from penstock.models.rotary_encoder import Names, RotaryEncoder, RotaryEncoderLayer, Shape
+from penstock.models.rotary_encoder import RotaryEncoder, RotaryEncoderLayer, SequenceIds, Shape
 from penstock.weights.adapters import AdapterSet, MergedSource
 
 
@@ -69,7 +69,7 @@ class AdaptedEncoder(RotaryEncoder):
     """Without an adapter in the batch it is the plain encoder."""
 
     def __init__(
-        self, build: AdaptedBuilder, shape: Shape, layouts: tuple[Names, ...], unneeded: tuple[str, ...]
+        self, build: AdaptedBuilder, shape: Shape, layouts: tuple[SequenceIds, ...], unneeded: tuple[str, ...]
     ) -> None:
         super().__init__(build, shape, layouts, unneeded)
         if shape.gated:

@@ -39,7 +39,7 @@ from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class SequenceIds:
     """Where a family keeps its tensors, below its own prefix."""
 
     layer: str = "encoder.layer.{}."
@@ -53,8 +53,8 @@ class Names:
     output_norm: str = "output.LayerNorm"
 
 
-BERT_NAMES = Names()
-DISTILBERT_NAMES = Names(
+BERT_NAMES = SequenceIds()
+DISTILBERT_NAMES = SequenceIds(
     layer="transformer.layer.{}.",
     query="attention.q_lin",
     key="attention.k_lin",
@@ -65,7 +65,7 @@ DISTILBERT_NAMES = Names(
     down="ffn.lin2",
     output_norm="output_layer_norm",
 )
-MPNET_NAMES = Names(
+MPNET_NAMES = SequenceIds(
     query="attention.attn.q",
     key="attention.attn.k",
     value="attention.attn.v",
@@ -89,7 +89,7 @@ class Shape:
     first_position: int
     act: str
     eps: float
-    names: Names
+    names: SequenceIds
     bias_buckets: int = 0  # MPNet
 
 
@@ -267,7 +267,7 @@ def _bert_shape(
     config: Mapping[str, Any],
     *,
     first_position: int,
-    names: Names = BERT_NAMES,
+    names: SequenceIds = BERT_NAMES,
     bias_buckets: int = 0,
     segments: int | None = None,
 ) -> Shape:

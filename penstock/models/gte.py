@@ -9,10 +9,10 @@ from typing import Any
 from penstock.layers.build import LayerBuilder
 from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_pooler_head
 from penstock.models.options import require, rope_options
-from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+from penstock.models.rotary_encoder import RotaryEncoder, SequenceIds, Shape, ported
 from penstock.types import Task
 
-PACKED = Names(
+PACKED = SequenceIds(
     layer="encoder.layer.{}.",
     qkv=("attention.qkv_proj",),
     out="attention.o_proj",

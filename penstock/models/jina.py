@@ -16,11 +16,11 @@ from penstock.models.adapted import AdaptedBuilder, AdaptedEncoder
 from penstock.models.encoder import Encoder, roberta
 from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_two_step_head
 from penstock.models.options import option, require, rope_options
-from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+from penstock.models.rotary_encoder import RotaryEncoder, SequenceIds, Shape, ported
 from penstock.types import Task
 from penstock.weights.adapters import Adapter, AdapterSet, MergedSource
 
-FLASH = Names(
+FLASH = SequenceIds(
     layer="encoder.layers.{}.",
     qkv=("mixer.Wqkv",),
     out="mixer.out_proj",

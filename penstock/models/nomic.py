@@ -11,10 +11,10 @@ from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.heads import NOMIC_MLM, add_masked_lm_head, add_pooler_head
 from penstock.models.options import option, require, rope_options
-from penstock.models.rotary_encoder import Names, RotaryEncoder, Shape, ported
+from penstock.models.rotary_encoder import RotaryEncoder, SequenceIds, Shape, ported
 from penstock.types import Task
 
-GATED = Names(
+GATED = SequenceIds(
     layer="encoder.layers.{}.",
     qkv=("attn.Wqkv",),
     out="attn.out_proj",

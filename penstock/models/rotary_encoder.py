@@ -26,7 +26,7 @@ from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class SequenceIds:
     """Where a checkpoint keeps its tensors, below its own prefix."""
 
     layer: str
@@ -39,9 +39,9 @@ class Names:
     embedding_norm: str = "embeddings.LayerNorm"
 
 
-def ported(*, up: tuple[str, ...], down: str) -> Names:
+def ported(*, up: tuple[str, ...], down: str) -> SequenceIds:
     """The names of the transformers ports, which differ only in the feed-forward block."""
-    return Names(
+    return SequenceIds(
         layer="layers.{}.",
         qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         out="self_attn.o_proj",
@@ -79,7 +79,7 @@ class RotaryEncoderLayer:
     last = False  # of its model, so that only a pooler reads what it gives
 
     def __init__(
-        self, build: LayerBuilder, prefix: str, names: Names, shape: Shape, rotary: Rotary | None
+        self, build: LayerBuilder, prefix: str, names: SequenceIds, shape: Shape, rotary: Rotary | None
     ) -> None:
         hidden, inner = shape.hidden, shape.intermediate
         self.heads = shape.heads
@@ -117,7 +117,7 @@ class RotaryEncoder:
     """token ids → hidden states [tokens, hidden]."""
 
     def __init__(
-        self, build: LayerBuilder, shape: Shape, layouts: tuple[Names, ...], unneeded: tuple[str, ...]
+        self, build: LayerBuilder, shape: Shape, layouts: tuple[SequenceIds, ...], unneeded: tuple[str, ...]
     ) -> None:
         weights = build.weights
         self.prefix = weights.prefix_of("embeddings.word_embeddings.weight")
@@ -155,7 +155,7 @@ class RotaryEncoder:
             hidden, fed = layer(hidden, fed, batch, angles)
         return hidden
 
-    def _names(self, build: LayerBuilder, layouts: tuple[Names, ...]) -> Names:
+    def _names(self, build: LayerBuilder, layouts: tuple[SequenceIds, ...]) -> SequenceIds:
         looked_for = [f"{self.prefix}{names.layer.format(0)}{names.down}.weight" for names in layouts]
         for names, tensor in zip(layouts, looked_for, strict=True):
             if build.weights.has(tensor):

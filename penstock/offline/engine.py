@@ -32,7 +32,7 @@ from penstock.outputs.sparse import SparseRow, Term, check_min_weight, sparse_ro
 from penstock.outputs.steps import check_steps, step_rows
 from penstock.outputs.tokens import token_rows
 from penstock.runner.load import settle
-from penstock.types import Answer, Array, Chunks, Ints, OutputDtype, PoolingParams, Request, Task
+from penstock.types import Array, Chunks, Ints, OutputDtype, PooledOutput, PoolingParams, Request, Task
 
 WINDOW = 2048  # texts that are tokenised and ordered by length together
 _PROGRESS_FROM = 2 * WINDOW
@@ -268,7 +268,7 @@ class Engine(Ranking, Generating):
         return self._shown(rows, token_strings)
 
     def _sparse_rows(
-        self, request: Request, answer: Answer, top_k: int | None, min_weight: float
+        self, request: Request, answer: PooledOutput, top_k: int | None, min_weight: float
     ) -> list[SparseRow]:
         special = self._processor.tokenizer.special_ids
         return sparse_rows(request, answer.values, special, top_k, min_weight)
@@ -320,7 +320,7 @@ class Engine(Ranking, Generating):
         progress: bool | None,
         priority: int,
         step_tag: int | None = None,
-    ) -> Iterator[tuple[Request, Answer]]:
+    ) -> Iterator[tuple[Request, PooledOutput]]:
         self._processor.check(params)
 
         def prepare(request_id: str, window: Any) -> tuple[Request, None]:
@@ -347,7 +347,7 @@ class Engine(Ranking, Generating):
         return prepare
 
     def _combined(
-        self, request: Request, chunks: Chunks | None, answer: Answer, params: PoolingParams
+        self, request: Request, chunks: Chunks | None, answer: PooledOutput, params: PoolingParams
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """The vectors of the texts and of their chunks."""
         if chunks is None:
@@ -368,24 +368,24 @@ class Engine(Ranking, Generating):
         return prepare
 
     def _entities(
-        self, request: Request, places: Places, answer: Answer, aggregation: Aggregation
+        self, request: Request, places: Places, answer: PooledOutput, aggregation: Aggregation
     ) -> list[list[Entity]]:
         where = (request.lengths, places.chars, places.words)
         return find_entities(places.texts, answer.values, *where, self.spec.labels, aggregation)
 
     def _windows(
         self, inputs: Inputs, prepare: _Prepare[T], progress: bool | None, priority: int
-    ) -> Iterator[tuple[Request, T, Answer]]:
+    ) -> Iterator[tuple[Request, T, PooledOutput]]:
         texts, ids = split_inputs(inputs)
         return self._in_windows(ids if texts is None else texts, prepare, progress, priority)
 
     def _in_windows(
         self, rows: Sequence[Any], prepare: _Prepare[T], progress: bool | None, priority: int
-    ) -> Iterator[tuple[Request, T, Answer]]:
+    ) -> Iterator[tuple[Request, T, PooledOutput]]:
         """Answers by window, in order: one window is tokenised while the one before it runs."""
         windows = [rows[i : i + WINDOW] for i in range(0, len(rows), WINDOW)]
         with _bar(len(rows), progress) as advance:
-            running: list[tuple[Request, T, int, Future[Answer]]] = []
+            running: list[tuple[Request, T, int, Future[PooledOutput]]] = []
             for window in windows:
                 if len(running) == 2:
                     yield _finished(running, advance)
@@ -398,8 +398,8 @@ class Engine(Ranking, Generating):
 
 
 def _finished(
-    running: list[tuple[Request, T, int, Future[Answer]]], advance: Callable[[int], None]
-) -> tuple[Request, T, Answer]:
+    running: list[tuple[Request, T, int, Future[PooledOutput]]], advance: Callable[[int], None]
+) -> tuple[Request, T, PooledOutput]:
     request, beside, count, future = running.pop(0)
     answer = future.result()
     advance(count)
@@ -440,7 +440,7 @@ def _merged(parts: list[Any]) -> Any:
     return [row for part in parts for row in part] if isinstance(parts[0], list) else np.concatenate(parts)
 
 
-def _joined(answers: Iterator[tuple[Request, Answer]]) -> NDArray[Any]:
+def _joined(answers: Iterator[tuple[Request, PooledOutput]]) -> NDArray[Any]:
     parts = [answer.values for _, answer in answers]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -567,14 +567,16 @@ class AsyncEngine(AsyncRanking, AsyncGenerating):
 
     async def _run(
         self, texts: Inputs, params: PoolingParams, options: InputOptions, priority: int
-    ) -> tuple[Request, Answer]:
+    ) -> tuple[Request, PooledOutput]:
         def prepare(request_id: str, inputs: Any) -> tuple[Request, None]:
             return self._open()._processor.prepare(request_id, inputs, params, options), None
 
         request, _, answer = await self._submit(texts, prepare, priority)
         return request, answer
 
-    async def _submit(self, texts: Any, prepare: _Prepare[T], priority: int) -> tuple[Request, T, Answer]:
+    async def _submit(
+        self, texts: Any, prepare: _Prepare[T], priority: int
+    ) -> tuple[Request, T, PooledOutput]:
         engine = self._open()
         request_id = f"local-{next(engine._numbers)}"
         request, beside = await asyncio.get_running_loop().run_in_executor(

@@ -17,8 +17,8 @@ from penstock.errors import BadValue, PenstockError
 from penstock.inputs.processor import InputProcessor, Inputs, split_inputs
 from penstock.offline.local import LocalEngine
 from penstock.types import (
-    Continued,
-    Generated,
+    DecodedTokens,
+    GeneratedTokens,
     Ints,
     PoolingParams,
     Request,
@@ -54,9 +54,9 @@ class _Row:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self.parts: list[Generated] = []  # those that say more than a token
+        self.parts: list[GeneratedTokens] = []  # those that say more than a token
 
-    def take(self, part: Generated) -> None:
+    def take(self, part: GeneratedTokens) -> None:
         self.token_ids += part.token_ids.tolist()
         self.parts.append(part)
 
@@ -88,7 +88,7 @@ class Generating(ABC):
                 if isinstance(told, PenstockError):
                     raise told
                 for some in told:
-                    if isinstance(some, Continued):
+                    if isinstance(some, DecodedTokens):
                         for name, number in zip(some.rows, some.token_ids.tolist(), strict=True):
                             rows[name].token_ids.append(number)
                         continue
@@ -179,7 +179,7 @@ class AsyncGenerating(ABC):
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[Generated]:
+    ) -> AsyncIterator[GeneratedTokens]:
         """Tokens that follow one prompt, as they come; the last part says why it ended. Closing the
         iterator, or cancelling its task, cancels the rest."""
         engine: Generating = self._open()

@@ -14,7 +14,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.engine.build import build_core
 from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
-from penstock.types import Answer, Comparison, Continued, Generated, Outcome, Request
+from penstock.types import Comparison, DecodedTokens, GeneratedTokens, Outcome, PooledOutput, Request
 from penstock.wire.router import Division, Hear, Leave, Listener, Parts, Receive, Stream, Told, parts_of
 
 
@@ -27,7 +27,7 @@ class LocalEngine:
         self._inbox: queue.SimpleQueue[Request | Comparison | str | None] = (
             queue.SimpleQueue()
         )  # str: cancel, None: wake
-        self._waiters: dict[str, Future[Answer]] = {}
+        self._waiters: dict[str, Future[PooledOutput]] = {}
         self._receivers: dict[str, Hear] = {}
         self._division = Division()
         self._closing = False
@@ -37,8 +37,8 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request | Comparison) -> Future[Answer]:
-        future: Future[Answer] = Future()
+    def submit(self, request: Request | Comparison) -> Future[PooledOutput]:
+        future: Future[PooledOutput] = Future()
         with self._gate:
             self._check(request)
             self._waiters[request.id] = future
@@ -59,7 +59,7 @@ class LocalEngine:
                 self._receivers[request.id] = receive
                 self._inbox.put(request)
 
-    async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
+    async def generate(self, request: Request) -> AsyncIterator[list[GeneratedTokens]]:
         """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
         stream = Stream(request)
         leave = self.listen(request, stream)
@@ -146,40 +146,43 @@ class LocalEngine:
     def _settle(self, outcomes: list[Outcome]) -> None:
         told: dict[Hear, Told] = {}
         for outcome in outcomes:
-            if isinstance(outcome, Continued):
+            if isinstance(outcome, DecodedTokens):
                 for receive, (rows, places) in self._division.of(outcome.rows, self._receivers).items():
-                    told.setdefault(receive, []).append(Continued(rows, outcome.token_ids[places]))
-            elif isinstance(outcome, Generated) and (hears := self._receivers.get(outcome.id)) is not None:
+                    told.setdefault(receive, []).append(DecodedTokens(rows, outcome.token_ids[places]))
+            elif (
+                isinstance(outcome, GeneratedTokens)
+                and (hears := self._receivers.get(outcome.id)) is not None
+            ):
                 told.setdefault(hears, []).append(outcome)
         for outcome in outcomes:
-            if isinstance(outcome, Generated) and not self._core.generates(outcome.id):
+            if isinstance(outcome, GeneratedTokens) and not self._core.generates(outcome.id):
                 self._receivers.pop(outcome.id, None)
         for receive, theirs in told.items():
             receive(theirs)
         for outcome in outcomes:
-            if not isinstance(outcome, Continued | Generated):
-                self._end(outcome.id, outcome if isinstance(outcome, Answer) else outcome.error)
+            if not isinstance(outcome, DecodedTokens | GeneratedTokens):
+                self._end(outcome.id, outcome if isinstance(outcome, PooledOutput) else outcome.error)
 
-    def _end(self, request_id: str, result: Answer | PenstockError) -> None:
+    def _end(self, request_id: str, result: PooledOutput | PenstockError) -> None:
         _settle(self._waiters.pop(request_id, None), result)
         receive = self._receivers.pop(request_id, None)
         if receive is not None and isinstance(result, PenstockError):
             receive(result)
 
 
-def _own(answer: Answer) -> Answer:
+def _own(answer: PooledOutput) -> PooledOutput:
     """What its caller may write to: requests that are alike have been given the same arrays."""
     if answer.values.flags.writeable:
         return answer
     return replace(answer, values=answer.values.copy(), more=tuple(array.copy() for array in answer.more))
 
 
-def _settle(future: Future[Answer] | None, result: Answer | PenstockError) -> None:
+def _settle(future: Future[PooledOutput] | None, result: PooledOutput | PenstockError) -> None:
     """Hand a result over, unless its caller has given up, which may happen at any moment."""
     if future is None:
         return
     with contextlib.suppress(InvalidStateError):
-        if isinstance(result, Answer):
+        if isinstance(result, PooledOutput):
             future.set_result(_own(result))
         else:
             future.set_exception(result)

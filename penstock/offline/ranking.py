@@ -17,7 +17,7 @@ from penstock.inputs.processor import InputProcessor
 from penstock.inputs.vectors import DTYPES, make_comparison
 from penstock.offline.local import LocalEngine
 from penstock.outputs.ranking import best, check_top_n
-from penstock.types import Answer, PoolingParams, Request, Task
+from penstock.types import PooledOutput, PoolingParams, Request, Task
 
 Texts = str | Sequence[str]
 _Pairs = Sequence[Pair]
@@ -43,7 +43,7 @@ class Ranking(ABC):
     @abstractmethod
     def _in_windows(
         self, rows: Sequence[Any], prepare: _Prepare, progress: bool | None, priority: int
-    ) -> Iterator[tuple[Request, _Pairs, Answer]]: ...
+    ) -> Iterator[tuple[Request, _Pairs, PooledOutput]]: ...
 
     def score(
         self,
@@ -107,7 +107,7 @@ class AsyncRanking(ABC):
     @abstractmethod
     async def _submit(
         self, texts: Any, prepare: _Prepare, priority: int
-    ) -> tuple[Request, _Pairs, Answer]: ...
+    ) -> tuple[Request, _Pairs, PooledOutput]: ...
 
     async def score(
         self,
@@ -143,7 +143,7 @@ def scoring(processor: InputProcessor, use_activation: bool | None, options: Pai
     return prepare
 
 
-def _scores(processor: InputProcessor, request: Request, pairs: _Pairs, answer: Answer) -> NDArray[Any]:
+def _scores(processor: InputProcessor, request: Request, pairs: _Pairs, answer: PooledOutput) -> NDArray[Any]:
     return finish_pairs(processor.spec, pairs, request, answer).values[:, 0]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE, Runner
-from penstock.scheduler.generation import Lane, LaneLimits
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
 from penstock.types import PoolingParams, Request, SamplingParams, StepPlan, Task
@@ -110,9 +110,9 @@ def _plan(rows: int, length: int, params: PoolingParams, skips: bool = False) ->
 def warm_up_generation(runner: Runner, sampler: Leaves, num_blocks: int, max_tokens: int) -> None:
     """A prompt and a few tokens after it, on blocks and a slot that are free again afterwards."""
     length = min(17, max_tokens)
-    lane = Lane(
+    lane = GenerationScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
-        LaneLimits(1, max_tokens, max_tokens, length + 3, length, prefixes=False),
+        GenerationLimits(1, max_tokens, max_tokens, length + 3, length, prefixes=False),
     )
     tokens = np.ones(length, dtype=np.int32)
     sampling = SamplingParams(max_tokens=3, temperature=0)

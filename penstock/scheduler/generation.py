@@ -22,15 +22,15 @@ from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
 from penstock.types import (
     Array,
-    Continued,
-    Generated,
+    DecodedTokens,
+    GeneratedTokens,
     Ints,
     Join,
-    Names,
     PromptPlan,
     Request,
     SamplePlan,
     SamplingParams,
+    SequenceIds,
     StepPlan,
     StepResult,
     Timings,
@@ -60,7 +60,7 @@ _SALT = "generate\0"  # blocks of rows that are pooled are not mixed with those 
 
 
 @dataclass(frozen=True, slots=True)
-class LaneLimits:
+class GenerationLimits:
     rows: int  # of one step, and slots
     tokens: int  # of one step
     chunk_tokens: int  # of one row in one step
@@ -97,10 +97,10 @@ class GeneratingRow:
         return self.request.sampling
 
 
-class Lane:
+class GenerationScheduler:
     """add → schedule → collect. A row waits, runs, may be paused for want of memory, and ends."""
 
-    def __init__(self, pool: BlockPool, limits: LaneLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: GenerationLimits) -> None:
         self.pool = pool
         self.limits = limits
         self.broken: dict[str, PenstockError] = {}  # requests that cannot go on, until `let_go`
@@ -121,7 +121,7 @@ class Lane:
         self._leaves: list[int] = []
         self._alone = np.zeros(slots, dtype=bool)  # slots of whose tokens there is more to tell than the id
         self._named = (np.zeros(0, dtype=np.int32),) * 2  # slots and epochs that `_names` are of
-        self._names: Names = ()
+        self._names: SequenceIds = ()
         self._tokens: Ints = np.zeros((slots, limits.length), dtype=np.int32)
         self._tables: Ints = np.zeros((slots, pool.blocks_for(limits.length)), dtype=np.int32)
         self._stops: Ints = np.full((slots, 1), -1, dtype=np.int32)
@@ -270,7 +270,7 @@ class Lane:
             if tokens <= 0 or rows <= 0:
                 return
 
-    def collect(self, plan: StepPlan, result: StepResult) -> list[Continued | Generated]:
+    def collect(self, plan: StepPlan, result: StepResult) -> list[DecodedTokens | GeneratedTokens]:
         """Take in what a step sampled, end the rows that are done, and publish the blocks it filled. Of rows
         that merely go on it tells together."""
         sample = plan.sample
@@ -297,11 +297,11 @@ class Lane:
             self._clear({name for name, _ in self._names_of(slots)})
         apart = stopped | full | self._alone[slots]
         if not apart.any():
-            return [Continued(self._names_of(slots), new_ids)] if len(slots) else []
+            return [DecodedTokens(self._names_of(slots), new_ids)] if len(slots) else []
         on = ~apart
-        outcomes: list[Continued | Generated] = []
+        outcomes: list[DecodedTokens | GeneratedTokens] = []
         if on.any():
-            outcomes.append(Continued(self._names_of(slots[on]), new_ids[on]))
+            outcomes.append(DecodedTokens(self._names_of(slots[on]), new_ids[on]))
         extras = _extras(result, sample.asked, mine)
         for i in np.flatnonzero(apart).tolist():
             new, ends = new_ids[i : i + 1], (bool(stopped[i]), bool(full[i]))
@@ -559,7 +559,7 @@ class Lane:
         row.scored = True
         return row.prompt_scores or _room_for_scores(row)
 
-    def _part(self, slot: int, new: Ints, stopped: bool, full: bool, extra: _Extra) -> Generated:
+    def _part(self, slot: int, new: Ints, stopped: bool, full: bool, extra: _Extra) -> GeneratedTokens:
         """What a step adds to a row: one token, which is not among those shown if it stopped the row."""
         row = self._rows[slot]
         assert row is not None
@@ -568,16 +568,16 @@ class Lane:
             done = self._accepted(row, row.constraint, int(new[0]))
         about_prompt = self._handed_out(row)
         if not (stopped or done or full):
-            return Generated(row.request.id, row.row, new, None, None, *extra, None, *about_prompt)
+            return GeneratedTokens(row.request.id, row.row, new, None, None, *extra, None, *about_prompt)
         timings = Timings(row.queued_s, float(self._device_s[slot]))
         self._finish(row)
         if stopped:
             ended = (new[:0], "stop", int(new[0]), *extra)
-            return Generated(row.request.id, row.row, *ended, timings, *about_prompt)
+            return GeneratedTokens(row.request.id, row.row, *ended, timings, *about_prompt)
         why = "stop" if done else "length"
-        return Generated(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)
+        return GeneratedTokens(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)
 
-    def _names_of(self, slots: Ints) -> Names:
+    def _names_of(self, slots: Ints) -> SequenceIds:
         """Request and row of each; the same object as before while nothing has changed."""
         epochs = self._epoch[slots]
         before, their_epochs = self._named

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
-from penstock.types import Held, Ints, PairPlan, PoolingParams, RowSlice, Variant, cumulative
+from penstock.types import CachedVectors, Ints, PairPlan, PoolingParams, RowSlice, Variant, cumulative
 
 
 class _Run(NamedTuple):
@@ -88,7 +88,7 @@ def _run(pieces: Sequence[RowSlice], rows: Sequence[Ints], bases: Sequence[int])
     return _Run(_joined(slots), _joined(queries), _joined(against), _joined(starts), _joined(lengths))
 
 
-def _held(piece: RowSlice) -> Held:
+def _held(piece: RowSlice) -> CachedVectors:
     assert piece.held is not None, "a request with pairs is scheduled with places"
     return piece.held
 

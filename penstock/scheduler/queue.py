@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.types import ONE_ROW, Held, Ints, Request
+from penstock.types import ONE_ROW, CachedVectors, Ints, Request
 
 _QUERY_FIRST: Ints = np.arange(2, dtype=np.int32)  # the order of one query and one document
 _QUERY_FIRST.flags.writeable = False
@@ -43,7 +43,7 @@ class Waiting:
     place: tuple[float, int]
     cursor: int = 0
     open: list[OpenRow] = field(default_factory=list)
-    held: Held | None = None  # of a request with pairs, once it has places for its queries
+    held: CachedVectors | None = None  # of a request with pairs, once it has places for its queries
     stored: Ints | None = None  # documents that need not run, until they are scored
     least: int = field(init=False)  # tokens without which nothing more of it can run, where rows are not cut
 
@@ -77,7 +77,7 @@ class Waiting:
             return False
         return self.cursor >= len(self.order) or int(self.order[self.cursor]) >= queries
 
-    def hold(self, held: Held) -> tuple[int, int]:
+    def hold(self, held: CachedVectors) -> tuple[int, int]:
         """Rows whose vectors are there leave the order: how many tokens, and how many of them queries."""
         self.held = held
         if not held.ready.any():

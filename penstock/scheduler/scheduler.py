@@ -13,7 +13,7 @@ from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool, prefix_keys
 from penstock.scheduler.queue import OpenRow, Waiting, WaitingLine
 from penstock.scheduler.vector_store import VectorPlaces, vector_counts
-from penstock.types import Held, Ints, PoolingParams, Request
+from penstock.types import CachedVectors, Ints, PoolingParams, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Share(NamedTuple):
     begins: Ints | None = None  # [rows]
     ends: Ints | None = None  # [rows]
     tables: tuple[list[int] | None, ...] = ()  # the blocks of each row; None: nothing is kept of it
-    held: Held | None = None  # where the vectors of a request with pairs lie
+    held: CachedVectors | None = None  # where the vectors of a request with pairs lie
     stored: Ints | None = None  # its documents whose vectors are there already
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.content import contents, context
 from penstock.free_ranges import FreeRanges
-from penstock.types import Held, Ints, Request
+from penstock.types import CachedVectors, Ints, Request
 
 _Key = tuple[object, ...]
 
@@ -38,7 +38,7 @@ class VectorPlaces:
         self._idle: OrderedDict[int, _Entry] = OrderedDict()  # published and unused, oldest first; by start
         self._of_request: dict[str, list[_Entry]] = {}
 
-    def hold(self, request: Request) -> Held | None:
+    def hold(self, request: Request) -> CachedVectors | None:
         """Places for all queries, or None while there is no room; for documents as far as there is."""
         lengths = vector_counts(request)
         starts = np.full(request.num_rows, -1, dtype=np.int32)
@@ -64,7 +64,7 @@ class VectorPlaces:
         self.query_hits += int(ready[:queries].sum())
         self.document_asked += rows - queries
         self.document_hits += int(ready[queries:].sum())
-        return Held(starts, lengths, ready)
+        return CachedVectors(starts, lengths, ready)
 
     @staticmethod
     def _keys(request: Request, rows: int) -> list[_Key]:

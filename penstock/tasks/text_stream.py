@@ -18,7 +18,7 @@ from penstock.errors import DeadlineExceeded, EngineError, PenstockError
 from penstock.inputs.generation import Job
 from penstock.outputs.detokenizer import Decodes, detokenizer
 from penstock.outputs.stops import StopStrings
-from penstock.types import Generated, Ints, Request, Timings
+from penstock.types import GeneratedTokens, Ints, Request, Timings
 from penstock.wire.router import Leave, Listener, Parts
 
 
@@ -85,7 +85,7 @@ class RowWriter:
         self.done = stop is not None
         return Piece(self.row, shown, [number], None, None if stop is None else "stop", stop)
 
-    def take(self, part: Generated) -> Piece:
+    def take(self, part: GeneratedTokens) -> Piece:
         piece = Piece(self.row, "", [], finish=part.finish, timings=part.timings)
         if self._unscored:
             piece.prompt = self._prompt_logprobs(part)
@@ -110,7 +110,7 @@ class RowWriter:
         piece.logprobs = _first(part, len(piece.token_ids), self._width)
         return piece
 
-    def _prompt_logprobs(self, part: Generated | None) -> Logprobs:
+    def _prompt_logprobs(self, part: GeneratedTokens | None) -> Logprobs:
         """They come with the first part; answering without them would be wrong in silence."""
         ids, values = (None, None) if part is None else (part.prompt_logprob_ids, part.prompt_logprobs)
         if part is None or ids is None or values is None or len(ids) != self._unscored:
@@ -129,7 +129,7 @@ class RowWriter:
         return shown + self._stops.finish()
 
 
-def _first(part: Generated, count: int, width: int) -> Logprobs | None:
+def _first(part: GeneratedTokens, count: int, width: int) -> Logprobs | None:
     """The log probabilities of so many of the part's tokens, as many of each as were asked for."""
     if part.logprob_ids is None or part.logprobs is None:
         return None
@@ -167,7 +167,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._found: list[tuple[int, int | Generated]] = []
+        self._found: list[tuple[int, int | GeneratedTokens]] = []
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -184,7 +184,7 @@ class _Inbox:
             listener = _Rows(self, rows)
             self._open.append((listener, engine.listen(request, listener)))
 
-    def put(self, row: int, new: int | Generated) -> None:
+    def put(self, row: int, new: int | GeneratedTokens) -> None:
         self._found.append((row, new))
         if self._waiter is not None:
             self._wake()
@@ -194,7 +194,7 @@ class _Inbox:
         self._error = self._error or error
         self._wake()
 
-    async def next(self) -> list[tuple[int, int | Generated]]:
+    async def next(self) -> list[tuple[int, int | GeneratedTokens]]:
         if not self._found and self._error is None:
             self._waiter = self._loop.create_future()
             try:

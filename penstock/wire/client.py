@@ -19,7 +19,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.errors import EngineUnavailable
-from penstock.types import Answer, Comparison, Continued, Failure, Generated, Names, Request
+from penstock.types import (
+    Comparison,
+    DecodedTokens,
+    Failure,
+    GeneratedTokens,
+    PooledOutput,
+    Request,
+    SequenceIds,
+)
 from penstock.wire.messages import (
     Attached,
     Cancel,
@@ -48,9 +56,9 @@ class EngineClient:
     def __init__(self, address: str, reason: Callable[[], str] = lambda: "the engine is starting") -> None:
         self._address = address
         self.reason = reason
-        self._waiters: dict[str, asyncio.Future[Answer]] = {}
+        self._waiters: dict[str, asyncio.Future[PooledOutput]] = {}
         self._streams: dict[str, Listener] = {}
-        self._going_on: Names = ()  # the rows that the engine last named,
+        self._going_on: SequenceIds = ()  # the rows that the engine last named,
         # and who hears of each; None: somebody has come or gone.
         self._told: list[tuple[Callable[[int, int], None], int]] | None = None
         self._outgoing: list[Request] = []
@@ -89,19 +97,19 @@ class EngineClient:
     def waiting(self) -> int:
         return len(self._waiters) + len(self._streams)
 
-    async def run(self, request: Request) -> Answer:
+    async def run(self, request: Request) -> PooledOutput:
         """The answer to one request. Cancelling the caller cancels the request's rows."""
         return await self._ask(request.id, lambda: self._enqueue(request))
 
-    async def compare(self, comparison: Comparison) -> Answer:
+    async def compare(self, comparison: Comparison) -> PooledOutput:
         """The scores of vectors that the caller brought."""
         return await self._ask(comparison.id, lambda: self._send(pack_comparison(comparison)))
 
-    async def _ask(self, request_id: str, send: Callable[[], None]) -> Answer:
+    async def _ask(self, request_id: str, send: Callable[[], None]) -> PooledOutput:
         """Register the waiter, then send."""
         if self.ready is None:
             raise EngineUnavailable(self.reason())
-        future: asyncio.Future[Answer] = self._loop.create_future()
+        future: asyncio.Future[PooledOutput] = self._loop.create_future()
         self._waiters[request_id] = future
         send()
         try:
@@ -132,7 +140,7 @@ class EngineClient:
         if listener is not None and not listener.over:
             self._cancel(request_id)
 
-    async def generate(self, request: Request) -> AsyncIterator[list[Generated]]:
+    async def generate(self, request: Request) -> AsyncIterator[list[GeneratedTokens]]:
         """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
         stream = Stream(request)
         leave = self.listen(request, stream)
@@ -212,15 +220,15 @@ class EngineClient:
         outcomes = unpack_outcomes(message.items, frames, self._going_on)
         by_request: dict[str, Parts] = {}
         for outcome in outcomes:
-            if isinstance(outcome, Continued):
+            if isinstance(outcome, DecodedTokens):
                 self._go_on(outcome)
-            elif isinstance(outcome, Generated):
+            elif isinstance(outcome, GeneratedTokens):
                 by_request.setdefault(outcome.id, []).append(outcome)
         for request_id, parts in by_request.items():
             if (stream := self._streams.get(request_id)) is not None:
                 stream.receive(parts)
         for outcome in outcomes:
-            if isinstance(outcome, Continued | Generated):
+            if isinstance(outcome, DecodedTokens | GeneratedTokens):
                 continue
             if isinstance(outcome, Failure) and (stream := self._streams.get(outcome.id)) is not None:
                 stream.receive(outcome.error)
@@ -228,12 +236,12 @@ class EngineClient:
             future = self._waiters.get(outcome.id)
             if future is None or future.done():
                 continue  # its client went away
-            if isinstance(outcome, Answer):
+            if isinstance(outcome, PooledOutput):
                 future.set_result(outcome)
             else:
                 future.set_exception(outcome.error)
 
-    def _go_on(self, step: Continued) -> None:
+    def _go_on(self, step: DecodedTokens) -> None:
         """Tell each row's listener its token; who that is, is looked up when something has changed."""
         if self._told is None or step.rows is not self._going_on:
             self._going_on = step.rows

@@ -16,18 +16,18 @@ import numpy as np
 
 from penstock.errors import revive
 from penstock.types import (
-    Answer,
     Array,
     Comparison,
-    Continued,
+    DecodedTokens,
     Failure,
-    Generated,
+    GeneratedTokens,
     Ints,
-    Names,
     Outcome,
+    PooledOutput,
     PoolingParams,
     Request,
     SamplingParams,
+    SequenceIds,
     Timings,
 )
 from penstock.wire.shared_memory import Place, Shared
@@ -238,10 +238,10 @@ Lend = Callable[[Array], Place | None]
 
 
 def pack_outcomes(
-    outcomes: Sequence[Outcome], told: Names = (), lend: Lend = lambda array: None
+    outcomes: Sequence[Outcome], told: SequenceIds = (), lend: Lend = lambda array: None
 ) -> list[Any]:
     """Frames of one `Outcomes`: the header, then one for all small arrays and one for each large one. `told`
-    are the rows of the last `Continued` that this receiver got: they need not be named again.
+    are the rows of the last `DecodedTokens` that this receiver got: they need not be named again.
     `lend` says where the receiver finds an array that need not travel."""
     items: list[Item] = []
     small: list[bytes] = []
@@ -249,14 +249,14 @@ def pack_outcomes(
     number_of: dict[int, int] = {}  # array → its frame: requests that are alike have the same arrays
     shared: dict[int, Place] = {}
     for outcome in outcomes:
-        if isinstance(outcome, Continued):
+        if isinstance(outcome, DecodedTokens):
             same = outcome.rows is told or outcome.rows == told
             items.append(More(outcome.token_ids.tobytes(), None if same else list(outcome.rows)))
             told = outcome.rows
         elif isinstance(outcome, Failure):
             error = outcome.error
             items.append(Failed(outcome.id, type(error).__name__, error.message, error.param))
-        elif isinstance(outcome, Generated):
+        elif isinstance(outcome, GeneratedTokens):
             items.append(_part(outcome))
         else:
             arrays, timings = (outcome.values, *outcome.more), outcome.timings
@@ -287,14 +287,14 @@ def in_messages(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
     together: list[Outcome] = []
     apart: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
-        if isinstance(outcome, Answer) and outcome.values.nbytes >= _APART_FROM:
+        if isinstance(outcome, PooledOutput) and outcome.values.nbytes >= _APART_FROM:
             apart.setdefault(id(outcome.values), []).append(outcome)
         else:
             together.append(outcome)
     return [*([together] if together else []), *apart.values()]
 
 
-def _part(generated: Generated) -> Part:
+def _part(generated: GeneratedTokens) -> Part:
     timings = generated.timings
     if (
         generated.finish is None and generated.ranks is None and generated.prompt_ranks is None
@@ -325,7 +325,7 @@ _SCORES: dict[str, tuple[type[Any], bool]] = {
 }
 
 
-def _generated(part: Part) -> Generated:
+def _generated(part: Part) -> GeneratedTokens:
     scores: dict[str, Any] = {}
     for name, (dtype, wide) in _SCORES.items():
         if (raw := getattr(part, name)) is not None:
@@ -333,7 +333,7 @@ def _generated(part: Part) -> Generated:
             ranks = part.prompt_ranks if name.startswith("prompt") else part.ranks
             count = len(ranks or b"") // 4
             scores[name] = array.reshape(count, -1 if count else 1) if wide else array
-    return Generated(
+    return GeneratedTokens(
         part.id,
         part.row,
         np.array(part.token_ids, dtype=np.int32),
@@ -351,14 +351,14 @@ def with_shared(frames: Sequence[Any], shared: dict[int, Place], block: Callable
     return [block(shared[number]) if number in shared else next(came) for number in range(count)]
 
 
-def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Names = ()) -> list[Outcome]:
-    """`told` are the rows of the last `Continued` from this sender."""
+def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: SequenceIds = ()) -> list[Outcome]:
+    """`told` are the rows of the last `DecodedTokens` from this sender."""
     small, at = memoryview(frames[0]), 0
     outcomes: list[Outcome] = []
     for item in items:
         if isinstance(item, More):
             told = told if item.rows is None else tuple(item.rows)
-            outcomes.append(Continued(told, np.frombuffer(item.token_ids, dtype=np.int32)))
+            outcomes.append(DecodedTokens(told, np.frombuffer(item.token_ids, dtype=np.int32)))
             continue
         if isinstance(item, Failed):
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
@@ -375,5 +375,5 @@ def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Names = 
                 at += count
             arrays.append(np.frombuffer(raw, dtype=dtype).reshape(shape))
         timings = Timings(item.queue_s, item.device_s)
-        outcomes.append(Answer(item.id, arrays[0], timings, tuple(arrays[1:])))
+        outcomes.append(PooledOutput(item.id, arrays[0], timings, tuple(arrays[1:])))
     return outcomes

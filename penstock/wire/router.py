@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.errors import PenstockError
-from penstock.types import Continued, Generated, Ints, Names, Request
+from penstock.types import DecodedTokens, GeneratedTokens, Ints, Request, SequenceIds
 
-Parts = list[Generated]
+Parts = list[GeneratedTokens]
 Receive = Callable[[Parts | PenstockError], None]  # an error is the last that comes
-Told = list[Continued | Generated]
+Told = list[DecodedTokens | GeneratedTokens]
 Hear = Callable[[Told | PenstockError], None]
-Share = tuple[Names, Ints]  # some of the rows that go on, and their places among all
+Share = tuple[SequenceIds, Ints]  # some of the rows that go on, and their places among all
 
 
 class Listener(Protocol):
@@ -38,7 +38,7 @@ def parts_of(told: Told) -> Parts:
     """The same, row by row."""
     out: Parts = []
     for some in told:
-        out += some.parts() if isinstance(some, Continued) else [some]
+        out += some.parts() if isinstance(some, DecodedTokens) else [some]
     return out
 
 
@@ -46,10 +46,10 @@ class Division:
     """Who is to hear of which rows that go on; kept, since most steps have the same rows."""
 
     def __init__(self) -> None:
-        self._rows: Names = ()
+        self._rows: SequenceIds = ()
         self._shares: dict[Any, Share] = {}
 
-    def of(self, rows: Names, hears: Mapping[str, Any]) -> dict[Any, Share]:
+    def of(self, rows: SequenceIds, hears: Mapping[str, Any]) -> dict[Any, Share]:
         """By who hears of each request; rows that nobody hears of are left out."""
         if self._rows is not rows:
             places: dict[Any, list[int]] = {}
@@ -77,7 +77,7 @@ class Stream:
         return self._left == 0
 
     def token(self, row: int, number: int) -> None:
-        self.receive([Generated(self._id, row, np.array([number], dtype=np.int32))])
+        self.receive([GeneratedTokens(self._id, row, np.array([number], dtype=np.int32))])
 
     def receive(self, parts: Parts | PenstockError) -> None:
         self._queue.put_nowait(parts)

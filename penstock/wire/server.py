@@ -14,7 +14,7 @@ import zmq
 
 from penstock.engine.loop import EngineCore
 from penstock.errors import PenstockError
-from penstock.types import Array, Continued, Failure, Generated, Names, Outcome
+from penstock.types import Array, DecodedTokens, Failure, GeneratedTokens, Outcome, SequenceIds
 from penstock.wire.messages import (
     Attached,
     Cancel,
@@ -53,7 +53,7 @@ class EngineServer:
         self._bell_in.setblocking(False)
         self._bell_out.setblocking(False)
         self._owner: dict[str, bytes] = {}  # request → API process
-        self._told: dict[bytes, Names] = {}  # API process → the rows that it was last told go on
+        self._told: dict[bytes, SequenceIds] = {}  # API process → the rows that it was last told go on
         self._division = Division()
         self._stopping = False
 
@@ -148,22 +148,22 @@ class EngineServer:
         waits: an API process that reads slowly has its messages kept for it."""
         by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
-            if isinstance(outcome, Continued):
+            if isinstance(outcome, DecodedTokens):
                 for whose, (rows, places) in self._division.of(outcome.rows, self._owner).items():
-                    by_owner[whose].append(Continued(rows, outcome.token_ids[places]))
+                    by_owner[whose].append(DecodedTokens(rows, outcome.token_ids[places]))
             elif (owner := self._owner.get(outcome.id)) is not None:
                 by_owner[owner].append(outcome)
         for outcome in outcomes:
-            if isinstance(outcome, Continued):
+            if isinstance(outcome, DecodedTokens):
                 continue
-            if not isinstance(outcome, Generated) or not self._core.generates(outcome.id):
+            if not isinstance(outcome, GeneratedTokens) or not self._core.generates(outcome.id):
                 self._owner.pop(outcome.id, None)
         for owner, theirs in by_owner.items():
             told = self._told.get(owner, ())
             for some in in_messages(theirs):
                 frames = pack_outcomes(some, told, partial(self._lend, owner))
                 self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
-                told = next((o.rows for o in reversed(some) if isinstance(o, Continued)), told)
+                told = next((o.rows for o in reversed(some) if isinstance(o, DecodedTokens)), told)
             self._told[owner] = told
 
     def _lend(self, owner: bytes, array: Array) -> Place | None:

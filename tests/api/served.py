@@ -20,7 +20,7 @@ from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
-from penstock.types import Answer, Request
+from penstock.types import PooledOutput, Request
 
 
 class LocalClient:
@@ -38,11 +38,11 @@ class LocalClient:
     def close(self) -> None:
         return None
 
-    async def run(self, request: Request) -> Answer:
+    async def run(self, request: Request) -> PooledOutput:
         self.requests.append(request)
         return await asyncio.wrap_future(self.submit(request))
 
-    def submit(self, request: Request) -> Future[Answer]:
+    def submit(self, request: Request) -> Future[PooledOutput]:
         return self.engine.submit(request)
 
 

@@ -24,7 +24,7 @@ from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.outputs.encoders import LargeRow
-from penstock.types import Answer, OutputDtype, Request, Timings
+from penstock.types import OutputDtype, PooledOutput, Request, Timings
 
 WIDTH = 1024
 DTYPES = [OutputDtype.FLOAT32, OutputDtype.FLOAT16, OutputDtype.BFLOAT16, OutputDtype.INT8]
@@ -39,11 +39,11 @@ class NullClient:
 
     def close(self) -> None: ...
 
-    async def run(self, request: Request) -> Answer:
+    async def run(self, request: Request) -> PooledOutput:
         await asyncio.sleep(0)
         rows = request.num_tokens if request.params.per_token else request.num_rows
         values = (np.arange(rows * WIDTH) % 100).reshape(rows, WIDTH).astype(request.params.dtype.numpy)
-        return Answer(request.id, values, Timings())
+        return PooledOutput(request.id, values, Timings())
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Engine
-from penstock.types import Answer, Failure, Outcome, PoolingParams, Request, Task
+from penstock.types import Failure, Outcome, PooledOutput, PoolingParams, Request, Task
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values, make_core, run_to_the_end
 
 
@@ -25,8 +25,8 @@ def request(
 
 
 def values(outcomes: list[Outcome]) -> dict[str, list[list[float]]]:
-    assert all(isinstance(outcome, Answer) for outcome in outcomes), outcomes
-    return {o.id: o.values.tolist() for o in outcomes if isinstance(o, Answer)}
+    assert all(isinstance(outcome, PooledOutput) for outcome in outcomes), outcomes
+    return {o.id: o.values.tolist() for o in outcomes if isinstance(o, PooledOutput)}
 
 
 def test_equal_rows_of_one_request_run_once() -> None:
@@ -67,7 +67,7 @@ def test_requests_that_are_alike_have_the_same_array_and_no_other_has() -> None:
     core.add(part := request("e", [3]))
     core.step()
     runner.finish()
-    found = {outcome.id: outcome.values for outcome in core.step() if isinstance(outcome, Answer)}
+    found = {outcome.id: outcome.values for outcome in core.step() if isinstance(outcome, PooledOutput)}
     assert found["a"] is found["b"] is found["c"]
     assert not found["a"].flags.writeable
     for each in (turned, part):
@@ -124,7 +124,7 @@ def test_a_follower_does_not_share_the_failure_of_its_leader() -> None:
     core.add(request("c", [9]))
     outcomes = run_to_the_end(core)
     assert {o.id for o in outcomes if isinstance(o, Failure)} == {"a", "c"}
-    assert values([o for o in outcomes if isinstance(o, Answer)]) == {"b": expected_values(good)}
+    assert values([o for o in outcomes if isinstance(o, PooledOutput)]) == {"b": expected_values(good)}
 
 
 ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=2), min_size=1, max_size=4)
@@ -178,7 +178,7 @@ def test_any_mix_of_arrivals_failures_and_cancellations_ends_every_request_once(
     ended = [outcome.id for outcome in outcomes]
     assert sorted(ended) == sorted(set(asked) - cancelled)
     for outcome in outcomes:
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, PooledOutput):
             assert outcome.values.tolist() == expected_values(asked[outcome.id])
         else:
             assert failed

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.fair_share import Turns
+from penstock.engine.fair_share import FairShare
 
 POOL_S, TOKEN_S = 0.09, 0.005  # of a step of 4,096 tokens, and of one that continues rows
 
 
-def run(turns: Turns, kinds: str, steps: int, depth: int = 1) -> dict[bool, float]:
+def run(turns: FairShare, kinds: str, steps: int, depth: int = 1) -> dict[bool, float]:
     """Seconds for each kind of step, of those in `kinds` ("p", "g") that have work all the time."""
     spent, flights = {False: 0.0, True: 0.0}, []
 
@@ -32,13 +32,13 @@ def run(turns: Turns, kinds: str, steps: int, depth: int = 1) -> dict[bool, floa
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_both_kinds_get_the_same_time_however_long_their_steps_are(depth: int) -> None:
-    spent = run(Turns(), "pg", 2000, depth)
+    spent = run(FairShare(), "pg", 2000, depth)
     assert abs(spent[False] - spent[True]) < 3 * POOL_S
     assert spent[True] > 1
 
 
 def test_steps_that_take_no_time_take_turns() -> None:
-    turns, order = Turns(), []
+    turns, order = FairShare(), []
     for _ in range(6):
         order.append(generates := turns.generates)
         turns.ended(generates, 1, turns.launched(generates, 1, others=True), 0.0)
@@ -47,14 +47,14 @@ def test_steps_that_take_no_time_take_turns() -> None:
 
 @pytest.mark.parametrize("alone", ["p", "g"])
 def test_who_had_no_work_has_nothing_to_make_up_for(alone: str) -> None:
-    turns = Turns()
+    turns = FairShare()
     run(turns, alone, 1000)
     spent = run(turns, "pg", 400)
     assert abs(spent[False] - spent[True]) < 3 * POOL_S
 
 
 def test_a_step_that_failed_is_not_held_against_its_kind() -> None:
-    turns = Turns()
+    turns = FairShare()
     run(turns, "pg", 400)
     before = list(turns._spent)
     for _ in range(50):

@@ -11,7 +11,7 @@ from penstock.engine.progress import rows_of
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull, RowFailed
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, Scheduler, Share
-from penstock.types import Answer, Failure, Outcome, PoolingParams, Request, StepPlan, StepResult, Task
+from penstock.types import Failure, Outcome, PooledOutput, PoolingParams, Request, StepPlan, StepResult, Task
 from tests.engine.fakes import (
     Clock,
     ManualRunner,
@@ -25,7 +25,7 @@ from tests.helpers import make_request
 
 
 def answers(outcomes: list[Outcome]) -> dict[str, list[list[float]]]:
-    return {outcome.id: outcome.values.tolist() for outcome in outcomes if isinstance(outcome, Answer)}
+    return {outcome.id: outcome.values.tolist() for outcome in outcomes if isinstance(outcome, PooledOutput)}
 
 
 def failures(outcomes: list[Outcome]) -> dict[str, Exception]:
@@ -370,7 +370,7 @@ def test_an_answer_tells_how_long_it_queued_and_ran() -> None:
     core.step()
     runner.finish()
     (answer,) = core.step()
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, PooledOutput)
     assert answer.timings.queue_s == 3.0
     assert answer.timings.device_s == 1.0
 
@@ -416,7 +416,7 @@ def test_answers_do_not_change_when_the_steps_memory_is_used_again(task: Task, l
         pinned = pinned[plan.cu_lengths[:-1]]
     future.set_result(StepResult((pinned,), 0.1))
     (answer,) = core.step()
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, PooledOutput)
     before = answer.values.copy()
     pinned[:] = -1
     np.testing.assert_array_equal(answer.values, before)
@@ -440,5 +440,5 @@ def test_of_token_values_that_are_not_finite_only_the_request_that_has_them_fail
     assert isinstance(outcomes["1"], Failure)
     for request in (requests[0], requests[2]):
         answer = outcomes[request.id]
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, PooledOutput)
         assert answer.values[:, 0].tolist() == request.token_ids.tolist()

@@ -15,7 +15,7 @@ from penstock.engine.loop import EngineCore
 from penstock.engine.recovery.oom import Pressure, halves, tokens_of_rows
 from penstock.errors import DeviceFailed, DeviceOutOfMemory, EngineUnavailable, RowFailed
 from penstock.scheduler.scheduler import Share
-from penstock.types import Answer, Failure, PoolingParams, StepPlan, StepResult
+from penstock.types import Failure, PooledOutput, PoolingParams, StepPlan, StepResult
 from tests.engine.fakes import ManualRunner, compute, expected_values, make_core, run_to_the_end
 from tests.engine.test_chunked import LENGTHS, check_no_memory_is_held, chunked, folder, rows
 from tests.engine.test_pairs import PAIRS, TEXTS, run, score_request
@@ -54,8 +54,8 @@ class SmallRunner:
         return None
 
 
-def run_all(core: EngineCore, runner: SmallRunner) -> dict[str, Answer | Failure]:
-    found: dict[str, Answer | Failure] = {}
+def run_all(core: EngineCore, runner: SmallRunner) -> dict[str, PooledOutput | Failure]:
+    found: dict[str, PooledOutput | Failure] = {}
     for _ in range(10_000):
         if not core.busy:
             return found
@@ -90,7 +90,7 @@ def test_only_rows_that_do_not_fit_alone_fail_and_all_other_answers_are_right(
             assert isinstance(outcome, Failure) and isinstance(outcome.error, RowFailed)
             assert "more memory than the device has" in outcome.error.message
         else:
-            assert isinstance(outcome, Answer)
+            assert isinstance(outcome, PooledOutput)
             assert outcome.values.tolist() == expected_values(request)
 
 
@@ -116,7 +116,7 @@ def test_a_lone_row_is_tried_again_when_nothing_else_holds_memory() -> None:
     for name in ("a", "b"):
         core.add(make_request(name, [20], first_token=1 if name == "a" else 100))
     found = run_all(core, runner)
-    assert all(isinstance(outcome, Answer) for outcome in found.values())
+    assert all(isinstance(outcome, PooledOutput) for outcome in found.values())
 
 
 def test_nothing_is_launched_behind_a_step_that_has_just_failed() -> None:
@@ -221,7 +221,7 @@ def test_identical_rows_survive_the_request_that_could_not_fit() -> None:
     core.add(make_request("twin", [4]))
     found = run_all(core, runner)
     assert isinstance(found["large"], Failure)
-    assert isinstance(found["twin"], Answer)
+    assert isinstance(found["twin"], PooledOutput)
 
 
 def test_a_lost_device_fails_all_requests_with_a_reason_and_runs_nothing_more() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import Engine
 from penstock.errors import ConfigError
-from penstock.types import Answer, Ints, PoolingParams, Request, Task
+from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
 from tests.checkpoints import write_cross_encoder
 
 TEXTS = [
@@ -42,7 +42,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-def run(engine: Engine, request: Request) -> Answer:
+def run(engine: Engine, request: Request) -> PooledOutput:
     return engine._engine.submit(request).result(timeout=60)
 
 

@@ -17,10 +17,20 @@ from penstock import Engine
 from penstock.engine.loop import EngineCore
 from penstock.errors import DeviceOutOfMemory, RowFailed
 from penstock.kvcache.blocks import BlockPool
-from penstock.scheduler.generation import Lane, LaneLimits
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
 from penstock.scheduler.vector_store import VectorPlaces
-from penstock.types import Answer, Array, Failure, Ints, PoolingParams, Request, StepPlan, StepResult, Task
+from penstock.types import (
+    Array,
+    Failure,
+    Ints,
+    PooledOutput,
+    PoolingParams,
+    Request,
+    StepPlan,
+    StepResult,
+    Task,
+)
 from tests.engine.test_chunked import check_no_memory_is_held, chunked, folder, rows
 from tests.generation.fakes import asking
 from tests.helpers import ints
@@ -161,16 +171,16 @@ def expected(asked: Request) -> list[float]:
     return [reading(row) for row in rows]
 
 
-def run(core: EngineCore, runner: AsyncRunner, turns: int = 5_000) -> dict[str, Answer | Failure]:
+def run(core: EngineCore, runner: AsyncRunner, turns: int = 5_000) -> dict[str, PooledOutput | Failure]:
     """To the end; the oldest step ends whenever no more can be launched."""
-    found: dict[str, Answer | Failure] = {}
+    found: dict[str, PooledOutput | Failure] = {}
     for _ in range(turns):
         if not core.busy:
             break
         before = runner.steps
         for outcome in core.step():
             assert outcome.id not in found, "one outcome a request"
-            assert isinstance(outcome, Answer | Failure)
+            assert isinstance(outcome, PooledOutput | Failure)
             found[outcome.id] = outcome
         if runner.in_flight and runner.steps == before:
             runner.finish()
@@ -186,7 +196,7 @@ def run(core: EngineCore, runner: AsyncRunner, turns: int = 5_000) -> dict[str, 
     return found
 
 
-def check(found: dict[str, Answer | Failure], asked: list[Request], may_fail: set[str]) -> None:
+def check(found: dict[str, PooledOutput | Failure], asked: list[Request], may_fail: set[str]) -> None:
     assert found.keys() == {each.id for each in asked}
     for each in asked:
         outcome = found[each.id]
@@ -304,17 +314,17 @@ def test_rows_that_run_apart_wait_for_the_memory_of_rows_that_are_continued() ->
         depth=2,
         clock=lambda: 1.0,
         share_identical=False,
-        lane=Lane(pool, LaneLimits(6, 16, 16, 60, 10**6, prefixes=False)),
+        lane=GenerationScheduler(pool, GenerationLimits(6, 16, 16, 60, 10**6, prefixes=False)),
     )
     asked = [request(name, [row]) for name, row in zip("ab", rows, strict=True)]
     for each in asked:
         core.add(each)
-    found: dict[str, Answer | Failure] = {}
+    found: dict[str, PooledOutput | Failure] = {}
     for turn in range(600):
         if turn:  # both have begun
             core.add(asking(f"g{turn}", [[7] * 9], 12))  # there is always more that would begin
         for outcome in core.step():
-            if isinstance(outcome, Answer | Failure):
+            if isinstance(outcome, PooledOutput | Failure):
                 found[outcome.id] = outcome
         if runner.in_flight and (not failed or turn % 8 == 0):
             runner.finish()

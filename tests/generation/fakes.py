@@ -9,12 +9,12 @@ import numpy as np
 
 from penstock.engine.loop import EngineCore
 from penstock.kvcache.blocks import BlockPool
-from penstock.scheduler.generation import Lane, LaneLimits
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.types import (
-    Continued,
+    DecodedTokens,
     Failure,
-    Generated,
+    GeneratedTokens,
     Ints,
     PoolingParams,
     Request,
@@ -108,8 +108,8 @@ def make_core(
     prefixes: bool = True,
     fails: Callable[[StepPlan], bool] = lambda plan: False,
 ) -> EngineCore:
-    limits = LaneLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes, apart=APART)
-    lane = Lane(BlockPool(blocks, BLOCK), limits)
+    limits = GenerationLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes, apart=APART)
+    lane = GenerationScheduler(BlockPool(blocks, BLOCK), limits)
     runner = MemoryRunner(blocks, rows, fails)
     return EngineCore(
         runner, Scheduler(Budget(tokens, rows, 10_000)), depth=depth, lane=lane, clock=lambda: 1.0
@@ -128,7 +128,7 @@ def told_apart(outcomes: list[object]) -> list[object]:
     return [
         part
         for outcome in outcomes
-        for part in (outcome.parts() if isinstance(outcome, Continued) else [outcome])
+        for part in (outcome.parts() if isinstance(outcome, DecodedTokens) else [outcome])
     ]
 
 
@@ -145,7 +145,7 @@ class Answers:
             if isinstance(outcome, Failure):
                 self.failed[outcome.id] = outcome
                 continue
-            assert isinstance(outcome, Generated)
+            assert isinstance(outcome, GeneratedTokens)
             key = (outcome.id, outcome.row)
             assert key not in self.finished, "a row goes on after its end"
             self.tokens.setdefault(key, []).extend(outcome.token_ids.tolist())

@@ -20,7 +20,7 @@ from penstock.errors import (
     RowFailed,
 )
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import Generated, StepPlan
+from penstock.types import GeneratedTokens, StepPlan
 from tests.generation import fakes
 from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
 
@@ -217,7 +217,7 @@ def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
     while core.busy:
         for outcome in fakes.told_apart(list(core.step())):
             answers.take([outcome])
-            assert isinstance(outcome, Generated)
+            assert isinstance(outcome, GeneratedTokens)
             if outcome.id not in order and ("first", 0) in answers.finished:
                 order.append(outcome.id)
     assert core.lane is not None and core.lane.preempted

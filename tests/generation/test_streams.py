@@ -14,7 +14,7 @@ import pytest
 from penstock import AsyncEngine, SamplingParams
 from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue
-from penstock.types import Continued, Generated, Names, Timings
+from penstock.types import DecodedTokens, GeneratedTokens, SequenceIds, Timings
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Outcomes, Ready, decode_from_engine, pack_outcomes, unpack_outcomes
 from penstock.wire.server import EngineServer
@@ -24,8 +24,8 @@ from tests.generation.families import check_nothing_is_held, prompts, write
 
 def test_parts_cross_the_wire_as_they_are() -> None:
     parts = [
-        Generated("a", 3, np.array([5, 6], dtype=np.int32)),
-        Generated(
+        GeneratedTokens("a", 3, np.array([5, 6], dtype=np.int32)),
+        GeneratedTokens(
             "b",
             0,
             np.array([7], dtype=np.int32),
@@ -36,13 +36,13 @@ def test_parts_cross_the_wire_as_they_are() -> None:
             np.array([1], dtype=np.int32),
             Timings(0.5, 0.25),
         ),
-        Generated("c", 1, np.zeros(0, dtype=np.int32), "stop", 2),
+        GeneratedTokens("c", 1, np.zeros(0, dtype=np.int32), "stop", 2),
     ]
     header, *frames = pack_outcomes(parts)
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes)
     for got, sent in zip(unpack_outcomes(message.items, frames), parts, strict=True):
-        assert isinstance(got, Generated)
+        assert isinstance(got, GeneratedTokens)
         assert (got.id, got.row, got.finish, got.stop_token) == (
             sent.id,
             sent.row,
@@ -59,17 +59,17 @@ def test_parts_cross_the_wire_as_they_are() -> None:
 
 
 def test_rows_that_go_on_are_named_only_when_they_change() -> None:
-    def sent(rows: Names, told: Names) -> tuple[int, Continued]:
+    def sent(rows: SequenceIds, told: SequenceIds) -> tuple[int, DecodedTokens]:
         ids = np.arange(len(rows), dtype=np.int32) + 7
-        header, *frames = pack_outcomes([Continued(rows, ids)], told)
+        header, *frames = pack_outcomes([DecodedTokens(rows, ids)], told)
         message = decode_from_engine(header)
         assert isinstance(message, Outcomes)
         (got,) = unpack_outcomes(message.items, frames, told)
-        assert isinstance(got, Continued) and got.rows == rows
+        assert isinstance(got, DecodedTokens) and got.rows == rows
         np.testing.assert_array_equal(got.token_ids, ids)
         return len(header), got
 
-    rows: Names = (("a", 0), ("a", 1), ("é", 0))
+    rows: SequenceIds = (("a", 0), ("a", 1), ("é", 0))
     named, _ = sent(rows, ())
     again, got = sent(rows, rows)
     assert again < named and got.rows is rows
@@ -80,12 +80,12 @@ def test_a_step_names_the_same_rows_by_the_same_object() -> None:
     core = make_core(blocks=60, depth=1)
     core.add(asking("a", [[1, 2], [3]], 20))
     core.add(asking("b", [[4]], 6))
-    seen: list[Names] = []
+    seen: list[SequenceIds] = []
     while core.busy:
         for outcome in core.step():
-            if isinstance(outcome, Continued) and outcome.rows not in seen:
+            if isinstance(outcome, DecodedTokens) and outcome.rows not in seen:
                 seen.append(outcome.rows)
-            elif isinstance(outcome, Continued):
+            elif isinstance(outcome, DecodedTokens):
                 assert any(outcome.rows is one for one in seen)
     three, two = {("a", 0), ("a", 1), ("b", 0)}, {("a", 0), ("a", 1)}
     assert [set(rows) for rows in seen] == [three, two]

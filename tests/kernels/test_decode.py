@@ -25,8 +25,8 @@ from penstock.runner.decode import USES, DecodeGraphs, Key, first_keys
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
-from penstock.scheduler.generation import Lane, LaneLimits
-from penstock.types import Generated, PoolingParams, Request, SamplingParams, Task
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
+from penstock.types import GeneratedTokens, PoolingParams, Request, SamplingParams, Task
 from penstock.weights.stream import open_weights
 from tests.generation.fakes import told_apart
 from tests.helpers import make_spec
@@ -94,8 +94,8 @@ def run(
     runner: ModelRunner, params: list[SamplingParams], apart: bool = False
 ) -> list[tuple[list[int], list[float]]]:
     """Tokens and log probabilities of each prompt; a third of the rows joins later."""
-    limits = LaneLimits(SLOTS, 32, 12, LENGTH, 1000, prefixes=False, apart=apart)
-    lane = Lane(BlockPool(BLOCKS, BLOCK_SIZE), limits)
+    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefixes=False, apart=apart)
+    lane = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
     found: list[tuple[list[int], list[float]]] = [([], []) for _ in PROMPTS]
 
     def add(number: int) -> None:
@@ -113,7 +113,7 @@ def run(
         if plan is None:
             break
         for part in told_apart(lane.collect(plan, runner.launch(plan).result())):
-            assert isinstance(part, Generated)
+            assert isinstance(part, GeneratedTokens)
             tokens, logprobs = found[int(part.id)]
             tokens.extend(part.token_ids.tolist())
             if part.logprobs is not None:

@@ -13,7 +13,7 @@ from penstock.errors import BadValue, Cancelled, EngineUnavailable
 from penstock.offline import local
 from penstock.offline.local import LocalEngine
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import Answer, Outcome, Request
+from penstock.types import Outcome, PooledOutput, Request
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values
 from tests.helpers import make_request, make_spec
 
@@ -46,7 +46,7 @@ def at_once() -> PoisonedRunner:
     return PoisonedRunner(set(), "never")
 
 
-def values(future: Future[Answer]) -> list[list[float]]:
+def values(future: Future[PooledOutput]) -> list[list[float]]:
     return future.result(WAIT_S).values.tolist()
 
 
@@ -116,7 +116,7 @@ def test_a_request_that_arrives_just_before_the_end_is_answered_or_refused(
     open_engine: Callable[[PoisonedRunner], LocalEngine],
 ) -> None:
     engine = open_engine(at_once())
-    step, late = engine._core.step, list[Future[Answer]]()
+    step, late = engine._core.step, list[Future[PooledOutput]]()
 
     def step_with_a_late_arrival() -> list[Outcome]:
         outcomes = step()
@@ -136,7 +136,7 @@ def test_a_request_that_arrives_just_before_the_end_is_answered_or_refused(
 def test_a_caller_that_gives_up_while_its_answer_is_handed_over_does_not_end_the_engine(
     open_engine: Callable[[PoisonedRunner], LocalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class GivesUp(Future[Answer]):
+    class GivesUp(Future[PooledOutput]):
         """Cancelled by its caller right after the engine looked whether it is done."""
 
         def done(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.config import PoolerConfig
 from penstock.offline.local import LocalEngine
 from penstock.pooling.methods import METHODS
-from penstock.types import Answer, OutputDtype, PoolingParams, Request, Task
+from penstock.types import OutputDtype, PooledOutput, PoolingParams, Request, Task
 from tests.helpers import ints
 from tests.parity import decoders, encoders
 from tests.parity.encoders import opened
@@ -28,10 +28,12 @@ from tests.runner.trap import Crossing, trapped
 LENGTHS = (1, 3, 3, 17, 40, 60)
 
 
-def submit(engine: LocalEngine, *params: PoolingParams, skip: bool = False, **more: Any) -> list[Answer]:
+def submit(
+    engine: LocalEngine, *params: PoolingParams, skip: bool = False, **more: Any
+) -> list[PooledOutput]:
     """One request for each of the parameters, sent together so that they share steps."""
     draw = np.random.default_rng(4)
-    futures: list[Future[Answer]] = []
+    futures: list[Future[PooledOutput]] = []
     for number, wanted in enumerate(params):
         request = Request(
             str(number),

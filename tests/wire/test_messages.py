@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadValue, DeadlineExceeded, EngineError, PenstockError
-from penstock.types import Answer, Failure, OutputDtype, PoolingParams, Request, Timings
+from penstock.types import Failure, OutputDtype, PooledOutput, PoolingParams, Request, Timings
 from penstock.wire.messages import (
     Cancel,
     Hello,
@@ -82,7 +82,7 @@ def test_requests_arrive_as_they_were_sent(sent: list[Request]) -> None:
 def test_answers_small_and_large_arrive_as_they_were_sent(shapes: list[tuple[int, int, str]]) -> None:
     generator = np.random.default_rng(0)
     sent = [
-        Answer(
+        PooledOutput(
             str(i),
             generator.integers(0, 100, (8 * rows if width > 8 else rows, width)).astype(kind),
             Timings(0.25 * i, 0.5),
@@ -93,7 +93,7 @@ def test_answers_small_and_large_arrive_as_they_were_sent(shapes: list[tuple[int
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes)
     for before, after in zip(sent, unpack_outcomes(message.items, frames), strict=True):
-        assert isinstance(after, Answer)
+        assert isinstance(after, PooledOutput)
         assert (after.id, after.timings) == (before.id, before.timings)
         assert after.values.dtype == before.values.dtype
         np.testing.assert_array_equal(after.values, before.values)
@@ -103,7 +103,7 @@ def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_
     shared, other = (np.full((300, 1024), value, dtype=np.float32) for value in (1, 2))
     small = np.zeros((2, 4), dtype=np.float32)
     sent = [
-        Answer(name, values, Timings())
+        PooledOutput(name, values, Timings())
         for name, values in (("a", shared), ("b", small), ("c", other), ("d", shared), ("e", small))
     ]
     groups = in_messages([*sent, Failure("f", BadValue("no"))])
@@ -113,7 +113,7 @@ def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes)
     for before, after in zip(sent, unpack_outcomes(message.items, frames), strict=True):
-        assert isinstance(after, Answer) and after.id == before.id
+        assert isinstance(after, PooledOutput) and after.id == before.id
         np.testing.assert_array_equal(after.values, before.values)
 
 
@@ -121,7 +121,7 @@ def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_
     "error", [BadValue("no", param="input"), DeadlineExceeded("late"), EngineError("oh")]
 )
 def test_failures_arrive_as_the_same_error(error: PenstockError) -> None:
-    answer = Answer("b", np.ones((2, 3), dtype=np.float32), Timings())
+    answer = PooledOutput("b", np.ones((2, 3), dtype=np.float32), Timings())
     header, *frames = through_the_wire(pack_outcomes([Failure("a", error), answer]))
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes)
@@ -129,7 +129,7 @@ def test_failures_arrive_as_the_same_error(error: PenstockError) -> None:
     assert isinstance(failure, Failure)
     assert type(failure.error) is type(error)
     assert (failure.error.message, failure.error.param) == (error.message, error.param)
-    assert isinstance(other, Answer)
+    assert isinstance(other, PooledOutput)
     np.testing.assert_array_equal(other.values, answer.values)
 
 
@@ -165,16 +165,16 @@ def test_arrays_that_lie_elsewhere_take_the_places_of_the_frames_that_do_not_com
         return number, array.nbytes
 
     outcomes = [
-        Answer("a", large[0], Timings(), (small, large[1])),
+        PooledOutput("a", large[0], Timings(), (small, large[1])),
         Failure("b", BadValue("no")),
-        Answer("c", small, Timings(), (large[2], large[0])),
+        PooledOutput("c", small, Timings(), (large[2], large[0])),
     ]
     header, *frames = through_the_wire(pack_outcomes(outcomes, (), lend))
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes) and len(frames) == 4 - len(lent)
     whole = with_shared(frames, message.shared, lambda place: elsewhere[place[0]])
     a, _, c = unpack_outcomes(message.items, whole)
-    assert isinstance(a, Answer) and isinstance(c, Answer)
+    assert isinstance(a, PooledOutput) and isinstance(c, PooledOutput)
     expected = [large[0], small, large[1], small, large[2], large[0]]
     for got, wanted in zip([a.values, *a.more, c.values, *c.more], expected, strict=True):
         np.testing.assert_array_equal(got, wanted)

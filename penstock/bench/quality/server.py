@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.bench.offline.embedders import Vectors
 from penstock.bench.options import ServerOptions
-from penstock.bench.probe import Answer, Caller, first_model
+from penstock.bench.probe import Caller, HttpReply, first_model
 from penstock.bench.target import target_of
 from penstock.errors import EngineError
 
@@ -85,7 +85,7 @@ class ServerClient:
     def _post(self, route: str, body: dict[str, Any]) -> Any:
         if not hasattr(self._local, "caller"):
             self._local.caller = Caller(self.target, timeout_s=600.0)
-        answer: Answer = self._local.caller.call("POST", route, body)
+        answer: HttpReply = self._local.caller.call("POST", route, body)
         if answer.status != 200:
             raise EngineError(f"{self.target.base_url}{route}: {answer.refusal()}")
         return answer.json()
