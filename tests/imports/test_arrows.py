@@ -18,7 +18,7 @@ import penstock
 ROOT = Path(penstock.__file__).parent
 
 # Room → the rooms it may import from, besides itself. Lower lines never appear in upper ones.
-BASE = {"types", "config", "errors", "content", "free_ranges"}
+BASE = {"types", "config", "errors", "content", "free_ranges", "handle"}
 CPU_ROOMS = BASE | {"checkpoint", "kvcache", "scheduler", "inputs", "outputs"}
 CLIENT_ROOMS = BASE | {"checkpoint", "inputs", "outputs", "buffered_metrics"}  # what an API process may load
 TENSOR_ROOMS = {"weights", "kernels", "layers", "scoring", "pooling", "sampling", "models"}
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"types", "errors"},
     "content": {"types"},
     "free_ranges": set(),
+    "handle": {"types", "errors"},
     "buffered_metrics": set(),
     "checkpoint": BASE,
     "kvcache": {"types", "errors", "content"},

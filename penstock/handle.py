@@ -1,0 +1,64 @@
+"""`EngineHandle`: the one way in which servers, offline engines, commands and benchmarks talk to an engine.
+
+An engine in this process (`offline.local`) and an engine in another process (`wire.client`) implement it; so can
+a group of replicas. Nothing here imports the engine, sockets or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.errors import PenstockError
+from penstock.types import Comparison, GeneratedTokens, PooledOutput, Request
+
+Unsubscribe = Callable[[], None]  # stop listening; sequences that have not finished are cancelled
+
+
+class StreamListener(Protocol):
+    """Receives the tokens of one generation request, on the thread of the event loop that subscribed."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has finished, or the request has failed."""
+
+    def on_token(self, row: int, token_id: int) -> None:
+        """One further token of a sequence that continues: what most steps give."""
+
+    def on_tokens(self, parts: list[GeneratedTokens]) -> None:
+        """Tokens with anything besides their ids: log probabilities, a finish reason."""
+
+    def on_error(self, error: PenstockError) -> None:
+        """The request has failed; nothing else follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    num_requests: int  # submitted and not yet answered
+
+
+class EngineHandle(Protocol):
+    """All methods but `close` are called on an event loop's thread. Errors are `PenstockError`."""
+
+    async def run(self, request: Request) -> PooledOutput:
+        """The output of a pooling request. Cancelling the caller's task cancels the request."""
+
+    async def compare(self, comparison: Comparison) -> PooledOutput:
+        """Scores of vectors that the caller brings. Cancelling the caller's task drops the result."""
+
+    def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
+        """Generate; the listener is called as tokens arrive. Always unsubscribe, finished or not."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served now."""
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why they cannot, in words for the user; empty when ready."""
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Release the engine. A local engine finishes what was submitted; may block."""
