@@ -1,6 +1,6 @@
 """`EngineHandle`: the one way in which servers, offline engines, commands and benchmarks talk to an engine.
 
-An engine in this process (`offline.local`) and an engine in another process (`wire.client`) implement it; so can
+An engine in this process (`offline.local`) and one in another process (`wire.client`) implement it; so can
 a group of replicas. Nothing here imports the engine, sockets or torch.
 """
 
