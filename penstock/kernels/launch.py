@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 _INT32 = 1 << 31
 MOST = 1024  # compiled forms that a kernel remembers
-_ahead = False  # kernels are compiled and not run
+_precompiling = False  # kernels are compiled and not run
 
 
 class Form(NamedTuple):
@@ -124,7 +124,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return launch
 
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
-        return super().run(*args, grid=grid, warmup=warmup or _ahead, **constants)
+        return super().run(*args, grid=grid, warmup=warmup or _precompiling, **constants)
 
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         if (reads := self._reads) is None:
@@ -146,8 +146,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
         form.run(grid[0], 1, 1, stream, *form.before, *args, *form.constants)
         return None
 
-    def fixed(self, places: tuple[int, ...] | None, **constants: Any) -> Bound:
-        """The kernel with its constants and options; see `language.fixed`."""
+    def bind(self, places: tuple[int, ...] | None, **constants: Any) -> Bound:
+        """The kernel with its constants and options; see `language.bind`."""
         return Bound(self, constants, places)
 
     def reads(self, args: tuple[Any, ...]) -> Reads:
@@ -189,20 +189,20 @@ class _Compilers(ThreadPoolExecutor):
 
 
 @contextmanager
-def ahead(threads: int) -> Iterator[None]:
+def precompile(threads: int) -> Iterator[None]:
     """Kernels that are launched in here are compiled side by side, and none is run: what they would have
     written is left as it was found. On leaving, all are there."""
-    global _ahead
+    global _precompiling
     with _Compilers(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
-        _ahead = True
+        _precompiling = True
         try:
             yield
         finally:
-            _ahead = False
+            _precompiling = False
 
 
-def compiling() -> bool:
-    return _ahead
+def is_precompiling() -> bool:
+    return _precompiling
 
 
 class Bound:
@@ -223,8 +223,8 @@ class Bound:
         self._aligned: tuple[int, ...] = ()  # tensors whose address counts
         self._integers: tuple[int, ...] = ()
 
-    def prepared(self, programs: int, *args: Any) -> Callable[[], Any]:
-        """See `language.repeated`."""
+    def replay(self, programs: int, *args: Any) -> Callable[[], Any]:
+        """See `language.replay`."""
         made: Callable[[], Any] | None = None
 
         def launch() -> Any:

@@ -17,14 +17,21 @@ from torch import Tensor
 from penstock import Engine, SamplingParams
 from penstock.kernels.blockwise import (
     DENSE_TILES,
-    Blocks,
-    block_product,
-    block_product_reference,
-    dense_product,
+    BlockQuantized,
+    block_matmul,
+    block_matmul_reference,
+    dense_block_matmul,
     quantize_blocks,
     quantize_groups,
 )
-from penstock.kernels.experts import FP8_PLANS, HALF_PLANS, plan_for, route, route_reference, run_experts
+from penstock.kernels.experts import (
+    FP8_TILINGS,
+    HALF_TILINGS,
+    expert_tiling_for,
+    route,
+    route_reference,
+    run_experts,
+)
 from penstock.kernels.quantize import FP8
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8 import BlockLinear
@@ -78,7 +85,7 @@ def make_block(form: str) -> SparseMLP:
     for weight in (gate_up, down):
         blocks = [quantize_blocks(one) for one in weight]
         made.append(
-            Blocks(
+            BlockQuantized(
                 torch.stack([b.values.view(torch.uint8) for b in blocks]).view(FP8),
                 torch.stack([b.scales for b in blocks]),
             )
@@ -125,7 +132,7 @@ def test_every_plan_runs_and_gives_the_same(block: SparseMLP) -> None:
     x = draw(200, HIDDEN)
     logits = F.linear(x.float(), block.router.float())
     expected = by_torch(block, x, logits)
-    for _, plan in FP8_PLANS if isinstance(block.gate_up, Blocks) else HALF_PLANS:
+    for _, plan in FP8_TILINGS if isinstance(block.gate_up, BlockQuantized) else HALF_TILINGS:
         got = run_experts(
             x, logits, block.gate_up, block.down, chosen=CHOSEN, normalize=True, act="silu", plan=plan
         )
@@ -182,15 +189,15 @@ def test_all_tokens_may_choose_the_same_experts(block: SparseMLP) -> None:
 def test_the_product_of_blocks_is_its_reference(tokens: int, inputs: int, outputs: int) -> None:
     x, weight = draw(tokens, inputs), quantize_blocks(draw(outputs, inputs, scale=inputs**-0.5, seed=1))
     bias = draw(outputs, seed=2)
-    assert cosines(block_product(x, weight, bias), block_product_reference(x, weight, bias)).min() > 0.9995
+    assert cosines(block_matmul(x, weight, bias), block_matmul_reference(x, weight, bias)).min() > 0.9995
 
 
 def test_every_tile_of_the_product_of_blocks_runs() -> None:
     x, weight = draw(77, 1024), quantize_blocks(draw(640, 1024, scale=1 / 32, seed=1))
-    expected = block_product_reference(x, weight, None)
+    expected = block_matmul_reference(x, weight, None)
     for _, tile, _ in DENSE_TILES:
         for rows in (x, quantize_groups(x)):
-            got = dense_product(rows, weight, None, tile, torch.bfloat16)
+            got = dense_block_matmul(rows, weight, None, tile, torch.bfloat16)
             assert cosines(got, expected).min() > 0.9995, tile
 
 
@@ -247,7 +254,7 @@ def test_made_experts_are_held_once_and_in_fp8(stored: bool) -> None:
             generates=True,
         )
     first = model.layers[0]
-    assert isinstance(first.mlp.gate_up, Blocks)
+    assert isinstance(first.mlp.gate_up, BlockQuantized)
     assert isinstance(first.attention.qkv, BlockLinear) is stored
     experts = 4 * 64 * 3 * 1024 * 512
     assert experts < torch.cuda.memory_allocated() - before < 1.3 * experts
@@ -268,5 +275,7 @@ def test_a_made_checkpoint_in_blocks_serves(tmp_path: Path) -> None:
 
 def test_plans_change_with_the_count_of_tokens() -> None:
     for fp8 in (False, True):
-        rows = [plan_for(tokens, CHOSEN, EXPERTS, fp8=fp8).rows for tokens in (1, 128, 300, 600, 8192)]
+        rows = [
+            expert_tiling_for(tokens, CHOSEN, EXPERTS, fp8=fp8).rows for tokens in (1, 128, 300, 600, 8192)
+        ]
         assert rows == sorted(rows) and rows[0] == 16 and rows[-1] == 128

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.checkpoint.spec import PoolingSpec
 from penstock.kernels import language
-from penstock.kernels.feed import feed_tokens
+from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.blocks import BlockPool
 from penstock.kvcache.store import KVStore
 from penstock.layers.build import LayerBuilder
@@ -54,12 +54,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
-    if not language.INTERPRETED:
+    if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_generation.py replays real graphs")
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
@@ -233,8 +233,8 @@ def test_tokens_are_fed_where_a_slot_is_named(count: int) -> None:
     last = torch.randint(100, 200, (9,), generator=draw, dtype=torch.int32)
     wanted = [int(last[s]) if s >= 0 else int(t) for s, t in zip(slots, tokens, strict=True)]
     by_torch = tokens.clone()
-    feed_tokens(tokens, slots, last)
+    insert_sampled_tokens(tokens, slots, last)
     assert tokens.tolist() == wanted
-    language.switch()
-    feed_tokens(by_torch, slots, last)
+    language.set_kernel_devices()
+    insert_sampled_tokens(by_torch, slots, last)
     assert by_torch.tolist() == wanted

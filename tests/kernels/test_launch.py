@@ -134,7 +134,7 @@ def test_a_tensor_that_is_copied_in_pieces_is_known_by_them(kernel: Any) -> None
     assert len(kernel.compiled) == 3 and kernel.quick == 2
     kernel[(3,)](x, x, 8, 0.5, **options)  # for Triton to look at
     assert len(kernel.compiled) == 4 and kernel.quick == 2
-    bound = kernel.fixed(None, **options)
+    bound = kernel.bind(None, **options)
     for _ in range(2):
         bound(3, pieces(64, x), x, 8, 0.5)
     assert len(kernel.compiled) == 6
@@ -148,7 +148,7 @@ def test_a_kernel_of_unknown_make_is_never_remembered(kernel: Any, monkeypatch: 
 
 def test_a_kernel_with_its_constants_is_handed_addresses_from_its_second_launch_on(kernel: Any) -> None:
     x, y = torch.zeros(64), torch.zeros(32)
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     bound(3, x, x, 8, 0.5)
     bound(2, y, x, 5, 0.25)
     assert len(kernel.compiled) == 1 and kernel.quick == 1
@@ -160,7 +160,7 @@ def test_a_kernel_with_its_constants_is_handed_addresses_from_its_second_launch_
 def test_a_kernel_with_its_constants_has_a_form_for_each_kind_of_tensor_and_device(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     wide, narrow = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
     for x in (wide, narrow, wide, narrow):
         bound(3, x, wide, 8, 0.5)
@@ -185,7 +185,7 @@ def test_a_kernel_with_its_constants_has_a_form_for_each_kind_of_tensor_and_devi
 def test_what_triton_looks_at_more_closely_is_left_to_it_with_constants_too(
     kernel: Any, change: dict[str, Any]
 ) -> None:
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     given = {"x": torch.zeros(64), "count": 8, "scale": 0.5}
     for options in (given, given | change, given | change):
         bound(3, options["x"], torch.zeros(64), options["count"], options["scale"])
@@ -197,7 +197,7 @@ def test_what_triton_looks_at_more_closely_is_left_to_it_with_constants_too(
 def test_whoever_watches_launches_sees_those_with_constants(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     args = torch.zeros(64), torch.zeros(64), 8, 0.5
     bound(3, *args)
     with monkeypatch.context() as patch:
@@ -215,13 +215,13 @@ def test_a_kernel_that_is_triton_s_own_takes_its_constants_at_each_launch() -> N
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **constants: launches.append((grid, args, constants))
 
-    language.fixed(Plain(), BLOCK=16)(3, "x", 8)
-    language.fixed(Plain(), (1, 0, 0), BLOCK=16)(2, "x", "y", 8)
+    language.bind(Plain(), BLOCK=16)(3, "x", 8)
+    language.bind(Plain(), (1, 0, 0), BLOCK=16)(2, "x", "y", 8)
     assert launches == [((3,), ("x", 8), {"BLOCK": 16}), ((2,), ("y", "x", "x", 8), {"BLOCK": 16})]
 
 
 def test_a_tensor_that_stands_for_several_is_given_once(kernel: Any) -> None:
-    bound = kernel.fixed((0, 0), BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind((0, 0), BLOCK=16, TWICE=False, num_warps=4)
     x, y = torch.zeros(64), torch.zeros(64)
     bound(3, x, 8, 0.5)
     bound(3, y, 5, 0.25)
@@ -234,10 +234,10 @@ def test_a_tensor_that_stands_for_several_is_given_once(kernel: Any) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_with_constants_gives_the_same(device: torch.device) -> None:
-    made = language.jit(loose=("count",))(_scaled)
+    made = language.jit(unspecialized=("count",))(_scaled)
     if not isinstance(made, launch.Kernel):
         pytest.skip("this release of Triton launches by itself")
-    bound = made.fixed(None, BLOCK=16, TWICE=True, num_warps=1)
+    bound = made.bind(None, BLOCK=16, TWICE=True, num_warps=1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         for first in (0, 1):
             for count in (20, 9):
@@ -251,7 +251,7 @@ def test_with_constants_gives_the_same(device: torch.device) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_both_ways_give_the_same(device: torch.device) -> None:
-    made = language.jit(loose=("count",))(_scaled)
+    made = language.jit(unspecialized=("count",))(_scaled)
     if not isinstance(made, launch.Kernel):
         pytest.skip("this release of Triton launches by itself")
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
@@ -268,9 +268,9 @@ def test_both_ways_give_the_same(device: torch.device) -> None:
 
 
 def test_a_launch_that_is_repeated_is_looked_at_once(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = kernel.fixed((0, 0), BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind((0, 0), BLOCK=16, TWICE=False, num_warps=4)
     x = torch.zeros(64)
-    again = language.repeated(bound, 3, x, 8, 0.5)
+    again = language.replay(bound, 3, x, 8, 0.5)
     again()  # compiles
     again()  # goes the short way
     assert len(kernel.compiled) == 1 and kernel.quick == 1
@@ -283,9 +283,9 @@ def test_a_launch_that_is_repeated_is_looked_at_once(kernel: Any, monkeypatch: p
 
 
 def test_what_triton_looks_at_more_closely_it_looks_at_each_time(kernel: Any) -> None:
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     bound(3, torch.zeros(64), torch.zeros(64), 8, 0.5)
-    again = language.repeated(bound, 3, torch.zeros(64)[1:], torch.zeros(64), 8, 0.5)
+    again = language.replay(bound, 3, torch.zeros(64)[1:], torch.zeros(64), 8, 0.5)
     for _ in range(3):
         again()
     assert kernel.quick == 0 and len(kernel.compiled) == 4
@@ -293,7 +293,7 @@ def test_what_triton_looks_at_more_closely_it_looks_at_each_time(kernel: Any) ->
 
 def test_a_launch_of_triton_s_own_is_repeated_as_it_is() -> None:
     launches: list[Any] = []
-    again = language.repeated(lambda *args: launches.append(args), 3, "x", 8)
+    again = language.replay(lambda *args: launches.append(args), 3, "x", 8)
     again()
     again()
     assert launches == [(3, "x", 8)] * 2
@@ -319,9 +319,9 @@ def test_kernels_ahead_are_compiled_by_threads_and_not_run(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     kernel = launch.Kernel(_scaled, ("count",))
-    bound = kernel.fixed(None, BLOCK=64, TWICE=False)
+    bound = kernel.bind(None, BLOCK=64, TWICE=False)
     x = torch.zeros(64)
-    with launch.ahead(2):
+    with launch.precompile(2):
         for block in (16, 32, 16):
             kernel[(3,)](x, x, 8, 0.5, BLOCK=block, TWICE=False)
         bound(3, x, x, 8, 0.5)
@@ -345,7 +345,7 @@ def test_a_kernel_that_cannot_be_compiled_says_so_when_it_is_launched(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     kernel = launch.Kernel(_scaled, ("count",))
-    with launch.ahead(2):
+    with launch.precompile(2):
         call(kernel, torch.zeros(64))
     with pytest.raises(ValueError, match="no such form"):
         call(kernel, torch.zeros(64))
