@@ -1,8 +1,8 @@
 """Attention within each row of a ragged batch, read in place from the output of the fused QKV projection.
 
-`short_attention` keeps all scores of a row in registers: one program per row and head, without a loop. Library
-kernels spend most of their tiles on padding for such rows. `flash_attention` walks over the keys tile by tile.
-It takes rows of any length, and keys of earlier steps, either in the batch or in the KV cache where
+`short_attention` keeps all scores of a row in registers: one program per row and head, without a loop.
+Library kernels spend most of their tiles on padding for such rows. `flash_attention` walks over the keys tile
+by tile. It takes rows of any length, and keys of earlier steps, either in the batch or in the KV cache where
 `write_kv_cache` put them.
 """
 

@@ -93,11 +93,11 @@ def test_it_is_captured_and_launched_the_short_way() -> None:
     made = GateUp.of(weight, "silu", True)
     assert made is not None
     made(x), made(x)
-    before = gate_up._gate_up.quick
+    before = gate_up._gate_up.num_direct_launches
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = made(x)
-    assert gate_up._gate_up.quick == before + 1
+    assert gate_up._gate_up.num_direct_launches == before + 1
     x.copy_(_made(2000, 512, 1025)[0])
     graph.replay()
     _same(got, x, weight, "silu", True)
