@@ -55,7 +55,7 @@ class ArgumentTypes(NamedTuple):
     floats: tuple[int, ...]
     integers: tuple[int, ...]  # unspecialized ones
     has_others: bool  # there are arguments that only Triton can take
-    count: int
+    num_args: int
 
     @staticmethod
     def of(args: tuple[Any, ...], unspecialized: tuple[bool, ...]) -> ArgumentTypes:
@@ -75,7 +75,7 @@ class ArgumentTypes(NamedTuple):
 
         None: Triton has to decide, because a tensor is not aligned or a number may be compiled in.
         """
-        if self.has_others or len(args) != self.count:
+        if self.has_others or len(args) != self.num_args:
             return None
         for i in self.absent:
             if args[i] is not None:

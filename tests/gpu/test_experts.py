@@ -139,15 +139,32 @@ def test_every_plan_runs_and_gives_the_same(block: SparseMLP) -> None:
         assert cosines(got, expected).min() > 0.999, plan
 
 
+def separated_logits(tokens: int) -> Tensor:
+    """Logits in random order that differ by at least 0.02: no two experts of a token are nearly tied."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    order = torch.rand(tokens, EXPERTS, generator=generator, device="cuda").argsort(dim=1)
+    return order.float() * 0.02
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 128, 129, 1000, 16384])
 def test_routes_are_those_of_torch(tokens: int) -> None:
-    logits = draw(tokens, EXPERTS).float() + torch.rand(tokens, EXPERTS, device="cuda") * 1e-3
+    logits = separated_logits(tokens)
     shares, taken = route_reference(logits, CHOSEN, True)
     routes = route(logits, CHOSEN, True, 16)
     torch.testing.assert_close(routes.shares.view(tokens, CHOSEN), shares, atol=1e-5, rtol=1e-4)
     assert torch.equal(routes.order.long(), taken.flatten().argsort(stable=True))
     used = routes.tiles[routes.tiles[:, 0] < EXPERTS]
     assert int((used[:, 2] - used[:, 1]).clamp(max=16).sum()) == tokens * CHOSEN
+
+
+@pytest.mark.parametrize("tokens", [1, 129, 16384])
+def test_nearly_tied_experts_get_the_shares_that_torch_gives(tokens: int) -> None:
+    """Either of two tied experts may be chosen, so only the shares are compared."""
+    logits = draw(tokens, EXPERTS, seed=tokens).float()  # bfloat16 values, of which many are equal
+    shares, _ = route_reference(logits, CHOSEN, True)
+    routes = route(logits, CHOSEN, True, 16)
+    torch.testing.assert_close(routes.shares.view(tokens, CHOSEN), shares, atol=1e-5, rtol=1e-4)
+    assert torch.equal(routes.order.sort().values.long(), torch.arange(tokens * CHOSEN, device="cuda"))
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 600])
