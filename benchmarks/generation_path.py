@@ -214,7 +214,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     server._socket, server._core = down, core  # type: ignore[assignment]
     client = EngineClient("inproc://unused")
     client._socket, client._loop = up, asyncio.get_running_loop()  # type: ignore[assignment]
-    client.ready = Ready(1, {})
+    client._engine = Ready(1, {})
     app = make_app(config, client)
     body = {"prompt": [785, 3974], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
@@ -234,7 +234,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     while not all(task.done() for task in tasks):
         outcomes = spent.timed("core.step, all of it", core.step)
         if outcomes:
-            spent.timed("answer (route, pack)", server._answer, outcomes)
+            spent.timed("answer (route, pack)", server._send_outcomes, outcomes)
         spent.timed("metrics", metrics.turn, core)
         while down.sent:
             _, *frames = down.sent.popleft()

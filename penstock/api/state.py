@@ -61,7 +61,7 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        return all(model.client.ready is not None for model in self.models.values())
+        return all(model.client.ready for model in self.models.values())
 
 
 def engine_reason(state_file: Path) -> str:

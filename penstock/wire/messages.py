@@ -377,3 +377,8 @@ def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Sequence
         timings = Timings(item.queue_s, item.device_s)
         outcomes.append(PooledOutput(item.id, arrays[0], timings, tuple(arrays[1:])))
     return outcomes
+
+
+def last_decoded_rows(outcomes: Sequence[Outcome], last: SequenceIds) -> SequenceIds:
+    """The rows of the last `DecodedTokens` after these outcomes; the next one need not repeat them."""
+    return next((o.rows for o in reversed(outcomes) if isinstance(o, DecodedTokens)), last)

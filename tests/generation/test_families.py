@@ -17,6 +17,7 @@ from penstock import SamplingParams
 from penstock.engine.grammars import Grammars
 from penstock.errors import ModelLoadError
 from penstock.types import Grammar
+from penstock.wire.router import parts_of
 from tests.generation.families import (
     FAMILIES,
     GREEDY,
@@ -145,7 +146,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(way: str, folder
         (first,) = used._requests(rows, asked, True, 0, "")
         parts: list[Any] = []
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        used._engine.stream(first, inbox.put)
+        used._engine.stream_all([first], lambda told: inbox.put(parts_of(told)))  # type: ignore[arg-type]
         used.generate(rows, GREEDY)
         while sum(part.finish is not None for part in parts) < len(rows):
             parts += inbox.get(timeout=60)

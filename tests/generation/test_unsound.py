@@ -20,6 +20,7 @@ from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
 from tests.generation.fakes import Answers, asking, continued, make_core, run
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
+from tests.generation.streams import read_stream
 
 POISON = 399
 TOKENS = 30
@@ -77,7 +78,7 @@ def test_rows_beside_it_have_the_tokens_that_they_have_without_it(
 
 
 async def _read(used: Any, request: Any) -> list[int]:
-    return [t async for parts in used._engine.generate(request) for p in parts for t in p.token_ids.tolist()]
+    return [t async for part in read_stream(used._engine, request) for t in part.token_ids.tolist()]
 
 
 def test_scores_of_a_prompt_that_are_not_finite_are_an_error(folder: Path) -> None:

@@ -239,7 +239,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def connected(address: str) -> EngineClient:
     client = EngineClient(address)
     client.start()
-    await until(lambda: client.ready is not None)
+    await until(lambda: client.ready)
     return client
 
 
@@ -383,7 +383,7 @@ from tests.helpers import make_request
 async def hold(address):
     client = EngineClient(address)
     client.start()
-    while client.ready is None:
+    while not client.ready:
         await asyncio.sleep(0.01)
     answer = await client.run(make_request("theirs", [1], first_token=3))
     print(answer.values[0, 0], flush=True)
@@ -425,9 +425,9 @@ def test_a_new_engine_has_new_memory_and_what_came_from_the_old_one_stays_readab
         old = await client.run(make_request("a", [1], first_token=5))
         assert is_shared(client, old.values)
         await asyncio.to_thread(first.stop)
-        await until(lambda: client.ready is None)
+        await until(lambda: not client.ready)
         second = await asyncio.to_thread(Served, address, 4 * SHARED_FROM)
-        await until(lambda: client.ready is not None)
+        await until(lambda: client.ready)
         new = await client.run(make_request("b", [1], first_token=8))
         assert is_shared(client, new.values) and not is_shared(client, old.values)
         np.testing.assert_array_equal(old.values, wide(np.array([5])))
