@@ -50,7 +50,7 @@ from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.runner.load import settle
 from penstock.serving.engine_metrics import EngineMetrics
-from penstock.serving.launch import ApiLaunch, Launch
+from penstock.serving.launch import ApiLaunch, EngineLaunch
 from penstock.types import StepPlan, StepResult
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready, Submit, decode_to_engine
@@ -270,7 +270,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
 def engine_process() -> None:
     """An engine of its own for the end-to-end part; its launch order and step time come on standard input."""
     order = json.loads(sys.stdin.buffer.read())
-    launch = msgspec.convert(order["launch"], Launch)
+    launch = msgspec.convert(order["launch"], EngineLaunch)
     server, metrics = EngineServer(launch.address), EngineMetrics("bench")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     core = make_engine(launch.engine, order["step_s"], server, metrics)
@@ -287,7 +287,7 @@ def served(
     listener = socket.create_server(("127.0.0.1", port), backlog=1024)
     with tempfile.TemporaryDirectory() as work:
         address = f"ipc://{work}/engine"
-        launch = msgspec.to_builtins(Launch(config, spec, address))
+        launch = msgspec.to_builtins(EngineLaunch(config, spec, address))
         orders = [
             (
                 [sys.executable, str(Path(__file__).resolve()), "--engine"],

@@ -22,7 +22,7 @@ from penstock.errors import ModelLoadError
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, prepare_child
+from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, setup_child_process
 from penstock.wire.client import EngineClient
 
 
@@ -45,7 +45,7 @@ def tokenizer_threads(cpus: int, processes: int) -> int:
 
 
 def main() -> None:
-    prepare_child()
+    setup_child_process()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are encoded

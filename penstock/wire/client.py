@@ -22,9 +22,9 @@ from penstock.errors import EngineUnavailable
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
 from penstock.types import Comparison, PooledOutput, Request, SequenceIds
 from penstock.wire.messages import (
-    Attached,
+    MemoryMapped,
     Cancel,
-    GivenBack,
+    BlocksReleased,
     Hello,
     Outcomes,
     Ready,
@@ -34,10 +34,10 @@ from penstock.wire.messages import (
     pack_comparison,
     pack_requests,
     unpack_outcomes,
-    with_shared,
+    merge_shared_frames,
 )
 from penstock.wire.router import Leave, Listener, ListenerAdapter, Subscribers
-from penstock.wire.shared_memory import Window
+from penstock.wire.shared_memory import MappedMemory
 
 log = logging.getLogger("penstock.client")
 
@@ -58,7 +58,7 @@ class EngineClient(EngineHandle):
         self._outgoing: list[Request] = []
         self._cancelled: list[str] = []
         self._name = secrets.token_hex(8)
-        self._window: Window | None = None  # the engine's memory, where we could map it
+        self._window: MappedMemory | None = None  # the engine's memory, where we could map it
         self._given_back: deque[tuple[str, int]] = deque()
         self._engine: Ready | None = None  # what the engine says about itself; None: it is not there
 
@@ -187,12 +187,12 @@ class EngineClient(EngineHandle):
             return
         if window is None or window.name != shared.name:
             try:
-                self._window = Window(shared, self._give_back)
+                self._window = MappedMemory(shared, self._give_back)
             except (OSError, ValueError) as error:
                 self._window = None
                 log.warning("the engine's memory cannot be shared, answers are sent: %s", error)
                 return
-        self._send([encode(Attached(shared.name, self._name, os.getpid()))])
+        self._send([encode(MemoryMapped(shared.name, self._name, os.getpid()))])
         self._flush_given_back()
 
     def _give_back(self, shared: str, block: int) -> None:
@@ -207,12 +207,12 @@ class EngineClient(EngineHandle):
         given = [self._given_back.popleft() for _ in range(len(self._given_back))]
         name = None if self._engine.shared is None else self._engine.shared.name
         if blocks := [block for shared, block in given if shared == name]:
-            self._send([encode(GivenBack(str(name), blocks))])
+            self._send([encode(BlocksReleased(str(name), blocks))])
 
     def _deliver(self, message: Outcomes, frames: list[Any]) -> None:
         if message.shared:
             assert self._window is not None, "the engine shares only with those who have said that they can"
-            frames = with_shared(frames, message.shared, self._window.block)
+            frames = merge_shared_frames(frames, message.shared, self._window.block)
         outcomes = unpack_outcomes(message.items, frames, self._last_rows)
         self._last_rows = last_decoded_rows(outcomes, self._last_rows)
         self._subscribers.deliver(outcomes)

@@ -15,23 +15,23 @@ from penstock.engine.loop import EngineCore
 from penstock.errors import PenstockError
 from penstock.types import Array, Failure, Outcome, SequenceIds
 from penstock.wire.messages import (
-    Attached,
+    MemoryMapped,
     Cancel,
     Compare,
-    GivenBack,
+    BlocksReleased,
     Hello,
     Ready,
     Submit,
     decode_to_engine,
     encode,
-    in_messages,
+    split_into_messages,
     last_decoded_rows,
     pack_outcomes,
     unpack_comparison,
     unpack_requests,
 )
 from penstock.wire.router import OutcomeRouter
-from penstock.wire.shared_memory import Place, open_arena
+from penstock.wire.shared_memory import Region, open_shared_memory
 
 
 class EngineServer:
@@ -42,7 +42,7 @@ class EngineServer:
     LAST_WORDS_S = 0.2  # for others to read why requests failed: with the connection goes what is unread
 
     def __init__(self, address: str, shared_bytes: int = 0) -> None:
-        self.arena = open_arena(shared_bytes)
+        self.arena = open_shared_memory(shared_bytes)
         self._context = zmq.Context(io_threads=4)  # large answers to several API processes leave side by side
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -125,9 +125,9 @@ class EngineServer:
             elif isinstance(message, Hello):
                 self._socket.send_multipart([sender, encode(self._ready)])
             elif self.arena is not None and message.shared == self.arena.shared.name:
-                if isinstance(message, Attached):
+                if isinstance(message, MemoryMapped):
                     self.arena.attach(sender, message.reader, message.pid)
-                elif isinstance(message, GivenBack):
+                elif isinstance(message, BlocksReleased):
                     self.arena.give_back(sender, message.blocks)
             if self._core.starving:  # looked at behind each message, so that every turn takes one
                 return refused
@@ -149,11 +149,11 @@ class EngineServer:
         """
         for owner, theirs in self._router.route(outcomes, self._core.generates).items():
             last_rows = self._last_rows.get(owner, ())
-            for group in in_messages(theirs):
+            for group in split_into_messages(theirs):
                 frames = pack_outcomes(group, last_rows, partial(self._lend, owner))
                 self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
                 last_rows = last_decoded_rows(group, last_rows)
             self._last_rows[owner] = last_rows
 
-    def _lend(self, owner: bytes, array: Array) -> Place | None:
+    def _lend(self, owner: bytes, array: Array) -> Region | None:
         return None if self.arena is None else self.arena.lend(array, owner)
