@@ -60,6 +60,7 @@ class EngineHandle(Protocol):
 
     def start(self) -> None:
         """Connect to the engine, where there is something to connect to. Called once, on the event loop."""
+        return
 
     def stats(self) -> EngineStats: ...
 

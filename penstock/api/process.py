@@ -19,7 +19,7 @@ from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_limit
 from penstock.config import available_cpus
 from penstock.errors import ModelLoadError
-from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, prepare_child
+from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, setup_child_process
 from penstock.tasks.model import TextModel
 from penstock.wire.client import EngineClient
 
@@ -40,7 +40,7 @@ def tokenizer_threads(cpus: int, processes: int) -> int:
 
 
 def main() -> None:
-    prepare_child()
+    setup_child_process()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are encoded
