@@ -6,24 +6,38 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.tasks.text_generator import Writer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from penstock.checkpoint.spec import ModelSpec
 from penstock.cli.chat import Conversation
 from penstock.cli.main import app
-from penstock.inputs.generation import GenerationFields, TextInputs
+from penstock.inputs.generation import GenerationFields
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.offline import writer as engine_writer
+from penstock.offline import open as offline_open
+from penstock.tasks.model import TextModel
 from penstock.types import Task
 from tests.cli.runs import error_of, invoke, read_jsonl, write_jsonl
 from tests.writing import ScriptedEngine, says, text_spec, write_model
+
+
+@dataclass
+class OpenedModel:
+    """What commands use of a `LocalModel`."""
+
+    text: TextModel
+    engine: ScriptedEngine
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.text.spec
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +53,11 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
     scripted = ScriptedEngine(lambda prompt, copy: [*prompt[-2:], *said(prompt, copy)])
 
     @contextmanager
-    def opened(chat_template: str | None = None, **options: Any) -> Iterator[Writer]:
+    def opened(options: Mapping[str, Any], *, chat_template: str | None = None) -> Iterator[OpenedModel]:
         tasks = (Task.EMBED,) if options["model"] == "embedder" else (Task.GENERATE,)
-        yield Writer(scripted, TextInputs(text_spec(folder, tasks=tasks), tokenizer, chat_template))
+        yield OpenedModel(TextModel(text_spec(folder, tasks=tasks), chat_template=chat_template), scripted)
 
-    monkeypatch.setattr(engine_writer, "open_writer", opened)
+    monkeypatch.setattr(offline_open, "open_model", opened)
     return scripted
 
 
@@ -156,7 +170,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: Path, engine: S
 
     engine.pause = Interrupted()  # type: ignore[assignment]
     console = Console(file=io.StringIO(), width=80)
-    writer = Writer(engine, TextInputs(text_spec(folder), tokenizer))
+    writer = OpenedModel(TextModel(text_spec(folder)), engine)
     conversation = Conversation(writer, GenerationFields(), console)
     conversation._turn("hello")
     user, answer = conversation.messages
@@ -172,11 +186,11 @@ def test_a_model_without_a_template_says_so(tmp_path: Path, monkeypatch: pytest.
     tokenizer = Tokenizer(folder)
 
     @contextmanager
-    def opened(chat_template: str | None = None, **options: Any) -> Iterator[Writer]:
+    def opened(options: Mapping[str, Any], *, chat_template: str | None = None) -> Iterator[OpenedModel]:
         scripted = ScriptedEngine(says(tokenizer, "x"))
-        yield Writer(scripted, TextInputs(text_spec(folder), tokenizer, chat_template))
+        yield OpenedModel(TextModel(text_spec(folder), chat_template=chat_template), scripted)
 
-    monkeypatch.setattr(engine_writer, "open_writer", opened)
+    monkeypatch.setattr(offline_open, "open_model", opened)
     assert "no chat template" in error_of("chat", "x")
 
 

@@ -211,21 +211,20 @@ def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_p
 
     async def scene() -> None:
         async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as used:
-            inner = used
-            whole = inner.generate(prompts(), greedy)
-            streams = [used.generate(row, greedy) for row in prompts()]
+            whole = await used.generate(prompts(), greedy)
+            streams = [used.generate_stream(row, greedy) for row in prompts()]
 
             async def read(stream: object) -> list[int]:
-                return [token async for part in stream for token in part.token_ids.tolist()]  # type: ignore[attr-defined]
+                return [token async for part in stream for token in part.token_ids]  # type: ignore[attr-defined]
 
             got = await asyncio.gather(*(read(stream) for stream in streams))
             assert got == [row.token_ids for row in whole]
-            check_nothing_is_held(inner)
+            check_nothing_is_held(used)
 
-            leaving = used.generate(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
+            leaving = used.generate_stream(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
             assert len((await anext(leaving)).token_ids) >= 1
             await leaving.aclose()
-            await until_idle(inner.local.engine.core)
-            check_nothing_is_held(inner)
+            await until_idle(used.local.engine.core)
+            check_nothing_is_held(used)
 
     asyncio.run(scene())
