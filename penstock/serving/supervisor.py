@@ -23,7 +23,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import ConfigError, ModelLoadError
 from penstock.serving.child import Child, engine_child
-from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, ApiLaunch, EngineState, EngineLaunch
+from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, ApiLaunch, EngineLaunch, EngineState
 
 log = logging.getLogger("penstock")
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2}

@@ -22,19 +22,19 @@ from penstock.errors import EngineUnavailable
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
 from penstock.types import Comparison, PooledOutput, Request, SequenceIds
 from penstock.wire.messages import (
-    MemoryMapped,
-    Cancel,
     BlocksReleased,
+    Cancel,
     Hello,
+    MemoryMapped,
     Outcomes,
     Ready,
     decode_from_engine,
     encode,
     last_decoded_rows,
+    merge_shared_frames,
     pack_comparison,
     pack_requests,
     unpack_outcomes,
-    merge_shared_frames,
 )
 from penstock.wire.router import Leave, Listener, ListenerAdapter, Subscribers
 from penstock.wire.shared_memory import MappedMemory

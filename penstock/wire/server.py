@@ -15,18 +15,18 @@ from penstock.engine.loop import EngineCore
 from penstock.errors import PenstockError
 from penstock.types import Array, Failure, Outcome, SequenceIds
 from penstock.wire.messages import (
-    MemoryMapped,
+    BlocksReleased,
     Cancel,
     Compare,
-    BlocksReleased,
     Hello,
+    MemoryMapped,
     Ready,
     Submit,
     decode_to_engine,
     encode,
-    split_into_messages,
     last_decoded_rows,
     pack_outcomes,
+    split_into_messages,
     unpack_comparison,
     unpack_requests,
 )

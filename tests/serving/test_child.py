@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.serving.child import Child, spawned_engine, engine_child
+from penstock.serving.child import Child, engine_child, spawned_engine
 
 
 def test_an_order_goes_to_the_process_that_was_begun() -> None:

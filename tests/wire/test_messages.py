@@ -19,12 +19,12 @@ from penstock.wire.messages import (
     decode_from_engine,
     decode_to_engine,
     encode,
-    split_into_messages,
+    merge_shared_frames,
     pack_outcomes,
     pack_requests,
+    split_into_messages,
     unpack_outcomes,
     unpack_requests,
-    merge_shared_frames,
 )
 from tests.helpers import make_request
 

@@ -26,9 +26,9 @@ from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
 from penstock.wire.shared_memory import (
     MIN_SHARED_BYTES,
-    SharedMemory,
-    Region,
     MappedMemory,
+    Region,
+    SharedMemory,
     open_shared_memory,
 )
 from tests.helpers import make_request
