@@ -228,7 +228,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
             message = decode_to_engine(header)
             assert isinstance(message, Submit)
             assert not server._submit(b"api", message, frame)
-            taken += len(message.entries)
+            taken += len(message.requests)
 
     steps = 0
     while not all(task.done() for task in tasks):

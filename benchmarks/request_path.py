@@ -83,7 +83,7 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
 
     def whole(frames: list[Any]) -> None:
         message: Any = decode_to_engine(frames[0])
-        add_all(unpack_requests(message.entries, frames[1]))
+        add_all(unpack_requests(message.requests, frames[1]))
         core.step()
         outcomes = core.step()
         pack_outcomes(outcomes)
@@ -94,7 +94,7 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
         header, bulk = pack_requests(requests_of(count, rng, turn))
         frame = bytes(bulk)
         message: Any = timed("receive: decode the header", lambda header=header: decode_to_engine(header))
-        requests = timed("receive: unpack", lambda m=message, f=frame: unpack_requests(m.entries, f))
+        requests = timed("receive: unpack", lambda m=message, f=frame: unpack_requests(m.requests, f))
         timed("take on", lambda r=requests: add_all(r))
         for request in requests:
             apart.add(request)

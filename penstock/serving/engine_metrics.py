@@ -80,8 +80,8 @@ SHOWN_EVERY_S = 0.1
 
 
 class EngineMetrics:
-    def __init__(self, model: str, arena: SharedMemory | None = None) -> None:
-        self._arena = arena
+    def __init__(self, model: str, shared_memory: SharedMemory | None = None) -> None:
+        self._shared_memory = shared_memory
         self.shared_bytes = SHARED_BYTES.labels(model)
         self._tallies = BufferedMetrics()
         self.step_seconds = self._tallies.histogram(STEP_SECONDS, model)
@@ -135,8 +135,8 @@ class EngineMetrics:
             self.query_asked.set(places.query_asked)
             self.document_hits.set(places.document_hits)
             self.document_asked.set(places.document_asked)
-        if self._arena is not None:
-            self.shared_bytes.set(self._arena.used)
+        if self._shared_memory is not None:
+            self.shared_bytes.set(self._shared_memory.used_bytes)
         if lane is not None:
             self.preempted_rows.set(lane.preempted)
         if (pool := core.pool) is not None:

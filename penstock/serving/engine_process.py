@@ -63,7 +63,7 @@ def main() -> None:
         settings = settle(launch.engine, launch.spec)
         from penstock.serving.engine_metrics import EngineMetrics
 
-        metrics = EngineMetrics(launch.spec.name, server.arena)
+        metrics = EngineMetrics(launch.spec.name, server.memory)
         core = build_core(
             with_limit(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )

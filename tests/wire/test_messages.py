@@ -65,7 +65,7 @@ def test_requests_arrive_as_they_were_sent(sent: list[Request]) -> None:
     header, frame = through_the_wire(pack_requests(sent))
     message = decode_to_engine(header)
     assert isinstance(message, Submit)
-    for before, after in zip(sent, unpack_requests(message.entries, frame), strict=True):
+    for before, after in zip(sent, unpack_requests(message.requests, frame), strict=True):
         for name in ("id", "params", "priority", "arrival_s", "deadline_s"):
             assert getattr(before, name) == getattr(after, name)
         for name in ("token_ids", "lengths", "type_ids", "skip", "starts"):
