@@ -83,12 +83,12 @@ class EngineMetrics:
     def __init__(self, model: str, shared_memory: SharedMemory | None = None) -> None:
         self._shared_memory = shared_memory
         self.shared_bytes = SHARED_BYTES.labels(model)
-        self._tallies = BufferedMetrics()
-        self.step_seconds = self._tallies.histogram(STEP_SECONDS, model)
-        self.device_seconds = self._tallies.counter(DEVICE_SECONDS, model)
-        self.step_tokens = self._tallies.histogram(STEP_TOKENS, model)
-        self.step_rows = self._tallies.counter(STEP_ROWS, model)
-        self.batch_fill = self._tallies.histogram(BATCH_FILL, model)
+        self._buffer = BufferedMetrics()
+        self.step_seconds = self._buffer.histogram(STEP_SECONDS, model)
+        self.device_seconds = self._buffer.counter(DEVICE_SECONDS, model)
+        self.step_tokens = self._buffer.histogram(STEP_TOKENS, model)
+        self.step_rows = self._buffer.counter(STEP_ROWS, model)
+        self.batch_fill = self._buffer.histogram(BATCH_FILL, model)
         self.queued_rows = QUEUED_ROWS.labels(model)
         self.queued_tokens = QUEUED_TOKENS.labels(model)
         self.running_rows = RUNNING_ROWS.labels(model)
@@ -118,7 +118,7 @@ class EngineMetrics:
         if now < self._shown_s + SHOWN_EVERY_S:
             return False
         self._shown_s = now
-        self._tallies.flush()
+        self._buffer.flush()
         line = core.scheduler.line
         lane = core.lane
         self.queued_rows.set(line.rows + (0 if lane is None else lane.waiting))
