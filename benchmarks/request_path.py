@@ -87,7 +87,7 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
         core.step()
         outcomes = core.step()
         pack_outcomes(outcomes)
-        metrics.turn(core)
+        metrics.publish(core)
         assert len(outcomes) == count
 
     for turn in range(turns):
@@ -103,7 +103,7 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
         timed("launch turn (schedule, plan, null step)", core.step)
         outcomes = timed("collect turn (hand out)", core.step)
         timed("answer: pack", lambda o=outcomes: pack_outcomes(o))
-        timed("metrics of a turn", lambda: metrics.turn(core))
+        timed("metrics of a turn", lambda: metrics.publish(core))
         header, bulk = pack_requests(requests_of(count, rng, turn))
         timed("whole turn", lambda f=[header, bytes(bulk)]: whole(f))
     return {name: statistics.median(each) / count * 1e6 for name, each in spent.items()}
