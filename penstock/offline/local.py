@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.engine.build import build_core
+from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
 from penstock.types import (
@@ -120,6 +121,11 @@ class LocalEngine(EngineHandle):
         self._core = build_core(spec, settings, wake=lambda: self._inbox.put(None))
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine's loop; its state may be read while it is idle."""
+        return self._core
 
     @property
     def ready(self) -> bool:

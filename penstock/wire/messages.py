@@ -27,7 +27,7 @@ from penstock.types import (
     PooledOutput,
     PoolingParams,
     Request,
-    SamplingParams,
+    SamplerParams,
     SequenceIds,
     Timings,
 )
@@ -89,7 +89,7 @@ class RequestHeader(msgspec.Struct, array_like=True):
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
-    sampling: SamplingParams | None = None
+    sampling: SamplerParams | None = None
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):

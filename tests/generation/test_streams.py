@@ -217,7 +217,7 @@ def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_p
 
     async def scene() -> None:
         async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as used:
-            inner = used._open()
+            inner = used
             whole = inner.generate(prompts(), greedy)
             streams = [used.generate(row, greedy) for row in prompts()]
 
@@ -231,7 +231,7 @@ def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_p
             leaving = used.generate(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
             assert len((await anext(leaving)).token_ids) >= 1
             await leaving.aclose()
-            await until_idle(inner._engine._core)
+            await until_idle(inner.local.engine.core)
             check_nothing_is_held(inner)
 
     asyncio.run(scene())
