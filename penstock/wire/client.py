@@ -36,7 +36,7 @@ from penstock.wire.messages import (
     pack_requests,
     unpack_outcomes,
 )
-from penstock.wire.router import Leave, Listener, ListenerAdapter, Subscribers
+from penstock.wire.router import Subscribers
 from penstock.wire.shared_memory import MappedMemory, SharedMemoryInfo
 
 log = logging.getLogger("penstock.client")
@@ -44,8 +44,6 @@ log = logging.getLogger("penstock.client")
 
 class EngineClient(EngineHandle):
     """The connection to one engine process."""
-
-    constrains = True  # left for callers that ask whether grammars are possible
 
     def __init__(
         self, address: str, explain_unavailable: Callable[[], str] = lambda: "the engine is starting"
@@ -133,9 +131,6 @@ class EngineClient(EngineHandle):
                 self._cancel(request.id)
 
         return unsubscribe
-
-    def listen(self, request: Request, listener: Listener) -> Leave:
-        return self.stream(request, ListenerAdapter(listener))
 
     def _check_ready(self) -> None:
         if self._engine is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import queue
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from penstock import SamplingParams
 from penstock.engine.grammars import Grammars
 from penstock.errors import ModelLoadError
 from penstock.types import Grammar
-from penstock.wire.router import parts_of
+from tests.generation.fakes import asking
 from tests.generation.families import (
     FAMILIES,
     GREEDY,
@@ -30,6 +30,7 @@ from tests.generation.families import (
     reference,
     write,
 )
+from tests.generation.streams import read_stream
 from tests.parity.decoders import VOCABULARY, Family
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -140,16 +141,17 @@ def test_one_engine_embeds_and_generates_at_once(folders: dict[str, Path]) -> No
 @pytest.mark.parametrize("way", ["plain", "chunked", "preempted-cached"])
 def test_log_probabilities_of_prompts_are_those_of_transformers(way: str, folders: dict[str, Path]) -> None:
     name, rows = "llama", prompts()
-    asked = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, prompt_logprobs=2, logprobs=1)
+    asked = asking("asked", rows, 30, ignore_eos=True, prompt_logprobs=2, logprobs=1)
     with engine(folders[name], **WAYS[way]) as used:
+
+        async def read_beside_others() -> list[Any]:
+            others = asyncio.create_task(asyncio.to_thread(used.generate, rows, GREEDY))
+            parts = [part async for part in read_stream(used.local.engine, asked)]
+            await others
+            return parts
+
         used.generate(rows, GREEDY)  # prefixes are known, and must not be used
-        (first,) = used._requests(rows, asked, True, 0, "")
-        parts: list[Any] = []
-        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        used.local.engine.stream_all([first], lambda told: inbox.put(parts_of(told)))  # type: ignore[arg-type]
-        used.generate(rows, GREEDY)
-        while sum(part.finish is not None for part in parts) < len(rows):
-            parts += inbox.get(timeout=60)
+        parts = asyncio.run(read_beside_others())
         for number, row in enumerate(rows):
             mine = [part for part in parts if part.row == number]
             assert all(part.prompt_logprobs is None for part in mine[1:])

@@ -216,22 +216,25 @@ def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_p
     greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
     async def scene() -> None:
-        async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as used:
-            inner = used
-            whole = inner.generate(prompts(), greedy)
-            streams = [used.generate(row, greedy) for row in prompts()]
+        async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as engine:
 
-            async def read(stream: object) -> list[int]:
-                return [token async for part in stream for token in part.token_ids.tolist()]  # type: ignore[attr-defined]
+            async def read(prompt: list[int]) -> list[int]:
+                return [
+                    token_id
+                    async for delta in engine.generate_stream(prompt, greedy)
+                    for token_id in delta.token_ids
+                ]
 
-            got = await asyncio.gather(*(read(stream) for stream in streams))
-            assert got == [row.token_ids for row in whole]
-            check_nothing_is_held(inner)
+            completions = await engine.generate(prompts(), greedy)
+            streamed = await asyncio.gather(*map(read, prompts()))
+            assert streamed == [completion.token_ids for completion in completions]
+            await until_idle(engine.local.engine.core)
+            check_nothing_is_held(engine)
 
-            leaving = used.generate(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
+            leaving = engine.generate_stream(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
             assert len((await anext(leaving)).token_ids) >= 1
             await leaving.aclose()
-            await until_idle(inner.local.engine.core)
-            check_nothing_is_held(inner)
+            await until_idle(engine.local.engine.core)
+            check_nothing_is_held(engine)
 
     asyncio.run(scene())
