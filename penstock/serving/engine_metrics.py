@@ -89,6 +89,8 @@ PUBLISH_INTERVAL_S = 0.1
 
 
 class EngineMetrics:
+    """The metrics of one model in this process."""
+
     def __init__(self, model: str, shared_memory: SharedMemory | None = None) -> None:
         self._shared_memory = shared_memory
         self.shared_bytes = SHARED_BYTES.labels(model)

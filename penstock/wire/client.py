@@ -48,7 +48,7 @@ class EngineClient(EngineHandle):
     def __init__(
         self, address: str, explain_unavailable: Callable[[], str] = lambda: "the engine is starting"
     ) -> None:
-        """`explain_unavailable` says why the engine is not there; the text becomes part of a 503."""
+        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503."""
         self._address = address
         self._explain_unavailable = explain_unavailable
         self._subscribers = Subscribers()
@@ -58,7 +58,7 @@ class EngineClient(EngineHandle):
         self._name = secrets.token_hex(8)
         self._memory: MappedMemory | None = None  # the engine's shared memory, if it could be mapped
         self._released: deque[tuple[str, int]] = deque()  # memory and block, appended on any thread
-        self._engine: Ready | None = None  # what the engine says about itself; None: it is not there
+        self._engine: Ready | None = None  # None: not connected
 
     @property
     def ready(self) -> bool:
@@ -222,7 +222,10 @@ class EngineClient(EngineHandle):
             elif event == zmq.EVENT_DISCONNECTED:
                 self._on_readable()  # messages that it sent before
                 self._engine = None
-                self._fail_all("the engine process stopped while this request was in flight")
+                self._fail_all(
+                    "the engine process stopped while this request was in flight; "
+                    "it is being restarted, try again"
+                )
 
     def _send_hello(self) -> None:
         """Ask a new engine whether it is ready; it answers as soon as it is."""
@@ -234,5 +237,5 @@ class EngineClient(EngineHandle):
 
     def _fail_all(self, reason: str) -> None:
         """Fail all pending requests. Their rows are lost; the client may send them again."""
-        if failed := self._subscribers.fail_all(f"{reason}; it is being restarted, try again"):
-            log.warning("%s; %d requests fail", reason, failed)
+        if num_failed := self._subscribers.fail_all(reason):
+            log.warning("%d requests failed: %s", num_failed, reason)
