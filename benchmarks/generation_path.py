@@ -228,14 +228,14 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
             message = decode_to_engine(header)
             assert isinstance(message, Submit)
             assert not server._submit(b"api", message, frame)
-            taken += len(message.entries)
+            taken += len(message.requests)
 
     steps = 0
     while not all(task.done() for task in tasks):
         outcomes = spent.timed("core.step, all of it", core.step)
         if outcomes:
             spent.timed("answer (route, pack)", server._send_outcomes, outcomes)
-        spent.timed("metrics", metrics.turn, core)
+        spent.timed("metrics", metrics.publish, core)
         while down.sent:
             _, *frames = down.sent.popleft()
             up.inbox.append(frames)
@@ -274,7 +274,7 @@ def engine_process() -> None:
     server, metrics = EngineServer(launch.address), EngineMetrics("bench")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     core = make_engine(launch.engine, order["step_s"], server, metrics)
-    server.serve(core, Ready(os.getpid(), {}), metrics.turn)
+    server.serve(core, Ready(os.getpid(), {}), metrics.publish)
 
 
 @contextmanager
