@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import AttentionKind, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -47,7 +47,7 @@ class DebertaLayer:
         )
         self.output_norm = build.norm(prefix + "output.LayerNorm", hidden, eps)
 
-    def __call__(self, hidden: Tensor, fed: Rows, batch: Batch) -> tuple[Tensor, Rows]:
+    def __call__(self, hidden: Tensor, fed: Activations, batch: Batch) -> tuple[Tensor, Activations]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
         qkv = self.qkv(fed)
         if self.terms is None:

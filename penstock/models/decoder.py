@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.checkpoint.score import MARK_DIM
 from penstock.checkpoint.spec import is_causal, label_count, pooling_method, reward_labels
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -103,7 +103,7 @@ class DecoderAttention:
         self.layer = layer
         self.rotary = rotary
 
-    def __call__(self, hidden: Rows, batch: Batch, angles: Angles) -> Tensor:
+    def __call__(self, hidden: Activations, batch: Batch, angles: Angles) -> Tensor:
         """What `out` projects, [tokens, heads · dim]."""
         kind = self.generating if batch.generates else self.kind
         keep = None
@@ -140,8 +140,8 @@ class DecoderLayer:
             self.mlp_norm.feed(mlp.first)
 
     def __call__(
-        self, hidden: Tensor, normed: Rows, batch: Batch, angles: Angles, behind: RMSNorm
-    ) -> tuple[Tensor, Rows]:
+        self, hidden: Tensor, normed: Activations, batch: Batch, angles: Angles, behind: RMSNorm
+    ) -> tuple[Tensor, Activations]:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         out, context = self.attention.out, self.attention(normed, batch, angles)
         if self.last:
@@ -192,10 +192,10 @@ class Decoder:
             hidden.mul_(self.embedding_scale)
         angles = self.rotary.angles(batch)
         local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
-        normed: Rows = self.norms[0](hidden)
+        normed: Activations = self.norms[0](hidden)
         for layer, behind in zip(self.layers, self.norms[1:], strict=True):
             hidden, normed = layer(hidden, normed, batch, local if layer.sliding else angles, behind)
-        return plain(normed)
+        return dequantize(normed)
 
 
 def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -110,8 +110,8 @@ class EncoderLayer:
         self.widths = tuple(map(place_of, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
 
     def __call__(
-        self, hidden: Tensor, fed: Rows, batch: Batch, bias: ScoreBias | None
-    ) -> tuple[Tensor, Rows]:
+        self, hidden: Tensor, fed: Activations, batch: Batch, bias: ScoreBias | None
+    ) -> tuple[Tensor, Activations]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
         qkv, between, middle, last = batch.places(self.widths, hidden)
         context = attend_fused(self.qkv(fed, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
@@ -155,7 +155,7 @@ class Encoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        fed: Rows = hidden
+        fed: Activations = hidden
         for layer in self.layers:
             hidden, fed = layer(hidden, fed, batch, self.bias)
         return hidden

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import attend, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -98,7 +98,9 @@ class RotaryEncoderLayer:
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
         self.widths = tuple(map(place_of, (self.qkv, self.out, up, down)))
 
-    def __call__(self, hidden: Tensor, fed: Rows, batch: Batch, angles: Angles | None) -> tuple[Tensor, Rows]:
+    def __call__(
+        self, hidden: Tensor, fed: Activations, batch: Batch, angles: Angles | None
+    ) -> tuple[Tensor, Activations]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
         place, between, middle, last = batch.places(self.widths, hidden)
         qkv = self.qkv(fed, out=place)
@@ -149,7 +151,7 @@ class RotaryEncoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        fed: Rows = hidden
+        fed: Activations = hidden
         angles = None if self.rotary is None else self.rotary.angles(batch)
         for layer in self.layers:
             hidden, fed = layer(hidden, fed, batch, angles)

@@ -301,9 +301,9 @@ def test_steps_whose_kernels_are_only_compiled_tell_no_times(monkeypatch: pytest
     plan = plan_of(200, 300)
     key = graphs.key_of(plan)
     assert key is not None and [graphs.place(key, plan) for _ in range(USES)] == [None] * USES
-    monkeypatch.setattr(module, "compiling", lambda: True)
+    monkeypatch.setattr(module, "is_precompiling", lambda: True)
     graphs.observe(key, host_s=0.004, device_s=0.0001)
-    monkeypatch.setattr(module, "compiling", lambda: False)
+    monkeypatch.setattr(module, "is_precompiling", lambda: False)
     assert graphs.place(key, plan) is None, "nothing is known of it"
     graphs.observe(key, host_s=0.004, device_s=0.0001)
     assert graphs.place(key, plan) is not None
