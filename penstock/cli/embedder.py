@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from penstock.checkpoint.spec import describe, with_limit
+from penstock.checkpoint.spec import describe, with_max_model_len
 from penstock.cli.info import weight_files
 from penstock.cli.rows import Chunk
 from penstock.cli.vectors import Vectors
@@ -48,7 +48,7 @@ class Embedder:
         self._config = from_mapping(EngineConfig, engine)
         described = describe(self._config)
         self.settings = settle(self._config, described)
-        self.spec = with_limit(described, self.settings.max_model_len)
+        self.spec = with_max_model_len(described, self.settings.max_model_len)
         self.params = params
         self._options = options
         self._prompt = choose_prompt(self.spec, prompt_name=options.prompt_name, prompt=options.prompt)
@@ -132,7 +132,7 @@ class Embedder:
 
     def _check_lengths(self, rows: list[Ints], first: int) -> int:
         """How many rows are too long; refuses, by their number in the file, rows that cannot be used."""
-        limit, lengths = self.spec.limit, np.array([len(row) for row in rows])
+        limit, lengths = self.spec.max_model_len, np.array([len(row) for row in rows])
         if not lengths.all():
             raise BadValue(f"row {first + int(lengths.argmin())} has no tokens", param="input")
         long = lengths > limit

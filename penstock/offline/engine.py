@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.checkpoint.spec import ModelSpec, describe, with_limit
+from penstock.checkpoint.spec import ModelSpec, describe, with_max_model_len
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunker, Chunking, ChunkOptions
@@ -63,7 +63,7 @@ class Engine(Ranking, Generating):
         config = from_mapping(EngineConfig, {"model": model, **options})
         described = describe(config)
         settings = settle(config, described)
-        self.spec: ModelSpec = with_limit(described, settings.max_model_len)
+        self.spec: ModelSpec = with_max_model_len(described, settings.max_model_len)
         self.settings = settings
         self._processor = InputProcessor(self.spec, Tokenizer(self.spec.path))
         self._chunker = Chunker(self._processor)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import SparseSpec
+from penstock.checkpoint.sparse import SparseSpec
 from penstock.kernels.language import fused
 from penstock.kernels.splade import reduce_rows, squashed
 from penstock.layers.batch import Batch

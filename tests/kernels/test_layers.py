@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import SparseSpec
+from penstock.checkpoint.sparse import SparseSpec
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference
 from penstock.kernels.quantize import Quantized, Rows

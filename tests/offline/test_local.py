@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.config import EngineConfig, Machine, Resolved, resolve
+from penstock.config import EngineConfig, Machine, ModelFacts, Resolved, resolve
 from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue, Cancelled, EngineUnavailable
 from penstock.offline import local
@@ -17,7 +17,7 @@ from penstock.types import Outcome, PooledOutput, Request
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values
 from tests.helpers import make_request, make_spec
 
-SETTINGS = resolve(EngineConfig(device="null"), model_limit=16, machine=Machine(cpus=1, cuda=False))
+SETTINGS = resolve(EngineConfig(device="null"), ModelFacts(max_model_len=16), Machine(cpus=1, cuda=False))
 WAIT_S = 5
 
 
