@@ -26,7 +26,7 @@ from penstock.types import (
     PooledOutput,
     PoolingParams,
     Request,
-    SamplingParams,
+    SamplerParams,
     SequenceIds,
     Timings,
 )
@@ -74,7 +74,7 @@ class Entry(msgspec.Struct, array_like=True):
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
-    sampling: SamplingParams | None = None
+    sampling: SamplerParams | None = None
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):

@@ -1,4 +1,4 @@
-"""Bodies' parameters become `SamplingParams`, or a refusal that names the field and what would do."""
+"""Bodies' parameters become `SamplerParams`, or a refusal that names the field and what would do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import BadValue
 from penstock.inputs.generation import GenerationFields, TextInputs
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import Grammar, SamplingParams, Task
+from penstock.types import Grammar, SamplerParams, Task
 from tests.helpers import ints
 from tests.writing import LIMIT, text_spec, write_model
 
@@ -33,14 +33,14 @@ def fields(**given: Any) -> GenerationFields:
     return msgspec.convert(given, GenerationFields)
 
 
-def sampling(text: TextInputs, prompt: int = 3, **given: Any) -> SamplingParams:
+def sampling(text: TextInputs, prompt: int = 3, **given: Any) -> SamplerParams:
     how = {name: given.pop(name) for name in ("logprobs", "echo", "default_tokens") if name in given}
     return text.sampling(fields(**given), [ints([1] * prompt)], **how)
 
 
 def test_nothing_said_is_plain_sampling(text: TextInputs) -> None:
     eos = text.tokenizer.token_id("<|im_end|>")
-    assert sampling(text) == SamplingParams(max_tokens=16, eos_token_ids=(eos,))
+    assert sampling(text) == SamplerParams(max_tokens=16, eos_token_ids=(eos,))
 
 
 def test_everything_said_arrives(text: TextInputs) -> None:
@@ -49,7 +49,7 @@ def test_everything_said_arrives(text: TextInputs) -> None:
         presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"5": 200, "7": -1},
         allowed_token_ids=[3, 4], stop_token_ids=[9], ignore_eos=True, prompt_logprobs=3, logprobs=20,
     )  # fmt: skip
-    assert got == SamplingParams(
+    assert got == SamplerParams(
         max_tokens=9, min_tokens=2, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=11,
         presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={5: 100, 7: -1},
         allowed_token_ids=(3, 4), stop_token_ids=(9,), ignore_eos=True, prompt_logprobs=3, logprobs=20,
