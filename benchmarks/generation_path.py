@@ -41,7 +41,7 @@ from request_path import Figures, table
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.bench.load.sse import TokenStream
-from penstock.checkpoint.spec import describe, with_limit
+from penstock.checkpoint.spec import describe, with_max_model_len
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore
@@ -160,7 +160,7 @@ def make_engine(
 ) -> EngineCore:
     spec = describe(config)
     settings = settle(config, spec)
-    core = build_core(with_limit(spec, settings.max_model_len), settings, server.wake, metrics.step)
+    core = build_core(with_max_model_len(spec, settings.max_model_len), settings, server.wake, metrics.step)
     core.runner = WordRunner(words_of(config.model), step_s)  # type: ignore[assignment]
     return core
 
@@ -169,7 +169,7 @@ def make_app(config: EngineConfig, client: EngineClient) -> Any:
     spec = describe(config)
     tokenizer = Tokenizer(spec.path)
     model = ServedModel(
-        spec=with_limit(spec, config.max_model_len or spec.limit),
+        spec=with_max_model_len(spec, config.max_model_len or spec.max_model_len),
         processor=InputProcessor(spec, tokenizer),
         tokenizer=BatchTokenizer(tokenizer),
         client=client,

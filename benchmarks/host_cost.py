@@ -71,6 +71,7 @@ QWEN3 = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "hidden_act": "silu",
+    "is_causal": True,
 }
 MODELS = {"BERT-base": (bert, BERT), "XLM-R-large": (roberta, XLMR), "Qwen3-0.6B": (qwen3, QWEN3)}
 

@@ -171,7 +171,7 @@ def _report(job: Job, embedder: Embedder, tally: Tally, resumed_at: int, total: 
     if resumed_at:
         parts.append(f"{resumed_at:,} rows were done before")
     if tally.cut:
-        parts.append(f"{tally.cut:,} rows were cut at {embedder.spec.limit} tokens")
+        parts.append(f"{tally.cut:,} rows were cut at {embedder.spec.max_model_len} tokens")
     _say("; ".join(parts) + f" → {job.output}")
 
 

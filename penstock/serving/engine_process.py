@@ -17,7 +17,7 @@ from threading import Thread
 
 import msgspec
 
-from penstock.checkpoint.spec import with_limit
+from penstock.checkpoint.spec import with_max_model_len
 from penstock.engine.build import build_core
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
@@ -67,7 +67,7 @@ def main() -> None:
 
         metrics = EngineMetrics(launch.spec.name, server.memory)
         core = build_core(
-            with_limit(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
+            with_max_model_len(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )
     except PenstockError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201

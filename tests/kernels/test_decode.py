@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.blocks import BlockPool

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference, flash_attention, short_attention
 from penstock.kernels.pooling import METHODS, pool, pool_reference

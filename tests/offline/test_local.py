@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.config import EngineConfig, Machine, Resolved, resolve
+from penstock.config import EngineConfig, Machine, ModelFacts, Resolved, resolve
 from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue, EngineUnavailable
 from penstock.offline import local
@@ -21,7 +21,7 @@ from tests.generation.fakes import asking, continued, make_core
 from tests.generation.streams import QueuedTokens, read_stream
 from tests.helpers import make_request, make_spec
 
-SETTINGS = resolve(EngineConfig(device="null"), model_limit=16, machine=Machine(cpus=1, cuda=False))
+SETTINGS = resolve(EngineConfig(device="null"), ModelFacts(max_model_len=16), Machine(cpus=1, cuda=False))
 WAIT_S = 30
 
 
