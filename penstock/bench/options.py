@@ -11,6 +11,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from penstock.config import EngineConfig
+
+DEFAULT_BATCH_SIZE = 32
+
 
 class BackendName(enum.StrEnum):
     OPENAI_EMBEDDINGS = "openai-embeddings"
@@ -51,6 +55,12 @@ class Ramp(enum.StrEnum):
     EXPONENTIAL = "exponential"
 
 
+def one_of(names: type[enum.StrEnum]) -> str:
+    """The values that a flag accepts, for its help."""
+    *first, last = names
+    return f"One of {', '.join(first)} and {last}."
+
+
 def _in(panel: str) -> Any:
     def option(text: str, *names: str, metavar: str | None = None) -> Any:
         return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
@@ -58,16 +68,17 @@ def _in(panel: str) -> Any:
     return option
 
 
-_server, _data, _traffic, _body, _report, _compare, _engine, _quality = (
-    _in(panel)
-    for panel in ("Server", "Data", "Traffic", "Request body", "Report", "Comparison", "Engine", "Quality")
+_server, _data, _traffic, _body, _report, _compare, _quality = (
+    _in(panel) for panel in ("Server", "Data", "Traffic", "Request body", "Report", "Comparison", "Quality")
 )
 
 
 class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is sent, whichever server it goes to."""
 
-    backend: Annotated[BackendName, _server("The dialect to speak.")] = BackendName.OPENAI
+    backend: Annotated[BackendName, _server(f"API of the server. {one_of(BackendName)}", metavar="NAME")] = (
+        BackendName.OPENAI
+    )
     model: Annotated[str | None, _server("The model; by default the first that the server lists.")] = None
     served_model_name: Annotated[
         str | None, _server("The model's name in requests, where it differs from --model.")
@@ -200,16 +211,13 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs offline."""
+    """An engine that runs in this process. Peers read the fields that they have a counterpart for."""
 
-    model: Annotated[str | None, _engine("Folder or hub id; by default the embedded model.")] = None
-    device: Annotated[str, _engine("auto, cpu, cuda or cuda:N.")] = "auto"
-    dtype: Annotated[str, _engine("auto, float32, bfloat16 or float16.")] = "auto"
-    quantization: Annotated[
-        str | None, _engine("int8 on a CPU, for penstock and onnxruntime; fp8 on CUDA, for penstock.")
-    ] = None
-    threads: Annotated[int | None, _engine("CPU threads; by default all cores.")] = None
-    batch_size: Annotated[int, _engine("Texts in a batch, for backends that want to be told.")] = 32
+    config: EngineConfig = EngineConfig()
+    batch_size: int = DEFAULT_BATCH_SIZE  # of peers that do not form batches themselves
+
+    def unquantized(self) -> EngineOptions:
+        return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, quantization=None))
 
 
 class QualityOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,11 +228,11 @@ class QualityOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     beir: Annotated[str | None, _quality("Folder with corpus.jsonl, queries.jsonl, qrels.")] = None
     num_queries: Annotated[int | None, _quality("Only the first so many queries.")] = None
-    reference: Annotated[EmbedderName | None, _quality("Compare vectors with this engine's, by cosine.")] = (
-        None
-    )
+    reference: Annotated[
+        EmbedderName | None,
+        _quality(f"Engine whose vectors to compare with, by cosine. {one_of(EmbedderName)}", metavar="NAME"),
+    ] = None
     base_url: Annotated[str | None, _quality("Judge a running server, not an engine in this process.")] = None
-    served_model_name: Annotated[str | None, _quality("The model's name there.")] = None
     header: Annotated[list[str], _quality("Extra headers.", "--header", metavar="KEY=VALUE…")] = (
         msgspec.field(default_factory=list)
     )

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.bench.flags import SpreadCommand, with_flags
 from penstock.bench.options import (
+    DEFAULT_BATCH_SIZE,
     BodyOptions,
     ClientOptions,
     CompareOptions,
@@ -19,16 +19,22 @@ from penstock.bench.options import (
     ServerOptions,
     TextOptions,
     TrafficOptions,
+    one_of,
 )
+from penstock.cli.command import MultiValueCommand, with_options
+from penstock.cli.flags import ENGINE, EngineFields
+from penstock.config import EngineConfig, from_mapping
 from penstock.errors import BadValue
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure servers, the engine, its kernels, and the quality of results."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure servers, the engine, its kernels, and the quality of results.",
 )
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(ServerOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions)
+@app.command(cls=MultiValueCommand)
+@with_options(ServerOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions)
 def serve(
     server: ServerOptions,
     data: DataOptions,
@@ -56,8 +62,8 @@ def serve(
     raise typer.Exit(bench_serve(server, data, traffic, body, report))
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(ClientOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions, CompareOptions)
+@app.command(cls=MultiValueCommand)
+@with_options(ClientOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions, CompareOptions)
 def compare(
     client: ClientOptions,
     data: DataOptions,
@@ -74,17 +80,29 @@ def compare(
 
 Backends = Annotated[
     list[EmbedderName],
-    typer.Option("--backend", help="The engine; several, or a repeated flag, are measured in turn."),
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help=f"Engine to measure; give several to measure them in turn. {one_of(EmbedderName)}",
+    ),
+]
+BatchSize = Annotated[
+    int, typer.Option(min=1, help="Texts in a batch, for engines that do not form batches themselves.")
 ]
 OutputJson = Annotated[str | None, typer.Option(help="Write the figures of every round here.")]
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(EngineOptions, TextOptions)
+def _options(engine: EngineFields, batch_size: int) -> EngineOptions:
+    return EngineOptions(config=from_mapping(EngineConfig, engine), batch_size=batch_size)
+
+
+@app.command(cls=MultiValueCommand)
+@with_options(ENGINE, TextOptions)
 def throughput(
-    engine: EngineOptions,
+    engine: EngineFields,
     texts: TextOptions,
     backend: Backends = [EmbedderName.PENSTOCK],  # noqa: B006
+    batch_size: BatchSize = DEFAULT_BATCH_SIZE,
     rounds: Annotated[int, typer.Option(min=1, help="How often each engine takes its turn.")] = 3,
     num_warmups: Annotated[int, typer.Option(min=1, help="Texts before the clock starts.")] = 64,
     output_json: OutputJson = None,
@@ -92,14 +110,17 @@ def throughput(
     """Embed a set of texts offline, in one call, and print texts and tokens a second."""
     from penstock.bench.offline.speed import bench_throughput
 
-    raise typer.Exit(bench_throughput(backend, engine, texts, rounds, num_warmups, output_json))
+    raise typer.Exit(
+        bench_throughput(backend, _options(engine, batch_size), texts, rounds, num_warmups, output_json)
+    )
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(EngineOptions)
+@app.command(cls=MultiValueCommand)
+@with_options(ENGINE)
 def latency(
-    engine: EngineOptions,
+    engine: EngineFields,
     backend: Backends = [EmbedderName.PENSTOCK],  # noqa: B006
+    batch_size: BatchSize = DEFAULT_BATCH_SIZE,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens a text.")] = 32,
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="Iterations before the clock starts.")] = 10,
     num_iters: Annotated[int, typer.Option(min=1, help="Iterations.")] = 30,
@@ -108,25 +129,34 @@ def latency(
     """Embed one batch offline, over and over, and print how long it takes."""
     from penstock.bench.offline.speed import bench_latency
 
-    raise typer.Exit(bench_latency(backend, engine, input_len, num_iters_warmup, num_iters, output_json))
+    raise typer.Exit(
+        bench_latency(
+            backend, _options(engine, batch_size), input_len, num_iters_warmup, num_iters, output_json
+        )
+    )
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(EngineOptions, QualityOptions)
+@app.command(cls=MultiValueCommand)
+@with_options(ENGINE, QualityOptions)
 def quality(
-    engine: EngineOptions,
+    engine: EngineFields,
     options: QualityOptions,
     backend: Annotated[
-        EmbedderName, typer.Option(help="The engine to judge, unless --base-url names a server.")
+        EmbedderName,
+        typer.Option(
+            metavar="NAME",
+            help=f"Engine to evaluate, unless --base-url names a server. {one_of(EmbedderName)}",
+        ),
     ] = EmbedderName.PENSTOCK,
+    batch_size: BatchSize = DEFAULT_BATCH_SIZE,
 ) -> None:
     """Judge vectors and rankings: cosine to a reference, Spearman on pairs, nDCG@10, MRR and recall."""
     from penstock.bench.quality.run import bench_quality
 
-    raise typer.Exit(bench_quality(backend, engine, options))
+    raise typer.Exit(bench_quality(backend, _options(engine, batch_size), options))
 
 
-@app.command(cls=SpreadCommand)
+@app.command(cls=MultiValueCommand)
 def kernels(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",

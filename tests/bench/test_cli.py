@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.bench import serve as serve_module
-from penstock.bench.flags import spread
 from penstock.bench.options import BackendName, DatasetName
+from penstock.cli.command import repeat_flags
 from penstock.cli.main import app
 from tests.bench.stub import Stub, stub
 
@@ -247,7 +247,17 @@ def test_flags_that_make_no_sense_are_refused(
 
 def test_several_values_may_follow_one_flag() -> None:
     given = ["--goodput", "e2el:1", "ttft:2", "--header", "a=b", "--seed", "1"]
-    assert spread(given) == ["--goodput", "e2el:1", "--goodput", "ttft:2", "--header", "a=b", "--seed", "1"]
+    repeatable = {"--goodput", "--header"}
+    assert repeat_flags(given, repeatable) == [
+        "--goodput",
+        "e2el:1",
+        "--goodput",
+        "ttft:2",
+        "--header",
+        "a=b",
+        "--seed",
+        "1",
+    ]
 
 
 def test_a_sweep_prints_and_saves_its_points(server: Stub, prompts: Path, tmp_path: Path) -> None:

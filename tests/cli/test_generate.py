@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.cli.chat import Conversation
+from penstock.cli.generate import ChatOptions
 from penstock.cli.main import app
 from penstock.inputs.generation import GenerationFields, TextInputs
 from penstock.inputs.tokenizer import Tokenizer
@@ -180,12 +180,15 @@ def test_a_model_without_a_template_says_so(tmp_path: Path, monkeypatch: pytest.
     assert "no chat template" in error_of("chat", "x")
 
 
-def test_serve_reads_its_template_before_it_starts(tmp_path: Path) -> None:
-    from penstock.cli.serve import _template_text
+def test_serve_checks_its_chat_template_before_it_starts() -> None:
+    message = error_of("serve", "--device", "null", "--chat-template", "no-such-file")
+    assert "neither a file nor a template" in message
 
+
+def test_a_chat_template_is_a_text_a_file_or_a_name(tmp_path: Path) -> None:
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages }}")
-    assert _template_text(str(file)) == "{{ messages }}" and _template_text("rag") == "rag"
-    assert json.loads(json.dumps(_template_text(None))) is None
-    words = error_of("serve", "--device", "null", "--chat-template", "no-such-file")
-    assert "neither a file nor a template" in words
+    assert ChatOptions(chat_template=str(file)).template == "{{ messages }}"
+    assert ChatOptions(chat_template="{% raw %}").template == "{% raw %}"
+    assert ChatOptions(chat_template="rag").template == "rag"
+    assert ChatOptions().template is None
