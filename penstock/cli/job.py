@@ -123,7 +123,7 @@ def _kept_for_later(parts: Parts, *, resumable: bool) -> Iterator[None]:
         if not resumable or parts.rows == 0:
             parts.discard()
         elif not isinstance(error, ClientError):  # then the same flags can succeed
-            _say(f"{parts.rows:,} rows are safe in {parts.folder}; go on with --resume")
+            _say(f"{parts.rows:,} rows are safe in {parts.folder}; continue with --resume")
         raise
 
 

@@ -1,4 +1,4 @@
-"""`penstock doctor`: a status for every fact, no exceptions, and an exit code that says whether it can serve."""
+"""`penstock doctor`: a status for every fact, no exceptions, and an exit code that says whether it serves."""
 
 from __future__ import annotations
 
