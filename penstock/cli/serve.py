@@ -21,7 +21,7 @@ from penstock.cli.flags import (
 )
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
-from penstock.serving.child import begun_engine
+from penstock.serving.child import spawned_engine
 
 MAX_API_PROCESSES = 8  # more than a single engine can keep busy
 log = logging.getLogger("penstock.serve")
@@ -60,7 +60,7 @@ def serve(
     for flag in ignored:
         log.warning("%s changes nothing: %s", flag.name, flag.why)
     device = engine.get("device", EngineConfig().device)
-    with begun_engine(device) as begun:  # before the imports below, which take longer than its start
+    with spawned_engine(device) as begun:  # before the imports below: it starts meanwhile
         from penstock.checkpoint.spec import describe
         from penstock.serving.supervisor import Supervisor
 

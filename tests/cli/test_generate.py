@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 from penstock.cli.chat import Conversation
 from penstock.cli.generate import ChatOptions
 from penstock.cli.main import app
-from penstock.inputs.generation import GenerationFields, TextInputs
+from penstock.inputs.generation import GenerationFields
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.offline import writer as engine_writer
-from penstock.tasks.text_generator import Writer
+from penstock.offline import open as offline_open
+from penstock.offline.open import LocalModel
+from penstock.tasks.model import TextModel
 from penstock.types import Task
 from tests.cli.runs import error_of, invoke, read_jsonl, write_jsonl
 from tests.writing import ScriptedEngine, says, text_spec, write_model
@@ -39,12 +40,20 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
     scripted = ScriptedEngine(lambda prompt, copy: [*prompt[-2:], *said(prompt, copy)])
 
     @contextmanager
-    def opened(chat_template: str | None = None, **options: Any) -> Iterator[Writer]:
+    def opened(options: dict[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
         tasks = (Task.EMBED,) if options["model"] == "embedder" else (Task.GENERATE,)
-        yield Writer(scripted, TextInputs(text_spec(folder, tasks=tasks), tokenizer, chat_template))
+        yield local_model(scripted, folder, chat_template, tasks=tasks)
 
-    monkeypatch.setattr(engine_writer, "open_writer", opened)
+    monkeypatch.setattr(offline_open, "open_model", opened)
     return scripted
+
+
+def local_model(
+    engine: ScriptedEngine, folder: Path, chat_template: str | None = None, **changes: Any
+) -> LocalModel:
+    spec = text_spec(folder, **changes)
+    text = TextModel(spec, chat_template=chat_template)
+    return LocalModel(spec, cast(Any, None), text, cast(Any, engine))
 
 
 def tail(folder: Path, prompt: str) -> str:
@@ -156,8 +165,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: Path, engine: S
 
     engine.pause = Interrupted()  # type: ignore[assignment]
     console = Console(file=io.StringIO(), width=80)
-    writer = Writer(engine, TextInputs(text_spec(folder), tokenizer))
-    conversation = Conversation(writer, GenerationFields(), console)
+    conversation = Conversation(local_model(engine, folder), GenerationFields(), console)
     conversation._turn("hello")
     user, answer = conversation.messages
     assert user["content"] == "hello" and "the water was long and".startswith(answer["content"])
@@ -169,14 +177,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: Path, engine: S
 
 def test_a_model_without_a_template_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "bare", template=None)
-    tokenizer = Tokenizer(folder)
 
     @contextmanager
-    def opened(chat_template: str | None = None, **options: Any) -> Iterator[Writer]:
-        scripted = ScriptedEngine(says(tokenizer, "x"))
-        yield Writer(scripted, TextInputs(text_spec(folder), tokenizer, chat_template))
+    def opened(options: dict[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
+        yield local_model(ScriptedEngine(says(Tokenizer(folder), "x")), folder, chat_template)
 
-    monkeypatch.setattr(engine_writer, "open_writer", opened)
+    monkeypatch.setattr(offline_open, "open_model", opened)
     assert "no chat template" in error_of("chat", "x")
 
 
