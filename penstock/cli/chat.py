@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -90,6 +89,8 @@ class Conversation:
         texts: list[str] = []
         tokens, began_s = [0], time.monotonic()
         try:
+            import asyncio
+
             asyncio.run(self._answer(texts, tokens))
         except KeyboardInterrupt:
             self._console.print(" …", style="dim", end="")

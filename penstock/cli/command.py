@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, get_type_hints
 
 import msgspec
@@ -44,27 +45,33 @@ class StructGroup:
     def __init__(self, struct: type[msgspec.Struct]) -> None:
         self._struct = struct
         self._hints = get_type_hints(struct, include_extras=True)
-
-    @property
-    def names(self) -> set[str]:
-        return {name for field in self._struct.__struct_fields__ for name in self._names(field)}
-
-    def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
-        return [
+        self._parameters = [
             inspect.Parameter(
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=_default(field),
                 annotation=self._hints[field.name],
             )
-            for field in msgspec.structs.fields(self._struct)
+            for field in msgspec.structs.fields(struct)
         ]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for field in self._struct.__struct_fields__ for name in self._names(field)}
+
+    def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
+        return self._parameters
 
     def build(self, values: dict[str, Any]) -> Any:
         return self._struct(**{name: values[name] for name in self._struct.__struct_fields__})
 
     def _names(self, field: str) -> tuple[str, ...]:
         return _option_names(field, self._hints[field])
+
+
+@cache
+def _struct_group(struct: type[msgspec.Struct]) -> StructGroup:
+    return StructGroup(struct)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
@@ -89,7 +96,7 @@ def with_options(
 
     The decorated function takes the value of each group in order, then its own parameters by name.
     """
-    made = [StructGroup(group) if isinstance(group, type) else group for group in groups]
+    made = [_struct_group(group) if isinstance(group, type) else group for group in groups]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         own = list(inspect.signature(function).parameters.values())[len(made) :]

@@ -6,7 +6,6 @@ A check never raises: it reports what it cannot find out as a warning.
 from __future__ import annotations
 
 import enum
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -157,10 +156,12 @@ def _pip_install(unmet: list[UnmetRequirement]) -> str:
 
 def _unmet_requirements(extra: str | None) -> list[UnmetRequirement]:
     """The requirements of penstock, or of one of its extras, that are not met."""
+    from importlib import metadata
+
     from packaging.requirements import Requirement
 
     unmet = []
-    for text in importlib.metadata.requires("penstock") or []:
+    for text in metadata.requires("penstock") or []:
         requirement = Requirement(text)
         marker = requirement.marker
         always = marker is None or marker.evaluate({"extra": ""})
@@ -168,8 +169,8 @@ def _unmet_requirements(extra: str | None) -> list[UnmetRequirement]:
             continue
         name, specifier = requirement.name, str(requirement.specifier)
         try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
             unmet.append(UnmetRequirement(name, specifier, f"{name} is not installed"))
             continue
         if not requirement.specifier.contains(found, prereleases=True):
@@ -280,9 +281,11 @@ def _why_no_cuda(built_for: str | None) -> tuple[str, str]:
 
 
 def _triton() -> Iterator[Row]:
+    from importlib import metadata
+
     try:
-        yield Row("triton", Status.OK, importlib.metadata.version("triton"))
-    except importlib.metadata.PackageNotFoundError:
+        yield Row("triton", Status.OK, metadata.version("triton"))
+    except metadata.PackageNotFoundError:
         yield Row("triton", Status.MISSING, "not installed", "needed with CUDA only; comes with torch there")
 
 

@@ -93,6 +93,10 @@ class Flag:
     def all_names(self) -> tuple[str, ...]:
         return self.names or ("--" + self.field.replace("_", "-"),)
 
+    def names_beside(self, taken: frozenset[str]) -> tuple[str, ...]:
+        """This flag's name, and its other names unless another option of the command has them."""
+        return tuple(name for name in self.all_names if name == self.name or name not in taken)
+
 
 _JSON = "JSON"
 ENGINE_FLAGS: tuple[Flag, ...] = (
@@ -398,7 +402,7 @@ class ConfigFlags:
         self._is_offline = is_offline
 
     def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
-        made = [self._parameter(flag, taken) for flag in self.flags]
+        made = [self._parameter(flag, flag.names_beside(taken)) for flag in self.flags]
         return [_MODEL_ARGUMENT, *made] if self._takes_model_argument else made
 
     def build(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -433,8 +437,13 @@ class ConfigFlags:
             return json_object(flag.name, value)
         return value if flag.convert is None else flag.convert(value)
 
-    def _parameter(self, flag: Flag, taken: frozenset[str]) -> inspect.Parameter:
-        names = [name for name in flag.all_names if name == flag.name or name not in taken]
+    def _parameter(self, flag: Flag, names: tuple[str, ...]) -> inspect.Parameter:
+        key = (self.config, flag.field, names)
+        if key not in _parameters:
+            _parameters[key] = self._make_parameter(flag, list(names))
+        return _parameters[key]
+
+    def _make_parameter(self, flag: Flag, names: list[str]) -> inspect.Parameter:
         kind = self._flag_type(flag)
         if kind is bool or kind == bool | None:
             # Off by default needs only the flag that turns it on.
@@ -495,6 +504,7 @@ _MODEL_ARGUMENT = inspect.Parameter(
         typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False),
     ],
 )
+_parameters: dict[tuple[type, str, tuple[str, ...]], inspect.Parameter] = {}  # shared by all commands
 _enums: dict[tuple[str, ...], Any] = {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import sys
 from collections import deque
@@ -154,6 +153,8 @@ def generate(options: GenerateOptions, sampling: SamplingOptions, engine: Engine
     if options.system is not None and not options.chat:
         raise BadValue("--system needs --chat", param="--system")
     fields = sampling_fields(sampling, n=options.n)
+    import asyncio
+
     from penstock.offline.open import open_model
 
     with ExitStack() as stack:
@@ -209,6 +210,8 @@ class _Task:
 
     async def run(self, prompts: Iterable[str], out: TextIO, jsonl: bool) -> None:
         """Many at once, written in their order."""
+        import asyncio
+
         import orjson
 
         waiting: deque[asyncio.Task[list[dict[str, Any]]]] = deque()
