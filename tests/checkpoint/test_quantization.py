@@ -8,13 +8,7 @@ import pytest
 
 from penstock.checkpoint.quantization import block_format
 from penstock.errors import ModelLoadError
-
-GOOD: dict[str, Any] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-}
+from tests.checkpoint.block_fp8 import GOOD
 
 
 def test_nothing_said_is_nothing_stored() -> None:

@@ -31,7 +31,7 @@ from penstock.layers.fp8 import BlockLinear
 from penstock.layers.moe import ExpertShape, SparseMLP, _product
 from penstock.models.registry import build_model
 from penstock.weights.stream import DummySource
-from tests.checkpoint.test_quantization import GOOD
+from tests.checkpoint.block_fp8 import GOOD
 from tests.checkpoints import wordpiece_tokenizer, write_json
 
 pytestmark = [
@@ -196,7 +196,7 @@ def test_every_tile_of_the_product_of_blocks_runs() -> None:
 
 def test_a_stored_checkpoint_stays_near_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.gpu.test_decoders import make_rows
+    from tests.gpu.decoders import make_rows
     from tests.parity.blocks import write_blocks
 
     rows = [row[:256] for row in make_rows()]

@@ -14,7 +14,7 @@ from penstock.kernels.attention import (
     short_rows,
 )
 from penstock.layers import attention as layers
-from tests.layers.test_attention import ordered_batch
+from tests.layers.batches import ordered_batch
 
 SMALL = Tiles(32, 16, 4, 2)
 

@@ -28,7 +28,7 @@ from penstock.pooling.sparse import Splade
 from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
 from tests.helpers import make_spec
-from tests.layers.test_attention import ordered_batch
+from tests.layers.batches import ordered_batch
 
 CPU = torch.device("cpu")
 SIZES = {

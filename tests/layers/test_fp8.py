@@ -22,8 +22,7 @@ from penstock.models.encoder import Encoder
 from penstock.models.registry import build_model
 from penstock.weights.stream import open_weights
 from tests.checkpoints import write_bert
-from tests.layers.test_attention import ordered_batch
-from tests.layers.test_linear import draw
+from tests.layers.batches import draw, ordered_batch
 
 SHAPES = [(1, 32, 48), (7, 48, 32), (130, 768, 96), (33, 64, 1024)]  # tokens, in, out
 CONFIG = {
