@@ -49,7 +49,7 @@ def chunked(folder: Path, **options: Any) -> Engine:
 
 
 def check_no_memory_is_held(used: Engine) -> None:
-    core = used._engine._core
+    core = used.local.engine.core
     assert core.scheduler.chunking is not None
     pool = core.scheduler.chunking.pool
     pool.check()

@@ -31,4 +31,4 @@ def score_request(name: str, rows: list[list[int]], pairs: Ints, **more: object)
 
 
 def run(engine: Engine, request: Request) -> PooledOutput:
-    return engine._engine.submit(request).result(timeout=60)
+    return engine.local.engine.submit(request).result(timeout=60)

@@ -72,7 +72,7 @@ def test_a_cached_prefix_gives_the_vector_of_a_cold_one_and_is_counted(folder: P
     inputs = [prefix + row for row in rows([9, 20, 33], seed=6)]
     with engine(folder) as cold, chunked(folder, enable_prefix_caching=True) as warm:
         warm.embed([inputs[0]])
-        pool = warm._engine._core.scheduler.chunking.pool  # type: ignore[union-attr]
+        pool = warm.local.engine.core.scheduler.chunking.pool  # type: ignore[union-attr]
         before = pool.hit_tokens
         np.testing.assert_allclose(warm.embed(inputs), cold.embed(inputs), atol=1e-5)
         assert pool.hit_tokens - before >= 3 * 64

@@ -8,24 +8,24 @@ import numpy as np
 import torch
 
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 from tests.helpers import ints
 
 VOCAB, SLOTS = 37, 6
 CPU = torch.device("cpu")
 KINDS = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.9, seed=5),
-    SamplingParams(temperature=1.4, seed=5, top_k=6, top_p=0.8),
-    SamplingParams(temperature=1.0, seed=8, min_p=0.1, logprobs=3),
-    SamplingParams(temperature=0, repetition_penalty=1.6, presence_penalty=0.3, logprobs=0),
-    SamplingParams(temperature=1.0, seed=1, frequency_penalty=0.8),
-    SamplingParams(
+    SamplerParams(temperature=0),
+    SamplerParams(temperature=0.9, seed=5),
+    SamplerParams(temperature=1.4, seed=5, top_k=6, top_p=0.8),
+    SamplerParams(temperature=1.0, seed=8, min_p=0.1, logprobs=3),
+    SamplerParams(temperature=0, repetition_penalty=1.6, presence_penalty=0.3, logprobs=0),
+    SamplerParams(temperature=1.0, seed=1, frequency_penalty=0.8),
+    SamplerParams(
         temperature=0, bad_token_ids=((3,), (5, 9), (9, 5, 2, 1)), logit_bias={5: 2.0, 9: 2.0, 2: 2.0}
     ),
-    SamplingParams(temperature=1.0, seed=2, allowed_token_ids=(1, 2, 3, 30)),
-    SamplingParams(temperature=0, min_tokens=2, eos_token_ids=(4, 999), logit_bias={4: 9.0}),
-    SamplingParams(temperature=0, min_tokens=3, stop_token_ids=tuple(range(0, 37, 2))),
+    SamplerParams(temperature=1.0, seed=2, allowed_token_ids=(1, 2, 3, 30)),
+    SamplerParams(temperature=0, min_tokens=2, eos_token_ids=(4, 999), logit_bias={4: 9.0}),
+    SamplerParams(temperature=0, min_tokens=3, stop_token_ids=tuple(range(0, 37, 2))),
 ]
 
 
