@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.waiting import wait_until
+from tests.waiting import wait_until
 
 HOOKS = Path(__file__).parent / "hooks"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 ENGINE, API = "penstock.serving.engine_process", "penstock.api.process"
 _READY = re.compile(r"is ready at http://\S+:(\d+)")

@@ -14,7 +14,7 @@ from penstock import Engine
 from penstock.errors import ModelLoadError
 from tests.checkpoints import BERT_CONFIG, wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
 from tests.e2e.server import serving
-from tests.e2e.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 WORDS = len(wordpiece_vocabulary())
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.gates import Gates
 from tests.e2e.server import API, ENGINE, Server, serving
-from tests.e2e.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 RUNNING_ROWS, QUEUED_ROWS = "penstock_running_rows", "penstock_queue_rows"
 ROUTE = "/v1/embeddings"
