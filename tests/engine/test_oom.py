@@ -16,12 +16,10 @@ from penstock.engine.recovery.oom import Pressure, halves, tokens_of_rows
 from penstock.errors import DeviceFailed, DeviceOutOfMemory, EngineUnavailable, RowFailed
 from penstock.scheduler.scheduler import Share
 from penstock.types import Failure, PooledOutput, PoolingParams, StepPlan, StepResult
+from tests.engine.chunked import LENGTHS, check_no_memory_is_held, chunked, rows
 from tests.engine.fakes import ManualRunner, compute, expected_values, make_core, run_to_the_end
-from tests.engine.test_chunked import LENGTHS, check_no_memory_is_held, chunked, folder, rows
-from tests.engine.test_pairs import PAIRS, TEXTS, run, score_request
+from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
 from tests.helpers import ints, make_request
-
-__all__ = ["folder"]
 
 
 class SmallRunner:

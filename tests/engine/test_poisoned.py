@@ -31,11 +31,9 @@ from penstock.types import (
     StepResult,
     Task,
 )
-from tests.engine.test_chunked import check_no_memory_is_held, chunked, folder, rows
+from tests.engine.chunked import check_no_memory_is_held, chunked, rows
 from tests.generation.fakes import asking
 from tests.helpers import ints
-
-__all__ = ["folder"]
 
 BLOCK = 4
 PLACES = 64

@@ -219,7 +219,7 @@ def test_every_tile_of_the_product_of_blocks_runs() -> None:
 
 def test_a_stored_checkpoint_stays_near_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.gpu.test_decoders import make_rows
+    from tests.gpu.decoders import make_rows
     from tests.parity.blocks import write_blocks
 
     rows = [row[:256] for row in make_rows()]

@@ -26,7 +26,7 @@ from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
 from penstock.types import Request
 from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert
-from tests.gpu import test_decoders as decoders
+from tests.gpu import decoders
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,7 +27,7 @@ from penstock.sampling.plan import Column, SlotPlan
 from penstock.sampling.sampler import Sampler
 from penstock.types import SamplerParams
 from tests.helpers import ints
-from tests.sampling.test_plan import KINDS, SLOTS, Driver
+from tests.sampling.driver import KINDS, SLOTS, Driver
 
 VOCAB = TOKENS_PER_PROGRAM + 905  # two parts, the second one ragged
 
