@@ -17,7 +17,7 @@ from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
-from penstock.scheduler.vector_store import VectorPlaces
+from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import Grammar, PoolingParams
 
 MOST_GENERATING = (
@@ -39,7 +39,7 @@ def build_core(
     )
     loaded = load_runner(spec, settings)
     pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
-    chunking = lane = None
+    chunking = generation = None
     if settings.chunked:
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
     if settings.generates:
@@ -53,23 +53,23 @@ def build_core(
             vocabulary=spec.vocab_size,
             apart=settings.graphs,
         )
-        lane = GenerationScheduler(pool, limits)
-    places = None
+        generation = GenerationScheduler(pool, limits)
+    vector_cache = None
     if loaded.num_places:
-        places = VectorPlaces(
+        vector_cache = VectorCache(
             loaded.num_places,
             documents=settings.document_cache_bytes > 0,
             reuse=settings.share_identical,
         )
     return EngineCore(
         loaded.runner,
-        Scheduler(budget, chunking, places, lru_cache(1024)(partial(_token_bytes, spec))),
+        Scheduler(budget, chunking, vector_cache, lru_cache(1024)(partial(_token_bytes, spec))),
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,
         share_identical=settings.share_identical,
-        lane=lane,
-        grammars=None if lane is None else Grammars(_compiler(spec)),
+        generation=generation,
+        grammars=None if generation is None else Grammars(_compiler(spec)),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.engine.dedup import Deduplicator, some_rows
 from penstock.engine.fair_share import FairShare
 from penstock.engine.grammars import Grammars
-from penstock.engine.progress import Empty, Follower, Part, Progress, rows_of, sound
+from penstock.engine.progress import Allocate, Follower, Part, Progress, rows_of, sound
 from penstock.engine.recovery.oom import Pressure, halves
 from penstock.engine.recovery.poisoned import Rows, Spoiled, sound_rows, without
 from penstock.errors import (
@@ -34,7 +34,7 @@ from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Scheduler, Share
+from penstock.scheduler.scheduler import ScheduledRows, Scheduler
 from penstock.types import (
     Array,
     Comparison,
@@ -66,7 +66,7 @@ class StepStats:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
     plan: StepPlan
-    shares: list[Share]
+    shares: list[ScheduledRows]
     future: Future[StepResult]
     launched_s: float
     apart: bool  # nothing else is in flight
@@ -88,7 +88,7 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         observe: Callable[[StepStats], None] = lambda stats: None,
         share_identical: bool = True,
-        lane: GenerationScheduler | None = None,
+        generation: GenerationScheduler | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.runner = runner
@@ -97,24 +97,26 @@ class EngineCore:
         self.clock = clock
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
-        self.twins = Deduplicator() if share_identical else None
-        self.lane = lane  # of requests whose rows are continued
+        self.dedup = Deduplicator() if share_identical else None
+        self.generation = generation  # of requests whose rows are continued
         self.grammars = grammars  # of those that must follow one, before they join the lane
-        self.empty: Empty = np.empty  # where values of answers are to lie
+        self.allocate: Allocate = np.empty  # where values of answers are to lie
         self._turns = FairShare()
         self._progress: dict[str, Progress] = {}
         self._flights: deque[_Flight] = deque()
         self._relays = 0
         self._comparisons: dict[str, tuple[Comparison, Future[Array]]] = {}
-        self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart, in order
+        self._suspects: deque[list[ScheduledRows]] = (
+            deque()
+        )  # shares of failed steps, to be run apart, in order
         self._pressure = Pressure.of(scheduler.budget)
         self._lane_pressure = Pressure.of(scheduler.budget)
-        self.broken: DeviceFailed | None = None  # the device is lost: nothing can be run any more
+        self.device_failure: DeviceFailed | None = None  # the device is lost: nothing can be run any more
         self._block_size = scheduler.chunking.pool.block_size if scheduler.chunking else 0
 
     @property
     def busy(self) -> bool:
-        generating = (self.lane is not None and self.lane.busy) or self.grammars
+        generating = (self.generation is not None and self.generation.busy) or self.grammars
         return bool(self._progress or self._flights or self._comparisons or generating)
 
     @property
@@ -122,7 +124,7 @@ class EngineCore:
         """Memory of rows that go on over steps, where there is some."""
         if self.scheduler.chunking is not None:
             return self.scheduler.chunking.pool
-        return None if self.lane is None else self.lane.pool
+        return None if self.generation is None else self.generation.pool
 
     @property
     def running(self) -> int:
@@ -136,30 +138,30 @@ class EngineCore:
         if request.sampling is not None:
             self._continue(request)
             return
-        if self.twins is None or request.pairs is not None:
+        if self.dedup is None or request.pairs is not None:
             self.scheduler.add(request)
             self._begin(Progress.of(request))
             return
-        split = self.twins.split(request)
+        split = self.dedup.split(request)
         if split.job.num_rows:
             self.scheduler.add(split.job)
-        self._begin(self.twins.begin(request, split))
+        self._begin(self.dedup.begin(request, split))
 
     def _begin(self, progress: Progress) -> None:
-        progress.empty = self.empty
+        progress.allocate = self.allocate
         self._progress[progress.request.id] = progress
 
     def _continue(self, request: Request) -> None:
         """Into the lane; where there is a grammar, by way of its compiler."""
         assert request.sampling is not None
-        if self.lane is None:
+        if self.generation is None:
             raise NotPossible("this engine does not generate")
         if request.sampling.grammar is None:
-            self.lane.add(request)
+            self.generation.add(request)
         elif self.grammars is None:
             raise NotPossible("this engine does not constrain its output")
         else:
-            self.lane.check(request)
+            self.generation.check(request)
             self.grammars.begin(request, lambda: self.wake())
 
     def compare(self, comparison: Comparison) -> None:
@@ -175,25 +177,25 @@ class EngineCore:
             return
         if self.grammars is not None:
             self.grammars.cancel(request_id)
-        if self.lane is not None:
-            self.lane.cancel(request_id)
+        if self.generation is not None:
+            self.generation.cancel(request_id)
 
     def generates(self, request_id: str) -> bool:
         """Whether further tokens of this request may come."""
         compiling = self.grammars is not None and request_id in self.grammars
-        return compiling or (self.lane is not None and request_id in self.lane)
+        return compiling or (self.generation is not None and request_id in self.generation)
 
     def next_deadline_s(self) -> float | None:
         """When the next request is late, of those that have a deadline."""
-        waiting = self.scheduler.line.next_deadline_s()
-        generating = None if self.lane is None else self.lane.next_deadline_s()
+        waiting = self.scheduler.queue.next_deadline_s()
+        generating = None if self.generation is None else self.generation.next_deadline_s()
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
         return min((d for d in (waiting, generating, compiling) if d is not None), default=None)
 
     def check_integrity(self) -> None:
         """Nothing is held that no request has; called by tests when idle."""
-        if self.lane is not None:
-            self.lane.check_integrity()
+        if self.generation is not None:
+            self.generation.check_integrity()
         if not self.busy and self.scheduler.chunking is not None:
             self.scheduler.chunking.pool.check_integrity()
 
@@ -203,8 +205,8 @@ class EngineCore:
         outcomes += self._compiled()
         outcomes += self._collect()
         outcomes += self._compared()
-        if self.broken is not None:
-            return outcomes + self._give_up(self.broken)
+        if self.device_failure is not None:
+            return outcomes + self._give_up(self.device_failure)
         self._launch()
         return outcomes
 
@@ -220,7 +222,7 @@ class EngineCore:
             error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
             if (progress := self._progress.get(request.id)) is not None:
                 outcomes += self._fail(progress, error)
-        for request in () if self.lane is None else self.lane.expired(now):
+        for request in () if self.generation is None else self.generation.expired(now):
             error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
             outcomes.append(Failure(request.id, error))
         for request, why in () if self.grammars is None else self.grammars.expired(now):
@@ -229,18 +231,18 @@ class EngineCore:
 
     def _let_go_broken(self) -> list[Outcome]:
         """Requests of the lane that cannot go on."""
-        broken = {} if self.lane is None else self.lane.let_go()
+        broken = {} if self.generation is None else self.generation.let_go()
         return [Failure(request_id, why) for request_id, why in broken.items()]
 
     def _compiled(self) -> list[Outcome]:
         """Requests whose grammars are ready join the lane."""
         outcomes: list[Outcome] = []
         for request, found in () if self.grammars is None else self.grammars.ready():
-            assert self.lane is not None
+            assert self.generation is not None
             try:
                 if isinstance(found, PenstockError):
                     raise found
-                self.lane.add(request, found)
+                self.generation.add(request, found)
             except PenstockError as error:
                 outcomes.append(Failure(request.id, error))
         return outcomes
@@ -278,14 +280,14 @@ class EngineCore:
         return not last.future.done() or last.future.exception() is None
 
     @property
-    def starving(self) -> bool:
+    def can_fill_step(self) -> bool:
         """Whether enough is waiting to fill a step that could be launched now."""
-        return self.scheduler.line.tokens >= self.scheduler.budget.tokens and self._may_launch()
+        return self.scheduler.queue.tokens >= self.scheduler.budget.tokens and self._may_launch()
 
-    def _next_step(self) -> tuple[StepPlan, list[Share]] | None:
+    def _next_step(self) -> tuple[StepPlan, list[ScheduledRows]] | None:
         """Steps that pool and steps that generate take turns where both have work: tokens of a model may
         see each other in one and not in the other, and each kind keeps its fastest attention."""
-        if self.lane is None:
+        if self.generation is None:
             return self._pooling_step()
         turns = (self._pooling_step, self._generation_step)
         pool_first = self._suspecting or not self._turns.generates  # parts of a failed step before all else
@@ -296,16 +298,16 @@ class EngineCore:
 
     def _has_work(self, generates: bool) -> bool:
         if generates:
-            return self.lane is not None and self.lane.busy
-        return bool(len(self.scheduler.line))
+            return self.generation is not None and self.generation.busy
+        return bool(len(self.scheduler.queue))
 
-    def _generation_step(self) -> tuple[StepPlan, list[Share]] | None:
-        assert self.lane is not None
+    def _generation_step(self) -> tuple[StepPlan, list[ScheduledRows]] | None:
+        assert self.generation is not None
         # Rows that run apart and find no memory get what others leave.
-        plan = self.lane.schedule(self.clock(), begin=not self.scheduler.apart)
+        plan = self.generation.schedule(self.clock(), begin=not self.scheduler.apart)
         return None if plan is None else (plan, [])
 
-    def _pooling_step(self) -> tuple[StepPlan, list[Share]] | None:
+    def _pooling_step(self) -> tuple[StepPlan, list[ScheduledRows]] | None:
         if not (shares := self._next_shares()):
             return None
         now = self.clock()
@@ -315,7 +317,7 @@ class EngineCore:
                 progress.first_launch_s = now
         return build_plan(shares, self._block_size), shares
 
-    def _next_shares(self) -> list[Share]:
+    def _next_shares(self) -> list[ScheduledRows]:
         while self._suspects:
             shares = [s for s in self._suspects.popleft() if s.tables or self._wanted(s.request)]
             if shares:
@@ -337,10 +339,10 @@ class EngineCore:
             if self._pressure.now < self._pressure.full:
                 self._pressure.went_well()
                 self._set_budget()
-            if self.lane is not None and flight.plan.sample is not None:
+            if self.generation is not None and flight.plan.sample is not None:
                 self._lane_pressure.went_well()
-                self._set_lane_budget(self.lane)
-                outcomes += self.lane.collect(flight.plan, result)
+                self._set_lane_budget(self.generation)
+                outcomes += self.generation.collect(flight.plan, result)
                 outcomes += self._let_go_broken()
             else:
                 outcomes += self._hand_out(flight, result)
@@ -420,7 +422,7 @@ class EngineCore:
 
     def _recover(self, flight: _Flight, error: BaseException) -> list[Outcome]:
         if isinstance(error, DeviceFailed):
-            self.broken = error
+            self.device_failure = error
             return []
         if flight.plan.sample is not None:
             return self._relieve(flight.plan, error)
@@ -436,10 +438,10 @@ class EngineCore:
         self.scheduler.retract(flight.shares)
         return self._isolate(flight, behind, error)
 
-    def _spoil(self, flight: _Flight) -> list[Share]:
+    def _spoil(self, flight: _Flight) -> list[ScheduledRows]:
         """Rows of the steps in flight that stood on one that failed: what they give is dropped."""
         spoiled = Spoiled(flight.shares, self._block_size)
-        found: list[Share] = []
+        found: list[ScheduledRows] = []
         for later in self._flights:
             shares = without(spoiled.of(later.shares), later.lost)
             for share in shares:
@@ -449,10 +451,10 @@ class EngineCore:
         self.scheduler.retract(found)
         return found
 
-    def _begin_again(self, groups: list[list[Share]]) -> None:
+    def _begin_again(self, groups: list[list[ScheduledRows]]) -> None:
         """Run rows once more from their beginning, apart from all others; each row once."""
         seen: Rows = set()
-        wanted: list[list[Share]] = []
+        wanted: list[list[ScheduledRows]] = []
         for group in groups:
             wanted.append([])
             for share in group:
@@ -511,15 +513,15 @@ class EngineCore:
             progress.leave()
         outcomes += [Failure(key, error) for key in self._comparisons]
         self._comparisons.clear()
-        if self.lane is not None:
-            outcomes += [Failure(key, error) for key in self.lane.clear()]
+        if self.generation is not None:
+            outcomes += [Failure(key, error) for key in self.generation.clear()]
         if self.grammars is not None:
             outcomes += [Failure(key, error) for key in self.grammars.clear()]
         self._flights.clear()
         self._suspects.clear()
         return outcomes
 
-    def _isolate(self, flight: _Flight, behind: list[Share], error: BaseException) -> list[Outcome]:
+    def _isolate(self, flight: _Flight, behind: list[ScheduledRows], error: BaseException) -> list[Outcome]:
         """A step failed: run its requests again in halves until the one at fault stands alone. Rows that
         stood on it go with their request, or after all others."""
         shares = [s for s in without(flight.shares, flight.lost) if self._wanted(s.request)]
@@ -538,19 +540,19 @@ class EngineCore:
     def _relieve(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
         """A step that generates failed. Where memory ran out its rows begin again in smaller steps; else, or
         if it cannot be smaller, the request at fault is looked for."""
-        assert self.lane is not None
+        assert self.generation is not None
         full = isinstance(error, DeviceOutOfMemory)
         if full:
             self._lane_pressure.ran_out(plan.num_tokens)
-            self._set_lane_budget(self.lane)
+            self._set_lane_budget(self.generation)
             log.warning("a step of %d tokens ran out of memory: %s", plan.num_tokens, error)
         why = RowFailed(f"the step failed: {type(error).__name__}: {error}")
         blame = not full or plan.num_tokens == 1
-        return [Failure(request.id, why) for request in self.lane.failed(plan, blame=blame)]
+        return [Failure(request.id, why) for request in self.generation.failed(plan, blame=blame)]
 
-    def _set_lane_budget(self, lane: GenerationScheduler) -> None:
-        if lane.limits.tokens != self._lane_pressure.now:
-            lane.limits = replace(lane.limits, tokens=self._lane_pressure.now)
+    def _set_lane_budget(self, generation: GenerationScheduler) -> None:
+        if generation.limits.tokens != self._lane_pressure.now:
+            generation.limits = replace(generation.limits, tokens=self._lane_pressure.now)
 
     def _fail(self, progress: Progress, error: PenstockError) -> list[Outcome]:
         """End a request with an error. What others wanted of it is run for them."""
@@ -577,7 +579,7 @@ class EngineCore:
         other, rows = follower.progress, follower.rows
         self._relays += 1
         job = some_rows(other.request, rows, f"{other.request.id}~{self._relays}")
-        self.scheduler.line.join(job)
+        self.scheduler.queue.join(job)
         relay = Progress.of(job)
         relay.hidden = True
         relay.followers.append(Follower(other, rows, np.arange(len(rows), dtype=np.int32)))
@@ -586,8 +588,8 @@ class EngineCore:
     def _forget(self, progress: Progress, *, well: bool) -> None:
         del self._progress[progress.request.id]
         self.scheduler.ended(progress.request, well=well)
-        if self.twins is not None:
-            self.twins.forget(progress)
+        if self.dedup is not None:
+            self.dedup.forget(progress)
 
     def _stats(self, flight: _Flight, result: StepResult) -> StepStats:
         plan = flight.plan

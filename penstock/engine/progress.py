@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.types import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
 
-Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
 Part = Array | list[Array]  # what a slice gets of an output: its rows, or for each of them its tokens
 _NOTHING: Array = np.empty((0, 0), dtype=np.float32)
 
@@ -35,7 +35,7 @@ class Progress:
     hidden: bool = False  # run for its followers alone; nobody asked under this id
     kind: tuple[object, ...] = ()  # with `keys`, how others find the rows that they may follow
     keys: list[bytes] = field(default_factory=list)
-    empty: Empty = np.empty  # where its values are to lie
+    allocate: Allocate = np.empty  # where its values are to lie
 
     @classmethod
     def of(cls, request: Request, job: Request | None = None, source: Ints | None = None) -> Progress:
@@ -68,7 +68,7 @@ class Progress:
                 self._put(number, piece.rows[finished], part, self.job.num_rows)
 
     def _copied(self, array: Array) -> Array:
-        values = self.empty(array.shape, array.dtype)
+        values = self.allocate(array.shape, array.dtype)
         values[...] = array
         return values
 
@@ -76,14 +76,14 @@ class Progress:
         if not len(array):
             return  # rows that go on in later steps
         if (values := self.values[number]) is None:
-            values = self.values[number] = self.empty((size, *array.shape[1:]), array.dtype)
+            values = self.values[number] = self.allocate((size, *array.shape[1:]), array.dtype)
         values[places] = array
 
     def _put_runs(self, number: int, starts: Ints, rows: list[Array], size: int) -> None:
         """Tokens row by row to where each begins: every byte is copied once, however rows were ordered."""
         for start, row in zip(starts.tolist(), rows, strict=True):
             if (values := self.values[number]) is None:
-                values = self.values[number] = self.empty((size, *row.shape[1:]), row.dtype)
+                values = self.values[number] = self.allocate((size, *row.shape[1:]), row.dtype)
             values[start : start + len(row)] = row
 
     def spread(self) -> None:

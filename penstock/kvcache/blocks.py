@@ -25,7 +25,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self.hit_tokens = 0
-        self.asked_tokens = 0
+        self.lookup_tokens = 0
 
     @property
     def available(self) -> int:
@@ -66,7 +66,7 @@ class BlockPool:
             self._idle.pop(block, None)
             self._holders[block] += 1
             found.append(block)
-        self.asked_tokens += len(keys) * self.block_size
+        self.lookup_tokens += len(keys) * self.block_size
         self.hit_tokens += len(found) * self.block_size
         return found
 

@@ -107,8 +107,8 @@ class LocalEngine:
                     while True:
                         self._take(self._inbox.get_nowait())
                 self._settle(self._core.step())
-                if self._core.broken is not None:
-                    return self._stop(self._core.broken)
+                if self._core.device_failure is not None:
+                    return self._stop(self._core.device_failure)
         except BaseException as error:
             self._stop(error)
             raise

@@ -72,7 +72,7 @@ class GenerationLimits:
 
 
 @dataclass(slots=True, eq=False)
-class GeneratingRow:
+class SequenceState:
     """One prompt and where it stands; what changes every step lies in the lane's arrays."""
 
     request: Request
@@ -108,12 +108,12 @@ class GenerationScheduler:
         self.queued_tokens = 0
         self._now_s = 0.0
         slots = limits.rows
-        self._rows: list[GeneratingRow | None] = [None] * slots
+        self._rows: list[SequenceState | None] = [None] * slots
         self._free = list(range(slots - 1, -1, -1))
         self._running: list[int] = []  # slots, by place: the last one is the newest
-        self._paused: list[GeneratingRow] = []  # with a slot but no blocks, by place
-        self._waiting: list[GeneratingRow] = []  # with neither, by place
-        self._left: dict[str, list[GeneratingRow]] = {}  # request → rows that have not ended
+        self._paused: list[SequenceState] = []  # with a slot but no blocks, by place
+        self._waiting: list[SequenceState] = []  # with neither, by place
+        self._left: dict[str, list[SequenceState]] = {}  # request → rows that have not ended
         self._dated = False  # whether some of them may have a deadline
         self._suspects: list[str] = []  # requests of failed steps, each to be run apart
         self._count = itertools.count()
@@ -171,7 +171,7 @@ class GenerationScheduler:
         self.check(request)
         number = next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
-        rows = [GeneratingRow(request, row, (start, number, row)) for row in range(request.num_rows)]
+        rows = [SequenceState(request, row, (start, number, row)) for row in range(request.num_rows)]
         for row, constraint in zip(rows, constraints, strict=False):
             row.constraint = constraint
         self._left[request.id] = rows
@@ -341,7 +341,7 @@ class GenerationScheduler:
             self._suspects += [name for name in requests if name not in self._suspects]
         return []
 
-    def left_slots(self) -> list[int]:
+    def take_freed_slots(self) -> list[int]:
         """Slots that were given up since the last step was planned; the caller tells the sampler."""
         left, self._leaves = self._leaves, []
         return left
@@ -424,7 +424,7 @@ class GenerationScheduler:
                 return
             yield new.slot
 
-    def _admit(self, row: GeneratingRow) -> bool:
+    def _admit(self, row: SequenceState) -> bool:
         """Give a new row its slot and the blocks of its prompt."""
         slot, prompt, params = self._free[-1], row.prompt, row.sampling
         row.slot = slot
@@ -451,7 +451,7 @@ class GenerationScheduler:
         self._joins.append(Join(slot, params, prompt))
         return True
 
-    def _start(self, row: GeneratingRow) -> bool:
+    def _start(self, row: SequenceState) -> bool:
         """Blocks for all tokens of a row, those of a known prefix among them; the last token always runs."""
         slot, pool = row.slot, self.pool
         length = int(self._length[slot])
@@ -527,7 +527,7 @@ class GenerationScheduler:
                 self.broken[row.request.id] = error
         return tuple(out)
 
-    def _accepted(self, row: GeneratingRow, constraint: Constraint, token: int) -> bool:
+    def _accepted(self, row: SequenceState, constraint: Constraint, token: int) -> bool:
         """Whether the row's text is complete with this token."""
         try:
             constraint.accept(token)
@@ -552,7 +552,7 @@ class GenerationScheduler:
                     into[begin : begin + count] = some if some.ndim == 1 else some[:, : into.shape[1]]
             at += count
 
-    def _handed_out(self, row: GeneratingRow) -> _Extra:
+    def _handed_out(self, row: SequenceState) -> _Extra:
         """What was asked about a prompt, with the first token after it."""
         if row.scored or row.sampling.prompt_logprobs is None:
             return _NOTHING
@@ -587,14 +587,14 @@ class GenerationScheduler:
             self._named = slots, epochs
         return self._names
 
-    def _finish(self, row: GeneratingRow) -> None:
+    def _finish(self, row: SequenceState) -> None:
         rows = self._left[row.request.id]
         rows.remove(row)
         if not rows:
             del self._left[row.request.id]
         self._drop(row)
 
-    def _drop(self, row: GeneratingRow) -> None:
+    def _drop(self, row: SequenceState) -> None:
         """Free all that a row has; whatever of it is on its way is ignored when it comes."""
         if row.slot < 0:
             self._waiting.remove(row)
@@ -615,7 +615,7 @@ class GenerationScheduler:
         if slot not in self._leaves:
             self._leaves.append(slot)
 
-    def _join_again(self, row: GeneratingRow) -> None:
+    def _join_again(self, row: SequenceState) -> None:
         """The sampler may have counted tokens that nobody saw."""
         start, end = int(self._prompt[row.slot]), int(self._known[row.slot])
         output = self._tokens[row.slot, start:end].copy()
@@ -624,7 +624,7 @@ class GenerationScheduler:
         if row.slot not in self._leaves:
             self._leaves.append(row.slot)
 
-    def _pause(self, row: GeneratingRow) -> None:
+    def _pause(self, row: SequenceState) -> None:
         """Take a row's blocks; it begins again with all its tokens as prompt."""
         self._running.remove(row.slot)
         self.pool.release(row.blocks)
@@ -653,7 +653,7 @@ class GenerationScheduler:
         assert row is not None
         self._hold_all(row, blocks)
 
-    def _hold_all(self, row: GeneratingRow, blocks: list[int]) -> None:
+    def _hold_all(self, row: SequenceState, blocks: list[int]) -> None:
         at = len(row.blocks)
         row.blocks += blocks
         self._tables[row.slot, at : len(row.blocks)] = blocks
@@ -708,12 +708,12 @@ _Extra = tuple[Ints | None, NDArray[np.float32] | None, Ints | None]
 _NOTHING: _Extra = (None, None, None)
 
 
-def _room_for_scores(row: GeneratingRow) -> _Scores:
+def _room_for_scores(row: SequenceState) -> _Scores:
     count, wide = len(row.prompt) - 1, 1 + (row.sampling.prompt_logprobs or 0)
     return np.zeros((count, wide), np.int32), np.zeros((count, wide), np.float32), np.zeros(count, np.int32)
 
 
-def _insert(rows: list[GeneratingRow], row: GeneratingRow) -> None:
+def _insert(rows: list[SequenceState], row: SequenceState) -> None:
     bisect.insort(rows, row, key=lambda other: other.place)
 
 

@@ -34,7 +34,7 @@ class OpenRow:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """A request with rows still to run. `order` lists its rows by length; `cursor` is the next one."""
 
     request: Request
@@ -142,12 +142,12 @@ def _long_first(request: Request, rows: Ints) -> Ints:
     return np.lexsort((-lengths, rows >= request.num_queries)).astype(np.int32)
 
 
-class WaitingLine:
+class WaitingQueue:
     """Requests by place, with look-up by id and by deadline."""
 
     def __init__(self) -> None:
-        self._line: list[tuple[tuple[float, int], Waiting]] = []
-        self._by_id: dict[str, Waiting] = {}
+        self._line: list[tuple[tuple[float, int], QueuedRequest]] = []
+        self._by_id: dict[str, QueuedRequest] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # may name requests that have left
         self._count = itertools.count()
         self.tokens = 0
@@ -156,7 +156,7 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._line)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         return (waiting for _, waiting in self._line)
 
     def __contains__(self, request_id: str) -> bool:
@@ -175,7 +175,7 @@ class WaitingLine:
         else:
             order = _long_first(request, np.arange(request.num_rows, dtype=np.int32))
             ends = np.cumsum(request.lengths[order], dtype=np.int32)
-        waiting = Waiting(request, order, ends, place)
+        waiting = QueuedRequest(request, order, ends, place)
         if not self._line or place > self._line[-1][0]:
             self._line.append((place, waiting))
         else:
@@ -202,10 +202,10 @@ class WaitingLine:
                 del self._by_id[waiting.request.id]
         self._line[:visited] = stay
 
-    def find(self, request_id: str) -> Waiting | None:
+    def find(self, request_id: str) -> QueuedRequest | None:
         return self._by_id.get(request_id)
 
-    def remove(self, request_id: str) -> Waiting | None:
+    def remove(self, request_id: str) -> QueuedRequest | None:
         waiting = self._by_id.pop(request_id, None)
         if waiting is None:
             return None
@@ -214,7 +214,7 @@ class WaitingLine:
         del self._line[index]
         return waiting
 
-    def expired(self, now_s: float) -> list[Waiting]:
+    def expired(self, now_s: float) -> list[QueuedRequest]:
         """Remove and return the requests whose deadline has passed."""
         gone = []
         while self._deadlines and self._deadlines[0][0] <= now_s:

@@ -11,8 +11,8 @@ import numpy as np
 
 from penstock.errors import NotPossible, QueueFull
 from penstock.kvcache.blocks import BlockPool, prefix_keys
-from penstock.scheduler.queue import OpenRow, Waiting, WaitingLine
-from penstock.scheduler.vector_store import VectorPlaces, vector_counts
+from penstock.scheduler.queue import OpenRow, QueuedRequest, WaitingQueue
+from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import CachedVectors, Ints, PoolingParams, Request
 
 
@@ -33,7 +33,7 @@ class Chunking:
     prefixes: bool = False  # keep the keys and values of prefixes for later rows
 
 
-class Share(NamedTuple):
+class ScheduledRows(NamedTuple):
     """The rows that one request runs in the coming step: whole, or the tokens begins…ends of each."""
 
     request: Request
@@ -94,74 +94,76 @@ class Scheduler:
         self,
         budget: Budget,
         chunking: Chunking | None = None,
-        places: VectorPlaces | None = None,
+        vector_cache: VectorCache | None = None,
         token_bytes: Callable[[PoolingParams], int] = lambda params: 0,
     ) -> None:
         """`token_bytes` says how much leaves the engine for each token of a row that wants this."""
         self.budget = budget
         self.token_bytes = token_bytes
         self.chunking = chunking
-        self.places = places  # where requests with pairs keep their vectors
-        self.line = WaitingLine()
-        self.apart: deque[list[Waiting]] = deque()  # rows of failed steps, in groups that run before the line
+        self.vector_cache = vector_cache  # where requests with pairs keep their vectors
+        self.queue = WaitingQueue()
+        self.apart: deque[list[QueuedRequest]] = (
+            deque()
+        )  # rows of failed steps, in groups that run before the line
         self._finished: list[OpenRow] = []  # rows that end in the step being planned
 
     def add(self, request: Request) -> None:
         """Join the waiting line; `QueueFull` if it is too long. An empty line takes any request."""
-        if self.line.tokens and self.line.tokens + request.num_tokens > self.budget.queued_tokens:
+        if self.queue.tokens and self.queue.tokens + request.num_tokens > self.budget.queued_tokens:
             raise QueueFull(
-                f"{self.line.tokens} tokens are waiting and at most {self.budget.queued_tokens} may; "
+                f"{self.queue.tokens} tokens are waiting and at most {self.budget.queued_tokens} may; "
                 "try again shortly"
             )
         if request.pairs is not None:
             self._check_queries(request)
-        self.line.join(request)
+        self.queue.join(request)
 
     def ended(self, request: Request, *, well: bool) -> None:
         """Nothing of the request is left to run; `well` says that all of it succeeded."""
-        if self.places is not None and request.pairs is not None:
-            self.places.release(request.id, well=well)
+        if self.vector_cache is not None and request.pairs is not None:
+            self.vector_cache.release(request.id, well=well)
 
     def cancel(self, request_id: str) -> bool:
-        apart, waiting = self._take_apart(request_id), self.line.remove(request_id)
+        apart, waiting = self._take_apart(request_id), self.queue.remove(request_id)
         if apart is not None:
-            self.line.took(apart.tokens_left, apart.rows_left)
+            self.queue.took(apart.tokens_left, apart.rows_left)
             self._release(apart.open)
         if waiting is not None:
             self._release(waiting.open)
         return apart is not None or waiting is not None
 
     def expire(self, now_s: float) -> list[Request]:
-        late = self.line.expired(now_s)
+        late = self.queue.expired(now_s)
         for waiting in late:
             self._release(waiting.open)
         return [waiting.request for waiting in late]
 
-    def again(self, groups: Sequence[Sequence[Share]]) -> None:
+    def again(self, groups: Sequence[Sequence[ScheduledRows]]) -> None:
         """Rows whose step failed, or that stood on what it was to write, begin once more before all others:
         each group apart, the next when all of the one before it have been planned."""
         for shares in groups:
-            group: dict[str, Waiting] = {}
+            group: dict[str, QueuedRequest] = {}
             for share in shares:
                 name = share.request.id
                 group[name] = self._back(share, group.get(name) or self._take_apart(name))
             self.apart.append(list(group.values()))
 
-    def _back(self, share: Share, waiting: Waiting | None) -> Waiting:
+    def _back(self, share: ScheduledRows, waiting: QueuedRequest | None) -> QueuedRequest:
         """The rows of a share, with those of their request that run apart already: queries go first."""
-        request, line = share.request, self.line.find(share.request.id)
+        request, line = share.request, self.queue.find(share.request.id)
         if waiting is None:
-            waiting = Waiting(request, _NO_ROWS, _NO_ROWS, self.line.place(request), held=share.held)
+            waiting = QueuedRequest(request, _NO_ROWS, _NO_ROWS, self.queue.place(request), held=share.held)
         for closed in (waiting.close(share.rows), [] if line is None else line.close(share.rows)):
             self._release(closed)
-            self.line.took(sum(row.length - row.done for row in closed), len(closed))
-        self.line.sweep()
+            self.queue.took(sum(row.length - row.done for row in closed), len(closed))
+        self.queue.sweep()
         stored = 0 if share.stored is None else len(share.stored)
-        self.line.took(-int(request.lengths[share.rows].sum()), -len(share.rows) - stored)
+        self.queue.took(-int(request.lengths[share.rows].sum()), -len(share.rows) - stored)
         waiting.put_back(share.rows, share.stored)
         return waiting
 
-    def _take_apart(self, request_id: str) -> Waiting | None:
+    def _take_apart(self, request_id: str) -> QueuedRequest | None:
         for group in self.apart:
             for waiting in group:
                 if waiting.request.id == request_id:
@@ -174,7 +176,7 @@ class Scheduler:
         groups = [[waiting for waiting in group if waiting.rows_left] for group in self.apart]
         self.apart = deque(group for group in groups if group)
 
-    def retract(self, shares: list[Share]) -> None:
+    def retract(self, shares: list[ScheduledRows]) -> None:
         """The step of these shares did not run: no row may reuse what it was to write."""
         if self.chunking is None:
             return
@@ -186,7 +188,7 @@ class Scheduler:
                 if table is not None:
                     pool.retract(table[int(begin) // pool.block_size : pool.blocks_for(int(end))])
 
-    def schedule(self) -> list[Share]:
+    def schedule(self) -> list[ScheduledRows]:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be cut."""
         if self.apart:
             shares, _ = self._fill(self.apart[0])
@@ -194,19 +196,19 @@ class Scheduler:
                 shares, _ = self._fill(self.apart[0])
             self._sweep_apart()
         else:
-            shares, visited = self._fill(self.line)
+            shares, visited = self._fill(self.queue)
             if shares:
-                self.line.sweep(visited)
+                self.queue.sweep(visited)
         self._release(self._finished)
         self._finished = []
         return shares
 
-    def _fill(self, waits: Iterable[Waiting]) -> tuple[list[Share], int]:
+    def _fill(self, waits: Iterable[QueuedRequest]) -> tuple[list[ScheduledRows], int]:
         """The shares of a step, and how many of those that wait were asked."""
         budget, passed_over, visited = self.budget, 0, 0
         room = _Room(budget.tokens, budget.rows, budget.output_bytes)
-        shares: list[Share] = []
-        large: list[Waiting] = []
+        shares: list[ScheduledRows] = []
+        large: list[QueuedRequest] = []
         chunking, limited = self.chunking, budget.output_bytes > 0
         for waiting in waits:
             visited += 1
@@ -241,15 +243,15 @@ class Scheduler:
     def _close_line(self) -> bool:
         """Rows that are open in the line give their memory to those that run apart, and begin again later."""
         found = False
-        for waiting in self.line:
+        for waiting in self.queue:
             for row in waiting.close():
                 self._release([row])
-                self.line.took(-row.done, 0)
+                self.queue.took(-row.done, 0)
                 waiting.put_back(np.array([row.row], dtype=np.int32))
                 found = True
         return found
 
-    def _best_fits(self, large: list[Waiting], room: _Room) -> Iterator[Share]:
+    def _best_fits(self, large: list[QueuedRequest], room: _Room) -> Iterator[ScheduledRows]:
         """Of rows that would take more than half of what is left, the largest that fits: the first in line
         has its place already, and a step that is full costs as much to launch as one that is not."""
         while large and room.rows > 0:
@@ -263,7 +265,7 @@ class Scheduler:
             if (share := self._whole_rows(best, room, alone=False)) is not None:
                 yield share
 
-    def _whole_rows(self, waiting: Waiting, room: _Room, *, alone: bool) -> Share | None:
+    def _whole_rows(self, waiting: QueuedRequest, room: _Room, *, alone: bool) -> ScheduledRows | None:
         """Rows that run from end to end in this step."""
         before = waiting.tokens_taken
         taken = waiting.take(room.most, room.rows)
@@ -275,37 +277,37 @@ class Scheduler:
         if not len(taken) and stored is None:
             return None
         self._use(room, waiting.tokens_taken - before, len(taken), finished=len(taken))
-        return Share(waiting.request, taken, held=waiting.held, stored=stored)
+        return ScheduledRows(waiting.request, taken, held=waiting.held, stored=stored)
 
-    def _hold(self, waiting: Waiting) -> bool:
+    def _hold(self, waiting: QueuedRequest) -> bool:
         """Places for the vectors of a request with pairs. What is there already is not run again."""
-        assert self.places is not None
-        held = self.places.hold(waiting.request)
+        assert self.vector_cache is not None
+        held = self.vector_cache.hold(waiting.request)
         if held is None:
             return False  # it goes on when others have finished
         tokens, rows = waiting.hold(held)
-        self.line.took(tokens, rows)
+        self.queue.took(tokens, rows)
         return True
 
-    def _take_stored(self, waiting: Waiting) -> Ints | None:
+    def _take_stored(self, waiting: QueuedRequest) -> Ints | None:
         stored = waiting.take_stored()
         if stored is not None:
-            self.line.took(0, len(stored))
+            self.queue.took(0, len(stored))
         return stored
 
     def _check_queries(self, request: Request) -> None:
-        if self.places is None:
+        if self.vector_cache is None:
             raise NotPossible("this engine keeps no vectors to score against")
         queries = request.num_queries
-        if int(request.lengths[:queries].sum()) + queries <= self.places.size:
+        if int(request.lengths[:queries].sum()) + queries <= self.vector_cache.size:
             return  # whatever of them counts
         needed = int(vector_counts(request)[:queries].clip(min=1).sum())
-        if needed > self.places.size:
+        if needed > self.vector_cache.size:
             raise NotPossible(
-                f"the queries of one request have {needed} vectors; the store holds {self.places.size}"
+                f"the queries of one request have {needed} vectors; the store holds {self.vector_cache.size}"
             )
 
-    def _chunks(self, waiting: Waiting, room: _Room, chunking: Chunking) -> Share | None:
+    def _chunks(self, waiting: QueuedRequest, room: _Room, chunking: Chunking) -> ScheduledRows | None:
         """Open rows go on; further rows run whole where they fit, and are opened where they do not."""
         most = chunking.threshold
         pieces: list[_Chunk] = []
@@ -328,19 +330,19 @@ class Scheduler:
         if not pieces and stored is None:
             return None
         if not pieces:
-            return Share(waiting.request, _NO_ROWS, _NO_ROWS, _NO_ROWS, (), waiting.held, stored)
+            return ScheduledRows(waiting.request, _NO_ROWS, _NO_ROWS, _NO_ROWS, (), waiting.held, stored)
         rows, begins, ends = (
             np.array(column, dtype=np.int32) for column in list(zip(*pieces, strict=True))[:3]
         )
         tables = tuple(piece.blocks for piece in pieces)
-        return Share(waiting.request, rows, begins, ends, tables, waiting.held, stored)
+        return ScheduledRows(waiting.request, rows, begins, ends, tables, waiting.held, stored)
 
     @staticmethod
-    def _keeps(waiting: Waiting, length: int, chunking: Chunking) -> bool:
+    def _keeps(waiting: QueuedRequest, length: int, chunking: Chunking) -> bool:
         """Whether a row's keys are worth keeping although it fits into the step."""
         return chunking.prefixes and waiting.request.reuse_prefix and length > chunking.pool.block_size
 
-    def _open(self, waiting: Waiting, length: int, chunking: Chunking) -> OpenRow | None:
+    def _open(self, waiting: QueuedRequest, length: int, chunking: Chunking) -> OpenRow | None:
         """Begin a row that is kept: all its blocks at once, so that it can finish whatever comes."""
         pool, request = chunking.pool, waiting.request
         row = int(waiting.order[waiting.cursor])
@@ -357,12 +359,14 @@ class Scheduler:
             return None
         waiting.take(length, 1)
         done = len(blocks) * pool.block_size
-        self.line.took(done, 0)
+        self.queue.took(done, 0)
         begun = OpenRow(row, length, done, blocks + rest, keys)
         waiting.open.append(begun)
         return begun
 
-    def _advance(self, waiting: Waiting, row: OpenRow, most: int, chunking: Chunking, room: _Room) -> _Chunk:
+    def _advance(
+        self, waiting: QueuedRequest, row: OpenRow, most: int, chunking: Chunking, room: _Room
+    ) -> _Chunk:
         """Run some more tokens of an open row. Steps run in order, and within one each layer writes before
         it reads: so what a step writes may be published at once, and what it reads is free for the next."""
         count = min(row.length - row.done, most, room.tokens)
@@ -380,7 +384,7 @@ class Scheduler:
 
     def _use(self, room: _Room, tokens: int, rows: int, *, finished: int) -> None:
         room.use(tokens, rows)
-        self.line.took(tokens, finished)
+        self.queue.took(tokens, finished)
 
     def _release(self, rows: list[OpenRow]) -> None:
         if self.chunking is not None:

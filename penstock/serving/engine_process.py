@@ -75,8 +75,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.turn)
-    if core.broken is not None:
-        log.error("%s", core.broken.message)
+    if core.device_failure is not None:
+        log.error("%s", core.device_failure.message)
         logging.shutdown()
         os._exit(EXIT_DEVICE_FAILED)  # a lost device must not be tidied up
 

@@ -68,7 +68,7 @@ class EngineServer:
 
     def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], bool]) -> None:
         if self.arena is not None:
-            core.empty = self.arena.empty
+            core.allocate = self.arena.empty
             ready = msgspec.structs.replace(ready, shared=self.arena.shared)
         self._core, self._ready = core, ready
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
@@ -76,7 +76,7 @@ class EngineServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell_out.fileno(), zmq.POLLIN)
         shown = True
-        while core.broken is None and (not self._stopping or core.busy):
+        while core.device_failure is None and (not self._stopping or core.busy):
             if self._bell_out.fileno() in dict(poller.poll(self._patience_ms(shown))):
                 self._hush()
             self._answer(self._receive())
@@ -84,7 +84,7 @@ class EngineServer:
             if not core.busy:
                 self._told.clear()  # or the names of processes that have gone would stay
             shown = observe(core)
-        if core.broken is None:  # else its threads may wait for the device for ever
+        if core.device_failure is None:  # else its threads may wait for the device for ever
             core.close()
         else:
             time.sleep(self.LAST_WORDS_S)
@@ -130,7 +130,7 @@ class EngineServer:
                     self.arena.attach(sender, message.reader, message.pid)
                 elif isinstance(message, GivenBack):
                     self.arena.give_back(sender, message.blocks)
-            if self._core.starving:  # looked at behind each message, so that every turn takes one
+            if self._core.can_fill_step:  # looked at behind each message, so that every turn takes one
                 return refused
 
     def _submit(self, sender: bytes, message: Submit, frame: bytes) -> list[Outcome]:

@@ -89,9 +89,9 @@ def until(core: EngineCore, answers: Answers, condition: Callable[[], bool]) -> 
 
 
 def check_nothing_is_left(core: EngineCore) -> None:
-    assert not core.busy and core.lane is not None and core.grammars is not None
-    core.lane.check_integrity()
-    core.lane.pool.check_integrity()
+    assert not core.busy and core.generation is not None and core.grammars is not None
+    core.generation.check_integrity()
+    core.generation.pool.check_integrity()
     assert core.next_deadline_s() is None
 
 
@@ -102,7 +102,7 @@ def test_others_go_on_while_a_grammar_is_compiled(slow: Slow) -> None:
     core.add(asking("free", [[1, 2], [5]], 20))
     until(core, answers, lambda: len(answers.finished) == 2)
     assert answers.tokens == {("free", 0): continued([1, 2], 20), ("free", 1): continued([5], 20)}
-    assert core.busy and core.generates("bound") and core.lane is not None and not core.lane.busy
+    assert core.busy and core.generates("bound") and core.generation is not None and not core.generation.busy
     with pytest.raises(BadValue, match="already in use"):
         core.add(following("bound", "slow"))
     woken.clear()

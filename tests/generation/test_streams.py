@@ -157,9 +157,9 @@ def test_a_client_gets_every_part_and_one_that_leaves_frees_its_blocks(
         client.close()
 
     asyncio.run(scene())
-    assert core.lane is not None
-    core.lane.check_integrity()
-    core.lane.pool.check_integrity()
+    assert core.generation is not None
+    core.generation.check_integrity()
+    core.generation.pool.check_integrity()
 
 
 def test_two_clients_get_their_own_tokens_though_others_come_and_go(served: tuple[str, EngineCore]) -> None:
@@ -188,9 +188,9 @@ def test_two_clients_get_their_own_tokens_though_others_come_and_go(served: tupl
             client.close()
 
     asyncio.run(scene())
-    assert core.lane is not None
-    core.lane.check_integrity()
-    core.lane.pool.check_integrity()
+    assert core.generation is not None
+    core.generation.check_integrity()
+    core.generation.pool.check_integrity()
 
 
 def test_a_name_that_is_used_again_is_heard_by_its_new_owner(served: tuple[str, EngineCore]) -> None:

@@ -22,7 +22,7 @@ from penstock import AsyncEngine, Engine
 from penstock.engine.progress import rows_of
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_m3 as write_whole_m3
 from tests.parity.reference import FAMILIES, Vectors, make_texts, with_head, write_transformer
@@ -160,7 +160,7 @@ def test_a_step_of_mixed_rows_gives_each_what_it_gives_alone(tmp_path: Path) -> 
     with open_engine(folder, **SPLADE) as engine:
         runner = engine._engine._core.runner
         requests = [engine._processor.prepare(str(i), TEXTS[i::3], kind) for i, kind in enumerate(kinds)]
-        shares = [Share(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
+        shares = [ScheduledRows(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
         plan = build_plan(shares)
         mixed = rows_of(plan, runner.launch(plan).result().outputs)
         for share, (_, (values,)) in zip(shares, mixed, strict=True):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.errors import QueueFull
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.scheduler import Budget, Scheduler, Share
+from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from penstock.types import Request
 from tests.helpers import make_request
 
@@ -156,7 +156,7 @@ class Line(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_right(self) -> None:
-        line = self.scheduler.line
+        line = self.scheduler.queue
         assert line.tokens == sum(expected.tokens for expected in self.waiting.values())
         assert line.rows == sum(len(expected.rows) for expected in self.waiting.values())
         assert {waiting.request.id for waiting in line} == self.waiting.keys()
@@ -170,7 +170,7 @@ class Line(RuleBasedStateMachine):
         self.the_books_are_right()
 
     @staticmethod
-    def _check_budget(shares: list[Share]) -> None:
+    def _check_budget(shares: list[ScheduledRows]) -> None:
         rows = sum(len(share.rows) for share in shares)
         tokens = sum(int(share.request.lengths[share.rows].sum()) for share in shares)
         assert rows <= BUDGET.rows

@@ -5,7 +5,7 @@ import pytest
 from penstock.errors import QueueFull
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.scheduler import Budget, Chunking, Scheduler, Share
+from penstock.scheduler.scheduler import Budget, Chunking, ScheduledRows, Scheduler
 from penstock.types import PoolingParams, Request, Task
 from tests.helpers import make_request
 
@@ -14,15 +14,15 @@ def scheduler_of(tokens: int = 100, rows: int = 100, queued_tokens: int = 10**9)
     return Scheduler(Budget(tokens, rows, queued_tokens))
 
 
-def ids(shares: list[Share]) -> list[str]:
+def ids(shares: list[ScheduledRows]) -> list[str]:
     return [share.request.id for share in shares]
 
 
-def lengths(share: Share) -> list[int]:
+def lengths(share: ScheduledRows) -> list[int]:
     return share.request.lengths[share.rows].tolist()
 
 
-def drain(scheduler: Scheduler) -> list[list[Share]]:
+def drain(scheduler: Scheduler) -> list[list[ScheduledRows]]:
     steps = []
     while shares := scheduler.schedule():
         steps.append(shares)
@@ -172,7 +172,7 @@ def test_cancelling_an_unknown_request_changes_nothing() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("a", [10]))
     assert not scheduler.cancel("stranger")
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
+    assert (scheduler.queue.tokens, scheduler.queue.rows, len(scheduler.queue)) == (10, 1, 1)
 
 
 def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
@@ -181,7 +181,7 @@ def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
     scheduler.schedule()
     assert scheduler.cancel("a")
     assert scheduler.schedule() == []
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (0, 0, 0)
+    assert (scheduler.queue.tokens, scheduler.queue.rows, len(scheduler.queue)) == (0, 0, 0)
 
 
 def expired_ids(scheduler: Scheduler, now_s: float) -> list[str]:
@@ -231,12 +231,12 @@ def test_an_id_that_is_used_again_does_not_inherit_the_old_deadline() -> None:
 
 def test_the_next_deadline_is_the_earliest_of_those_who_wait() -> None:
     scheduler = scheduler_of()
-    assert scheduler.line.next_deadline_s() is None
+    assert scheduler.queue.next_deadline_s() is None
     scheduler.add(make_request("a", [10], deadline_s=7.0))
     scheduler.add(make_request("b", [10], deadline_s=3.0))
-    assert scheduler.line.next_deadline_s() == 3.0
+    assert scheduler.queue.next_deadline_s() == 3.0
     scheduler.cancel("b")
-    assert scheduler.line.next_deadline_s() == 7.0
+    assert scheduler.queue.next_deadline_s() == 7.0
 
 
 def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
@@ -244,7 +244,7 @@ def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
     for number in range(1000):
         scheduler.add(make_request(str(number), [10], deadline_s=1e6 + number))
         scheduler.schedule()
-    assert len(scheduler.line._deadlines) < 200
+    assert len(scheduler.queue._deadlines) < 200
 
 
 def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
@@ -253,8 +253,8 @@ def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
     with pytest.raises(QueueFull, match="60 tokens are waiting and at most 100"):
         scheduler.add(make_request("b", [41]))
     scheduler.add(make_request("c", [40]))
-    assert scheduler.line.tokens == 100
-    assert "b" not in scheduler.line
+    assert scheduler.queue.tokens == 100
+    assert "b" not in scheduler.queue
 
 
 def test_an_empty_line_takes_a_request_of_any_size() -> None:
@@ -270,7 +270,7 @@ def test_the_line_takes_requests_again_once_it_has_moved() -> None:
         scheduler.add(make_request("b", [50]))
     scheduler.schedule()
     scheduler.add(make_request("b", [50]))
-    assert scheduler.line.tokens == 100
+    assert scheduler.queue.tokens == 100
 
 
 def test_a_refused_request_leaves_no_trace() -> None:
@@ -280,7 +280,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
     with pytest.raises(QueueFull):
         scheduler.add(refused)
     assert expired_ids(scheduler, 2.0) == []
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
+    assert (scheduler.queue.tokens, scheduler.queue.rows, len(scheduler.queue)) == (10, 1, 1)
 
 
 def test_large_rows_are_chosen_so_that_they_fill_the_step_behind_the_first_in_line() -> None:
@@ -327,7 +327,7 @@ def test_a_row_beyond_the_bound_runs_whole_and_lets_no_other_in(chunked: bool) -
     scheduler = limited(chunked)
     scheduler.add(make_request("a", [30, 2], params=TOKENS))
     assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[30]], [[2]]]
-    assert scheduler.line.tokens == scheduler.line.rows == 0
+    assert scheduler.queue.tokens == scheduler.queue.rows == 0
 
 
 def test_a_row_that_is_cut_by_the_step_goes_on_whatever_leaves_it() -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.scheduler.scheduler import Budget, Share
+from penstock.scheduler.scheduler import Budget, ScheduledRows
 from penstock.types import Ints
 
 
-def halves(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
+def halves(shares: Sequence[ScheduledRows]) -> tuple[list[ScheduledRows], list[ScheduledRows]] | None:
     """Two parts of about as many tokens, to be run in this order; None for a row that cannot be divided.
 
     Queries come before the documents that are scored against them. A row is cut only where its keys are kept.
@@ -23,8 +23,8 @@ def halves(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
         return _cut(shares)
     ends = np.cumsum(lengths)
     at = int(np.argmin(np.abs(2 * ends[:-1] - ends[-1]))) + 1
-    first: list[Share] = []
-    second: list[Share] = []
+    first: list[ScheduledRows] = []
+    second: list[ScheduledRows] = []
     for share in shares:
         size = len(share.rows)
         if at >= size:
@@ -38,21 +38,21 @@ def halves(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
     return first, second
 
 
-def tokens_of_rows(share: Share) -> Ints:
+def tokens_of_rows(share: ScheduledRows) -> Ints:
     """How many tokens of each of its rows a share runs."""
     if share.begins is not None and share.ends is not None:
         return share.ends - share.begins
     return share.request.lengths[share.rows]
 
 
-def _queries_first(share: Share) -> Share:
+def _queries_first(share: ScheduledRows) -> ScheduledRows:
     if share.request.pairs is None or len(share.rows) < 2:
         return share
     order = np.argsort(share.rows >= share.request.num_queries, kind="stable")
     return part_of(share, order.astype(np.int32))
 
 
-def part_of(share: Share, which: slice | Ints) -> Share:
+def part_of(share: ScheduledRows, which: slice | Ints) -> ScheduledRows:
     """Some places of a share."""
     places = np.arange(len(share.rows))[which]
     return share._replace(
@@ -63,7 +63,7 @@ def part_of(share: Share, which: slice | Ints) -> Share:
     )
 
 
-def _cut(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
+def _cut(shares: Sequence[ScheduledRows]) -> tuple[list[ScheduledRows], list[ScheduledRows]] | None:
     """The tokens of one row in two steps. Shares without rows only read what is stored: they go last."""
     (share,) = [share for share in shares if len(share.rows)] or (None,)
     if share is None or share.begins is None or share.ends is None or share.tables[0] is None:

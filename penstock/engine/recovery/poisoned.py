@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.progress import Part, documents_of
 from penstock.engine.recovery.oom import part_of
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Array, Ints, Request, RowSlice
 
 Rows = set[tuple[Request, int]]
@@ -22,7 +22,7 @@ class Spoiled:
     if it is scored against a query that is lost. A block that another row has written since is sound again.
     """
 
-    def __init__(self, failed: Sequence[Share], block_size: int) -> None:
+    def __init__(self, failed: Sequence[ScheduledRows], block_size: int) -> None:
         self.block_size = max(1, block_size)
         self.rows: Rows = {(share.request, row) for share in failed for row in share.rows.tolist()}
         self._blocks: set[int] = set()
@@ -30,7 +30,7 @@ class Spoiled:
             for place in range(len(share.rows)):
                 self._blocks.update(self._memory(share, place)[1])
 
-    def of(self, shares: Sequence[Share]) -> list[Share]:
+    def of(self, shares: Sequence[ScheduledRows]) -> list[ScheduledRows]:
         """The rows of a later step that are lost, as shares of it."""
         found = []
         for share in shares:
@@ -41,7 +41,7 @@ class Spoiled:
                 found.append(part_of(share, which)._replace(stored=stored))
         return found
 
-    def _loses(self, share: Share, place: int) -> bool:
+    def _loses(self, share: ScheduledRows, place: int) -> bool:
         request, row = share.request, int(share.rows[place])
         read, written = self._memory(share, place)
         lost = (request, row) in self.rows or not self._blocks.isdisjoint(read)
@@ -60,7 +60,7 @@ class Spoiled:
         lost = [row >= first and (request, int(request.pairs[row - first])) in self.rows for row in rows]
         return rows[lost] if any(lost) else None
 
-    def _memory(self, share: Share, place: int) -> tuple[list[int], list[int]]:
+    def _memory(self, share: ScheduledRows, place: int) -> tuple[list[int], list[int]]:
         """The blocks that a row reads, and those that it writes."""
         table = share.tables[place] if share.tables else None
         if table is None or share.begins is None or share.ends is None:
@@ -69,7 +69,7 @@ class Spoiled:
         return table[: -(-begin // size)], table[begin // size : -(-end // size)]
 
 
-def without(shares: Sequence[Share], lost: Rows) -> list[Share]:
+def without(shares: Sequence[ScheduledRows], lost: Rows) -> list[ScheduledRows]:
     """What is left of the shares of a step; documents that are only scored count as its rows."""
     left = []
     for share in shares:

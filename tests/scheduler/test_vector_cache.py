@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduler.vector_store import VectorPlaces, vector_counts
+from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import PoolingParams, Request, Task
 
 
@@ -23,7 +23,7 @@ def request(name: str, queries: list[list[int]], documents: list[list[int]], **m
 
 
 def test_a_query_that_ended_well_is_found_again() -> None:
-    places = VectorPlaces(16)
+    places = VectorCache(16)
     first = places.hold(request("a", [[1, 2, 3]], [[9]]))
     assert first is not None and not first.ready.any() and first.starts[1] == -1
     again = places.hold(request("b", [[1, 2, 3]], [[8]]))
@@ -33,12 +33,12 @@ def test_a_query_that_ended_well_is_found_again() -> None:
     hit = places.hold(request("c", [[1, 2, 3]], [[7]]))
     assert hit is not None and hit.ready.tolist() == [True, False]
     assert hit.starts[0] == first.starts[0]
-    assert (places.query_hits, places.query_asked) == (1, 3)
+    assert (places.query_hits, places.query_lookups) == (1, 3)
     places.check_integrity()
 
 
 def test_what_failed_is_not_found() -> None:
-    places = VectorPlaces(16)
+    places = VectorCache(16)
     places.hold(request("a", [[1, 2, 3]], [[9]]))
     places.release("a", well=False)
     held = places.hold(request("b", [[1, 2, 3]], [[9]]))
@@ -46,7 +46,7 @@ def test_what_failed_is_not_found() -> None:
 
 
 def test_salts_and_attended_keys_keep_queries_apart() -> None:
-    places = VectorPlaces(64)
+    places = VectorCache(64)
     places.hold(request("a", [[1, 2]], [[9]]))
     places.release("a", well=True)
     for more in (
@@ -60,7 +60,7 @@ def test_salts_and_attended_keys_keep_queries_apart() -> None:
 
 
 def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
-    places = VectorPlaces(4, documents=True)
+    places = VectorCache(4, documents=True)
     held = places.hold(request("a", [[1, 2, 3]], [[5, 6]]))
     assert held is not None and held.starts.tolist() == [0, -1]
     assert places.hold(request("b", [[4, 4]], [[5]])) is None
@@ -73,7 +73,7 @@ def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
 def test_rows_without_a_counting_token_have_no_vectors() -> None:
     asked = request("a", [[1]], [[5, 6], [7]], keep=np.array([1, 0, 0, 1], dtype=np.int32))
     assert vector_counts(asked).tolist() == [1, 0, 1]
-    assert VectorPlaces(8, documents=True).hold(asked) is not None
+    assert VectorCache(8, documents=True).hold(asked) is not None
 
 
 ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size=1, max_size=3)
@@ -86,7 +86,7 @@ ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size=1,
 def test_no_place_is_lost_or_given_twice(
     steps: list[tuple[list[list[int]], list[list[int]], bool, bool]], size: int
 ) -> None:
-    places = VectorPlaces(size, documents=True)
+    places = VectorCache(size, documents=True)
     held: dict[str, dict[int, int]] = {}
     for number, (queries, documents, end_one, well) in enumerate(steps):
         if (got := places.hold(asked := request(f"r{number}", queries, documents))) is not None:
@@ -102,7 +102,7 @@ def test_no_place_is_lost_or_given_twice(
 
 
 def test_without_reuse_nothing_is_found_again() -> None:
-    places = VectorPlaces(16, reuse=False)
+    places = VectorCache(16, reuse=False)
     places.hold(request("a", [[1, 2, 3]], [[9]]))
     places.release("a", well=True)
     held = places.hold(request("b", [[1, 2, 3]], [[9]]))

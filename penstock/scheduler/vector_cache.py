@@ -24,15 +24,15 @@ class _Entry:
     published: bool = False
 
 
-class VectorPlaces:
+class VectorCache:
     """Holds ranges for requests. An entry is found by others once its request has ended well."""
 
     def __init__(self, size: int, *, documents: bool = False, reuse: bool = True) -> None:
         self.size = size
-        self.documents = documents and reuse  # whether vectors of documents are kept too
+        self.keeps_documents = documents and reuse  # whether vectors of documents are kept too
         self.reuse = reuse  # whether anything is found again
-        self.query_hits = self.query_asked = 0
-        self.document_hits = self.document_asked = 0
+        self.query_hits = self.query_lookups = 0
+        self.document_hits = self.document_lookups = 0
         self._free = FreeRanges(size)
         self._known: dict[_Key, _Entry] = {}
         self._idle: OrderedDict[int, _Entry] = OrderedDict()  # published and unused, oldest first; by start
@@ -44,7 +44,7 @@ class VectorPlaces:
         starts = np.full(request.num_rows, -1, dtype=np.int32)
         ready = np.zeros(request.num_rows, dtype=bool)
         queries = request.num_queries
-        rows = request.num_rows if self.documents else queries
+        rows = request.num_rows if self.keeps_documents else queries
         entries: list[_Entry] = []
         keys = self._keys(request, rows) if self.reuse else [()] * rows
         for row, key in enumerate(keys):
@@ -60,9 +60,9 @@ class VectorPlaces:
             starts[row] = entry.start
             entries.append(entry)
         self._of_request[request.id] = entries
-        self.query_asked += queries
+        self.query_lookups += queries
         self.query_hits += int(ready[:queries].sum())
-        self.document_asked += rows - queries
+        self.document_lookups += rows - queries
         self.document_hits += int(ready[queries:].sum())
         return CachedVectors(starts, lengths, ready)
 
