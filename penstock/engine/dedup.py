@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.content import contents, context
+from penstock.content import row_keys, scope
 from penstock.engine.progress import Follower, Progress
 from penstock.scheduler.ragged import runs
 from penstock.types import ONE_ROW, Ints, Request
@@ -38,7 +38,7 @@ class Deduplicator:
         kind = _kind(request)
         known = self._rows.get(kind, {})
         if request.num_rows == 1:
-            (key,) = contents(request)
+            (key,) = row_keys(request)
             leader = known.get(key)
             if leader is None or leader[0].request.priority > request.priority:
                 return Split(kind, request, None, [key], ONE_ROW, [])
@@ -46,7 +46,7 @@ class Deduplicator:
         first_rows: list[int] = []
         source = np.empty(request.num_rows, dtype=np.int32)
         found: dict[int, tuple[Progress, list[int], list[int]]] = {}
-        for row, key in enumerate(contents(request)):
+        for row, key in enumerate(row_keys(request)):
             leader = known.get(key)
             if leader is not None and leader[0].request.priority <= request.priority:
                 entry = found.setdefault(id(leader[0]), (leader[0], [], []))
@@ -114,7 +114,7 @@ def some_rows(request: Request, rows: Ints, request_id: str) -> Request:
 
 
 def _kind(request: Request) -> _Kind:
-    return (request.wants, *context(request))
+    return (request.wants, *scope(request))
 
 
 def _ints(values: list[int]) -> Ints:

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.content import PrefixKeys
 from penstock.errors import BadValue, PenstockError, QueueFull, RowFailed
-from penstock.kvcache.blocks import BlockPool, extend_keys, prefix_keys
+from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
 from penstock.types import (
@@ -56,7 +57,6 @@ class Constraint(Protocol):
 May = Callable[[str | None], bool]  # whether a request may run
 _UNSOUND = "the model gave logits that are not finite"
 _NOTHING_LEFT = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
-_SALT = "generate\0"  # blocks of rows that are pooled are not mixed with those of rows that are continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class SequenceState:
     place: Place
     slot: int = -1  # none yet
     blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks
+    prefix_keys: PrefixKeys | None = None  # of its full blocks, while it holds blocks
     queued_s: float = 0.0
     constraint: Constraint | None = None
     prompt_scores: _Scores | None = None  # of its prompt, where asked for, filled chunk by chunk
@@ -455,19 +455,17 @@ class GenerationScheduler:
         """Blocks for all tokens of a row, those of a known prefix among them; the last token always runs."""
         slot, pool = row.slot, self.pool
         length = int(self._length[slot])
-        keys, found = [], []
+        keys = PrefixKeys(row.request, row.row, pool.block_size)
+        found: list[int] = []
         if self.limits.prefixes and (row.scored or row.sampling.prompt_logprobs is None):
-            keys = prefix_keys(
-                self._tokens[slot, : length - 1], pool.block_size, _SALT + row.request.cache_salt
-            )
-            found = pool.match(keys)
+            found = pool.match(keys.extend(self._tokens[slot, : length - 1]))
         needed = pool.blocks_for(length) - len(found)
         spare = min(len(self._running), pool.num_blocks // 64)  # so that it need not give way at once
         rest = pool.allocate(needed) if needed + spare <= pool.available else None
         if rest is None:
             pool.release(found)
             return False
-        row.blocks, row.keys = [], keys
+        row.blocks, row.prefix_keys = [], keys
         self._held[slot], self._published[slot] = 0, len(found)
         self._hold_all(row, found + rest)
         self._done[slot] = len(found) * pool.block_size
@@ -628,7 +626,7 @@ class GenerationScheduler:
         """Take a row's blocks; it begins again with all its tokens as prompt."""
         self._running.remove(row.slot)
         self.pool.release(row.blocks)
-        row.blocks, row.keys = [], []
+        row.blocks, row.prefix_keys = [], None
         self._held[row.slot] = self._done[row.slot] = 0
         self._visit[row.slot] += 1
         _insert(self._paused, row)
@@ -642,10 +640,10 @@ class GenerationScheduler:
         for i in np.flatnonzero(live & (ends // size > self._published[slots])).tolist():
             slot, full = int(slots[i]), int(ends[i]) // size
             row = self._rows[slot]
-            assert row is not None
-            extend_keys(row.keys, self._tokens[slot, : full * size], size, _SALT + row.request.cache_salt)
+            assert row is not None and row.prefix_keys is not None
+            keys = row.prefix_keys.extend(self._tokens[slot, : full * size])
             for block in range(int(self._published[slot]), full):
-                self.pool.publish(row.blocks[block], row.keys[block])
+                self.pool.publish(row.blocks[block], keys[block])
             self._published[slot] = full
 
     def _hold(self, slot: int, blocks: list[int]) -> None:

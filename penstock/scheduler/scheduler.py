@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.content import PrefixKeys
 from penstock.errors import NotPossible, QueueFull
-from penstock.kvcache.blocks import BlockPool, prefix_keys
+from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.queue import OpenRow, QueuedRequest, WaitingQueue
 from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import CachedVectors, Ints, PoolingParams, Request
@@ -351,7 +352,7 @@ class Scheduler:
         if self._keeps(waiting, length, chunking):
             start = int(request.starts[row])
             tokens = request.token_ids[start : start + length - 1]  # the last token is always computed
-            keys = prefix_keys(tokens, pool.block_size, request.cache_salt)
+            keys = PrefixKeys(request, row, pool.block_size).extend(tokens)
             blocks = pool.match(keys)
         rest = pool.allocate(pool.blocks_for(length) - len(blocks))
         if rest is None:

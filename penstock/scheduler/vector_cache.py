@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.content import contents, context
+from penstock.content import row_keys, scope
 from penstock.free_ranges import FreeRanges
 from penstock.types import CachedVectors, Ints, Request
 
@@ -69,8 +69,8 @@ class VectorCache:
     @staticmethod
     def _keys(request: Request, rows: int) -> list[_Key]:
         """By which the first rows are found again."""
-        shared = context(request)
-        return [(content, request.params.late, *shared) for content in contents(request)[:rows]]
+        shared = (request.params.late, *scope(request))
+        return [(key, *shared) for key in row_keys(request)[:rows]]
 
     def release(self, request_id: str, *, well: bool) -> None:
         """The request has ended; `well` says that its vectors can be relied on."""

@@ -23,6 +23,7 @@ from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.types import GeneratedTokens, StepPlan
 from tests.generation import fakes
 from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
+from tests.helpers import ints
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
 
@@ -256,4 +257,20 @@ def test_a_lost_device_fails_all_that_generate() -> None:
     core.add(asking("b", [[4]], 20))
     run(core, answers)
     assert answers.failed.keys() == {"a", "b"} and core.device_failure is core.runner.error
+    check_idle(core)
+
+
+def test_sequences_with_different_adapters_share_no_prefix_block() -> None:
+    core, answers = make_core(blocks=60), Answers()
+    assert core.generation is not None
+    pool = core.generation.pool
+    hits = []
+    for name, adapters in (("a", None), ("b", [0]), ("c", [1]), ("d", [1])):
+        request = asking(name, [list(range(20))], 3)
+        request.adapters = None if adapters is None else ints(adapters)
+        before = pool.hit_tokens
+        core.add(request)
+        run(core, answers)
+        hits.append(pool.hit_tokens - before)
+    assert hits == [0, 0, 0, 16]
     check_idle(core)

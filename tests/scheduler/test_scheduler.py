@@ -4,10 +4,11 @@ import pytest
 
 from penstock.errors import QueueFull
 from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.scheduler import Budget, Chunking, ScheduledRows, Scheduler
-from penstock.types import PoolingParams, Request, Task
-from tests.helpers import make_request
+from penstock.types import PoolingParams, Request, SamplingParams, Task
+from tests.helpers import ints, make_request
 
 
 def scheduler_of(tokens: int = 100, rows: int = 100, queued_tokens: int = 10**9) -> Scheduler:
@@ -343,3 +344,45 @@ def test_further_outputs_of_a_row_count_too() -> None:
     request.also = (TOKENS, TOKENS)
     scheduler.add(request)
     assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[5]], [[5]]]
+
+
+def prefix_caching_scheduler(pool: BlockPool) -> Scheduler:
+    return Scheduler(Budget(100, 100, 10**9), Chunking(pool, 100, prefixes=True))
+
+
+def run_with_prefixes(scheduler: Scheduler, request: Request) -> tuple[int, ...]:
+    """Run a request of one row whole; the number of its tokens that came from the prefix cache."""
+    request.reuse_prefix = True
+    scheduler.add(request)
+    (step,) = drain(scheduler)
+    assert step[0].begins is not None
+    return tuple(step[0].begins.tolist())
+
+
+def test_rows_of_equal_tokens_share_the_blocks_of_their_prefix() -> None:
+    scheduler = prefix_caching_scheduler(BlockPool(64, 4))
+    assert run_with_prefixes(scheduler, make_request("a", [17])) == (0,)
+    assert run_with_prefixes(scheduler, make_request("b", [17])) == (16,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("adapters", [0]), ("adapters", [1]), ("type_ids", [1] * 17), ("keys", [9])], ids=str
+)
+def test_rows_whose_hidden_states_differ_share_no_prefix_block(name: str, value: list[int]) -> None:
+    scheduler = prefix_caching_scheduler(BlockPool(64, 4))
+    run_with_prefixes(scheduler, make_request("a", [17]))
+    for again, cached in (("b", 0), ("c", 16)):
+        request = make_request(again, [17])
+        setattr(request, name, ints(value))
+        assert run_with_prefixes(scheduler, request) == (cached,)
+
+
+def test_rows_that_generate_share_no_prefix_block_with_rows_that_are_pooled() -> None:
+    pool = BlockPool(64, 4)
+    run_with_prefixes(prefix_caching_scheduler(pool), make_request("a", [17]))
+    generation = GenerationScheduler(pool, GenerationLimits(4, 100, 100, 64, 1000))
+    request = make_request("b", [17], params=PoolingParams(Task.GENERATE))
+    request.sampling = SamplingParams(max_tokens=2)
+    generation.add(request)
+    assert generation.schedule(0.0) is not None
+    assert pool.hit_tokens == 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import PoolingParams, Request, Task
+from tests.helpers import ints
 
 
 def request(name: str, queries: list[list[int]], documents: list[list[int]], **more: object) -> Request:
@@ -45,18 +49,27 @@ def test_what_failed_is_not_found() -> None:
     assert held is not None and not held.ready.any()
 
 
-def test_salts_and_attended_keys_keep_queries_apart() -> None:
-    places = VectorCache(64)
-    places.hold(request("a", [[1, 2]], [[9]]))
-    places.release("a", well=True)
-    for more in (
+@pytest.mark.parametrize(
+    "more",
+    [
         {"cache_salt": "x"},
-        {"keys": np.array([1, 1], dtype=np.int32)},
-        {"adapters": np.array([1, 1], dtype=np.int32)},
-    ):
-        held = places.hold(request("b", [[1, 2]], [[9]], **more))
-        assert held is not None and not held.ready.any()
-        places.release("b", well=False)
+        {"keys": [1, 1]},
+        {"adapters": [1, 1]},
+        {"type_ids": [0, 0, 1]},
+        {"skip": [1, 0]},
+        {"keep": [1, 0, 1]},
+    ],
+    ids=str,
+)
+def test_rows_of_other_content_share_no_vectors(more: dict[str, Any]) -> None:
+    cache = VectorCache(64, documents=True)
+    changes = {name: ints(value) if isinstance(value, list) else value for name, value in more.items()}
+    cache.hold(request("a", [[1, 2]], [[9]]))
+    cache.release("a", well=True)
+    for name, cached in (("b", [False, False]), ("c", [True, True])):
+        held = cache.hold(request(name, [[1, 2]], [[9]], **changes))
+        assert held is not None and held.ready.tolist() == cached
+        cache.release(name, well=True)
 
 
 def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
