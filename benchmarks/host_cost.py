@@ -228,7 +228,7 @@ def scores(rounds: int) -> dict[str, float]:
         at.append(time.perf_counter_ns())
         ended = [share.request for share in shares if scheduler.queue.find(share.request.id) is None]
         for request in ended:
-            scheduler.ended(request, well=True)
+            scheduler.finish(request, succeeded=True)
         at.append(time.perf_counter_ns())
         for name, began, end in zip(list(spent)[1:], at, at[1:], strict=False):
             spent[name].append(end - began)

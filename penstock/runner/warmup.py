@@ -112,7 +112,7 @@ def warm_up_generation(runner: Runner, sampler: Leaves, num_blocks: int, max_tok
     length = min(17, max_tokens)
     generation = GenerationScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
-        GenerationLimits(1, max_tokens, max_tokens, length + 3, length, prefixes=False),
+        GenerationLimits(1, max_tokens, max_tokens, length + 3, length, prefix_caching=False),
     )
     tokens = np.ones(length, dtype=np.int32)
     sampling = SamplingParams(max_tokens=3, temperature=0)

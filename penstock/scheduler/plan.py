@@ -139,7 +139,15 @@ def _slices(shares: Sequence[ScheduledRows], slot_of: Ints) -> tuple[RowSlice, .
         end = at + len(share.rows)
         slots = slot_of[at:end]
         slices.append(
-            RowSlice(share.request, share.rows, slots, share.begins, share.ends, share.held, share.stored)
+            RowSlice(
+                share.request,
+                share.rows,
+                slots,
+                share.begins,
+                share.ends,
+                share.cached,
+                share.cached_documents,
+            )
         )
         at = end
     return tuple(slices)

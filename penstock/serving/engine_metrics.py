@@ -121,8 +121,8 @@ class EngineMetrics:
         self._tallies.flush()
         line = core.scheduler.queue
         generation = core.generation
-        self.queued_rows.set(line.rows + (0 if generation is None else generation.waiting))
-        self.queued_tokens.set(line.tokens + (0 if generation is None else generation.queued_tokens))
+        self.queued_rows.set(line.num_rows + (0 if generation is None else generation.waiting))
+        self.queued_tokens.set(line.num_tokens + (0 if generation is None else generation.queued_tokens))
         self.running_rows.set(core.running)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
             both = [graphs] if (decode := getattr(core.runner, "decode", None)) is None else [graphs, decode]

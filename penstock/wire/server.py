@@ -68,7 +68,7 @@ class EngineServer:
 
     def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], bool]) -> None:
         if self.arena is not None:
-            core.allocate = self.arena.empty
+            core.pending.allocate = self.arena.empty
             ready = msgspec.structs.replace(ready, shared=self.arena.shared)
         self._core, self._ready = core, ready
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve

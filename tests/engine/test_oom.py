@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock import Engine
 from penstock.engine.loop import EngineCore
-from penstock.engine.recovery.oom import Pressure, halves, tokens_of_rows
+from penstock.engine.recovery.oom import TokenBackoff, halves, num_scheduled_tokens
 from penstock.errors import DeviceFailed, DeviceOutOfMemory, EngineUnavailable, RowFailed
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Failure, PooledOutput, PoolingParams, StepPlan, StepResult
@@ -104,10 +104,10 @@ def test_steps_are_smaller_for_a_while_and_then_full_again() -> None:
     run_all(core, runner)
     assert runner.sizes[3:] == [40, 40], "the budget was lowered: nothing had to be tried again"
     runner.memory = 1000
-    core.add(make_request("third", [10] * 4 * Pressure.PATIENCE))
+    core.add(make_request("third", [10] * 4 * TokenBackoff.PATIENCE))
     run_all(core, runner)
     assert max(runner.sizes[5:]) == 80
-    assert core.scheduler.budget.tokens == 80
+    assert core.scheduler.budget.max_tokens == 80
 
 
 def test_a_lone_row_is_tried_again_when_nothing_else_holds_memory() -> None:
@@ -129,14 +129,14 @@ def test_nothing_is_launched_behind_a_step_that_has_just_failed() -> None:
 
 def test_halves_keep_every_row_once_and_queries_before_documents() -> None:
     request = score_request("s", [[1] * 4, [2] * 3, [3] * 9, [4] * 2, [5] * 6], ints([0, 1, 0]))
-    share = ScheduledRows(request, ints([4, 2, 0, 3, 1]), stored=ints([3]))
+    share = ScheduledRows(request, ints([4, 2, 0, 3, 1]), cached_documents=ints([3]))
     other = ScheduledRows(make_request("o", [3, 3]), ints([0, 1]))
     parts = halves([share, other])
     assert parts is not None
     first, second = parts
     assert [s.rows.tolist() for s in first] == [[0, 1, 4]]
     assert [s.rows.tolist() for s in second] == [[2, 3], [0, 1]]
-    assert first[0].stored is None and second[0].stored is not None
+    assert first[0].cached_documents is None and second[0].cached_documents is not None
 
 
 def test_a_row_is_cut_only_where_its_keys_are_kept() -> None:
@@ -148,7 +148,7 @@ def test_a_row_is_cut_only_where_its_keys_are_kept() -> None:
         (2, 5),
         (5, 9),
     ]
-    assert tokens_of_rows(parts[0][0]).tolist() == [3]
+    assert num_scheduled_tokens(parts[0][0]).tolist() == [3]
     assert halves([ScheduledRows(request, ints([0]), ints([0]), ints([10]), (None,))]) is None
     assert halves([ScheduledRows(request, ints([0]))]) is None
 

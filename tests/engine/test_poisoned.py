@@ -191,8 +191,8 @@ def run(core: EngineCore, runner: AsyncRunner, turns: int = 5_000) -> dict[str, 
     core.check_integrity()
     assert core.scheduler.vector_cache is not None
     core.scheduler.vector_cache.check_integrity()
-    assert core.scheduler.queue.tokens == core.scheduler.queue.rows == len(core.scheduler.queue) == 0
-    assert not core.scheduler.apart
+    assert core.scheduler.queue.num_tokens == core.scheduler.queue.num_rows == len(core.scheduler.queue) == 0
+    assert not core.scheduler.isolated
     return found
 
 
@@ -314,7 +314,7 @@ def test_rows_that_run_apart_wait_for_the_memory_of_rows_that_are_continued() ->
         depth=2,
         clock=lambda: 1.0,
         share_identical=False,
-        generation=GenerationScheduler(pool, GenerationLimits(6, 16, 16, 60, 10**6, prefixes=False)),
+        generation=GenerationScheduler(pool, GenerationLimits(6, 16, 16, 60, 10**6, prefix_caching=False)),
     )
     asked = [request(name, [row]) for name, row in zip("ab", rows, strict=True)]
     for each in asked:
@@ -432,7 +432,7 @@ def test_whatever_fails_every_answer_that_is_given_is_right(
 
     def cancel_when_due(number: int, plan: StepPlan) -> Exception | None:
         for i, when in cancelled.items():
-            if number == when and (name := f"r{i}") in core._progress:
+            if number == when and (name := f"r{i}") in core.pending:
                 due.append(name)
         return fails(number, plan)
 
@@ -443,7 +443,7 @@ def test_whatever_fails_every_answer_that_is_given_is_right(
     def cancelling() -> list[object]:
         outcomes = step()
         for name in due:
-            if name in core._progress and name not in {o.id for o in outcomes}:
+            if name in core.pending and name not in {o.id for o in outcomes}:
                 core.cancel(name)
                 gone.add(name)
         due.clear()

@@ -108,7 +108,7 @@ def make_core(
     prefixes: bool = True,
     fails: Callable[[StepPlan], bool] = lambda plan: False,
 ) -> EngineCore:
-    limits = GenerationLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes, apart=APART)
+    limits = GenerationLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes, separate_prefill=APART)
     generation = GenerationScheduler(BlockPool(blocks, BLOCK), limits)
     runner = MemoryRunner(blocks, rows, fails)
     return EngineCore(

@@ -143,7 +143,7 @@ def test_decoding_rows_go_before_prompts_which_fill_the_rest() -> None:
         answers.take(list(core.step()))
     core.add(asking("b", [list(range(30))], 2))
     answers.take(list(core.step()))
-    plan = core._flights[0].plan
+    plan = core._in_flight[0].plan
     assert plan.lengths.tolist() == ([10] if fakes.APART else [1, 1, 8])
     run(core, answers)
     check_idle(core)
@@ -246,7 +246,7 @@ def test_rows_begin_again_in_smaller_steps_when_memory_runs_out_and_nobody_is_bl
     for number in range(40):
         core.add(asking(f"c{number}", [[number]], 20))
     run(core, answers)
-    assert core.generation.limits.tokens == 24, "the budget comes back"
+    assert core.generation.limits.max_tokens == 24, "the budget comes back"
 
 
 def test_a_lost_device_fails_all_that_generate() -> None:

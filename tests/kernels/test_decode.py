@@ -94,7 +94,7 @@ def run(
     runner: ModelRunner, params: list[SamplingParams], apart: bool = False
 ) -> list[tuple[list[int], list[float]]]:
     """Tokens and log probabilities of each prompt; a third of the rows joins later."""
-    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefixes=False, apart=apart)
+    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefix_caching=False, separate_prefill=apart)
     generation = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
     found: list[tuple[list[int], list[float]]] = [([], []) for _ in PROMPTS]
 

@@ -173,7 +173,7 @@ def test_when_the_engine_breaks_all_who_wait_are_told_why(
     runner = ManualRunner()
     engine = open_engine(runner)
     futures = [engine.submit(make_request(str(i), [4])) for i in range(3)]
-    wait_until(lambda: len(engine._core._progress) == 3)
+    wait_until(lambda: len(engine._core.pending) == 3)
 
     def broken(request: Request) -> None:
         raise RuntimeError("the core is broken")

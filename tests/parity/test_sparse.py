@@ -19,7 +19,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
 from penstock import AsyncEngine, Engine
-from penstock.engine.progress import rows_of
+from penstock.engine.progress import split_outputs
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
@@ -162,10 +162,10 @@ def test_a_step_of_mixed_rows_gives_each_what_it_gives_alone(tmp_path: Path) -> 
         requests = [engine._processor.prepare(str(i), TEXTS[i::3], kind) for i, kind in enumerate(kinds)]
         shares = [ScheduledRows(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
         plan = build_plan(shares)
-        mixed = rows_of(plan, runner.launch(plan).result().outputs)
+        mixed = split_outputs(plan, runner.launch(plan).result().outputs)
         for share, (_, (values,)) in zip(shares, mixed, strict=True):
             plan = build_plan([share])
-            ((_, (alone,)),) = rows_of(plan, runner.launch(plan).result().outputs)
+            ((_, (alone,)),) = split_outputs(plan, runner.launch(plan).result().outputs)
             np.testing.assert_allclose(values[..., -1], alone[..., -1], atol=2e-5)
             assert values.shape == alone.shape
 

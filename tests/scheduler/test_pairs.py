@@ -72,7 +72,7 @@ def expected(shares: list[ScheduledRows]) -> list[Any]:
         for share in shares:
             request = share.request
             assert request.pairs is not None
-            rows = share.stored if stored else share.rows
+            rows = share.cached_documents if stored else share.rows
             for row in [] if rows is None else rows.tolist():
                 if row >= request.num_queries:
                     query = int(request.pairs[row - request.num_queries])
@@ -99,7 +99,7 @@ def test_every_document_is_scored_once_against_its_query(late: bool, reuse: bool
         seen += len(variant.pairs.pair_queries)
         for share in shares:
             if scheduler.queue.find(share.request.id) is None:
-                scheduler.ended(share.request, well=True)
+                scheduler.finish(share.request, succeeded=True)
     assert seen == sum(request.num_rows - request.num_queries for request in requests)
 
 

@@ -173,7 +173,7 @@ def test_cancelling_an_unknown_request_changes_nothing() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("a", [10]))
     assert not scheduler.cancel("stranger")
-    assert (scheduler.queue.tokens, scheduler.queue.rows, len(scheduler.queue)) == (10, 1, 1)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (10, 1, 1)
 
 
 def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
@@ -182,7 +182,7 @@ def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
     scheduler.schedule()
     assert scheduler.cancel("a")
     assert scheduler.schedule() == []
-    assert (scheduler.queue.tokens, scheduler.queue.rows, len(scheduler.queue)) == (0, 0, 0)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (0, 0, 0)
 
 
 def expired_ids(scheduler: Scheduler, now_s: float) -> list[str]:
@@ -254,7 +254,7 @@ def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
     with pytest.raises(QueueFull, match="60 tokens are waiting and at most 100"):
         scheduler.add(make_request("b", [41]))
     scheduler.add(make_request("c", [40]))
-    assert scheduler.queue.tokens == 100
+    assert scheduler.queue.num_tokens == 100
     assert "b" not in scheduler.queue
 
 
@@ -271,7 +271,7 @@ def test_the_line_takes_requests_again_once_it_has_moved() -> None:
         scheduler.add(make_request("b", [50]))
     scheduler.schedule()
     scheduler.add(make_request("b", [50]))
-    assert scheduler.queue.tokens == 100
+    assert scheduler.queue.num_tokens == 100
 
 
 def test_a_refused_request_leaves_no_trace() -> None:
@@ -281,7 +281,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
     with pytest.raises(QueueFull):
         scheduler.add(refused)
     assert expired_ids(scheduler, 2.0) == []
-    assert (scheduler.queue.tokens, scheduler.queue.rows, len(scheduler.queue)) == (10, 1, 1)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (10, 1, 1)
 
 
 def test_large_rows_are_chosen_so_that_they_fill_the_step_behind_the_first_in_line() -> None:
@@ -328,7 +328,7 @@ def test_a_row_beyond_the_bound_runs_whole_and_lets_no_other_in(chunked: bool) -
     scheduler = limited(chunked)
     scheduler.add(make_request("a", [30, 2], params=TOKENS))
     assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[30]], [[2]]]
-    assert scheduler.queue.tokens == scheduler.queue.rows == 0
+    assert scheduler.queue.num_tokens == scheduler.queue.num_rows == 0
 
 
 def test_a_row_that_is_cut_by_the_step_goes_on_whatever_leaves_it() -> None:
@@ -347,7 +347,7 @@ def test_further_outputs_of_a_row_count_too() -> None:
 
 
 def prefix_caching_scheduler(pool: BlockPool) -> Scheduler:
-    return Scheduler(Budget(100, 100, 10**9), Chunking(pool, 100, prefixes=True))
+    return Scheduler(Budget(100, 100, 10**9), Chunking(pool, 100, prefix_caching=True))
 
 
 def run_with_prefixes(scheduler: Scheduler, request: Request) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Places of vectors: none is lost or given twice, what ended well is found again, what is in use stays."""
+"""Places of vectors: none is lost or given twice, what succeeded is found again, what is in use
+stays."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def test_a_query_that_ended_well_is_found_again() -> None:
     assert first is not None and not first.ready.any() and first.starts[1] == -1
     again = places.hold(request("b", [[1, 2, 3]], [[8]]))
     assert again is not None and not again.ready.any(), "the first is not known to be good yet"
-    places.release("a", well=True)
-    places.release("b", well=False)
+    places.release("a", succeeded=True)
+    places.release("b", succeeded=False)
     hit = places.hold(request("c", [[1, 2, 3]], [[7]]))
     assert hit is not None and hit.ready.tolist() == [True, False]
     assert hit.starts[0] == first.starts[0]
@@ -44,7 +45,7 @@ def test_a_query_that_ended_well_is_found_again() -> None:
 def test_what_failed_is_not_found() -> None:
     places = VectorCache(16)
     places.hold(request("a", [[1, 2, 3]], [[9]]))
-    places.release("a", well=False)
+    places.release("a", succeeded=False)
     held = places.hold(request("b", [[1, 2, 3]], [[9]]))
     assert held is not None and not held.ready.any()
 
@@ -65,11 +66,11 @@ def test_rows_of_other_content_share_no_vectors(more: dict[str, Any]) -> None:
     cache = VectorCache(64, documents=True)
     changes = {name: ints(value) if isinstance(value, list) else value for name, value in more.items()}
     cache.hold(request("a", [[1, 2]], [[9]]))
-    cache.release("a", well=True)
+    cache.release("a", succeeded=True)
     for name, cached in (("b", [False, False]), ("c", [True, True])):
         held = cache.hold(request(name, [[1, 2]], [[9]], **changes))
         assert held is not None and held.ready.tolist() == cached
-        cache.release(name, well=True)
+        cache.release(name, succeeded=True)
 
 
 def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
@@ -77,7 +78,7 @@ def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
     held = places.hold(request("a", [[1, 2, 3]], [[5, 6]]))
     assert held is not None and held.starts.tolist() == [0, -1]
     assert places.hold(request("b", [[4, 4]], [[5]])) is None
-    places.release("a", well=True)
+    places.release("a", succeeded=True)
     held = places.hold(request("b", [[4, 4]], [[5]]))  # the idle query makes room
     assert held is not None and (held.starts >= 0).all()
     places.check_integrity()
@@ -101,24 +102,24 @@ def test_no_place_is_lost_or_given_twice(
 ) -> None:
     places = VectorCache(size, documents=True)
     held: dict[str, dict[int, int]] = {}
-    for number, (queries, documents, end_one, well) in enumerate(steps):
+    for number, (queries, documents, end_one, succeeded) in enumerate(steps):
         if (got := places.hold(asked := request(f"r{number}", queries, documents))) is not None:
             held[asked.id] = {int(s): int(n) for s, n in zip(got.starts, got.lengths, strict=True) if s >= 0}
         if end_one and held:
             name = next(iter(held))
             del held[name]
-            places.release(name, well=well)
+            places.release(name, succeeded=succeeded)
         places.check_integrity()
     for name in list(held):
-        places.release(name, well=True)
+        places.release(name, succeeded=True)
     places.check_integrity()
 
 
 def test_without_reuse_nothing_is_found_again() -> None:
     places = VectorCache(16, reuse=False)
     places.hold(request("a", [[1, 2, 3]], [[9]]))
-    places.release("a", well=True)
+    places.release("a", succeeded=True)
     held = places.hold(request("b", [[1, 2, 3]], [[9]]))
     assert held is not None and not held.ready.any()
-    places.release("b", well=True)
+    places.release("b", succeeded=True)
     places.check_integrity()

@@ -35,9 +35,9 @@ class Flood:
     def turn(self) -> int:
         """How many messages it took; waits for the first."""
         assert self.server._socket.poll(5000)
-        before = self.core.scheduler.queue.tokens
+        before = self.core.scheduler.queue.num_tokens
         self.server._receive()
-        return self.core.scheduler.queue.tokens - before
+        return self.core.scheduler.queue.num_tokens - before
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -69,7 +69,7 @@ def test_a_full_step_does_not_wait_for_the_rest_of_a_flood(flood: Callable[[Engi
     taken = 200
     while taken < 600:  # two are in flight, so nothing keeps the loop from taking all that comes
         taken += flooded.turn()
-    assert taken == 600 and core.scheduler.queue.tokens == 400
+    assert taken == 600 and core.scheduler.queue.num_tokens == 400
     assert not core.can_fill_step
     runner.finish()
     assert not core.can_fill_step  # until it has been collected
@@ -88,10 +88,10 @@ def test_every_turn_takes_a_message_even_if_nothing_can_be_launched(
     flooded.client.send_multipart([encode(Cancel(["r0"]))])
     monkeypatch.setattr(core, "_next_step", lambda: None)
     until = time.monotonic() + 10
-    while core.scheduler.queue.tokens == 0 and time.monotonic() < until:
+    while core.scheduler.queue.num_tokens == 0 and time.monotonic() < until:
         flooded.turn()
     assert core.can_fill_step
-    while core.scheduler.queue.tokens and time.monotonic() < until:
+    while core.scheduler.queue.num_tokens and time.monotonic() < until:
         flooded.turn()
         core.step()
     assert not core.busy

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from penstock.engine.progress import rows_of
+from penstock.engine.progress import split_outputs
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, Request, StepPlan, Task, split_rows
@@ -46,7 +46,7 @@ def step_all() -> Iterator[HostCase]:
     a view for each."""
     for rows in ROWS:
         values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
-        yield HostCase("step all", rows, partial(rows_of, _plan(rows), [values]))
+        yield HostCase("step all", rows, partial(split_outputs, _plan(rows), [values]))
 
 
 def _plan(rows: int) -> StepPlan:
