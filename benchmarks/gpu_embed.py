@@ -55,7 +55,7 @@ def main() -> None:
         began = time.perf_counter()
         with Engine(folder, device="cuda", load_format="dummy") as engine:
             loaded_s = time.perf_counter() - began
-            limit = engine.spec.limit
+            limit = engine.spec.max_model_len
             for rows, length in SHAPES:
                 if length <= limit:
                     ms = step_ms(engine, rows, length)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.layers import attention
 from penstock.layers.attention import BIDIRECTIONAL, CAUSAL, AttentionKind, attend_fused
-from tests.layers.batches import ordered_batch
+from tests.layers.inputs import ordered_batch
 
 
 def by_rows(

@@ -1,4 +1,4 @@
-"""Small decoders that rerank, written to a folder."""
+"""Small seeded rerankers made of decoders, in their published layouts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -30,6 +27,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
+LONG = 4096
 QWEN3 = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 
 
@@ -55,9 +53,6 @@ def write(folder: Path, name: str, *, seed: int = 0, bos: bool = False, **settin
         bos_token="<s>",
     ).save_pretrained(folder)
     return folder
-
-
-LONG = 4096
 
 
 def write_listwise(folder: Path) -> Path:

@@ -267,7 +267,7 @@ def test_what_cannot_be_asked_is_refused_when_the_model_is_read(tmp_path: Path) 
         read(hf_overrides={"classifier_from_token": "yes"})
     with pytest.raises(ConfigError, match=r"needs \{query\} and \{document\}"):
         read(score_template="{query}", hf_overrides=QWEN3)
-    with pytest.raises(ConfigError, match="read query and document together"):
+    with pytest.raises(ConfigError, match="reads query and document together"):
         read(score_template="{query} {document}")
     own = read(score_template="Q {query} D {document} A", hf_overrides={"classifier_from_token": ["Yes"]})
     assert own.score.template == ("Q {query} D {document}", " A") and own.score.outputs == (0,)

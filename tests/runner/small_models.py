@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model

@@ -1,4 +1,4 @@
-"""Inputs for layers: random tensors, and batches built from a plan."""
+"""Seeded inputs for layers: tensors, and batches without a scheduler."""
 
 from __future__ import annotations
 
