@@ -24,7 +24,7 @@ LONGEST_FIRST = ("e2e", "kernels", "parity", "generation", "bench", "cli", "engi
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give each file to one worker, all of e2e to the same one, and begin with the longest.
 
     One worker for e2e means that its tests share the servers they start. A long file that comes last would
@@ -32,12 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
 
     def folder(item: pytest.Item) -> str:
-        return item.path.relative_to(TESTS).parts[0]
+        return item.path.relative_to(TESTS).parts[0] if TESTS in item.path.parents else ""
 
     def place(item: pytest.Item) -> int:
         return LONGEST_FIRST.index(folder(item)) if folder(item) in LONGEST_FIRST else len(LONGEST_FIRST)
 
     items.sort(key=place)
-    for item in items:
-        group = "e2e" if folder(item) == "e2e" else str(item.path.relative_to(TESTS))
-        item.add_marker(pytest.mark.xdist_group(group))
+    for item in items if config.pluginmanager.has_plugin("xdist") else ():
+        item.add_marker(pytest.mark.xdist_group("e2e" if folder(item) == "e2e" else str(item.path)))
