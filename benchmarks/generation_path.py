@@ -207,9 +207,9 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     spent, metrics = Spent(), EngineMetrics("bench")
     server = EngineServer("inproc://unused")
     core = make_engine(config, 0.0, server, metrics)
-    lane: Any = core.lane
-    lane.schedule = spent.wrapped("lane.schedule", lane.schedule)
-    lane.collect = spent.wrapped("lane.collect", lane.collect)
+    generation: Any = core.generation
+    generation.schedule = spent.wrapped("generation.schedule", generation.schedule)
+    generation.collect = spent.wrapped("generation.collect", generation.collect)
     down, up = Wire(), Wire()
     server._socket, server._core = down, core  # type: ignore[assignment]
     client = EngineClient("inproc://unused")

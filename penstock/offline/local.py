@@ -185,8 +185,8 @@ class LocalEngine(EngineHandle):
                     while True:
                         self._handle(self._inbox.get_nowait())
                 self._deliver(self._core.step())
-                if self._core.broken is not None:
-                    return self._stop(self._core.broken)
+                if self._core.device_failure is not None:
+                    return self._stop(self._core.device_failure)
         except BaseException as error:
             self._stop(error)
             raise

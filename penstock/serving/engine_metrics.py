@@ -130,29 +130,28 @@ class EngineMetrics:
             return False
         self._published_s = now
         self._buffer.flush()
-        line = core.scheduler.line
-        lane = core.lane
-        self.queued_rows.set(line.rows + (0 if lane is None else lane.waiting))
-        self.queued_tokens.set(line.tokens + (0 if lane is None else lane.queued_tokens))
+        queue, generation = core.scheduler.queue, core.generation
+        self.queued_rows.set(queue.num_rows + (0 if generation is None else generation.waiting))
+        self.queued_tokens.set(queue.num_tokens + (0 if generation is None else generation.queued_tokens))
         self.running_rows.set(core.running)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
             decode = getattr(core.runner, "decode", None)
             sets = [graphs] if decode is None else [graphs, decode]
             self.graphs.set(sum(len(each.captured) for each in sets))
             self.graph_steps.set(sum(each.replays for each in sets))
-        if core.twins is not None:
-            self.shared_rows.set(core.twins.shared_rows)
-        if (places := core.scheduler.places) is not None:
+        if core.dedup is not None:
+            self.shared_rows.set(core.dedup.shared_rows)
+        if (places := core.scheduler.vector_cache) is not None:
             self.query_hits.set(places.query_hits)
-            self.query_asked.set(places.query_asked)
+            self.query_asked.set(places.query_lookups)
             self.document_hits.set(places.document_hits)
-            self.document_asked.set(places.document_asked)
+            self.document_asked.set(places.document_lookups)
         if self._shared_memory is not None:
             self.shared_bytes.set(self._shared_memory.used_bytes)
-        if lane is not None:
-            self.preempted_rows.set(lane.preempted)
+        if generation is not None:
+            self.preempted_rows.set(generation.preempted)
         if (pool := core.pool) is not None:
             self.held_blocks.set(pool.num_blocks - pool.available)
             self.prefix_hit_tokens.set(pool.hit_tokens)
-            self.prefix_asked_tokens.set(pool.asked_tokens)
+            self.prefix_asked_tokens.set(pool.lookup_tokens)
         return True

@@ -77,8 +77,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # these objects live as long as the process: later collections skip them
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.publish)
-    if core.broken is not None:
-        log.error("%s", core.broken.message)
+    if core.device_failure is not None:
+        log.error("%s", core.device_failure.message)
         logging.shutdown()
         os._exit(EXIT_DEVICE_FAILED)  # normal shutdown could wait for the lost device forever
 

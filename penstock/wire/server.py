@@ -73,7 +73,7 @@ class EngineServer:
         `publish_metrics` is called after each step and returns whether the metrics are up to date.
         """
         if self.memory is not None:
-            core.empty = self.memory.empty
+            core.pending.allocate = self.memory.empty
             ready = msgspec.structs.replace(ready, shared=self.memory.info)
         self._core, self._ready = core, ready
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
@@ -81,7 +81,7 @@ class EngineServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
         metrics_are_current = True
-        while core.broken is None and (not self._stopping or core.busy):
+        while core.device_failure is None and (not self._stopping or core.busy):
             if self._wake_receiver.fileno() in dict(poller.poll(self._poll_timeout_ms(metrics_are_current))):
                 self._drain_wakeups()
             self._send_outcomes(self._receive())
@@ -89,7 +89,7 @@ class EngineServer:
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
-        if core.broken is None:  # otherwise threads of the core may wait for the device forever
+        if core.device_failure is None:  # otherwise threads of the core may wait for the device forever
             core.close()
         else:
             time.sleep(self.FAILURE_DELIVERY_S)
@@ -138,7 +138,7 @@ class EngineServer:
                     self.memory.add_reader(sender, message.reader, message.pid)
                 else:
                     self.memory.release(sender, message.blocks)
-            if self._core.starving:  # checked after each message, so that every call handles at least one
+            if self._core.can_fill_step:  # checked after a message, so that every call handles one
                 return refused
 
     def _submit(self, sender: bytes, message: Submit, frame: bytes) -> list[Outcome]:

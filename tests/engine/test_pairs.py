@@ -29,10 +29,10 @@ def test_pairs_are_scored_by_cosine_in_one_step_or_many(engine: Engine) -> None:
         answer = run(engine, score_request(name, rows, PAIRS))
         assert answer.values.shape == (5, 1)
         np.testing.assert_allclose(answer.values[:, 0], expected, atol=1e-5)
-    places = engine.local.engine.core.scheduler.places
+    places = engine.local.engine.core.scheduler.vector_cache
     assert places is not None and places.query_hits >= 2
     places.check_integrity()
-    if places.documents:
+    if places.keeps_documents:
         assert places.document_hits == 5
 
 

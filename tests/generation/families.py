@@ -85,6 +85,6 @@ def engine(folder: Path, **options: Any) -> Engine:
 def check_nothing_is_held(used: Engine | AsyncEngine) -> None:
     """After every call: all blocks and slots are free."""
     core = used.local.engine.core
-    assert core.lane is not None and not core.lane.busy
+    assert core.generation is not None and not core.generation.busy
     core.check_integrity()
-    core.lane.pool.check_integrity()
+    core.generation.pool.check_integrity()

@@ -90,14 +90,14 @@ def test_what_generate_gives_is_what_is_compared_with(folders: dict[str, Path]) 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
 def test_the_way_through_the_engine_changes_no_token(name: str, way: str, folders: dict[str, Path]) -> None:
     with engine(folders[name], **WAYS[way]) as used:
-        lane = used.local.engine.core.lane
-        assert lane is not None
+        generation = used.local.engine.core.generation
+        assert generation is not None
         for _ in range(2):  # the second time prefixes are known, where they are kept
             got = used.generate(prompts(), GREEDY)
             assert [row.token_ids for row in got] == generated(name, folders[name])
             check_nothing_is_held(used)
-        assert bool(lane.preempted) == way.startswith("preempted")
-        assert bool(lane.pool.hit_tokens) == (used.settings.generate_prefixes)
+        assert bool(generation.preempted) == way.startswith("preempted")
+        assert bool(generation.pool.hit_tokens) == (used.settings.generate_prefixes)
 
 
 def test_log_probabilities_and_ranks_are_those_of_transformers(folders: dict[str, Path]) -> None:

@@ -162,9 +162,9 @@ def test_a_client_gets_every_token_and_one_that_leaves_frees_its_blocks(
         client.close()
 
     asyncio.run(scene())
-    assert core.lane is not None
-    core.lane.check_integrity()
-    core.lane.pool.check_integrity()
+    assert core.generation is not None
+    core.generation.check_integrity()
+    core.generation.pool.check_integrity()
 
 
 def test_two_clients_get_their_own_tokens_while_others_come_and_go(served: tuple[str, EngineCore]) -> None:
@@ -192,9 +192,9 @@ def test_two_clients_get_their_own_tokens_while_others_come_and_go(served: tuple
             client.close()
 
     asyncio.run(scene())
-    assert core.lane is not None
-    core.lane.check_integrity()
-    core.lane.pool.check_integrity()
+    assert core.generation is not None
+    core.generation.check_integrity()
+    core.generation.pool.check_integrity()
 
 
 def test_tokens_of_a_reused_request_id_reach_the_new_request(served: tuple[str, EngineCore]) -> None:

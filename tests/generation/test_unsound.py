@@ -119,14 +119,14 @@ def test_every_token_forbidden_is_an_error_too(folder: Path) -> None:
 def test_blocks_that_it_wrote_are_not_found_by_others(folder: Path) -> None:
     row = [5] * 40 + [POISON] + [6] * 40
     with engine(folder) as used:
-        lane = used.local.engine.core.lane
-        assert lane is not None
+        generation = used.local.engine.core.generation
+        assert generation is not None
         with pytest.raises(RowFailed):
             generate(used, [row], GREEDY)
-        before = lane.pool.hit_tokens
+        before = generation.pool.hit_tokens
         with pytest.raises(RowFailed):
             generate(used, [row], GREEDY)
-        assert lane.pool.hit_tokens == before
+        assert generation.pool.hit_tokens == before
         check_nothing_is_held(used)
 
 
@@ -149,13 +149,13 @@ def test_any_step_may_spoil_any_request(depth: int) -> None:
             for index, row in enumerate(rows):
                 made, wanted = answers.tokens.get((name, index), []), continued(row, 10)
                 assert made == wanted if name not in answers.failed else made == wanted[: len(made)]
-        assert core.lane is not None
-        core.lane.pool.check_integrity()
+        assert core.generation is not None
+        core.generation.pool.check_integrity()
 
 
 def _spoil(core: Any, prompt: list[int], after: int) -> None:
     """The row of this prompt has no token to give once it has given so many."""
-    launch, lane, given = core.runner.launch, core.lane, [0]
+    launch, generation, given = core.runner.launch, core.generation, [0]
 
     def spoiling(plan: StepPlan) -> Any:
         future = launch(plan)
@@ -163,7 +163,7 @@ def _spoil(core: Any, prompt: list[int], after: int) -> None:
         assert sample is not None
         ids = future.result().outputs[0].copy()
         for at, slot in enumerate(sample.sampled_slots.tolist()):
-            row = lane._rows[slot]
+            row = generation._rows[slot]
             if row is not None and row.prompt.tolist() == prompt:
                 given[0] += 1
                 if given[0] > after:

@@ -23,7 +23,7 @@ from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request
 from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert
 from tests.gpu import decoders
@@ -183,7 +183,7 @@ def test_a_step_never_waits_and_can_be_captured(tmp_path: Path) -> None:
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
         tokens = np.array([token for row in rows for token in row], dtype=np.int32)
         request = Request("test", tokens, lengths)
-        plan = build_plan([Share(request, np.arange(len(rows), dtype=np.int32))])
+        plan = build_plan([ScheduledRows(request, np.arange(len(rows), dtype=np.int32))])
         expected = runner.launch(plan).result().outputs[0].copy()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -98,14 +98,16 @@ def run(
     runner: ModelRunner, params: list[SamplerParams], apart: bool = False
 ) -> list[tuple[list[int], list[float]]]:
     """Tokens and log probabilities of each prompt; two prompts join after a few steps."""
-    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefixes=False, apart=apart)
-    lane = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
+    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefix_caching=False, separate_prefill=apart)
+    generation = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
     found: list[tuple[list[int], list[float]]] = [([], []) for _ in PROMPTS]
 
     def add(number: int) -> None:
         ids = np.array(PROMPTS[number], dtype=np.int32)
         lengths = np.array([len(ids)], dtype=np.int32)
-        lane.add(Request(str(number), ids, lengths, PoolingParams(Task.GENERATE), sampling=params[number]))
+        generation.add(
+            Request(str(number), ids, lengths, PoolingParams(Task.GENERATE), sampling=params[number])
+        )
 
     for number in range(len(PROMPTS) - 2):
         add(number)
@@ -113,17 +115,17 @@ def run(
         if step == 3:
             add(len(PROMPTS) - 2)
             add(len(PROMPTS) - 1)
-        plan = lane.schedule(0.0)
+        plan = generation.schedule(0.0)
         if plan is None:
             break
-        for part in told_apart(lane.collect(plan, runner.launch(plan).result())):
+        for part in told_apart(generation.collect(plan, runner.launch(plan).result())):
             assert isinstance(part, GeneratedTokens)
             tokens, logprobs = found[int(part.id)]
             tokens.extend(part.token_ids.tolist())
             if part.logprobs is not None:
                 logprobs.extend(part.logprobs.ravel().tolist())
-        lane.check_integrity()
-    assert not lane.busy
+        generation.check_integrity()
+    assert not generation.busy
     return found
 
 

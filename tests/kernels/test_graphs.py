@@ -24,7 +24,7 @@ from penstock.runner.capture import Work
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, StepPlan, Task
 from penstock.weights.stream import open_weights
 from tests.helpers import ints, make_request, make_spec
@@ -91,7 +91,7 @@ def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
 def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> StepPlan:
     wanted = params or (PoolingParams(),)
     requests = [make_request(str(i), lengths, params=p) for i, p in enumerate(wanted)]
-    return build_plan([Share(request, ints(range(len(lengths)))) for request in requests])
+    return build_plan([ScheduledRows(request, ints(range(len(lengths)))) for request in requests])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,11 +156,11 @@ BLOCK = 4
 
 def cut(
     length: int, begin: int, end: int, table: tuple[int, ...] | None, number: int, params: PoolingParams
-) -> Share:
+) -> ScheduledRows:
     """One row's tokens from `begin` to `end`."""
     request = make_request(str(number), [length], params=params)
     request.token_ids[:] = (np.arange(length) * 7 + 31 * number) % 250
-    return Share(request, ints([0]), ints([begin]), ints([end]), (table,))
+    return ScheduledRows(request, ints([0]), ints([begin]), ints([end]), (table,))
 
 
 @pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])
@@ -204,7 +204,7 @@ def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParam
                 parts[number].append(np.array(outputs[0][ended.index(row)])[None])
     for number, length in ((0, 42), (1, 14), (2, 6)):
         whole = cut(length, 0, length, None, number, params)
-        (expected,), _ = runner._step(build_plan([Share(whole.request, ints([0]))]))
+        (expected,), _ = runner._step(build_plan([ScheduledRows(whole.request, ints([0]))]))
         np.testing.assert_allclose(np.concatenate(parts[number]), expected, atol=4e-3)
 
 

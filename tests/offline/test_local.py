@@ -166,7 +166,7 @@ def test_all_requests_fail_with_the_reason_when_the_engine_stops(
     runner = ManualRunner()
     engine = open_engine(runner)
     futures = [engine.submit(make_request(str(i), [4])) for i in range(3)]
-    wait_until(lambda: len(engine._core._progress) == 3)
+    wait_until(lambda: len(engine._core.pending) == 3)
 
     def broken(request: Request) -> None:
         raise RuntimeError("the core is broken")
@@ -318,8 +318,8 @@ def test_a_stream_gives_every_token_and_one_left_early_frees_its_blocks(
 
     asyncio.run(scene())
     core.check_integrity()
-    assert core.lane is not None
-    core.lane.pool.check_integrity()
+    assert core.generation is not None
+    core.generation.pool.check_integrity()
 
 
 def test_a_step_reaches_all_streams_of_a_loop_with_one_wakeup(

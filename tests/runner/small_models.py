@@ -14,7 +14,7 @@ from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, StepPlan
 from penstock.weights.stream import DummySource
 from tests.helpers import ints, make_request
@@ -69,7 +69,7 @@ def plan_of(
     for number, each in enumerate(params or (PoolingParams(),)):
         left = left_out[: len(lengths)] if skip else None
         request = make_request(f"r{number}", lengths, first_token=3 + number, params=each, skip=left)
-        shares.append(Share(request, ints(range(len(lengths)))))
+        shares.append(ScheduledRows(request, ints(range(len(lengths)))))
     return build_plan(shares)
 
 

@@ -310,7 +310,7 @@ def test_deduplicated_requests_share_a_block_until_the_last_process_releases_it(
             asyncio.ensure_future(client.run(make_request(name, [3], first_token=5)))
             for client, name in ((one, "a"), (one, "b"), (two, "c"))
         ]
-        await until(lambda: len(served.core._progress) == 3)
+        await until(lambda: len(served.core.pending) == 3)
         served.runner.gate.set()
         a, b, c = await asyncio.gather(*tasks)
         tasks.clear()
@@ -363,16 +363,16 @@ def test_a_request_cancelled_while_it_receives_deduplicated_rows_holds_no_block(
         leader = asyncio.ensure_future(client.run(make_request("a", [1], first_token=5)))
         await until(served.runner.launched.is_set)
         follower = asyncio.ensure_future(client.run(make_request("b", [1, 1], first_token=5)))
-        await until(lambda: len(served.core._progress) == 2)
+        await until(lambda: len(served.core.pending) == 2)
         gate, served.runner.gate = served.runner.gate, threading.Event()  # the next step waits
         gate.set()
         await leader
-        assert served.core._progress["b"].received and not served.core._progress["b"].complete
+        assert served.core.pending["b"].received and not served.core.pending["b"].complete
         del leader
         follower.cancel()
         with pytest.raises(asyncio.CancelledError):
             await follower
-        await until(lambda: "b" not in served.core._progress)
+        await until(lambda: "b" not in served.core.pending)
         served.runner.gate.set()
         await until(lambda: not served.core.busy and served.memory.used_bytes == 0)
         client.close()
