@@ -1,0 +1,49 @@
+"""MkDocs hooks: fill in what is generated from the code, and bring the measured results into the site.
+
+Pages link to files of the repository (`../benchmarks/results/…`), so that links work in a checkout too. Here those
+links are pointed at copies inside the site.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from mkdocs.structure.files import File, Files  # noqa: E402
+
+from docs.tools.reference import RENDERERS  # noqa: E402
+
+_MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+_RESULT_LINK = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w.-]+)\)")
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:README|CHANGELOG|CONTRIBUTING)\.md)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source in sorted((ROOT / "benchmarks/results").glob("*.md")):
+        files.append(File.generated(config, f"results/{source.name}", content=source.read_text(encoding="utf-8")))
+    files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    here = os.path.dirname(page.file.src_uri)
+
+    def result(match: re.Match[str]) -> str:
+        target = f"results/{match[1]}"
+        if files.get_file_from_path(target) is None:
+            return match[0]  # strict mode reports it
+        return f"]({os.path.relpath(target, here or '.')})"
+
+    markdown = _MARK.sub(lambda match: RENDERERS[match[1]](), markdown)
+    markdown = _RESULT_LINK.sub(result, markdown)
+    if here == "results":
+        markdown = re.sub(r"\]\((?:\.\./)+docs/([\w./-]+)\)", r"](../\1)", markdown)
+        markdown = re.sub(r"\[([^\]]+)\]\(([\w-]+\.(?:json|py))\)", r"`\1`", markdown)
+    return _OUTSIDE.sub(r"`\1`", markdown)
