@@ -50,7 +50,7 @@ from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.runner.load import settle
 from penstock.serving.engine_metrics import EngineMetrics
-from penstock.serving.launch import ApiLaunch, Launch
+from penstock.serving.launch import ApiLaunch, EngineLaunch
 from penstock.types import StepPlan, StepResult
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready, Submit, decode_to_engine
@@ -214,7 +214,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     server._socket, server._core = down, core  # type: ignore[assignment]
     client = EngineClient("inproc://unused")
     client._socket, client._loop = up, asyncio.get_running_loop()  # type: ignore[assignment]
-    client.ready = Ready(1, {})
+    client._engine = Ready(1, {})
     app = make_app(config, client)
     body = {"prompt": [785, 3974], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
@@ -234,7 +234,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     while not all(task.done() for task in tasks):
         outcomes = spent.timed("core.step, all of it", core.step)
         if outcomes:
-            spent.timed("answer (route, pack)", server._answer, outcomes)
+            spent.timed("answer (route, pack)", server._send_outcomes, outcomes)
         spent.timed("metrics", metrics.turn, core)
         while down.sent:
             _, *frames = down.sent.popleft()
@@ -270,7 +270,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
 def engine_process() -> None:
     """An engine of its own for the end-to-end part; its launch order and step time come on standard input."""
     order = json.loads(sys.stdin.buffer.read())
-    launch = msgspec.convert(order["launch"], Launch)
+    launch = msgspec.convert(order["launch"], EngineLaunch)
     server, metrics = EngineServer(launch.address), EngineMetrics("bench")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     core = make_engine(launch.engine, order["step_s"], server, metrics)
@@ -287,7 +287,7 @@ def served(
     listener = socket.create_server(("127.0.0.1", port), backlog=1024)
     with tempfile.TemporaryDirectory() as work:
         address = f"ipc://{work}/engine"
-        launch = msgspec.to_builtins(Launch(config, spec, address))
+        launch = msgspec.to_builtins(EngineLaunch(config, spec, address))
         orders = [
             (
                 [sys.executable, str(Path(__file__).resolve()), "--engine"],

@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from penstock import Engine, SamplingParams
+from penstock.wire.router import parts_of
 
 
 def measure(engine: Engine, rows: list[list[int]], params: SamplingParams) -> tuple[float, float, float]:
@@ -29,7 +30,9 @@ def measure(engine: Engine, rows: list[list[int]], params: SamplingParams) -> tu
             for part in parts:
                 inbox.put((number, now, len(part.token_ids), part.finish is not None))
 
-        engine._engine.stream(request, receive)
+        engine._engine.stream_all(
+            [request], lambda told: receive(told if isinstance(told, Exception) else parts_of(told))
+        )
     first, last, counts = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
     left = len(rows)
     while left:

@@ -134,7 +134,7 @@ def run(name: str, folder: Path) -> list[str]:
     began = time.perf_counter()
     with Engine(str(folder), device="cuda", load_format="dummy") as engine:
         loaded_s = time.perf_counter() - began
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         assert isinstance(runner, ModelRunner)
         graphs = runner.graphs
         if graphs is None:

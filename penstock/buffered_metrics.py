@@ -8,7 +8,7 @@ from bisect import bisect_left
 from prometheus_client import Counter, Histogram
 
 
-class CounterTally:
+class BufferedCounter:
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
         self._count = 0.0
@@ -22,7 +22,7 @@ class CounterTally:
             self._count = 0.0
 
 
-class HistogramTally:
+class BufferedHistogram:
     """A histogram, its labels given. Whole buckets are added at a time, which the library has no name for."""
 
     def __init__(self, histogram: Histogram) -> None:
@@ -45,22 +45,22 @@ class HistogramTally:
             self._sum = 0.0
 
 
-class Tallies:
+class BufferedMetrics:
     """The tallies of one process, by metric and labels; each is made when first asked for."""
 
     def __init__(self) -> None:
-        self._counters: dict[tuple[Counter, tuple[str, ...]], CounterTally] = {}
-        self._histograms: dict[tuple[Histogram, tuple[str, ...]], HistogramTally] = {}
+        self._counters: dict[tuple[Counter, tuple[str, ...]], BufferedCounter] = {}
+        self._histograms: dict[tuple[Histogram, tuple[str, ...]], BufferedHistogram] = {}
 
-    def counter(self, metric: Counter, *labels: str) -> CounterTally:
+    def counter(self, metric: Counter, *labels: str) -> BufferedCounter:
         if (tally := self._counters.get((metric, labels))) is None:
-            tally = CounterTally(metric.labels(*labels) if labels else metric)
+            tally = BufferedCounter(metric.labels(*labels) if labels else metric)
             self._counters[metric, labels] = tally
         return tally
 
-    def histogram(self, metric: Histogram, *labels: str) -> HistogramTally:
+    def histogram(self, metric: Histogram, *labels: str) -> BufferedHistogram:
         if (tally := self._histograms.get((metric, labels))) is None:
-            tally = HistogramTally(metric.labels(*labels) if labels else metric)
+            tally = BufferedHistogram(metric.labels(*labels) if labels else metric)
             self._histograms[metric, labels] = tally
         return tally
 

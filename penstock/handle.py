@@ -58,6 +58,10 @@ class EngineHandle(Protocol):
     def unavailable_reason(self) -> str:
         """Why they cannot, in words for the user; empty when ready."""
 
+    def start(self) -> None:
+        """Connect to the engine, where there is something to connect to. Called once, on the event loop."""
+        return
+
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.buffered_metrics import Tallies
+from penstock.buffered_metrics import BufferedMetrics
 from penstock.errors import Cancelled, PenstockError, QueueFull
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -42,7 +42,7 @@ class ApiMetrics:
     """What happens is counted at once and shown to all processes a moment later."""
 
     def __init__(self) -> None:
-        self._tallies = Tallies()
+        self._tallies = BufferedMetrics()
         self._due = False
         self._phases = [
             self._tallies.histogram(PHASES, name) for name in ("tokenize", "queue", "device", "encode")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.inputs.generation import GenerationFields
-    from penstock.tasks.text_generator import Writer
+    from penstock.offline.open import LocalModel
 
 HELP = (
     "/reset forgets the conversation, /system TEXT says what comes first, /exit ends; ctrl-C stops an answer"
@@ -71,22 +71,22 @@ def chat(
     )
     from rich.console import Console
 
-    from penstock.offline import writer as engine_writer
+    from penstock.offline.open import open_model
 
     console = Console(highlight=False)
-    with engine_writer.open_writer(chat_template, **engine) as writer:
-        _ = writer.inputs.chat.template  # a model without one is told at once
-        console.print(f"[bold]{writer.inputs.spec.name}[/bold] — /help, /exit", style="dim")
-        Conversation(writer, fields, console, system).run()
+    with open_model(engine, chat_template=chat_template) as opened:
+        _ = opened.text.generation.chat.template  # refuses a model without a chat template
+        console.print(f"[bold]{opened.spec.name}[/bold] — /help, /exit", style="dim")
+        Conversation(opened, fields, console, system).run()
 
 
 class Conversation:
     """Messages so far, and the loop that adds to them."""
 
     def __init__(
-        self, writer: Writer, fields: GenerationFields, console: Console, system: str | None = None
+        self, model: LocalModel, fields: GenerationFields, console: Console, system: str | None = None
     ) -> None:
-        self._writer = writer
+        self._model = model
         self._fields = fields
         self._console = console
         self._system = system
@@ -139,11 +139,16 @@ class Conversation:
         first: list[dict[str, Any]] = (
             [] if self._system is None else [{"role": "system", "content": self._system}]
         )
-        async with aclosing(self._writer.chat([*first, *self.messages], self._fields)) as stream:
-            async for pieces in stream:
-                text = "".join(piece.text for piece in pieces)
+        from penstock.tasks.generate import ChatPrompt, Generate
+
+        source = ChatPrompt(messages=[*first, *self.messages])
+        task = Generate(source=source, fields=self._fields, default_max_tokens=None)
+        reply = task.stream(self._model.text, self._model.engine, f"turn-{len(self.messages)}")
+        async with aclosing(reply) as stream:
+            async for deltas in stream:
+                text = "".join(delta.text for delta in deltas)
                 texts.append(text)
-                tokens[0] += sum(len(piece.token_ids) for piece in pieces)
+                tokens[0] += sum(len(delta.token_ids) for delta in deltas)
                 self._console.print(text.translate(_QUIET), end="", markup=False, soft_wrap=True)
 
     def _say(self, words: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -18,7 +19,8 @@ from penstock.errors import BadValue, ClientError
 
 if TYPE_CHECKING:
     from penstock.inputs.generation import GenerationFields
-    from penstock.tasks.text_generator import Writer
+    from penstock.offline.open import LocalModel
+    from penstock.tasks.text_stream import TextDelta
 
 _PANEL, _ROWS = "Sampling", "Rows"
 _AHEAD = 256  # prompts under way together
@@ -111,11 +113,12 @@ def generate(
         seed=seed,
         stop=stop or None,
     )
-    from penstock.offline import writer as engine_writer
+    from penstock.offline.open import open_model
 
     with ExitStack() as stack:
         rows = iter(prompts) if prompts else _from_file(stack, source or "-", input_format, column)
-        running = stack.enter_context(engine_writer.open_writer(chat_template, **engine))
+        running = stack.enter_context(open_model(engine, chat_template=chat_template))
+        _ = running.text.generation  # refuses a model that does not generate
         out = sys.stdout if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
         task = _Task(running, fields, system if chat else None, chat)
         single = prompts is not None and len(prompts) == 1 and n == 1 and not jsonl
@@ -147,19 +150,20 @@ def _from_file(
 
 
 class _Task:
-    """Prompts through one writer."""
+    """Prompts through one model."""
 
-    def __init__(self, writer: Writer, fields: GenerationFields, system: str | None, chat: bool) -> None:
-        self._writer = writer
+    def __init__(self, model: LocalModel, fields: GenerationFields, system: str | None, chat: bool) -> None:
+        self._model = model
+        self._ids = itertools.count()
         self._fields = fields
         self._system = system
         self._chat = chat
 
     async def stream(self, prompt: str, out: TextIO) -> None:
         """One answer, shown while it comes."""
-        async with aclosing(self._pieces(prompt)) as stream:
-            async for pieces in stream:
-                out.write("".join(piece.text for piece in pieces))
+        async with aclosing(self._deltas(prompt)) as stream:
+            async for deltas in stream:
+                out.write("".join(delta.text for delta in deltas))
                 out.flush()
         out.write("\n")
 
@@ -192,22 +196,26 @@ class _Task:
             for _ in range(self._fields.n or 1)
         ]
         try:
-            async with aclosing(self._pieces(prompt)) as stream:
-                async for pieces in stream:
-                    for piece in pieces:
-                        answer: dict[str, Any] = answers[piece.row]
-                        answer["text"] += piece.text
-                        answer["tokens"] += len(piece.token_ids)
-                        answer["finish_reason"] = piece.finish
+            async with aclosing(self._deltas(prompt)) as stream:
+                async for deltas in stream:
+                    for delta in deltas:
+                        answer: dict[str, Any] = answers[delta.row]
+                        answer["text"] += delta.text
+                        answer["tokens"] += len(delta.token_ids)
+                        answer["finish_reason"] = delta.finish_reason
         except ClientError as error:
             raise BadValue(f"prompt {index}: {error.message}", param="prompt") from None
         return answers
 
-    def _pieces(self, prompt: str) -> Any:
-        if not self._chat:
-            return self._writer.complete(prompt, self._fields, default_tokens=None)
-        first = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return self._writer.chat([*first, {"role": "user", "content": prompt}], self._fields)
+    def _deltas(self, prompt: str) -> AsyncGenerator[list[TextDelta], None]:
+        from penstock.tasks.generate import ChatPrompt, Generate, TextPrompts
+
+        source: TextPrompts | ChatPrompt = TextPrompts(prompts=prompt)
+        if self._chat:
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            source = ChatPrompt(messages=[*system, {"role": "user", "content": prompt}])
+        task = Generate(source=source, fields=self._fields, default_max_tokens=None)
+        return task.stream(self._model.text, self._model.engine, f"prompt-{next(self._ids)}")
 
 
 class _progress:

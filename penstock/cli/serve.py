@@ -12,7 +12,7 @@ import typer
 from penstock.cli import flags
 from penstock.cli.flags import engine_options
 from penstock.errors import ConfigError
-from penstock.serving.child import begun_engine
+from penstock.serving.child import spawned_engine
 
 MOST_API_PROCESSES = 8  # more than a single engine can keep busy
 
@@ -150,7 +150,7 @@ def serve(
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
     if model is not None and model_flag is not None and model != model_flag:
         raise ConfigError(f"two models are named: {model!r} and --model {model_flag!r}", param="model")
-    with begun_engine(device) as begun:  # before all that has to be imported here
+    with spawned_engine(device) as begun:  # before all that has to be imported here
         from penstock.checkpoint.spec import describe
         from penstock.config import EngineConfig, ServerConfig, from_mapping
         from penstock.serving.supervisor import Supervisor

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.offsets import text_offsets
-from penstock.inputs.processor import InputOptions, InputProcessor, Inputs, split_inputs
+from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Located
 from penstock.types import Chunks, Ints, PoolingParams, Request, Task
 
@@ -67,29 +67,6 @@ class Chunker:
             raise NotPossible(
                 f"chunking 'late' is not possible for {self.spec.name}: {reason}", param="chunking"
             )
-
-    def prepare(
-        self,
-        request_id: str,
-        inputs: Inputs,
-        params: PoolingParams,
-        options: InputOptions,
-        how: ChunkOptions,
-    ) -> tuple[Request, Chunks | None]:
-        """Everything at once, blocking; None for chunks where every text is one row as it is."""
-        self.check(params, options, how)
-        if how.chunking == "none":
-            return self.processor.prepare(request_id, inputs, params, options), None
-        texts, rows = split_inputs(inputs)
-        special = options.add_special_tokens
-        prompted = self.processor.with_prompt(texts or [], options)
-        if how.chunking == "late":
-            if texts is None:
-                return self.late_ids(request_id, rows, options, how)
-            return self.late(request_id, texts, self.tokenizer.locate(prompted, special), options, how)
-        if texts is not None:
-            rows = self.tokenizer.encode(prompted, special)
-        return self.mean(request_id, rows, params, options, from_text=texts is not None)
 
     def mean(
         self,

@@ -33,7 +33,7 @@ from penstock.types import (
 
 Texts = Sequence[str]
 TokenIds = Sequence[int]
-Inputs = str | Texts | TokenIds | Sequence[TokenIds]
+Inputs = str | Texts | TokenIds | Sequence[TokenIds] | Sequence[str | int | Sequence[int]]
 
 MAX_PRIORITY = 1_000_000
 
@@ -251,6 +251,13 @@ class InputProcessor:
                 f"token id {wrong} is out of range; the model knows 0 to {self.spec.vocab_size - 1}",
                 param="input",
             )
+
+
+def num_inputs(inputs: Any) -> int:
+    """How many rows the inputs are: one for a text or a list of token ids."""
+    if isinstance(inputs, str) or not hasattr(inputs, "__len__") or len(inputs) == 0:
+        return 1
+    return 1 if _is_int(inputs[0]) else len(inputs)
 
 
 def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[str] | None, list[Ints]]:

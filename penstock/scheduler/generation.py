@@ -29,7 +29,7 @@ from penstock.types import (
     PromptPlan,
     Request,
     SamplePlan,
-    SamplingParams,
+    SamplerParams,
     SequenceIds,
     StepPlan,
     StepResult,
@@ -92,7 +92,7 @@ class GeneratingRow:
         return self.request.token_ids[start : start + int(self.request.lengths[self.row])]
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> SamplerParams:
         assert self.request.sampling is not None
         return self.request.sampling
 
@@ -659,7 +659,7 @@ class GenerationScheduler:
         self._tables[row.slot, at : len(row.blocks)] = blocks
         self._held[row.slot] = len(row.blocks)
 
-    def _set_stops(self, slot: int, params: SamplingParams) -> None:
+    def _set_stops(self, slot: int, params: SamplerParams) -> None:
         stops = (*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids))
         if len(stops) > self._stops.shape[1]:
             wider = np.full((len(self._stops), len(stops)), -1, dtype=np.int32)
@@ -681,7 +681,7 @@ class GenerationScheduler:
         assert row is not None
         return row.place
 
-    def _check(self, request: Request, params: SamplingParams) -> None:
+    def _check(self, request: Request, params: SamplerParams) -> None:
         longest, limit = int(request.lengths.max(initial=0)), self.limits.length
         if request.num_rows == 0 or int(request.lengths.min()) == 0:
             raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")

@@ -77,7 +77,7 @@ def engine_child(device: str) -> Child:
 
 
 @contextlib.contextmanager
-def begun_engine(device: str) -> Iterator[Child]:
+def spawned_engine(device: str) -> Iterator[Child]:
     """The engine's process, begun. Whatever goes wrong in here ends it."""
     child = engine_child(device)
     child.begin()

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from penstock.buffered_metrics import Tallies
+from penstock.buffered_metrics import BufferedMetrics
 from penstock.engine.loop import EngineCore, StepStats
-from penstock.wire.shared_memory import Arena
+from penstock.wire.shared_memory import SharedMemory
 
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
@@ -80,10 +80,10 @@ SHOWN_EVERY_S = 0.1
 
 
 class EngineMetrics:
-    def __init__(self, model: str, arena: Arena | None = None) -> None:
+    def __init__(self, model: str, arena: SharedMemory | None = None) -> None:
         self._arena = arena
         self.shared_bytes = SHARED_BYTES.labels(model)
-        self._tallies = Tallies()
+        self._tallies = BufferedMetrics()
         self.step_seconds = self._tallies.histogram(STEP_SECONDS, model)
         self.device_seconds = self._tallies.counter(DEVICE_SECONDS, model)
         self.step_tokens = self._tallies.histogram(STEP_TOKENS, model)

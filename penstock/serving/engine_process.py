@@ -22,7 +22,7 @@ from penstock.engine.build import build_core
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
-from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, Launch, prepare_child
+from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, EngineLaunch, setup_child_process
 from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
 
@@ -48,12 +48,12 @@ def _wake_driver(device: str) -> None:
 
 
 def main() -> None:
-    prepare_child()
+    setup_child_process()
     begin(*sys.argv[1:2] or ("null",))
     order = sys.stdin.buffer.read()
     if not order:  # whoever began it has thought better of it
         return
-    launch = msgspec.json.decode(order, type=Launch)
+    launch = msgspec.json.decode(order, type=EngineLaunch)
     if launch.metrics_folder is not None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = launch.metrics_folder  # read by the library's import
     logging.basicConfig(level=launch.log_level.upper(), format="%(levelname)s engine: %(message)s")

@@ -18,7 +18,7 @@ EXIT_BAD_MODEL = 3  # restarting would fail in the same way
 EXIT_DEVICE_FAILED = 4  # only a new process can use the device again
 
 
-class Launch(msgspec.Struct, frozen=True):
+class EngineLaunch(msgspec.Struct, frozen=True):
     """What the supervisor tells an engine process."""
 
     engine: EngineConfig
@@ -49,7 +49,7 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     index: int
 
 
-def prepare_child() -> None:
+def setup_child_process() -> None:
     """What every child of the supervisor does first: die with it, take signals, leave ctrl-C to it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -23,7 +23,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import ConfigError, ModelLoadError
 from penstock.serving.child import Child, engine_child
-from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, ApiLaunch, EngineState, Launch
+from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, ApiLaunch, EngineLaunch, EngineState
 
 log = logging.getLogger("penstock")
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2}
@@ -44,7 +44,7 @@ class Supervisor:
         metrics.mkdir()
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
         address = f"ipc://{self._folder}/engine"
-        launch = Launch(engine, spec, address, server.log_level, server.shared_memory_mb, str(metrics))
+        launch = EngineLaunch(engine, spec, address, server.log_level, server.shared_memory_mb, str(metrics))
         self._engine = engine_child(engine.device) if begun is None else begun
         self._engine.order = msgspec.json.encode(launch)
         self._apis = [

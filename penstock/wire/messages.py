@@ -26,11 +26,11 @@ from penstock.types import (
     PooledOutput,
     PoolingParams,
     Request,
-    SamplingParams,
+    SamplerParams,
     SequenceIds,
     Timings,
 )
-from penstock.wire.shared_memory import Place, Shared
+from penstock.wire.shared_memory import Region, SharedMemoryInfo
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -42,10 +42,10 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
     pid: int
     settings: dict[str, Any]
-    shared: Shared | None = None  # memory in which large answers lie for those who have mapped it
+    shared: SharedMemoryInfo | None = None  # memory in which large answers lie for those who have mapped it
 
 
-class Attached(msgspec.Struct, tag="attached", array_like=True):
+class MemoryMapped(msgspec.Struct, tag="attached", array_like=True):
     """This API process has mapped the engine's memory."""
 
     shared: str  # the memory's name
@@ -53,14 +53,14 @@ class Attached(msgspec.Struct, tag="attached", array_like=True):
     pid: int
 
 
-class GivenBack(msgspec.Struct, tag="given_back", array_like=True):
+class BlocksReleased(msgspec.Struct, tag="given_back", array_like=True):
     """Blocks of the engine's memory that this API process reads no more, as often as it was told of them."""
 
     shared: str
     blocks: list[int]
 
 
-class Entry(msgspec.Struct, array_like=True):
+class RequestHeader(msgspec.Struct, array_like=True):
     """One request; its integers lie in the frame: lengths, token ids, then the optional arrays."""
 
     id: str
@@ -74,11 +74,11 @@ class Entry(msgspec.Struct, array_like=True):
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
-    sampling: SamplingParams | None = None
+    sampling: SamplerParams | None = None
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
-    entries: list[Entry]
+    entries: list[RequestHeader]
 
 
 class Compare(msgspec.Struct, tag="compare", array_like=True):
@@ -93,7 +93,7 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
     ids: list[str]
 
 
-class Done(msgspec.Struct, tag="done", array_like=True):
+class PooledItem(msgspec.Struct, tag="done", array_like=True):
     """A result; the bytes of its arrays lie in the frames. In the first they lie one after another; a large
     array has one of its own, which answers that are alike share."""
 
@@ -105,7 +105,7 @@ class Done(msgspec.Struct, tag="done", array_like=True):
     device_s: float
 
 
-class Part(msgspec.Struct, tag="part", array_like=True):
+class GeneratedItem(msgspec.Struct, tag="part", array_like=True):
     """Further tokens of a row; what is known of each of them is raw bytes, a row of equal size a token."""
 
     id: str
@@ -122,31 +122,31 @@ class Part(msgspec.Struct, tag="part", array_like=True):
     prompt_ranks: bytes | None = None
 
 
-class More(msgspec.Struct, tag="more", array_like=True):
+class DecodedItem(msgspec.Struct, tag="more", array_like=True):
     """One further token of each of some rows."""
 
     token_ids: bytes  # int32
     rows: list[tuple[str, int]] | None = None  # None: those of the last such message to this process
 
 
-class Failed(msgspec.Struct, tag="failed", array_like=True):
+class FailedItem(msgspec.Struct, tag="failed", array_like=True):
     id: str
     error: str
     message: str
     param: str | None
 
 
-Item = Done | Part | More | Failed
+Item = PooledItem | GeneratedItem | DecodedItem | FailedItem
 
 
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
     items: list[Item]
-    shared: dict[int, Place] = {}  # frames that do not travel, and where in the engine's memory they lie
+    shared: dict[int, Region] = {}  # frames that do not travel, and where in the engine's memory they lie
 
 
 OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
 
-ToEngine = Hello | Attached | Submit | Compare | Cancel | GivenBack
+ToEngine = Hello | MemoryMapped | Submit | Compare | Cancel | BlocksReleased
 FromEngine = Ready | Outcomes
 
 encode = msgspec.msgpack.Encoder().encode
@@ -160,7 +160,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
     for request in requests:
         arrays = {name: array for name in OPTIONAL if (array := getattr(request, name)) is not None}
         entries.append(
-            Entry(
+            RequestHeader(
                 request.id,
                 request.num_rows,
                 request.num_tokens,
@@ -179,7 +179,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
     return [encode(Submit(entries)), np.concatenate(parts)]
 
 
-def unpack_requests(entries: Iterable[Entry], frame: Any) -> list[Request]:
+def unpack_requests(entries: Iterable[RequestHeader], frame: Any) -> list[Request]:
     flat: Ints = np.frombuffer(frame, dtype=np.int32)
     same: dict[PoolingParams, PoolingParams] = {}  # equal parameters become one object: quick to compare
     requests, at = [], 0
@@ -234,7 +234,7 @@ def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
     return Comparison(header.id, **arrays, arrival_s=header.arrival_s)
 
 
-Lend = Callable[[Array], Place | None]
+Lend = Callable[[Array], Region | None]
 
 
 def pack_outcomes(
@@ -247,15 +247,15 @@ def pack_outcomes(
     small: list[bytes] = []
     large: list[Array] = []
     number_of: dict[int, int] = {}  # array → its frame: requests that are alike have the same arrays
-    shared: dict[int, Place] = {}
+    shared: dict[int, Region] = {}
     for outcome in outcomes:
         if isinstance(outcome, DecodedTokens):
             same = outcome.rows is told or outcome.rows == told
-            items.append(More(outcome.token_ids.tobytes(), None if same else list(outcome.rows)))
+            items.append(DecodedItem(outcome.token_ids.tobytes(), None if same else list(outcome.rows)))
             told = outcome.rows
         elif isinstance(outcome, Failure):
             error = outcome.error
-            items.append(Failed(outcome.id, type(error).__name__, error.message, error.param))
+            items.append(FailedItem(outcome.id, type(error).__name__, error.message, error.param))
         elif isinstance(outcome, GeneratedTokens):
             items.append(_part(outcome))
         else:
@@ -263,7 +263,7 @@ def pack_outcomes(
             shapes, dtypes = [array.shape for array in arrays], [array.dtype.str for array in arrays]
             frames = []
             for array in arrays:
-                if array.nbytes < _JOIN_BELOW:
+                if array.nbytes < MIN_OWN_FRAME_BYTES:
                     small.append(array.tobytes())
                     frames.append(0)
                     continue
@@ -274,36 +274,38 @@ def pack_outcomes(
                     else:
                         large.append(array)
                 frames.append(number_of[id(array)])
-            items.append(Done(outcome.id, shapes, dtypes, frames, timings.queue_s, timings.device_s))
+            items.append(PooledItem(outcome.id, shapes, dtypes, frames, timings.queue_s, timings.device_s))
     return [encode(Outcomes(items, shared)), b"".join(small), *map(np.ascontiguousarray, large)]
 
 
-_JOIN_BELOW = 1 << 16  # small answers travel in one frame, large ones by reference
-_APART_FROM = 1 << 20  # a message is there when all of it is: large answers do not wait for each other
+MIN_OWN_FRAME_BYTES = 1 << 16  # small answers travel in one frame, large ones by reference
+MIN_OWN_MESSAGE_BYTES = (
+    1 << 20
+)  # a message is there when all of it is: large answers do not wait for each other
 
 
-def in_messages(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+def split_into_messages(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
     """Outcomes that travel together: all small ones, and each large answer with those that are alike."""
     together: list[Outcome] = []
     apart: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
-        if isinstance(outcome, PooledOutput) and outcome.values.nbytes >= _APART_FROM:
+        if isinstance(outcome, PooledOutput) and outcome.values.nbytes >= MIN_OWN_MESSAGE_BYTES:
             apart.setdefault(id(outcome.values), []).append(outcome)
         else:
             together.append(outcome)
     return [*([together] if together else []), *apart.values()]
 
 
-def _part(generated: GeneratedTokens) -> Part:
+def _part(generated: GeneratedTokens) -> GeneratedItem:
     timings = generated.timings
     if (
         generated.finish is None and generated.ranks is None and generated.prompt_ranks is None
     ):  # almost all are so
-        return Part(generated.id, generated.row, generated.token_ids.tolist())
+        return GeneratedItem(generated.id, generated.row, generated.token_ids.tolist())
     scores = {
         name: None if (array := getattr(generated, name)) is None else array.tobytes() for name in _SCORES
     }
-    return Part(
+    return GeneratedItem(
         generated.id,
         generated.row,
         generated.token_ids.tolist(),
@@ -325,7 +327,7 @@ _SCORES: dict[str, tuple[type[Any], bool]] = {
 }
 
 
-def _generated(part: Part) -> GeneratedTokens:
+def _generated(part: GeneratedItem) -> GeneratedTokens:
     scores: dict[str, Any] = {}
     for name, (dtype, wide) in _SCORES.items():
         if (raw := getattr(part, name)) is not None:
@@ -344,7 +346,9 @@ def _generated(part: Part) -> GeneratedTokens:
     )
 
 
-def with_shared(frames: Sequence[Any], shared: dict[int, Place], block: Callable[[Place], Any]) -> list[Any]:
+def merge_shared_frames(
+    frames: Sequence[Any], shared: dict[int, Region], block: Callable[[Region], Any]
+) -> list[Any]:
     """The frames that came, and in their places those that did not."""
     came = iter(frames)
     count = len(frames) + len(shared)
@@ -356,14 +360,14 @@ def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Sequence
     small, at = memoryview(frames[0]), 0
     outcomes: list[Outcome] = []
     for item in items:
-        if isinstance(item, More):
+        if isinstance(item, DecodedItem):
             told = told if item.rows is None else tuple(item.rows)
             outcomes.append(DecodedTokens(told, np.frombuffer(item.token_ids, dtype=np.int32)))
             continue
-        if isinstance(item, Failed):
+        if isinstance(item, FailedItem):
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
             continue
-        if isinstance(item, Part):
+        if isinstance(item, GeneratedItem):
             outcomes.append(_generated(item))
             continue
         arrays = []
@@ -377,3 +381,8 @@ def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: Sequence
         timings = Timings(item.queue_s, item.device_s)
         outcomes.append(PooledOutput(item.id, arrays[0], timings, tuple(arrays[1:])))
     return outcomes
+
+
+def last_decoded_rows(outcomes: Sequence[Outcome], last: SequenceIds) -> SequenceIds:
+    """The rows of the last `DecodedTokens` after these outcomes; the next one need not repeat them."""
+    return next((o.rows for o in reversed(outcomes) if isinstance(o, DecodedTokens)), last)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -14,24 +13,25 @@ import zmq
 
 from penstock.engine.loop import EngineCore
 from penstock.errors import PenstockError
-from penstock.types import Array, DecodedTokens, Failure, GeneratedTokens, Outcome, SequenceIds
+from penstock.types import Array, Failure, Outcome, SequenceIds
 from penstock.wire.messages import (
-    Attached,
+    BlocksReleased,
     Cancel,
     Compare,
-    GivenBack,
     Hello,
+    MemoryMapped,
     Ready,
     Submit,
     decode_to_engine,
     encode,
-    in_messages,
+    last_decoded_rows,
     pack_outcomes,
+    split_into_messages,
     unpack_comparison,
     unpack_requests,
 )
-from penstock.wire.router import Division
-from penstock.wire.shared_memory import Place, open_arena
+from penstock.wire.router import OutcomeRouter
+from penstock.wire.shared_memory import Region, open_shared_memory
 
 
 class EngineServer:
@@ -42,7 +42,7 @@ class EngineServer:
     LAST_WORDS_S = 0.2  # for others to read why requests failed: with the connection goes what is unread
 
     def __init__(self, address: str, shared_bytes: int = 0) -> None:
-        self.arena = open_arena(shared_bytes)
+        self.arena = open_shared_memory(shared_bytes)
         self._context = zmq.Context(io_threads=4)  # large answers to several API processes leave side by side
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -52,9 +52,8 @@ class EngineServer:
         self._bell_in, self._bell_out = socket.socketpair()
         self._bell_in.setblocking(False)
         self._bell_out.setblocking(False)
-        self._owner: dict[str, bytes] = {}  # request → API process
-        self._told: dict[bytes, SequenceIds] = {}  # API process → the rows that it was last told go on
-        self._division = Division()
+        self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
+        self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each
         self._stopping = False
 
     def wake(self) -> None:
@@ -79,10 +78,10 @@ class EngineServer:
         while core.broken is None and (not self._stopping or core.busy):
             if self._bell_out.fileno() in dict(poller.poll(self._patience_ms(shown))):
                 self._hush()
-            self._answer(self._receive())
-            self._answer(core.step())
+            self._send_outcomes(self._receive())
+            self._send_outcomes(core.step())
             if not core.busy:
-                self._told.clear()  # or the names of processes that have gone would stay
+                self._last_rows.clear()  # or connections that are gone would stay
             shown = observe(core)
         if core.broken is None:  # else its threads may wait for the device for ever
             core.close()
@@ -117,18 +116,18 @@ class EngineServer:
             if isinstance(message, Submit):
                 refused += self._submit(sender, message, bulk[0])
             elif isinstance(message, Compare):
-                self._owner[message.id] = sender
+                self._router.add(message.id, sender)
                 self._core.compare(unpack_comparison(message, bulk))
             elif isinstance(message, Cancel):
                 for request_id in message.ids:
                     self._core.cancel(request_id)
-                    self._owner.pop(request_id, None)
+                    self._router.remove(request_id)
             elif isinstance(message, Hello):
                 self._socket.send_multipart([sender, encode(self._ready)])
             elif self.arena is not None and message.shared == self.arena.shared.name:
-                if isinstance(message, Attached):
+                if isinstance(message, MemoryMapped):
                     self.arena.attach(sender, message.reader, message.pid)
-                elif isinstance(message, GivenBack):
+                elif isinstance(message, BlocksReleased):
                     self.arena.give_back(sender, message.blocks)
             if self._core.starving:  # looked at behind each message, so that every turn takes one
                 return refused
@@ -136,35 +135,25 @@ class EngineServer:
     def _submit(self, sender: bytes, message: Submit, frame: bytes) -> list[Outcome]:
         refused: list[Outcome] = []
         for request in unpack_requests(message.entries, frame):
-            self._owner[request.id] = sender
+            self._router.add(request.id, sender)
             try:
                 self._core.add(request)
             except PenstockError as error:
                 refused.append(Failure(request.id, error))
         return refused
 
-    def _answer(self, outcomes: list[Outcome]) -> None:
-        """All outcomes of one turn, one message for each API process and each large answer. Sending never
-        waits: an API process that reads slowly has its messages kept for it."""
-        by_owner: dict[bytes, list[Outcome]] = defaultdict(list)
-        for outcome in outcomes:
-            if isinstance(outcome, DecodedTokens):
-                for whose, (rows, places) in self._division.of(outcome.rows, self._owner).items():
-                    by_owner[whose].append(DecodedTokens(rows, outcome.token_ids[places]))
-            elif (owner := self._owner.get(outcome.id)) is not None:
-                by_owner[owner].append(outcome)
-        for outcome in outcomes:
-            if isinstance(outcome, DecodedTokens):
-                continue
-            if not isinstance(outcome, GeneratedTokens) or not self._core.generates(outcome.id):
-                self._owner.pop(outcome.id, None)
-        for owner, theirs in by_owner.items():
-            told = self._told.get(owner, ())
-            for some in in_messages(theirs):
-                frames = pack_outcomes(some, told, partial(self._lend, owner))
-                self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
-                told = next((o.rows for o in reversed(some) if isinstance(o, DecodedTokens)), told)
-            self._told[owner] = told
+    def _send_outcomes(self, outcomes: list[Outcome]) -> None:
+        """Send the outcomes of one turn: a message for each API process, and one for each large answer.
 
-    def _lend(self, owner: bytes, array: Array) -> Place | None:
+        Sending never waits: ZeroMQ keeps the messages of an API process that reads slowly.
+        """
+        for owner, theirs in self._router.route(outcomes, self._core.generates).items():
+            last_rows = self._last_rows.get(owner, ())
+            for group in split_into_messages(theirs):
+                frames = pack_outcomes(group, last_rows, partial(self._lend, owner))
+                self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
+                last_rows = last_decoded_rows(group, last_rows)
+            self._last_rows[owner] = last_rows
+
+    def _lend(self, owner: bytes, array: Array) -> Region | None:
         return None if self.arena is None else self.arena.lend(array, owner)

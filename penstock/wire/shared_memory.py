@@ -27,13 +27,13 @@ from penstock.free_ranges import FreeRanges
 from penstock.types import Array
 
 log = logging.getLogger("penstock.engine")
-SHARED_FROM = 1 << 18  # bytes of an array from which on it is worth a message that gives it back
+MIN_SHARED_BYTES = 1 << 18  # bytes of an array from which on it is worth a message that gives it back
 _PAGE = mmap.PAGESIZE
 
-Place = tuple[int, int]  # of an array in shared memory: where it begins, and its bytes
+Region = tuple[int, int]  # of an array in shared memory: where it begins, and its bytes
 
 
-class Shared(msgspec.Struct, frozen=True, array_like=True):
+class SharedMemoryInfo(msgspec.Struct, frozen=True, array_like=True):
     """Where a process finds the engine's memory."""
 
     name: str  # of this memory and no other
@@ -85,7 +85,7 @@ class _Block:
     users: int = 1  # the engine's own array, and those who were told
 
 
-class Arena:
+class SharedMemory:
     """The engine's side. All but the end of an array happens on the engine's thread."""
 
     def __init__(self, size: int) -> None:
@@ -101,7 +101,7 @@ class Arena:
             raise
         _seal(self._file)
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
-        self.shared = Shared(name, f"/proc/{os.getpid()}/fd/{self._file}", self.size)
+        self.shared = SharedMemoryInfo(name, f"/proc/{os.getpid()}/fd/{self._file}", self.size)
         self._free = FreeRanges(self.size)
         self._blocks: dict[int, _Block] = {}
         self._readers: dict[bytes, Reader] = {}  # by the address of their connection
@@ -110,13 +110,13 @@ class Arena:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """As `np.empty`: in shared memory if it is large, somebody could read it and there is room."""
         size = math.prod(shape) * dtype.itemsize
-        if size < SHARED_FROM or not self._readers or (start := self._take(size)) is None:
+        if size < MIN_SHARED_BYTES or not self._readers or (start := self._take(size)) is None:
             return np.empty(shape, dtype=dtype)
         owner = np.frombuffer(self._memory[start : start + size], dtype=np.uint8)  # all views keep it alive
         weakref.finalize(owner, self._dropped.append, start).atexit = False
         return owner.view(dtype).reshape(shape)
 
-    def lend(self, array: Array, connection: bytes) -> Place | None:
+    def lend(self, array: Array, connection: bytes) -> Region | None:
         """Where a process will find the array, which is now its until it gives it back; None: it cannot."""
         reader = self._readers.get(connection)
         start = array.ctypes.data - self._address
@@ -197,21 +197,21 @@ def _seal(file: int) -> None:
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
-def open_arena(size: int) -> Arena | None:
+def open_shared_memory(size: int) -> SharedMemory | None:
     """None, and a line that says so, where the system has no such memory."""
     if size <= 0:
         return None
     try:
-        return Arena(size)
+        return SharedMemory(size)
     except (OSError, AttributeError) as error:
         log.warning("no memory is shared with API processes, answers are sent: %s", error)
         return None
 
 
-class Window:
+class MappedMemory:
     """The API process's side: the engine's memory, to be read."""
 
-    def __init__(self, shared: Shared, give_back: Callable[[str, int], None]) -> None:
+    def __init__(self, shared: SharedMemoryInfo, give_back: Callable[[str, int], None]) -> None:
         """`give_back` is called with the memory's name and the block, on any thread."""
         self.name = shared.name
         self._give_back = give_back
@@ -221,7 +221,7 @@ class Window:
         finally:
             os.close(file)
 
-    def block(self, place: Place) -> NDArray[np.uint8]:
+    def block(self, place: Region) -> NDArray[np.uint8]:
         """The bytes there. They are given back when no array is left that views them."""
         start, size = place
         block: NDArray[np.uint8] = np.frombuffer(self._memory[start : start + size], dtype=np.uint8)

@@ -15,9 +15,7 @@ import uvicorn
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.config import ServerConfig
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.processor import InputProcessor
-from penstock.inputs.tokenizer import Tokenizer
+from penstock.tasks.model import TextModel
 from tests.writing import ScriptedEngine, text_spec
 
 
@@ -25,14 +23,8 @@ def state_of(
     folder: Path, engine: ScriptedEngine, server: dict[str, Any] | None = None, **spec: Any
 ) -> ServerState:
     described = text_spec(folder, **spec)
-    tokenizer = Tokenizer(folder)
-    model = ServedModel(
-        spec=described,
-        processor=InputProcessor(described, tokenizer),
-        tokenizer=BatchTokenizer(tokenizer),
-        client=engine,  # type: ignore[arg-type]
-        created_s=0,
-    )
+    text = TextModel(described, chat_template=(server or {}).get("chat_template"))
+    model = ServedModel(text=text, engine=engine, created_s=0)
     return ServerState(ServerConfig(**(server or {})), {described.name: model})
 
 

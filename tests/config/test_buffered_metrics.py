@@ -4,7 +4,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from penstock.buffered_metrics import Tallies
+from penstock.buffered_metrics import BufferedMetrics
 
 BUCKETS = (0.001, 0.01, 0.1, 1.0)
 
@@ -24,7 +24,7 @@ def test_what_is_tallied_and_flushed_is_what_would_have_been_observed() -> None:
     draw = random.Random(3)
     direct, counter, histogram = metrics()
     later, tallied_counter, tallied_histogram = metrics()
-    tallies = Tallies()
+    tallies = BufferedMetrics()
     for number in range(500):
         kind = draw.choice(["a", "b"])
         value = draw.choice([*BUCKETS, draw.randrange(4096) / 2048])  # the bounds themselves too
@@ -50,7 +50,7 @@ def sums(registry: CollectorRegistry) -> list[float]:
 
 def test_nothing_is_shown_before_the_flush() -> None:
     registry, counter, _ = metrics()
-    tallies = Tallies()
+    tallies = BufferedMetrics()
     tallies.counter(counter, "a").inc()
     assert registry.get_sample_value("seen_total", {"kind": "a"}) == 0
     tallies.flush()

@@ -56,7 +56,7 @@ def chunked(folder: Path, **options: Any) -> Engine:
 
 
 def check_no_memory_is_held(used: Engine) -> None:
-    core = used._engine._core
+    core = used.local.engine.core
     assert core.scheduler.chunking is not None
     pool = core.scheduler.chunking.pool
     pool.check()
@@ -123,7 +123,7 @@ def test_a_cached_prefix_gives_the_vector_of_a_cold_one_and_is_counted(folder: P
     inputs = [prefix + row for row in rows([9, 20, 33], seed=6)]
     with engine(folder) as cold, chunked(folder, enable_prefix_caching=True) as warm:
         warm.embed([inputs[0]])
-        pool = warm._engine._core.scheduler.chunking.pool  # type: ignore[union-attr]
+        pool = warm.local.engine.core.scheduler.chunking.pool  # type: ignore[union-attr]
         before = pool.hit_tokens
         np.testing.assert_allclose(warm.embed(inputs), cold.embed(inputs), atol=1e-5)
         assert pool.hit_tokens - before >= 3 * 64

@@ -155,7 +155,7 @@ def test_a_row_is_cut_only_where_its_keys_are_kept() -> None:
 
 def limit_memory(engine: Engine, tokens: int) -> list[int]:
     """Make the engine's device too small for steps of more tokens; returns where refusals are noted."""
-    runner = engine._engine._core.runner
+    runner = engine.local.engine.core.runner
     launch, refused = runner.launch, []
 
     def small(plan: StepPlan) -> Future[StepResult]:
@@ -189,7 +189,7 @@ def test_no_row_reuses_a_prefix_whose_step_failed(folder: Path) -> None:
     with chunked(folder) as plain:
         expected = plain.embed([row])
     with chunked(folder, enable_prefix_caching=True, long_prefill_token_threshold=0) as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         launch = runner.launch
 
         def fail(plan: StepPlan) -> Future[StepResult]:
@@ -246,7 +246,7 @@ def test_a_lost_device_ends_an_offline_engine_with_the_reason() -> None:
         def lost(plan: StepPlan) -> Future[StepResult]:
             raise DeviceFailed("the device failed: gone")
 
-        engine._engine._core.runner.launch = lost  # type: ignore[method-assign]
+        engine.local.engine.core.runner.launch = lost  # type: ignore[method-assign]
         with pytest.raises(EngineUnavailable, match="gone"):
             engine.embed(["a"])
         with pytest.raises(EngineUnavailable, match="gone"):

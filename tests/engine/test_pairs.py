@@ -43,7 +43,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def run(engine: Engine, request: Request) -> PooledOutput:
-    return engine._engine.submit(request).result(timeout=60)
+    return engine.local.engine.submit(request).result(timeout=60)
 
 
 def test_pairs_are_scored_by_cosine_in_one_step_or_many(engine: Engine) -> None:
@@ -54,7 +54,7 @@ def test_pairs_are_scored_by_cosine_in_one_step_or_many(engine: Engine) -> None:
         answer = run(engine, score_request(name, rows, PAIRS))
         assert answer.values.shape == (5, 1)
         np.testing.assert_allclose(answer.values[:, 0], expected, atol=1e-5)
-    places = engine._engine._core.scheduler.places
+    places = engine.local.engine.core.scheduler.places
     assert places is not None and places.query_hits >= 2
     places.check_integrity()
     if places.documents:
@@ -63,7 +63,7 @@ def test_pairs_are_scored_by_cosine_in_one_step_or_many(engine: Engine) -> None:
 
 def test_scores_and_vectors_share_a_step(engine: Engine) -> None:
     rows = engine.tokenize(TEXTS)
-    scores = engine._engine.submit(score_request("pairs", rows, PAIRS, cache_salt="mixed"))
+    scores = engine.local.engine.submit(score_request("pairs", rows, PAIRS, cache_salt="mixed"))
     vectors = engine.embed(TEXTS)
     expected = [vectors[q] @ vectors[2 + d] for d, q in enumerate(PAIRS)]
     np.testing.assert_allclose(scores.result(timeout=60).values[:, 0], expected, atol=1e-5)
@@ -75,9 +75,9 @@ def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:
         asked = score_request("many", rows, PAIRS)
         asked.pairs, asked.params = None, PoolingParams(Task.EMBED)
         asked.also = (PoolingParams(Task.TOKEN_EMBED), PoolingParams(Task.EMBED, dimensions=8))
-        launched = engine._engine._core.runner.launch
+        launched = engine.local.engine.core.runner.launch
         steps = []
-        engine._engine._core.runner.launch = lambda plan: (steps.append(plan), launched(plan))[1]  # type: ignore[method-assign]
+        engine.local.engine.core.runner.launch = lambda plan: (steps.append(plan), launched(plan))[1]  # type: ignore[method-assign]
         answer = run(engine, asked)
         assert len(steps) == 1 and steps[0].num_tokens == asked.num_tokens
         np.testing.assert_allclose(answer.values, engine.embed(TEXTS), atol=1e-6)

@@ -84,7 +84,7 @@ def engine(folder: Path, **options: Any) -> Engine:
 
 def check_nothing_is_held(used: Engine) -> None:
     """After every call: all blocks and slots are free."""
-    core = used._engine._core
+    core = used.local.engine.core
     assert core.lane is not None and not core.lane.busy
     core.check_integrity()
     core.lane.pool.check_integrity()

@@ -17,6 +17,7 @@ from penstock import SamplingParams
 from penstock.engine.grammars import Grammars
 from penstock.errors import ModelLoadError
 from penstock.types import Grammar
+from penstock.wire.router import parts_of
 from tests.generation.families import (
     FAMILIES,
     GREEDY,
@@ -89,7 +90,7 @@ def test_what_generate_gives_is_what_is_compared_with(folders: dict[str, Path]) 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
 def test_the_way_through_the_engine_changes_no_token(name: str, way: str, folders: dict[str, Path]) -> None:
     with engine(folders[name], **WAYS[way]) as used:
-        lane = used._engine._core.lane
+        lane = used.local.engine.core.lane
         assert lane is not None
         for _ in range(2):  # the second time prefixes are known, where they are kept
             got = used.generate(prompts(), GREEDY)
@@ -145,7 +146,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(way: str, folder
         (first,) = used._requests(rows, asked, True, 0, "")
         parts: list[Any] = []
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        used._engine.stream(first, inbox.put)
+        used.local.engine.stream_all([first], lambda told: inbox.put(parts_of(told)))  # type: ignore[arg-type]
         used.generate(rows, GREEDY)
         while sum(part.finish is not None for part in parts) < len(rows):
             parts += inbox.get(timeout=60)
@@ -187,7 +188,7 @@ class Alternating:
 
 def test_a_row_that_must_follow_something_does_and_others_are_not_held_up(folders: dict[str, Path]) -> None:
     with engine(folders["llama"], pipeline_depth=2) as used:
-        used._engine._core.grammars = Grammars(lambda grammar: Alternating)
+        used.local.engine.core.grammars = Grammars(lambda grammar: Alternating)
         bound = SamplingParams(
             max_tokens=TOKENS, temperature=0, ignore_eos=True, grammar=Grammar("regex", "")
         )

@@ -44,7 +44,7 @@ def test_seeded_rows_get_the_tokens_that_they_get_alone(tmp_path: Path, options:
     with engine(folder, **options) as used:
         together = used.generate(rows, [params(i) for i in range(len(rows))])
         check_nothing_is_held(used)
-        used._engine._core.runner.generator.sampler.plan.check_integrity()  # type: ignore[attr-defined]
+        used.local.engine.core.runner.generator.sampler.plan.check_integrity()  # type: ignore[attr-defined]
     assert [row.token_ids for row in together] == alone
     assert set(alone[5]) <= set(range(10, 30))
     assert 11 not in alone[6] and (12, 13) not in set(zip(alone[6], alone[6][1:], strict=False))

@@ -20,6 +20,7 @@ from penstock.wire.messages import Outcomes, Ready, decode_from_engine, pack_out
 from penstock.wire.server import EngineServer
 from tests.generation.fakes import asking, continued, make_core
 from tests.generation.families import check_nothing_is_held, prompts, write
+from tests.generation.streams import read_stream
 
 
 def test_parts_cross_the_wire_as_they_are() -> None:
@@ -103,14 +104,14 @@ def served(tmp_path: Path) -> Iterator[tuple[str, EngineCore]]:
     server.stop()
     thread.join(10)
     assert not thread.is_alive()
-    assert not server._told, "names of rows are kept while rows go on, and no longer"
+    assert not server._last_rows, "names of rows are kept while rows go on, and no longer"
 
 
 async def connected(address: str) -> EngineClient:
     client = EngineClient(address)
     client.start()
     async with asyncio.timeout(10):
-        while client.ready is None:  # noqa: ASYNC110
+        while not client.ready:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return client
 
@@ -129,19 +130,17 @@ def test_a_client_gets_every_part_and_one_that_leaves_frees_its_blocks(
     async def scene() -> None:
         client = await connected(address)
         tokens: dict[int, list[int]] = {0: [], 1: []}
-        async for parts in client.generate(asking("a", [[1, 2], [3]], 20)):
-            for part in parts:
-                tokens[part.row] += part.token_ids.tolist()
+        async for part in read_stream(client, asking("a", [[1, 2], [3]], 20)):
+            tokens[part.row] += part.token_ids.tolist()
         assert tokens == {0: continued([1, 2], 20), 1: continued([3], 20)}
 
-        left = client.generate(asking("b", [[4], [5]], 60))
-        first = await anext(left)
-        assert first[0].finish is None
-        await left.aclose()  # type: ignore[attr-defined]
+        left = read_stream(client, asking("b", [[4], [5]], 60))
+        assert (await anext(left)).finish is None
+        await left.aclose()
         await until_idle(core)
 
         async def listen() -> None:
-            async for _ in client.generate(asking("c", [[6]], 60)):
+            async for _ in read_stream(client, asking("c", [[6]], 60)):
                 pass
 
         task = asyncio.create_task(listen())
@@ -152,8 +151,8 @@ def test_a_client_gets_every_part_and_one_that_leaves_frees_its_blocks(
         await until_idle(core)
 
         with pytest.raises(BadValue, match="max_tokens is 0"):
-            await anext(client.generate(asking("d", [[6]], 0)))
-        assert client.waiting == 0
+            await anext(read_stream(client, asking("d", [[6]], 0)))
+        assert client.stats().num_requests == 0
         client.close()
 
     asyncio.run(scene())
@@ -170,15 +169,14 @@ def test_two_clients_get_their_own_tokens_though_others_come_and_go(served: tupl
 
         async def read(client: EngineClient, name: str, prompts: list[list[int]], count: int) -> None:
             tokens: list[list[int]] = [[] for _ in prompts]
-            async for parts in client.generate(asking(name, prompts, count)):
-                for part in parts:
-                    tokens[part.row] += part.token_ids.tolist()
+            async for part in read_stream(client, asking(name, prompts, count)):
+                tokens[part.row] += part.token_ids.tolist()
             assert tokens == [continued(prompt, count) for prompt in prompts]
 
         async def leave(client: EngineClient, name: str) -> None:
-            stream = client.generate(asking(name, [[9, 9]], 50))
+            stream = read_stream(client, asking(name, [[9, 9]], 50))
             await anext(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
         async with asyncio.timeout(30):
             work = [read(clients[i % 2], f"r{i}", [[i], [i, 5]], 8 + 5 * i) for i in range(6)]
@@ -199,8 +197,8 @@ def test_a_name_that_is_used_again_is_heard_by_its_new_owner(served: tuple[str, 
         for prompt in ([1, 2], [3]):
             got: list[int] = []
             async with asyncio.timeout(10):
-                async for parts in client.generate(asking("same", [prompt], 12)):
-                    got += [token for part in parts for token in part.token_ids.tolist()]
+                async for part in read_stream(client, asking("same", [prompt], 12)):
+                    got += part.token_ids.tolist()
             assert got == continued(prompt, 12)
         client.close()
 
@@ -213,7 +211,7 @@ def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_p
 
     async def scene() -> None:
         async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as used:
-            inner = used._open()
+            inner = used
             whole = inner.generate(prompts(), greedy)
             streams = [used.generate(row, greedy) for row in prompts()]
 
@@ -227,7 +225,7 @@ def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_p
             leaving = used.generate(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
             assert len((await anext(leaving)).token_ids) >= 1
             await leaving.aclose()
-            await until_idle(inner._engine._core)
+            await until_idle(inner.local.engine.core)
             check_nothing_is_held(inner)
 
     asyncio.run(scene())

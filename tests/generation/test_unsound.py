@@ -20,6 +20,7 @@ from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
 from tests.generation.fakes import Answers, asking, continued, make_core, run
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
+from tests.generation.streams import read_stream
 
 POISON = 399
 TOKENS = 30
@@ -77,7 +78,7 @@ def test_rows_beside_it_have_the_tokens_that_they_have_without_it(
 
 
 async def _read(used: Any, request: Any) -> list[int]:
-    return [t async for parts in used._engine.generate(request) for p in parts for t in p.token_ids.tolist()]
+    return [t async for part in read_stream(used.local.engine, request) for t in part.token_ids.tolist()]
 
 
 def test_scores_of_a_prompt_that_are_not_finite_are_an_error(folder: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_stream_ends_with_the_error(folder: Path) -> None:
                 async for part in used.generate([5, 6], forced):
                     made += part.token_ids.tolist()
             assert made == [POISON]
-            check_nothing_is_held(used._open())
+            check_nothing_is_held(used)
 
     asyncio.run(scene())
 
@@ -115,7 +116,7 @@ def test_every_token_forbidden_is_an_error_too(folder: Path) -> None:
 def test_blocks_that_it_wrote_are_not_found_by_others(folder: Path) -> None:
     row = [5] * 40 + [POISON] + [6] * 40
     with engine(folder) as used:
-        lane = used._engine._core.lane
+        lane = used.local.engine.core.lane
         assert lane is not None
         with pytest.raises(RowFailed):
             used.generate([row], GREEDY)

@@ -26,7 +26,7 @@ from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
-from penstock.types import GeneratedTokens, PoolingParams, Request, SamplingParams, Task
+from penstock.types import GeneratedTokens, PoolingParams, Request, SamplerParams, Task
 from penstock.weights.stream import open_weights
 from tests.generation.fakes import told_apart
 from tests.helpers import make_spec
@@ -91,7 +91,7 @@ def make_runner(
 
 
 def run(
-    runner: ModelRunner, params: list[SamplingParams], apart: bool = False
+    runner: ModelRunner, params: list[SamplerParams], apart: bool = False
 ) -> list[tuple[list[int], list[float]]]:
     """Tokens and log probabilities of each prompt; a third of the rows joins later."""
     limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefixes=False, apart=apart)
@@ -123,8 +123,8 @@ def run(
     return found
 
 
-def sampling(**options: object) -> SamplingParams:
-    return SamplingParams(max_tokens=12, ignore_eos=True, **options)  # type: ignore[arg-type]
+def sampling(**options: object) -> SamplerParams:
+    return SamplerParams(max_tokens=12, ignore_eos=True, **options)  # type: ignore[arg-type]
 
 
 GREEDY = sampling(temperature=0.0)

@@ -131,5 +131,5 @@ def test_a_number_beyond_the_models_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 2, but the model's layers are 0 to 1"):
         Engine(str(tmp_path), device="cpu", quantization="int8", unquantized_layers=(0, 2))
     with Engine(str(tmp_path), device="cpu", quantization="int8", unquantized_layers=(1,)) as engine:
-        layers = engine._engine._core.runner.model.layers  # type: ignore[attr-defined]
+        layers = engine.local.engine.core.runner.model.layers  # type: ignore[attr-defined]
         assert [isinstance(layer.qkv, Int8Linear) for layer in layers] == [True, False]

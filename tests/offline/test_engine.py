@@ -163,7 +163,7 @@ def test_a_task_that_the_model_does_not_have_is_not_possible(engine: Engine) -> 
     from penstock.types import PoolingParams, Task
 
     with pytest.raises(NotPossible, match="it has: embed"):
-        engine._processor.check(PoolingParams(task=Task.SPARSE))
+        engine.local.text.processor.check(PoolingParams(task=Task.SPARSE))
 
 
 def test_dummy_weights_need_no_safetensors_and_follow_the_seed(folder: Path, tmp_path: Path) -> None:

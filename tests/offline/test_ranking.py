@@ -59,9 +59,9 @@ def test_the_best_come_first_and_equals_keep_their_order(engine: Engine) -> None
 
 def test_classes_and_scores_are_the_same_head(engine: Engine) -> None:
     """Rows of both tasks in one step; a score is the one label's probability."""
-    request = engine._processor.prepare("a", ["a word"], PoolingParams(Task.CLASSIFY))
+    request = engine.local.text.processor.prepare("a", ["a word"], PoolingParams(Task.CLASSIFY))
     score = Request("b", request.token_ids, request.lengths, PoolingParams(Task.SCORE))
-    found = [engine._engine.submit(each).result().values for each in (request, score)]
+    found = [engine.local.engine.submit(each).result().values for each in (request, score)]
     np.testing.assert_allclose(found[0], found[1], atol=1e-6)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.serving.child import Child, begun_engine, engine_child
+from penstock.serving.child import Child, engine_child, spawned_engine
 
 
 def test_an_order_goes_to_the_process_that_was_begun() -> None:
@@ -35,7 +35,7 @@ def test_a_process_that_ended_before_its_order_is_noticed_as_any_other() -> None
 
 
 def test_whatever_goes_wrong_meanwhile_ends_the_engine() -> None:
-    with pytest.raises(ValueError, match="wrong"), begun_engine("null") as child:
+    with pytest.raises(ValueError, match="wrong"), spawned_engine("null") as child:
         process = child.process
         assert process is not None and process.poll() is None
         raise ValueError("wrong")

@@ -19,12 +19,12 @@ from penstock.wire.messages import (
     decode_from_engine,
     decode_to_engine,
     encode,
-    in_messages,
+    merge_shared_frames,
     pack_outcomes,
     pack_requests,
+    split_into_messages,
     unpack_outcomes,
     unpack_requests,
-    with_shared,
 )
 from tests.helpers import make_request
 
@@ -106,7 +106,7 @@ def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_
         PooledOutput(name, values, Timings())
         for name, values in (("a", shared), ("b", small), ("c", other), ("d", shared), ("e", small))
     ]
-    groups = in_messages([*sent, Failure("f", BadValue("no"))])
+    groups = split_into_messages([*sent, Failure("f", BadValue("no"))])
     assert [[outcome.id for outcome in group] for group in groups] == [["b", "e", "f"], ["a", "d"], ["c"]]
     header, *frames = through_the_wire(pack_outcomes(sent))
     assert [len(frame) for frame in frames] == [2 * small.nbytes, shared.nbytes, other.nbytes]
@@ -172,7 +172,7 @@ def test_arrays_that_lie_elsewhere_take_the_places_of_the_frames_that_do_not_com
     header, *frames = through_the_wire(pack_outcomes(outcomes, (), lend))
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes) and len(frames) == 4 - len(lent)
-    whole = with_shared(frames, message.shared, lambda place: elsewhere[place[0]])
+    whole = merge_shared_frames(frames, message.shared, lambda place: elsewhere[place[0]])
     a, _, c = unpack_outcomes(message.items, whole)
     assert isinstance(a, PooledOutput) and isinstance(c, PooledOutput)
     expected = [large[0], small, large[1], small, large[2], large[0]]

@@ -24,15 +24,21 @@ from penstock.wire import shared_memory as arenas
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
-from penstock.wire.shared_memory import SHARED_FROM, Arena, Place, Window, open_arena
+from penstock.wire.shared_memory import (
+    MIN_SHARED_BYTES,
+    MappedMemory,
+    Region,
+    SharedMemory,
+    open_shared_memory,
+)
 from tests.helpers import make_request
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
-WIDTH = SHARED_FROM // 4  # numbers of a row that is large enough alone
+WIDTH = MIN_SHARED_BYTES // 4  # numbers of a row that is large enough alone
 BYTES = np.dtype(np.uint8)
 
 
-def dies(arena: Arena, connection: bytes) -> None:
+def dies(arena: SharedMemory, connection: bytes) -> None:
     """As the engine sees it when the process behind a connection has ended."""
     reading, writing = os.pipe()
     os.close(writing)
@@ -51,14 +57,14 @@ Step = tuple[str, int]
     )
 )
 def test_no_block_is_used_again_while_somebody_can_read_it_and_all_come_back(steps: list[Step]) -> None:
-    arena = Arena(12 * SHARED_FROM)
+    arena = SharedMemory(12 * MIN_SHARED_BYTES)
     given_back: list[int] = []
-    window = Window(arena.shared, lambda name, block: given_back.append(block))
+    window = MappedMemory(arena.shared, lambda name, block: given_back.append(block))
     names = [b"one", b"two"]
     for name in names:
         arena.attach(name, name.decode(), os.getpid())
     own: list[tuple[Array, int]] = []  # the engine's arrays, and what was written to each
-    lent: dict[bytes, list[tuple[Place, Array, int]]] = {name: [] for name in names}
+    lent: dict[bytes, list[tuple[Region, Array, int]]] = {name: [] for name in names}
     stamp = 0
 
     def check() -> None:
@@ -72,7 +78,7 @@ def test_no_block_is_used_again_while_somebody_can_read_it_and_all_come_back(ste
         name = names[which % 2]
         if what == "make":
             stamp = stamp % 250 + 1
-            array = arena.empty((SHARED_FROM + which * 10_000,), BYTES)
+            array = arena.empty((MIN_SHARED_BYTES + which * 10_000,), BYTES)
             array[:] = stamp
             own.append((array, stamp))
             del array
@@ -103,41 +109,41 @@ def test_no_block_is_used_again_while_somebody_can_read_it_and_all_come_back(ste
 
 
 def test_what_is_not_its_to_give_changes_nothing() -> None:
-    arena = Arena(4 * SHARED_FROM)
+    arena = SharedMemory(4 * MIN_SHARED_BYTES)
     arena.attach(b"a", "a", os.getpid())
     array = arena.empty((WIDTH,), np.dtype(np.float32))
     place = arena.lend(array, b"a")
     assert place is not None
     arena.give_back(b"stranger", [place[0]])
-    arena.give_back(b"a", [place[0] + 1, 7 * SHARED_FROM])
-    assert arena.used == SHARED_FROM
+    arena.give_back(b"a", [place[0] + 1, 7 * MIN_SHARED_BYTES])
+    assert arena.used == MIN_SHARED_BYTES
     arena.give_back(b"a", [place[0], place[0], place[0]])
-    assert arena.used == SHARED_FROM, "the engine's own array is still there"
+    assert arena.used == MIN_SHARED_BYTES, "the engine's own array is still there"
     del array
     assert arena.used == 0
     arena.close()
 
 
 def test_only_whole_large_arrays_for_somebody_who_can_read_lie_there() -> None:
-    arena = Arena(8 * SHARED_FROM)
+    arena = SharedMemory(8 * MIN_SHARED_BYTES)
     assert arena.empty((WIDTH,), np.dtype(np.float32)).base is None, "nobody has mapped it"
     arena.attach(b"a", "a", os.getpid())
     assert arena.empty((WIDTH - 1,), np.dtype(np.float32)).base is None
     array = arena.empty((2, WIDTH), np.dtype(np.float32))
     assert arena.lend(array, b"b") is None
     assert arena.lend(array[1:], b"a") is None and arena.lend(array.T, b"a") is None
-    assert arena.lend(array, b"a") == (0, 2 * SHARED_FROM)
+    assert arena.lend(array, b"a") == (0, 2 * MIN_SHARED_BYTES)
     arena.close()
 
 
 def test_a_process_that_comes_by_another_connection_keeps_its_blocks() -> None:
-    arena = Arena(2 * SHARED_FROM)
+    arena = SharedMemory(2 * MIN_SHARED_BYTES)
     arena.attach(b"a", "one", os.getpid())
     array = arena.empty((WIDTH,), np.dtype(np.float32))
     assert arena.lend(array, b"a") is not None
     arena.attach(b"b", "one", os.getpid())
     del array
-    assert arena.used == SHARED_FROM
+    assert arena.used == MIN_SHARED_BYTES
     arena.give_back(b"b", [0])
     assert arena.used == 0
     arena.close()
@@ -146,13 +152,13 @@ def test_a_process_that_comes_by_another_connection_keeps_its_blocks() -> None:
 def test_where_there_is_no_such_memory_nothing_is_shared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert open_arena(0) is None and not caplog.records
+    assert open_shared_memory(0) is None and not caplog.records
 
     def refuse(*_: Any) -> int:
         raise OSError("not here")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    assert open_arena(1 << 20) is None
+    assert open_shared_memory(1 << 20) is None
     assert [record.getMessage() for record in caplog.records] == [
         "no memory is shared with API processes, answers are sent: not here"
     ]
@@ -209,7 +215,7 @@ class Served:
         self.thread.start()
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> SharedMemory:
         assert self.server.arena is not None
         return self.server.arena
 
@@ -239,7 +245,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def connected(address: str) -> EngineClient:
     client = EngineClient(address)
     client.start()
-    await until(lambda: client.ready is not None)
+    await until(lambda: client.ready)
     return client
 
 
@@ -250,7 +256,7 @@ def is_shared(client: EngineClient, array: Array) -> bool:
     return 0 <= array.ctypes.data - memory.ctypes.data < memory.nbytes
 
 
-@pytest.mark.parametrize("shared_bytes", [0, 32 * SHARED_FROM])
+@pytest.mark.parametrize("shared_bytes", [0, 32 * MIN_SHARED_BYTES])
 def test_answers_are_the_same_whether_they_are_shared_or_sent(tmp_path: Path, shared_bytes: int) -> None:
     async def scene(address: str, served: Served) -> None:
         client = await connected(address)
@@ -261,10 +267,10 @@ def test_answers_are_the_same_whether_they_are_shared_or_sent(tmp_path: Path, sh
             if shared_bytes:
                 assert is_shared(client, answer.values) and not answer.values.flags.writeable
         if shared_bytes:
-            assert served.arena.used == 24 * SHARED_FROM
+            assert served.arena.used == 24 * MIN_SHARED_BYTES
             kept = answers[3].values[0, 5:]  # a part of an answer keeps all of it
             del answer, answers
-            await until(lambda: served.arena.used == SHARED_FROM)
+            await until(lambda: served.arena.used == MIN_SHARED_BYTES)
             np.testing.assert_array_equal(kept, expected(requests[3])[0, 5:])
             del kept
             await until(lambda: served.arena.used == 0)
@@ -287,7 +293,7 @@ def test_what_finds_no_room_is_sent(tmp_path: Path) -> None:
         assert is_shared(client, third.values) and third.values[0, 0] == 7
         client.close()
 
-    with serve(tmp_path, SHARED_FROM) as (address, served):
+    with serve(tmp_path, MIN_SHARED_BYTES) as (address, served):
         asyncio.run(scene(address, served))
 
 
@@ -303,21 +309,21 @@ def test_requests_that_are_alike_share_a_block_until_the_last_process_gives_it_b
         served.runner.gate.set()
         a, b, c = await asyncio.gather(*tasks)
         tasks.clear()
-        assert served.arena.used == SHARED_FROM
+        assert served.arena.used == MIN_SHARED_BYTES
         for client, answer in ((one, a), (one, b), (two, c)):
             assert is_shared(client, answer.values) and answer.values[0, 0] == 5
         del a, answer
         await asyncio.sleep(0.1)
-        assert served.arena.used == SHARED_FROM and c.values[0, 0] == 5
+        assert served.arena.used == MIN_SHARED_BYTES and c.values[0, 0] == 5
         del b
         await asyncio.sleep(0.1)
-        assert served.arena.used == SHARED_FROM and c.values[0, 0] == 5
+        assert served.arena.used == MIN_SHARED_BYTES and c.values[0, 0] == 5
         del c
         await until(lambda: served.arena.used == 0)
         one.close()
         two.close()
 
-    with serve(tmp_path, 4 * SHARED_FROM) as (address, served):
+    with serve(tmp_path, 4 * MIN_SHARED_BYTES) as (address, served):
         asyncio.run(scene(address, served))
 
 
@@ -341,7 +347,7 @@ def test_what_is_cancelled_is_free_again(tmp_path: Path, computed: bool) -> None
         await until(lambda: not served.core.busy and served.arena.used == 0)
         client.close()
 
-    with serve(tmp_path, 4 * SHARED_FROM) as (address, served):
+    with serve(tmp_path, 4 * MIN_SHARED_BYTES) as (address, served):
         asyncio.run(scene(address, served))
 
 
@@ -369,7 +375,7 @@ def test_what_is_cancelled_halfway_through_rows_of_another_holds_nothing(tmp_pat
 
     gc.disable()  # nothing may wait for it
     try:
-        with serve(tmp_path, 4 * SHARED_FROM) as (address, served):
+        with serve(tmp_path, 4 * MIN_SHARED_BYTES) as (address, served):
             asyncio.run(scene(address, served))
     finally:
         gc.enable()
@@ -383,7 +389,7 @@ from tests.helpers import make_request
 async def hold(address):
     client = EngineClient(address)
     client.start()
-    while client.ready is None:
+    while not client.ready:
         await asyncio.sleep(0.01)
     answer = await client.run(make_request("theirs", [1], first_token=3))
     print(answer.values[0, 0], flush=True)
@@ -401,7 +407,7 @@ def test_what_a_process_held_that_was_killed_is_free_again_and_not_before(tmp_pa
         try:
             assert holder.stdout is not None
             assert await asyncio.to_thread(holder.stdout.readline) == "3.0\n"
-            assert served.arena.used == SHARED_FROM
+            assert served.arena.used == MIN_SHARED_BYTES
             answer = await client.run(make_request("a", [1], first_token=5))
             assert not is_shared(client, answer.values) and answer.values[0, 0] == 5
         finally:
@@ -412,7 +418,7 @@ def test_what_a_process_held_that_was_killed_is_free_again_and_not_before(tmp_pa
         assert is_shared(client, answer.values) and answer.values[0, 0] == 6
         client.close()
 
-    with serve(tmp_path, SHARED_FROM) as (address, served):
+    with serve(tmp_path, MIN_SHARED_BYTES) as (address, served):
         asyncio.run(scene(address, served))
 
 
@@ -420,21 +426,23 @@ def test_a_new_engine_has_new_memory_and_what_came_from_the_old_one_stays_readab
     address = f"ipc://{tmp_path}/engine"
 
     async def scene() -> None:
-        first = await asyncio.to_thread(Served, address, 4 * SHARED_FROM)
+        first = await asyncio.to_thread(Served, address, 4 * MIN_SHARED_BYTES)
         client = await connected(address)
         old = await client.run(make_request("a", [1], first_token=5))
         assert is_shared(client, old.values)
         await asyncio.to_thread(first.stop)
-        await until(lambda: client.ready is None)
-        second = await asyncio.to_thread(Served, address, 4 * SHARED_FROM)
-        await until(lambda: client.ready is not None)
+        await until(lambda: not client.ready)
+        second = await asyncio.to_thread(Served, address, 4 * MIN_SHARED_BYTES)
+        await until(lambda: client.ready)
         new = await client.run(make_request("b", [1], first_token=8))
         assert is_shared(client, new.values) and not is_shared(client, old.values)
         np.testing.assert_array_equal(old.values, wide(np.array([5])))
         np.testing.assert_array_equal(new.values, wide(np.array([8])))
         del old
         await asyncio.sleep(0.1)
-        assert second.arena.used == SHARED_FROM, "what belonged to the old one frees nothing of the new one"
+        assert second.arena.used == MIN_SHARED_BYTES, (
+            "what belonged to the old one frees nothing of the new one"
+        )
         del new
         await until(lambda: second.arena.used == 0)
         client.close()
@@ -462,5 +470,5 @@ def test_a_process_that_cannot_map_the_memory_is_sent_its_answers(
         able.close()
         unable.close()
 
-    with serve(tmp_path, 8 * SHARED_FROM) as (address, served):
+    with serve(tmp_path, 8 * MIN_SHARED_BYTES) as (address, served):
         asyncio.run(scene(address, served))
