@@ -68,17 +68,17 @@ def http() -> str:
                 part.append(f"The body is the same `{body.__name__}` as above.\n")
                 continue
             shown.add(body)
-            part.append(_body(body))
+            note = inspect.getdoc(body) or ""
+            part.append(f"`{body.__name__}`: {note}\n\n{_body(body, body.__name__)}")
     return "\n".join(f"### {group}\n\n" + "\n".join(parts) for group, parts in groups.items())
 
 
-def _body(body: type) -> str:
-    note = "" if not body.__doc__ else f"{inspect.getdoc(body)}\n\n"
+def _body(body: type, described_as: str) -> str:
     rows = [
-        (_code(field.name), _code(field.type), _shown_default(field), meaning(body.__name__, field.name))
+        (_code(field.name), _code(field.type), _shown_default(field), meaning(described_as, field.name))
         for field in fields_of(body)
     ]
-    return f"`{body.__name__}`: {note}" + table(("field", "type", "default", "meaning"), rows)
+    return table(("field", "type", "default", "meaning"), rows)
 
 
 def _shown_default(field: Field) -> str:
@@ -116,9 +116,10 @@ def _methods(cls: type, heading: str, only: list[str] | None = None) -> str:
             continue
         text = inspect.getdoc(member) or ""
         if isinstance(member, property):
-            parts.append(f"### `{heading}.{name}`\n\n{text}\n")
+            if text:
+                parts.append(f"### `{heading}.{name}`\n\n{text}\n")
         else:
-            code = f"```python\n{signature(member, name)}\n```"
+            code = f"```python\n{signature(member, name, _aliases())}\n```"
             parts.append(f"### `{heading}.{name}`\n\n{code}\n\n{text}\n")
     return "\n".join(parts)
 
@@ -143,12 +144,22 @@ def results() -> str:
         cls = getattr(penstock, name)
         if not isinstance(cls, type) or name in ("Engine", "AsyncEngine", "EngineConfig", "ServerConfig"):
             continue
-        if dataclasses.is_dataclass(cls) or issubclass(cls, msgspec.Struct):
-            parts.append(f"### `{name}`\n\n{inspect.getdoc(cls) or ''}\n\n{_record(cls)}")
+        if dataclasses.is_dataclass(cls) or issubclass(cls, msgspec.Struct | tuple):
+            text = inspect.getdoc(cls) or ""
+            text = "" if text.startswith(f"{name}(") else text  # made by the decorator
+            parts.append(f"### `{name}`\n\n{text}\n\n{_record(cls)}")
     return "\n".join(parts)
 
 
+def _aliases() -> dict[Any, str]:
+    from penstock.inputs.processor import Inputs
+
+    return {Inputs: "Inputs"}
+
+
 def _record(cls: type) -> str:
+    if cls.__name__ == "SamplingParams":  # the fields of the server's route, described there
+        return _body(cls, "CompletionRequest")
     rows = [
         (_code(each.name), _code(each.type), _shown_default(each), each.comment) for each in fields_of(cls)
     ]

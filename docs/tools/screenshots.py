@@ -20,7 +20,7 @@ from urllib.parse import urlparse
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 MAX_BYTES = 200_000
-SIZE = {"width": 1200, "height": 750}
+SIZE = {"width": 1280, "height": 720}
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -62,6 +62,8 @@ class Camera:
 
 def product(camera: Camera, server: str) -> None:
     camera.page.goto(server + "/", wait_until="networkidle")
+    camera.page.get_by_role("button", name="Embed", exact=True).click()
+    camera.page.wait_for_load_state("networkidle")
     camera.take("playground")
     camera.page.goto(server + "/docs", wait_until="networkidle")
     camera.take("api-docs")
@@ -78,7 +80,7 @@ def documentation(camera: Camera, site: str) -> None:
         camera.page.goto(link, wait_until="networkidle")
     camera.page.goto(site + "/index.html", wait_until="networkidle")
     camera.page.click(".md-search__input")
-    camera.page.fill(".md-search__input", "prefix caching")
+    camera.page.locator(".md-search__input").press_sequentially("prefix caching")
     camera.page.wait_for_selector(".md-search-result__item")
     camera.page.wait_for_timeout(500)  # the list slides in
     camera.take("search")
@@ -88,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--server", default="http://127.0.0.1:8000")
+    parser.add_argument("--server", default="http://127.0.0.1:8000", help="address of the server, or empty")
     parser.add_argument("--site", default="build/site")
     options = parser.parse_args()
     from playwright.sync_api import sync_playwright
@@ -96,7 +98,8 @@ def main() -> int:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         camera = Camera(browser.new_page(viewport=SIZE))
-        product(camera, options.server)
+        if options.server:
+            product(camera, options.server)
         documentation(camera, serve_site(options.site))
         browser.close()
     for problem in camera.problems:

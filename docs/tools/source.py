@@ -6,6 +6,7 @@ import ast
 import enum
 import inspect
 import io
+import sys
 import textwrap
 import tokenize
 import types
@@ -29,7 +30,7 @@ class Field:
 
 
 def fields_of(cls: type) -> list[Field]:
-    """The fields of a dataclass or a msgspec struct, base classes first."""
+    """The fields of a dataclass, a named tuple or a msgspec struct, base classes first."""
     hints = typing.get_type_hints(cls)
     comments = _comments(cls)
     return [
@@ -39,7 +40,10 @@ def fields_of(cls: type) -> list[Field]:
 
 
 def _defaults(cls: type) -> Iterator[tuple[str, str]]:
-    if issubclass(cls, msgspec.Struct):
+    if issubclass(cls, tuple):
+        for name in cls._fields:  # type: ignore[attr-defined]
+            yield name, _default(cls._field_defaults.get(name, MISSING), MISSING, MISSING)  # type: ignore[attr-defined]
+    elif issubclass(cls, msgspec.Struct):
         for field in msgspec.structs.fields(cls):
             yield field.encode_name, _default(field.default, field.default_factory, msgspec.NODEFAULT)
     else:
@@ -131,9 +135,17 @@ def _own_comments(source: str) -> dict[str, str]:
     return found
 
 
-def signature(function: Any, name: str) -> str:
-    """`def name(...)` with one parameter a line where it is long; annotations expanded."""
-    hints = typing.get_type_hints(function)
+def signature(function: Any, name: str, aliases: dict[Any, str]) -> str:
+    """`def name(...)` with one parameter a line where it is long.
+
+    Annotations are expanded, except those in `aliases`, which are shown by their names.
+    """
+    hints = _hints(function)
+
+    def shown(hint: Any) -> str:
+        names = [alias for kind, alias in aliases.items() if kind == hint]
+        return names[0] if names else type_name(hint)
+
     parts: list[str] = []
     parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
     star = False
@@ -144,12 +156,25 @@ def signature(function: Any, name: str) -> str:
         prefix = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
         star = star or each.kind is each.VAR_POSITIONAL
         default = "" if each.default is each.empty else f" = {_literal(each.default)}"
-        kind = f": {type_name(hints[each.name])}" if each.name in hints else ""
+        kind = f": {shown(hints[each.name])}" if each.name in hints else ""
         parts.append(f"{prefix}{each.name}{kind}{default}")
-    returned = f" -> {type_name(hints['return'])}" if "return" in hints else ""
+    returned = f" -> {shown(hints['return'])}" if "return" in hints else ""
     is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     word = "async def" if is_async else "def"
     line = f"{word} {name}({', '.join(parts)}){returned}"
     if len(line) <= 88:
         return line
     return f"{word} {name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returned}"
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """Annotations by parameter; those of an explicit `__signature__` are read where they were written."""
+    hints = typing.get_type_hints(function)
+    for each in inspect.signature(function).parameters.values():
+        hint = each.annotation
+        if each.name in hints or hint is each.empty:
+            continue
+        module = sys.modules[getattr(hint, "__forward_module__", None) or function.__module__]
+        text = getattr(hint, "__forward_arg__", hint)
+        hints[each.name] = eval(text, dict(vars(module))) if isinstance(text, str) else hint
+    return hints
