@@ -20,19 +20,21 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 
 from docs.tools.reference import RENDERERS  # noqa: E402
 
+_LOW = "---\nsearch:\n  boost: 0.1\n---\n\n"
 _MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 _RESULT_LINK = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w.-]+)\)")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:README|CHANGELOG|CONTRIBUTING)\.md)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
+    """Add the results and the changelog; the search lists them after the pages written for readers."""
+
+    def add(target: str, source: Path) -> None:
+        files.append(File.generated(config, target, content=_LOW + source.read_text(encoding="utf-8")))
+
     for source in sorted((ROOT / "benchmarks/results").glob("*.md")):
-        files.append(
-            File.generated(config, f"results/{source.name}", content=source.read_text(encoding="utf-8"))
-        )
-    files.append(
-        File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    )
+        add(f"results/{source.name}", source)
+    add("changelog.md", ROOT / "CHANGELOG.md")
     return files
 
 

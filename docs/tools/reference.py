@@ -75,10 +75,32 @@ def http() -> str:
 
 def _body(body: type, described_as: str) -> str:
     rows = [
-        (_code(field.name), _code(field.type), _shown_default(field), meaning(described_as, field.name))
+        (
+            _code(field.name),
+            _code(as_json(field.type)),
+            as_json(_shown_default(field)),
+            meaning(described_as, field.name),
+        )
         for field in fields_of(body)
     ]
     return table(("field", "type", "default", "meaning"), rows)
+
+
+_JSON = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "None": "null",
+    "True": "true",
+    "False": "false",
+}
+
+
+def as_json(text: str) -> str:
+    """Python's names of types and values as JSON's."""
+    text = re.sub(r"\b(?:str|int|float|bool|None|True|False)\b", lambda match: _JSON[match[0]], text)
+    return re.sub(r"dict\[string, (\w+)\]", r"object", text).replace("'", '"')
 
 
 def _shown_default(field: Field) -> str:

@@ -62,8 +62,10 @@ class Camera:
 
 def product(camera: Camera, server: str) -> None:
     camera.page.goto(server + "/", wait_until="networkidle")
-    camera.page.get_by_role("button", name="Embed", exact=True).click()
-    camera.page.wait_for_load_state("networkidle")
+    button = camera.page.get_by_role("button", name="Embed", exact=True)
+    with camera.page.expect_response("**/v1/embeddings"):
+        button.click()
+    button.click(trial=True)  # waits until it can be clicked again: the vectors are shown
     camera.take("playground")
     camera.page.goto(server + "/docs", wait_until="networkidle")
     camera.take("api-docs")
