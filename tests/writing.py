@@ -144,11 +144,11 @@ def text_spec(folder: Path, **changes: Any) -> ModelSpec:
     values = {
         "folder": str(folder),
         "name": "writer",
-        "limit": LIMIT,
-        "positions": LIMIT,
+        "max_model_len": LIMIT,
+        "max_positions": LIMIT,
         "vocab_size": vocabulary + 5,  # padded, as real tables are
         "tasks": (Task.GENERATE, Task.EMBED),
-        "causal": True,
+        "is_causal": True,
     }
     return make_spec(**(values | changes))
 

@@ -16,7 +16,7 @@ import uvicorn
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState, engine_reason
-from penstock.checkpoint.spec import with_limit
+from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import available_cpus
 from penstock.errors import ModelLoadError
 from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, setup_child_process
@@ -25,7 +25,7 @@ from penstock.wire.client import EngineClient
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
-    spec = with_limit(launch.spec, launch.engine.max_model_len or launch.spec.limit)
+    spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
     model = ServedModel(
         text=TextModel(spec, chat_template=launch.server.chat_template),
         engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file))),

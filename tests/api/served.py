@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
-from penstock.checkpoint.spec import describe, with_limit
+from penstock.checkpoint.spec import describe, with_max_model_len
 from penstock.config import EngineConfig, ServerConfig
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
@@ -55,7 +55,7 @@ def serving_here(
     config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
     described = describe(config)
     settings = settle(config, described)
-    spec = with_limit(described, settings.max_model_len)
+    spec = with_max_model_len(described, settings.max_model_len)
     engine = LocalEngine(spec, settings)
     local = client(engine)
     text = TextModel(spec, chat_template=(server or {}).get("chat_template"))

@@ -23,8 +23,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def sparse_http(folder: Path) -> Iterator[httpx.Client]:
-    with serving(str(folder), "--device", "cpu") as server, server.client() as client:
-        yield client
+    with serving(str(folder), "--device", "cpu", "--threads", "1") as server:
+        yield server.http
 
 
 def terms(row: list[dict[str, Any]]) -> list[tuple[int, str, float]]:

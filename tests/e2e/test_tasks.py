@@ -45,7 +45,7 @@ def moods(folder: Path) -> Iterator[Server]:
 
 
 def post(server: Server, route: str, **body: object) -> httpx.Response:
-    return httpx.post(f"{server.url}{route}", json={"input": TEXTS, **body}, timeout=60)
+    return server.http.post(route, json={"input": TEXTS, **body})
 
 
 def test_classify_names_the_likeliest_label(moods: Server, engine: Engine) -> None:

@@ -38,7 +38,7 @@ def test_equal_rows_of_one_request_run_once() -> None:
     assert runner.launched[0].num_rows == 2
     runner.finish()
     assert values(core.step()) == {"a": expected_values(asked)}
-    assert core.twins is not None and core.twins.shared_rows == 2
+    assert core.dedup is not None and core.dedup.shared_rows == 2
 
 
 def test_a_request_follows_rows_of_another_that_is_in_flight() -> None:

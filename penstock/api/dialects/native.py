@@ -185,7 +185,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     tokenizer = model.text.tokenizer
     answers = []
     for row in rows:
-        answer = {"count": len(row), "max_model_len": model.spec.limit, "tokens": row}
+        answer = {"count": len(row), "max_model_len": model.spec.max_model_len, "tokens": row}
         if body.return_token_strs:
             answer["token_strs"] = tokenizer.token_strings(row.tolist())
         answers.append(answer)
