@@ -95,7 +95,7 @@ def test_the_way_through_the_engine_changes_no_token(name: str, way: str, folder
             got = used.generate(prompts(), GREEDY)
             assert [row.token_ids for row in got] == generated(name, folders[name])
             check_nothing_is_held(used)
-        assert bool(generation.preempted) == way.startswith("preempted")
+        assert bool(generation.num_preemptions) == way.startswith("preempted")
         assert bool(generation.pool.hit_tokens) == (used.settings.generate_prefixes)
 
 

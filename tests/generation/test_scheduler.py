@@ -56,7 +56,7 @@ def test_every_row_gets_the_tokens_it_would_get_alone(depth: int, prefixes: bool
         assert answers.tokens["b", len(PROMPTS) - 1 - row] == continued(prompt, 11)
     assert set(answers.finished.values()) == {"length"}
     assert core.generation is not None
-    assert bool(core.generation.preempted) == (blocks < 100)
+    assert bool(core.generation.num_preemptions) == (blocks < 100)
     check_idle(core)
 
 
@@ -221,7 +221,7 @@ def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
             assert isinstance(outcome, GeneratedTokens)
             if outcome.id not in order and ("first", 0) in answers.finished:
                 order.append(outcome.id)
-    assert core.generation is not None and core.generation.preempted
+    assert core.generation is not None and core.generation.num_preemptions
     assert answers.tokens["first", 0] == continued([1] * 20, 30)
     assert answers.tokens["second", 0] == continued([2] * 20, 30)
     assert order[0] == "first"

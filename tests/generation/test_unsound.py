@@ -159,7 +159,7 @@ def _spoil(core: Any, prompt: list[int], after: int) -> None:
         assert sample is not None
         ids = future.result().outputs[0].copy()
         for at, slot in enumerate(sample.sampled_slots.tolist()):
-            row = generation._rows[slot]
+            row = generation._slots.find(slot)
             if row is not None and row.prompt.tolist() == prompt:
                 given[0] += 1
                 if given[0] > after:
