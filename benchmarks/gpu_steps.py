@@ -134,7 +134,7 @@ def run(name: str, folder: Path) -> list[str]:
     began = time.perf_counter()
     with Engine(str(folder), device="cuda", load_format="dummy") as engine:
         loaded_s = time.perf_counter() - began
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         assert isinstance(runner, ModelRunner)
         graphs = runner.graphs
         if graphs is None:
@@ -142,7 +142,7 @@ def run(name: str, folder: Path) -> list[str]:
         first = f"loaded in {loaded_s:.1f} s with {len(graphs.captured)} graphs in {graphs.capture_s:.2f} s"
         print(f"{name}: {first}", flush=True)
         for rows, length in SHAPES:
-            if length > engine.spec.limit:
+            if length > engine.spec.max_model_len:
                 continue
             try:
                 lines.append(_line(name, runner, rows, length))

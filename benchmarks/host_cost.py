@@ -27,7 +27,7 @@ torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 torch.Tensor.is_cuda = True  # type: ignore[assignment, method-assign, misc]
 
 from penstock.kernels import gate_up, language, launch, norm
-from penstock.kernels.attention import flash_rows
+from penstock.kernels.attention import flash_attention
 from penstock.layers import build
 from penstock.layers.attention import attend_fused
 from penstock.layers.batch import Batch
@@ -71,6 +71,7 @@ QWEN3 = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "hidden_act": "silu",
+    "is_causal": True,
 }
 MODELS = {"BERT-base": (bert, BERT), "XLM-R-large": (roberta, XLMR), "Qwen3-0.6B": (qwen3, QWEN3)}
 
@@ -126,11 +127,11 @@ def bare_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
 
 def take_launches() -> None:
     launch.Kernel.run = lambda self, *args, **options: Nothing()  # type: ignore[method-assign]
-    launch._where = lambda: (0, 0)
+    launch.current_device_and_stream = lambda: (0, 0)  # type: ignore[assignment]
     F.linear = product  # type: ignore[assignment]
     torch.mm = bare_product  # type: ignore[assignment]
     torch.addmm = torch._addmm_activation = added_product  # type: ignore[assignment, misc]
-    language.switch("cuda", "cpu")
+    language.set_kernel_devices("cuda", "cpu")
     build.make_linear = lambda weight, bias, act, quantization: Linear(weight, bias, act)
 
 
@@ -193,7 +194,7 @@ def parts(rounds: int) -> dict[str, float]:
             lambda: norm.add_norm(hidden, hidden, weight, weight, 1e-5, rms=False, keep=False), rounds
         ),
         "flash_rows": clock(
-            lambda: flash_rows(*own, batch.cu_lengths, max_length=70, scale=0.125, out=hidden), rounds
+            lambda: flash_attention(*own, batch.cu_lengths, max_length=70, scale=0.125, out=hidden), rounds
         ),
         "attention": clock(lambda: attend_fused(qkv, 16, batch), rounds),
         "layer": clock(lambda: layer(hidden, hidden, batch, None), rounds),

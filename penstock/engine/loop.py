@@ -30,7 +30,7 @@ from penstock.types import (
     Failure,
     Outcome,
     Request,
-    SamplingParams,
+    SamplerParams,
     StepPlan,
     StepResult,
 )
@@ -119,7 +119,7 @@ class EngineCore:
         else:
             self.pending.add(request)
 
-    def _add_generation(self, request: Request, sampling: SamplingParams) -> None:
+    def _add_generation(self, request: Request, sampling: SamplerParams) -> None:
         if self.generation is None:
             raise NotPossible("this engine does not generate")
         if sampling.grammar is None:

@@ -15,7 +15,7 @@ from penstock.runner.base import BLOCK_SIZE, Runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import PoolingParams, Request, SamplingParams, StepPlan, Task
+from penstock.types import PoolingParams, Request, SamplerParams, StepPlan, Task
 
 if TYPE_CHECKING:
     from penstock.runner.decode import DecodeGraphs, Key
@@ -115,7 +115,7 @@ def warm_up_generation(runner: Runner, sampler: Leaves, num_blocks: int, max_tok
         GenerationLimits(1, max_tokens, max_tokens, length + 3, length, prefix_caching=False),
     )
     tokens = np.ones(length, dtype=np.int32)
-    sampling = SamplingParams(max_tokens=3, temperature=0)
+    sampling = SamplerParams(max_tokens=3, temperature=0)
     lengths = np.array([length], dtype=np.int32)
     generation.add(Request("warm-up", tokens, lengths, PoolingParams(Task.GENERATE), sampling=sampling))
     while (plan := generation.schedule(0.0)) is not None:

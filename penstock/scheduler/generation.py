@@ -31,7 +31,7 @@ from penstock.types import (
     Ints,
     Request,
     SamplePlan,
-    SamplingParams,
+    SamplerParams,
     StepPlan,
     StepResult,
     Timings,
@@ -52,7 +52,7 @@ class _Allocation(NamedTuple):
 
 
 class GenerationScheduler:
-    """add → schedule → collect, for requests with `SamplingParams`."""
+    """add → schedule → collect, for requests with `SamplerParams`."""
 
     def __init__(self, pool: BlockPool, limits: GenerationLimits) -> None:
         self.pool = pool
@@ -87,7 +87,7 @@ class GenerationScheduler:
     def waiting(self) -> int:
         return len(self._waiting) + len(self._preempted)
 
-    def check(self, request: Request) -> SamplingParams:
+    def check(self, request: Request) -> SamplerParams:
         """`BadValue` for a request that can never run, `QueueFull` if too many tokens wait."""
         if request.sampling is None:
             raise NotPossible("a request without sampling parameters cannot generate")

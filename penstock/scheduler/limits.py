@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import BadValue
-from penstock.types import Request, SamplingParams, check_sampling
+from penstock.types import Request, SamplerParams, check_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class GenerationLimits:
     vocab_size: int = 1 << 31
     separate_prefill: bool = False  # prefill and decode steps alternate, because each is replayed as a graph
 
-    def check(self, request: Request, params: SamplingParams) -> None:
+    def check(self, request: Request, params: SamplerParams) -> None:
         """`BadValue` for a request that can never run."""
         if request.num_rows == 0 or int(request.lengths.min()) == 0:
             raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")

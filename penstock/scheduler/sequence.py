@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.content import PrefixKeys
-from penstock.types import Ints, Request, SamplingParams
+from penstock.types import Ints, Request, SamplerParams
 
 SequenceRank = tuple[float, int, int]  # arrival plus head start, order of arrival, row
 
@@ -40,7 +40,7 @@ class SequenceState:
     """One sequence; its numbers that change every step are in the `SlotTable`."""
 
     request: Request
-    sampling: SamplingParams
+    sampling: SamplerParams
     row: int
     rank: SequenceRank
     prefix_keys: PrefixKeys

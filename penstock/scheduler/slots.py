@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.scheduler.sequence import SequenceState
-from penstock.types import Ints, Join, SamplePlan, SamplingParams, SequenceIds
+from penstock.types import Ints, Join, SamplePlan, SamplerParams, SequenceIds
 
 
 class SlotTable:
@@ -207,7 +207,7 @@ class SlotTable:
             assert self.num_known[slot] <= self.num_tokens[slot]
             assert self.num_computed[slot] <= len(sequence.blocks) * block_size
 
-    def _set_stop_ids(self, slot: int, params: SamplingParams) -> None:
+    def _set_stop_ids(self, slot: int, params: SamplerParams) -> None:
         stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids))
         if len(stop_ids) > self.stop_ids.shape[1]:
             wider = np.full((self.num_slots, len(stop_ids)), -1, dtype=np.int32)

@@ -78,7 +78,7 @@ def test_requests_that_are_alike_have_the_same_array_and_no_other_has() -> None:
 def test_offline_each_caller_has_an_array_of_its_own() -> None:
     with Engine(device="null") as engine:
         asked = [request(name, list(range(1, 30))) for name in "abc"]
-        futures = [engine._engine.submit(each) for each in asked]
+        futures = [engine.local.engine.submit(each) for each in asked]
         arrays = [future.result(timeout=60).values for future in futures]
         for i, array in enumerate(arrays):
             array[:] = i  # type: ignore[call-overload]

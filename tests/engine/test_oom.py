@@ -16,12 +16,10 @@ from penstock.engine.recovery.oom import TokenBackoff, halves, num_scheduled_tok
 from penstock.errors import DeviceFailed, DeviceOutOfMemory, EngineUnavailable, RowFailed
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Failure, PooledOutput, PoolingParams, StepPlan, StepResult
+from tests.engine.chunked import LENGTHS, check_no_memory_is_held, chunked, rows
 from tests.engine.fakes import ManualRunner, compute, expected_values, make_core, run_to_the_end
-from tests.engine.test_chunked import LENGTHS, check_no_memory_is_held, chunked, folder, rows
-from tests.engine.test_pairs import PAIRS, TEXTS, run, score_request
+from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
 from tests.helpers import ints, make_request
-
-__all__ = ["folder"]
 
 
 class SmallRunner:
@@ -155,7 +153,7 @@ def test_a_row_is_cut_only_where_its_keys_are_kept() -> None:
 
 def limit_memory(engine: Engine, tokens: int) -> list[int]:
     """Make the engine's device too small for steps of more tokens; returns where refusals are noted."""
-    runner = engine._engine._core.runner
+    runner = engine.local.engine.core.runner
     launch, refused = runner.launch, []
 
     def small(plan: StepPlan) -> Future[StepResult]:
@@ -189,7 +187,7 @@ def test_no_row_reuses_a_prefix_whose_step_failed(folder: Path) -> None:
     with chunked(folder) as plain:
         expected = plain.embed([row])
     with chunked(folder, enable_prefix_caching=True, long_prefill_token_threshold=0) as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         launch = runner.launch
 
         def fail(plan: StepPlan) -> Future[StepResult]:
@@ -246,7 +244,7 @@ def test_a_lost_device_ends_an_offline_engine_with_the_reason() -> None:
         def lost(plan: StepPlan) -> Future[StepResult]:
             raise DeviceFailed("the device failed: gone")
 
-        engine._engine._core.runner.launch = lost  # type: ignore[method-assign]
+        engine.local.engine.core.runner.launch = lost  # type: ignore[method-assign]
         with pytest.raises(EngineUnavailable, match="gone"):
             engine.embed(["a"])
         with pytest.raises(EngineUnavailable, match="gone"):

@@ -31,11 +31,9 @@ from penstock.types import (
     StepResult,
     Task,
 )
-from tests.engine.test_chunked import check_no_memory_is_held, chunked, folder, rows
+from tests.engine.chunked import check_no_memory_is_held, chunked, rows
 from tests.generation.fakes import asking
 from tests.helpers import ints
-
-__all__ = ["folder"]
 
 BLOCK = 4
 PLACES = 64
@@ -352,14 +350,14 @@ def test_a_real_model_gives_the_same_vectors_when_a_step_fails_on_its_way(
         futures = []
         for number, (row, task) in enumerate(asked):
             made = request(f"r{number}", [row], task)
-            futures.append(engine._engine.submit(made))
+            futures.append(engine.local.engine.submit(made))
         return [future.result(timeout=60).values for future in futures]
 
     with chunked(folder) as plain:
         wanted = submit(plain)
     options = {"enable_prefix_caching": prefixes, "long_prefill_token_threshold": 20}
     with chunked(folder, pipeline_depth=depth, **options) as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         run_step, steps = runner._run_on_cpu, iter(range(1000))
         gate = threading.Event()
 

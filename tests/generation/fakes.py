@@ -18,7 +18,7 @@ from penstock.types import (
     Ints,
     PoolingParams,
     Request,
-    SamplingParams,
+    SamplerParams,
     StepPlan,
     StepResult,
     Task,
@@ -117,7 +117,7 @@ def make_core(
 
 
 def asking(name: str, prompts: list[list[int]], count: int, **params: object) -> Request:
-    sampling = SamplingParams(max_tokens=count, temperature=0, **params)  # type: ignore[arg-type]
+    sampling = SamplerParams(max_tokens=count, temperature=0, **params)  # type: ignore[arg-type]
     flat = np.array([token for prompt in prompts for token in prompt], dtype=np.int32)
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
     return Request(name, flat, lengths, PoolingParams(Task.GENERATE), sampling=sampling)

@@ -76,7 +76,7 @@ def test_every_output_dtype_leaves_the_device(folder: Path, dtype: OutputDtype) 
 
 def test_a_step_never_waits_between_launch_and_collect(folder: Path) -> None:
     with Engine(str(folder), device="cuda") as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         assert isinstance(runner, ModelRunner)
         rng = np.random.default_rng(1)
         shares = []
@@ -151,4 +151,4 @@ def test_prefixes_are_shared_on_the_device(decoder: Path) -> None:
     ):
         warm.embed(inputs[:1])
         np.testing.assert_allclose(warm.embed(inputs), cold.embed(inputs), atol=1e-4)
-        assert warm._engine._core.scheduler.chunking.pool.hit_tokens >= 3 * 160
+        assert warm.local.engine.core.scheduler.chunking.pool.hit_tokens >= 3 * 160

@@ -73,7 +73,7 @@ def engine(bert: Path) -> Iterator[Engine]:
 
 
 def runner_of(engine: Engine) -> ModelRunner:
-    runner = engine._engine._core.runner
+    runner = engine.local.engine.core.runner
     assert isinstance(runner, ModelRunner) and runner.graphs is not None
     return runner
 
@@ -300,7 +300,7 @@ def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path
         leave(int(room * needed))
         held = torch.cuda.memory_reserved()
         try:
-            core = engine._engine._core
+            core = engine.local.engine.core
             with graphs.at_once():
                 try:
                     got = runner.launch(plan).result().outputs[0]
@@ -324,7 +324,7 @@ def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path
 
 def test_enforce_eager_has_no_graphs(bert: Path) -> None:
     with Engine(str(bert), device="cuda", dtype="bfloat16", enforce_eager=True) as engine:
-        assert engine._engine._core.runner.graphs is None
+        assert engine.local.engine.core.runner.graphs is None
         assert np.isfinite(engine.embed([[5, 6, 7]])).all()
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
-from penstock.kernels.attention import attention_reference, flash_rows, short_rows
+from penstock.kernels.attention import attention_reference, flash_attention, short_attention
 from penstock.kernels.pooling import METHODS, pool, pool_reference
 from penstock.kvcache.store import KVStore
 from penstock.layers import attention
@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def only_interpreted() -> None:
-    if not language.INTERPRETED:
+    if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_graphs.py replays real graphs")
 
 
@@ -57,7 +57,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every layer by its kernels, attention too, which asks for a CUDA tensor otherwise; memory that is not
     written holds NaN."""
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, batch: Any, kind: Any = None, *_: Any, **__: Any
@@ -75,7 +75,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch, "empty", poisoned)
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
@@ -137,7 +137,7 @@ def test_attention_takes_empty_rows_and_never_reads_beyond_the_last(causal: bool
     qkv[30:] = NAN
     query, key, value = qkv.split([2, 2, 2], dim=1)
     cu = torch.tensor([0, 7, 30, 30, 30, 30], dtype=torch.int32)
-    own = short_rows if longest <= 64 else flash_rows
+    own = short_attention if longest <= 64 else flash_attention
     got = own(query, key, value, cu, max_length=longest, scale=0.25, causal=causal)
     expected = attention_reference(query[:30], key[:30], value[:30], cu[:3], scale=0.25, causal=causal)
     torch.testing.assert_close(got[:30], expected, atol=1e-5, rtol=1e-5)
@@ -146,9 +146,9 @@ def test_attention_takes_empty_rows_and_never_reads_beyond_the_last(causal: bool
 @pytest.fixture
 def by_kernels() -> Iterator[None]:
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 BLOCK = 4

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
-from penstock.config import EngineConfig, Machine, resolve
+from penstock.checkpoint.pooling import PoolingSpec
+from penstock.config import EngineConfig, Machine, ModelFacts, resolve
 from penstock.errors import DeviceOutOfMemory
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
@@ -52,8 +52,8 @@ class Model:
 
     hidden_size = 8
     causal = False
-    narrows = True
-    unneeded = ()
+    prunes_last_layer = True
+    ignored_tensors = ()
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -215,9 +215,9 @@ def test_a_large_graph_ends_with_the_tokens_that_are_read(
         model.seen.clear()
         (values,), _ = replayed(runner, graphs, plan)
         assert all(len(batch.needed.tokens) == batch.num_rows for batch in model.seen)
-        model.narrows = False
+        model.prunes_last_layer = False
         expected, _ = runner._step(plan)
-        model.narrows = True
+        model.prunes_last_layer = True
         np.testing.assert_allclose(values, expected[0], atol=1e-6)
     model.seen.clear()
     replayed(runner, graphs, plan_of(40, 40))  # too small for it
@@ -301,9 +301,9 @@ def test_steps_whose_kernels_are_only_compiled_tell_no_times(monkeypatch: pytest
     plan = plan_of(200, 300)
     key = graphs.key_of(plan)
     assert key is not None and [graphs.place(key, plan) for _ in range(USES)] == [None] * USES
-    monkeypatch.setattr(module, "compiling", lambda: True)
+    monkeypatch.setattr(module, "is_precompiling", lambda: True)
     graphs.observe(key, host_s=0.004, device_s=0.0001)
-    monkeypatch.setattr(module, "compiling", lambda: False)
+    monkeypatch.setattr(module, "is_precompiling", lambda: False)
     assert graphs.place(key, plan) is None, "nothing is known of it"
     graphs.observe(key, host_s=0.004, device_s=0.0001)
     assert graphs.place(key, plan) is not None
@@ -570,4 +570,4 @@ def test_graphs_are_for_native_models_in_half_precision_on_cuda(
     changes: dict[str, Any], wanted: bool
 ) -> None:
     machine = Machine(cpus=2, cuda=True, bf16=True)
-    assert resolve(EngineConfig(**changes), model_limit=512, machine=machine).graphs is wanted
+    assert resolve(EngineConfig(**changes), ModelFacts(max_model_len=512), machine).graphs is wanted

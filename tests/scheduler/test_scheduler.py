@@ -7,7 +7,7 @@ from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.scheduler import Budget, Chunking, ScheduledRows, Scheduler
-from penstock.types import PoolingParams, Request, SamplingParams, Task
+from penstock.types import PoolingParams, Request, SamplerParams, Task
 from tests.helpers import ints, make_request
 
 
@@ -382,7 +382,7 @@ def test_rows_that_generate_share_no_prefix_block_with_rows_that_are_pooled() ->
     run_with_prefixes(prefix_caching_scheduler(pool), make_request("a", [17]))
     generation = GenerationScheduler(pool, GenerationLimits(4, 100, 100, 64, 1000))
     request = make_request("b", [17], params=PoolingParams(Task.GENERATE))
-    request.sampling = SamplingParams(max_tokens=2)
+    request.sampling = SamplerParams(max_tokens=2)
     generation.add(request)
     assert generation.schedule(0.0) is not None
     assert pool.hit_tokens == 0
