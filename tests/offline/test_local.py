@@ -110,7 +110,7 @@ def test_a_request_submitted_during_the_last_step_is_answered(
     open_engine: Callable[[PoisonedRunner], LocalEngine],
 ) -> None:
     engine = open_engine(at_once())
-    step, late = engine._core.step, list[Future[PooledOutput]]()
+    step, late = engine.core.step, list[Future[PooledOutput]]()
 
     def step_with_a_late_arrival() -> list[Outcome]:
         outcomes = step()
@@ -119,7 +119,7 @@ def test_a_request_submitted_during_the_last_step_is_answered(
             engine._closing = True  # as `close` on another thread would
         return outcomes
 
-    engine._core.step = step_with_a_late_arrival  # type: ignore[method-assign]
+    engine.core.step = step_with_a_late_arrival  # type: ignore[method-assign]
     engine._inbox.put(None)
     wait_until(lambda: bool(late))
     engine._thread.join(WAIT_S)
@@ -166,12 +166,12 @@ def test_all_requests_fail_with_the_reason_when_the_engine_stops(
     runner = ManualRunner()
     engine = open_engine(runner)
     futures = [engine.submit(make_request(str(i), [4])) for i in range(3)]
-    wait_until(lambda: len(engine._core.pending) == 3)
+    wait_until(lambda: len(engine.core.pending) == 3)
 
     def broken(request: Request) -> None:
         raise RuntimeError("the core is broken")
 
-    engine._core.add = broken  # type: ignore[method-assign]
+    engine.core.add = broken  # type: ignore[method-assign]
     futures.append(engine.submit(make_request("last", [4])))
     for future in futures:
         with pytest.raises(EngineUnavailable, match="the core is broken"):
@@ -230,7 +230,7 @@ def test_outputs_of_deduplicated_requests_may_be_written_to(
 
     async def scene() -> None:
         tasks = [asyncio.create_task(engine.run(make_request(name, [4]))) for name in ("a", "b")]
-        await until(lambda: len(engine._core._progress) == 2)
+        await until(lambda: len(engine.core.pending) == 2)
         runner.finish()
         first, second = await asyncio.gather(*tasks)
         first.values[:] = -1.0
