@@ -29,7 +29,7 @@ from texts import natural_texts
 from torch import Tensor
 
 from penstock import Engine
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.activation import (
     bias_act_,

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import (
     activation,
     attention,
@@ -45,7 +45,7 @@ from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request, StepPlan
 from penstock.weights.stream import DummySource
 
@@ -574,7 +574,7 @@ def make_runner(architecture: str, config: dict[str, Any], device: torch.device,
 def plan_of(lengths: list[int], vocabulary: int) -> StepPlan:
     tokens = np.random.default_rng(0).integers(5, vocabulary, sum(lengths)).astype(np.int32)
     request = Request("bench", tokens, np.array(lengths, dtype=np.int32))
-    return build_plan([Share(request, np.arange(len(lengths), dtype=np.int32))])
+    return build_plan([ScheduledRows(request, np.arange(len(lengths), dtype=np.int32))])
 
 
 def least_cosine(a: Tensor, b: Tensor) -> float:

@@ -124,12 +124,12 @@ class Deberta:
         self.conv = _conv(build, self.prefix + "encoder.conv.", config)
         if self.conv is not None:
             self.conv_norm = build.norm(self.prefix + "encoder.conv.LayerNorm", hidden, eps)
-        self.narrows = self.conv is None or len(self.layers) > 1
-        self.layers[-1].last = self.narrows
+        self.prunes_last_layer = self.conv is None or len(self.layers) > 1
+        self.layers[-1].last = self.prunes_last_layer
         self.hidden_size = hidden
-        self.causal = False
+        self.is_causal = False
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         embedded = self.embedding(batch)

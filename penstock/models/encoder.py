@@ -39,7 +39,7 @@ from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceIds:
+class TensorNames:
     """Where a family keeps its tensors, below its own prefix."""
 
     layer: str = "encoder.layer.{}."
@@ -53,8 +53,8 @@ class SequenceIds:
     output_norm: str = "output.LayerNorm"
 
 
-BERT_NAMES = SequenceIds()
-DISTILBERT_NAMES = SequenceIds(
+BERT_NAMES = TensorNames()
+DISTILBERT_NAMES = TensorNames(
     layer="transformer.layer.{}.",
     query="attention.q_lin",
     key="attention.k_lin",
@@ -65,7 +65,7 @@ DISTILBERT_NAMES = SequenceIds(
     down="ffn.lin2",
     output_norm="output_layer_norm",
 )
-MPNET_NAMES = SequenceIds(
+MPNET_NAMES = TensorNames(
     query="attention.attn.q",
     key="attention.attn.k",
     value="attention.attn.v",
@@ -89,7 +89,7 @@ class Shape:
     first_position: int
     act: str
     eps: float
-    names: SequenceIds
+    names: TensorNames
     bias_buckets: int = 0  # MPNet
 
 
@@ -147,11 +147,11 @@ class Encoder:
         feed_post_norms(self.layers)
         self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
         self.hidden_size = shape.hidden
-        self.causal = False
-        self.narrows = True
+        self.is_causal = False
+        self.prunes_last_layer = True
         self.prefix = prefix
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
@@ -267,7 +267,7 @@ def _bert_shape(
     config: Mapping[str, Any],
     *,
     first_position: int,
-    names: SequenceIds = BERT_NAMES,
+    names: TensorNames = BERT_NAMES,
     bias_buckets: int = 0,
     segments: int | None = None,
 ) -> Shape:

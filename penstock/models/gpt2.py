@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.spec import label_count
+from penstock.checkpoint.labels import label_count
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
@@ -59,7 +59,7 @@ class GPT2:
     """token ids → hidden states behind the last norm, [tokens, hidden]."""
 
     def __init__(self, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-        require(config, add_cross_attention=False, reorder_and_upcast_attn=False)
+        require(config, add_cross_attention=False, reorder_and_upcast_attn=False, is_causal=True)
         hidden, layers, eps = config["n_embd"], config["n_layer"], config["layer_norm_epsilon"]
         prefix = build.weights.prefix_of("wte.weight")
         positions = option(config, "n_positions", "n_ctx")
@@ -70,11 +70,11 @@ class GPT2:
         names = [*(f"h.{i}.ln_1" for i in range(layers)), "ln_f"]
         self.norms = [build.norm(prefix + name, hidden, eps) for name in names]
         self.hidden_size = hidden
-        self.causal = True
-        self.narrows = True
+        self.is_causal = True
+        self.prunes_last_layer = True
         self.kv_shape = (layers, config["n_head"], hidden // config["n_head"])
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)

@@ -90,10 +90,10 @@ class ModernBert:
         for before, layer in zip(self.norms, self.layers[1:], strict=False):  # the last feeds none
             before.feed(layer.qkv)
         self.hidden_size = hidden
-        self.causal = False
-        self.narrows = True
+        self.is_causal = False
+        self.prunes_last_layer = True
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)

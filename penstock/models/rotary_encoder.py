@@ -26,7 +26,7 @@ from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceIds:
+class TensorNames:
     """Where a checkpoint keeps its tensors, below its own prefix."""
 
     layer: str
@@ -39,9 +39,9 @@ class SequenceIds:
     embedding_norm: str = "embeddings.LayerNorm"
 
 
-def ported(*, up: tuple[str, ...], down: str) -> SequenceIds:
+def ported(*, up: tuple[str, ...], down: str) -> TensorNames:
     """The names of the transformers ports, which differ only in the feed-forward block."""
-    return SequenceIds(
+    return TensorNames(
         layer="layers.{}.",
         qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         out="self_attn.o_proj",
@@ -79,7 +79,7 @@ class RotaryEncoderLayer:
     last = False  # of its model, so that only a pooler reads what it gives
 
     def __init__(
-        self, build: LayerBuilder, prefix: str, names: SequenceIds, shape: Shape, rotary: Rotary | None
+        self, build: LayerBuilder, prefix: str, names: TensorNames, shape: Shape, rotary: Rotary | None
     ) -> None:
         hidden, inner = shape.hidden, shape.intermediate
         self.heads = shape.heads
@@ -119,7 +119,11 @@ class RotaryEncoder:
     """token ids → hidden states [tokens, hidden]."""
 
     def __init__(
-        self, build: LayerBuilder, shape: Shape, layouts: tuple[SequenceIds, ...], unneeded: tuple[str, ...]
+        self,
+        build: LayerBuilder,
+        shape: Shape,
+        layouts: tuple[TensorNames, ...],
+        ignored_tensors: tuple[str, ...],
     ) -> None:
         weights = build.weights
         self.prefix = weights.prefix_of("embeddings.word_embeddings.weight")
@@ -144,10 +148,10 @@ class RotaryEncoder:
         self.layers[-1].last = True
         feed_post_norms(self.layers)
         self.hidden_size = shape.hidden
-        self.causal = False
-        self.narrows = True
+        self.is_causal = False
+        self.prunes_last_layer = True
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = unneeded
+        self.ignored_tensors = ignored_tensors
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
@@ -157,7 +161,7 @@ class RotaryEncoder:
             hidden, fed = layer(hidden, fed, batch, angles)
         return hidden
 
-    def _names(self, build: LayerBuilder, layouts: tuple[SequenceIds, ...]) -> SequenceIds:
+    def _names(self, build: LayerBuilder, layouts: tuple[TensorNames, ...]) -> TensorNames:
         looked_for = [f"{self.prefix}{names.layer.format(0)}{names.down}.weight" for names in layouts]
         for names, tensor in zip(layouts, looked_for, strict=True):
             if build.weights.has(tensor):

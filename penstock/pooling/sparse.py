@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import SparseSpec
+from penstock.checkpoint.sparse import SparseSpec
 from penstock.kernels.language import use_kernel
 from penstock.kernels.splade import log1p_relu, splade_pool
 from penstock.layers.batch import Batch

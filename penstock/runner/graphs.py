@@ -266,7 +266,7 @@ class Graphs(Captures[Key, Graph]):
     def _ends(self, key: Key) -> str | None:
         """Which one token of each row is read, where the last layer is better finished for them alone."""
         tokens, rows, _ = key.bucket
-        if not self.model.narrows or key.params is None or key.memory is not None:
+        if not self.model.prunes_last_layer or key.params is None or key.memory is not None:
             return None
         if tokens * self.model.hidden_size < NARROWED or rows > FEWER * tokens:
             return None

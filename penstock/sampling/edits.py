@@ -16,7 +16,7 @@ from penstock.kernels.language import cdiv
 from penstock.kernels.sampling import apply_penalties_reference, edit_logits
 from penstock.sampling.penalties import Counts, grown
 from penstock.sampling.plan import Column, Need, SlotPlan, packed_bits
-from penstock.types import Ints, SamplingParams
+from penstock.types import Ints, SamplerParams
 
 Send = Callable[[NDArray[np.int64] | Ints], Tensor]
 _NEVER = float("-inf")
@@ -38,7 +38,7 @@ class Edits:
         self._masks: dict[int, Ints] = {}  # row → packed bits to be sent
         self._tails: dict[int, Ints] = {}  # slot → tokens sampled before it joined
 
-    def join(self, slot: int, need: Need, params: SamplingParams, prompt_ids: Ints, output_ids: Ints) -> None:
+    def join(self, slot: int, need: Need, params: SamplerParams, prompt_ids: Ints, output_ids: Ints) -> None:
         row = self.plan.table[slot]
         if need & Need.COUNTS:
             self.counts.put(int(row[Column.COUNT_ROW]), prompt_ids, output_ids)

@@ -24,7 +24,7 @@ from penstock.sampling.edits import Edits
 from penstock.sampling.filters import floats, least_kept
 from penstock.sampling.logprobs import token_logprobs
 from penstock.sampling.plan import EDITS, WIDTH, Column, Need, SlotPlan
-from penstock.types import Ints, SamplingParams
+from penstock.types import Ints, SamplerParams
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -65,7 +65,7 @@ class Sampler:
         self._batch: tuple[int, bytes] = (-1, b"")
 
     def join(
-        self, slot: int, params: SamplingParams, prompt_ids: Ints, output_ids: Ints | None = None
+        self, slot: int, params: SamplerParams, prompt_ids: Ints, output_ids: Ints | None = None
     ) -> None:
         output_ids = _NOTHING if output_ids is None else output_ids
         need = self.plan.join(slot, params, len(output_ids))

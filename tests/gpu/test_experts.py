@@ -38,8 +38,7 @@ from penstock.layers.fp8 import BlockLinear
 from penstock.layers.moe import ExpertShape, SparseMLP, _product
 from penstock.models.registry import build_model
 from penstock.weights.stream import DummySource
-from tests.checkpoint.test_quantization import GOOD
-from tests.checkpoints import wordpiece_tokenizer, write_json
+from tests.checkpoints import FP8_BLOCKS, wordpiece_tokenizer, write_json
 
 pytestmark = [
     pytest.mark.gpu,
@@ -220,7 +219,7 @@ def test_every_tile_of_the_product_of_blocks_runs() -> None:
 
 def test_a_stored_checkpoint_stays_near_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.gpu.test_decoders import make_rows
+    from tests.gpu.decoders import make_rows
     from tests.parity.blocks import write_blocks
 
     rows = [row[:256] for row in make_rows()]
@@ -261,7 +260,7 @@ def test_made_experts_are_held_once_and_in_fp8(stored: bool) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    config = CONFIG | ({"quantization_config": GOOD} if stored else {})
+    config = CONFIG | ({"quantization_config": FP8_BLOCKS} if stored else {})
     source = DummySource(0, torch.bfloat16, torch.device("cuda"))
     with torch.inference_mode():
         model: Any = build_model(
@@ -281,7 +280,7 @@ def test_made_experts_are_held_once_and_in_fp8(stored: bool) -> None:
 
 
 def test_a_made_checkpoint_in_blocks_serves(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", CONFIG | {"quantization_config": GOOD})
+    write_json(tmp_path / "config.json", CONFIG | {"quantization_config": FP8_BLOCKS})
     wordpiece_tokenizer().save(str(tmp_path / "tokenizer.json"))
     with Engine(str(tmp_path), load_format="dummy", device="cuda") as used:
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)

@@ -23,10 +23,10 @@ from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request
 from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert
-from tests.gpu import test_decoders as decoders
+from tests.gpu import decoders
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,7 +158,7 @@ def test_real_weights_stay_near_the_cpu() -> None:
 def test_layers_can_be_left_alone(tmp_path: Path) -> None:
     options = {"device": "cuda", "quantization": "fp8", "unquantized_layers": (0, 5)}
     with Engine(str(write_encoder(tmp_path, "bert")), **options) as cuda:
-        layers = cuda._engine._core.runner.model.layers  # type: ignore[attr-defined]
+        layers = cuda.local.engine.core.runner.model.layers  # type: ignore[attr-defined]
         kinds = [isinstance(layer.qkv, Fp8Linear) for layer in layers]
     assert kinds == [False, True, True, True, True, False]
 
@@ -179,11 +179,11 @@ def test_kernels_off_gives_the_same(tmp_path: Path) -> None:
 def test_a_step_never_waits_and_can_be_captured(tmp_path: Path) -> None:
     rows = make_rows(60)
     with Engine(str(write_encoder(tmp_path, "bert")), device="cuda", quantization="fp8") as cuda:
-        runner = cuda._engine._core.runner
+        runner = cuda.local.engine.core.runner
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
         tokens = np.array([token for row in rows for token in row], dtype=np.int32)
         request = Request("test", tokens, lengths)
-        plan = build_plan([Share(request, np.arange(len(rows), dtype=np.int32))])
+        plan = build_plan([ScheduledRows(request, np.arange(len(rows), dtype=np.int32))])
         expected = runner.launch(plan).result().outputs[0].copy()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -36,7 +36,8 @@ def test_the_summary_and_the_status_follow_the_outcomes(
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
     file = tmp_path / "test_some.py"
     file.write_text("import pytest\n" + tests)
-    script = "import pathlib, sys; from tests.gpu import run; sys.exit(run.run([pathlib.Path(sys.argv[1])], [], 'X'))"
+    code = "sys.exit(run.run([pathlib.Path(sys.argv[1])], [], 'X'))"
+    script = f"import pathlib, sys; from tests.gpu import run; {code}"
     ran = subprocess.run(
         [sys.executable, "-c", script, file], cwd=run.TESTS.parent, capture_output=True, text=True
     )

@@ -15,7 +15,7 @@ from penstock.kernels.language import set_kernel_devices
 from penstock.kernels.logit_thresholds import logit_thresholds, logit_thresholds_reference
 from penstock.sampling.plan import Column, packed_bits
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 from tests.helpers import ints
 
 pytestmark = [
@@ -24,15 +24,15 @@ pytestmark = [
 ]
 VOCAB, CUDA = 151_936, torch.device("cuda")
 KINDS = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.8, seed=3),
-    SamplingParams(temperature=0.8, seed=3, top_k=20, top_p=0.95),
-    SamplingParams(temperature=1.0, seed=4, top_p=0.9),  # of near Gaussian logits: tens of thousands
-    SamplingParams(temperature=1.0, seed=5, min_p=0.05, logprobs=5),
-    SamplingParams(temperature=0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5, top_p=0.8),
-    SamplingParams(temperature=0, bad_token_ids=((1, 2), (3,)), logit_bias={1: 40.0, 2: 39.0}),
-    SamplingParams(temperature=0, min_tokens=2, eos_token_ids=(9,), logit_bias={9: 50.0}),
-    SamplingParams(temperature=1.0, seed=7, allowed_token_ids=tuple(range(0, VOCAB, 1000))),
+    SamplerParams(temperature=0),
+    SamplerParams(temperature=0.8, seed=3),
+    SamplerParams(temperature=0.8, seed=3, top_k=20, top_p=0.95),
+    SamplerParams(temperature=1.0, seed=4, top_p=0.9),  # of near Gaussian logits: tens of thousands
+    SamplerParams(temperature=1.0, seed=5, min_p=0.05, logprobs=5),
+    SamplerParams(temperature=0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5, top_p=0.8),
+    SamplerParams(temperature=0, bad_token_ids=((1, 2), (3,)), logit_bias={1: 40.0, 2: 39.0}),
+    SamplerParams(temperature=0, min_tokens=2, eos_token_ids=(9,), logit_bias={9: 50.0}),
+    SamplerParams(temperature=1.0, seed=7, allowed_token_ids=tuple(range(0, VOCAB, 1000))),
 ]
 
 
@@ -108,7 +108,7 @@ def test_plain_rows_replay_in_a_graph_and_take_up_who_joins(filtered: bool) -> N
         got.append(out.tolist())
     assert got == expected
     captured.leave(1)
-    captured.join(1, SamplingParams(temperature=0), ints([1]))
+    captured.join(1, SamplerParams(temperature=0), ints([1]))
     captured.flush()
     graph.replay()
     assert out[1] == logits[1].argmax()
@@ -120,7 +120,7 @@ def test_thresholds_of_a_real_vocabulary(dtype: torch.dtype, spread: float) -> N
     torch.manual_seed(1)
     sampler = Sampler(VOCAB, 64, CUDA)
     for slot in range(64):
-        params = SamplingParams(
+        params = SamplerParams(
             temperature=0.5 + slot % 4 / 2,
             top_k=(0, 1, 20, 400, 5000)[slot % 5],
             top_p=(0.95, 0.5, 1.0)[slot % 3],

@@ -14,7 +14,7 @@ from penstock.kernels.attention import (
     write_kv_cache,
 )
 from penstock.layers import attention as layers
-from tests.layers.test_attention import ordered_batch
+from tests.layers.inputs import ordered_batch
 
 SMALL = FlashTiling(32, 16, 4, 2)
 

@@ -19,7 +19,7 @@ from penstock.layers.moe import SparseMLP
 from penstock.models.decoder import Decoder
 from penstock.models.registry import build_model
 from penstock.weights.stream import open_weights
-from tests.layers.test_attention import ordered_batch
+from tests.layers.inputs import ordered_batch
 from tests.parity.blocks import MODELS, write_blocks
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.blocks import BlockPool
@@ -29,9 +29,9 @@ from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
-from penstock.types import GeneratedTokens, PoolingParams, Request, SamplingParams, Task
+from penstock.types import GeneratedTokens, PoolingParams, Request, SamplerParams, Task
 from penstock.weights.stream import open_weights
-from tests.generation.fakes import told_apart
+from tests.generation.fakes import split_decoded
 from tests.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -95,17 +95,19 @@ def make_runner(
 
 
 def run(
-    runner: ModelRunner, params: list[SamplingParams], apart: bool = False
+    runner: ModelRunner, params: list[SamplerParams], apart: bool = False
 ) -> list[tuple[list[int], list[float]]]:
     """Tokens and log probabilities of each prompt; two prompts join after a few steps."""
-    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefixes=False, apart=apart)
-    lane = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
+    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefix_caching=False, separate_prefill=apart)
+    generation = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
     found: list[tuple[list[int], list[float]]] = [([], []) for _ in PROMPTS]
 
     def add(number: int) -> None:
         ids = np.array(PROMPTS[number], dtype=np.int32)
         lengths = np.array([len(ids)], dtype=np.int32)
-        lane.add(Request(str(number), ids, lengths, PoolingParams(Task.GENERATE), sampling=params[number]))
+        generation.add(
+            Request(str(number), ids, lengths, PoolingParams(Task.GENERATE), sampling=params[number])
+        )
 
     for number in range(len(PROMPTS) - 2):
         add(number)
@@ -113,17 +115,17 @@ def run(
         if step == 3:
             add(len(PROMPTS) - 2)
             add(len(PROMPTS) - 1)
-        plan = lane.schedule(0.0)
+        plan = generation.schedule(0.0)
         if plan is None:
             break
-        for part in told_apart(lane.collect(plan, runner.launch(plan).result())):
+        for part in split_decoded(generation.collect(plan, runner.launch(plan).result())):
             assert isinstance(part, GeneratedTokens)
             tokens, logprobs = found[int(part.id)]
             tokens.extend(part.token_ids.tolist())
             if part.logprobs is not None:
                 logprobs.extend(part.logprobs.ravel().tolist())
-        lane.check_integrity()
-    assert not lane.busy
+        generation.check_integrity()
+    assert not generation.busy
     return found
 
 
@@ -135,8 +137,8 @@ def run_without_graphs(
     return run(make_runner(graphs=False, dtype=dtype, layers=layers), KINDS[kind])
 
 
-def sampling(**options: object) -> SamplingParams:
-    return SamplingParams(max_tokens=TOKENS, ignore_eos=True, **options)  # type: ignore[arg-type]
+def sampling(**options: object) -> SamplerParams:
+    return SamplerParams(max_tokens=TOKENS, ignore_eos=True, **options)  # type: ignore[arg-type]
 
 
 GREEDY = sampling(temperature=0.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference, flash_attention, short_attention
 from penstock.kernels.pooling import METHODS, pool, pool_reference
@@ -24,7 +24,7 @@ from penstock.runner.capture import Work
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, StepPlan, Task
 from penstock.weights.stream import open_weights
 from tests.helpers import ints, make_request, make_spec
@@ -90,7 +90,7 @@ def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
 def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> StepPlan:
     wanted = params or (PoolingParams(),)
     requests = [make_request(str(i), lengths, params=p) for i, p in enumerate(wanted)]
-    return build_plan([Share(request, ints(range(len(lengths)))) for request in requests])
+    return build_plan([ScheduledRows(request, ints(range(len(lengths)))) for request in requests])
 
 
 POOLED, PER_TOKEN = PoolingParams(), PoolingParams(Task.TOKEN_EMBED, dimensions=8)
@@ -162,11 +162,11 @@ BLOCK = 4
 
 def chunk(
     length: int, begin: int, end: int, table: tuple[int, ...] | None, number: int, params: PoolingParams
-) -> Share:
+) -> ScheduledRows:
     """The chunk of a row from token `begin` to `end`."""
     request = make_request(str(number), [length], params=params)
     request.token_ids[:] = (np.arange(length) * 7 + 31 * number) % 250
-    return Share(request, ints([0]), ints([begin]), ints([end]), (table,))
+    return ScheduledRows(request, ints([0]), ints([begin]), ints([end]), (table,))
 
 
 @pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])
@@ -216,7 +216,7 @@ def test_chunked_rows_in_padded_steps_give_what_whole_rows_give(
                 parts[number].append(np.array(outputs[0][ended.index(row)])[None])
     for number, length in ((0, 26), (1, 10), (2, 3)):
         whole = chunk(length, 0, length, None, number, params)
-        (expected,), _ = runner._step(build_plan([Share(whole.request, ints([0]))]))
+        (expected,), _ = runner._step(build_plan([ScheduledRows(whole.request, ints([0]))]))
         np.testing.assert_allclose(np.concatenate(parts[number]), expected, atol=4e-3)
 
 

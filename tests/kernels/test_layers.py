@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import SparseSpec
+from penstock.checkpoint.sparse import SparseSpec
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference
 from penstock.kernels.quantize import Activations, Quantized
@@ -28,7 +28,7 @@ from penstock.pooling.sparse import Splade
 from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
 from tests.helpers import make_spec
-from tests.layers.test_attention import ordered_batch
+from tests.layers.inputs import ordered_batch
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -27,9 +27,9 @@ from penstock.kernels.sampling import (
 from penstock.sampling import plan
 from penstock.sampling.plan import Column, SlotPlan
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 from tests.helpers import ints
-from tests.sampling.test_plan import KINDS, SLOTS, Driver
+from tests.sampling.driver import KINDS, SLOTS, Driver
 
 VOCAB = TOKENS_PER_PROGRAM + 905  # two programs, the second with fewer tokens
 
@@ -41,7 +41,7 @@ def kernels(device: torch.device) -> Iterator[None]:
     set_kernel_devices("cuda")
 
 
-def slots_table(params: list[SamplingParams], device: torch.device, vocab: int = VOCAB) -> Tensor:
+def slots_table(params: list[SamplerParams], device: torch.device, vocab: int = VOCAB) -> Tensor:
     slots = SlotPlan(vocab, len(params), seed=3)
     for slot, one in enumerate(params):
         slots.join(slot, one, 0)
@@ -87,7 +87,7 @@ def test_noise_is_philox() -> None:
 def test_sampled_tokens_equal_the_reference(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     params = [
-        SamplingParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))
+        SamplerParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))
     ]
     table = slots_table(params, device)
     logits = (torch.randn(5, VOCAB + 9, device=device) * 2).to(dtype)[:, :VOCAB]  # strided rows
@@ -105,7 +105,7 @@ def test_sampled_tokens_equal_the_reference(dtype: torch.dtype, device: torch.de
 
 
 def test_equal_logits_give_the_first_token(device: torch.device) -> None:
-    table = slots_table([SamplingParams(temperature=0)] * 2, device)
+    table = slots_table([SamplerParams(temperature=0)] * 2, device)
     logits = torch.zeros(2, VOCAB, device=device)
     logits[1, [700, 4500, 4999]] = 1.0
     slots = torch.arange(2, device=device, dtype=torch.int32)
@@ -123,7 +123,7 @@ def test_a_row_with_non_finite_logits_is_reported_and_changes_no_other_row(
     dtype: torch.dtype, value: float, whole: bool, device: torch.device
 ) -> None:
     torch.manual_seed(0)
-    params = [SamplingParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0, 3), (0.7, 4))]
+    params = [SamplerParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0, 3), (0.7, 4))]
     table, slots = slots_table(params, device), torch.arange(4, device=device, dtype=torch.int32)
     values, keys = settings(table, 4)
     logits = torch.randn(4, VOCAB, device=device).to(dtype)
@@ -145,7 +145,7 @@ def test_a_row_with_non_finite_logits_is_reported_and_changes_no_other_row(
 
 
 def test_a_row_whose_tokens_are_all_masked_is_reported(device: torch.device) -> None:
-    table = slots_table([SamplingParams(temperature=0), SamplingParams(temperature=1)], device)
+    table = slots_table([SamplerParams(temperature=0), SamplerParams(temperature=1)], device)
     logits = torch.full((2, VOCAB), float("-inf"), device=device)
     slots = torch.arange(2, device=device, dtype=torch.int32)
     positions, last = (torch.zeros(3, device=device, dtype=torch.int32) for _ in range(2))
@@ -180,18 +180,18 @@ def test_a_row_with_non_finite_logits_is_reported_whatever_it_asks_for(device: t
 
 
 FILTERS = [
-    SamplingParams(top_k=1),
-    SamplingParams(top_k=20, temperature=0.7),
-    SamplingParams(top_k=1500),  # more than there are segments
-    SamplingParams(top_k=4900),  # and more than there is room for
-    SamplingParams(top_p=0.4),
-    SamplingParams(top_p=0.95, temperature=3.0),  # spans most of the row
-    SamplingParams(top_p=0.9, temperature=0.2),
-    SamplingParams(min_p=0.1),
-    SamplingParams(top_k=50, top_p=0.8),
-    SamplingParams(top_k=50, top_p=0.8, min_p=0.05, temperature=1.5),
-    SamplingParams(top_p=0.7, min_p=1e-9, temperature=2.0),
-    SamplingParams(top_p=0.0),
+    SamplerParams(top_k=1),
+    SamplerParams(top_k=20, temperature=0.7),
+    SamplerParams(top_k=1500),  # more than there are segments
+    SamplerParams(top_k=4900),  # and more than there is room for
+    SamplerParams(top_p=0.4),
+    SamplerParams(top_p=0.95, temperature=3.0),  # spans most of the row
+    SamplerParams(top_p=0.9, temperature=0.2),
+    SamplerParams(min_p=0.1),
+    SamplerParams(top_k=50, top_p=0.8),
+    SamplerParams(top_k=50, top_p=0.8, min_p=0.05, temperature=1.5),
+    SamplerParams(top_p=0.7, min_p=1e-9, temperature=2.0),
+    SamplerParams(top_p=0.0),
 ]
 
 
@@ -246,18 +246,18 @@ def test_sums_and_ranks_equal_the_reference(dtype: torch.dtype, device: torch.de
 
 
 EVERYTHING = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.8, seed=4),
-    SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=-0.2),
-    SamplingParams(temperature=0, logit_bias={5: 30.0, 4990: 29.0, 7: -3.0}, frequency_penalty=1.0),
-    SamplingParams(
+    SamplerParams(temperature=0),
+    SamplerParams(temperature=0.8, seed=4),
+    SamplerParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=-0.2),
+    SamplerParams(temperature=0, logit_bias={5: 30.0, 4990: 29.0, 7: -3.0}, frequency_penalty=1.0),
+    SamplerParams(
         temperature=0, bad_token_ids=((9,), (1, 2), (3, 3, 3, 3)), logit_bias={1: 40, 2: 39, 9: 99}
     ),
-    SamplingParams(temperature=1, seed=9, allowed_token_ids=tuple(range(3, 5000, 7)), top_k=12),
-    SamplingParams(temperature=0, min_tokens=3, eos_token_ids=(11,), logit_bias={11: 50.0}, logprobs=2),
-    SamplingParams(temperature=0, bad_token_ids=((3, 3, 3, 3),), logit_bias={3: 44.0, 8: 40.0}),
-    SamplingParams(temperature=0.9, seed=1, top_p=0.6, min_p=0.01, repetition_penalty=1.2, logprobs=0),
-    SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(4000,), allowed_token_ids=(4000, 4001)),
+    SamplerParams(temperature=1, seed=9, allowed_token_ids=tuple(range(3, 5000, 7)), top_k=12),
+    SamplerParams(temperature=0, min_tokens=3, eos_token_ids=(11,), logit_bias={11: 50.0}, logprobs=2),
+    SamplerParams(temperature=0, bad_token_ids=((3, 3, 3, 3),), logit_bias={3: 44.0, 8: 40.0}),
+    SamplerParams(temperature=0.9, seed=1, top_p=0.6, min_p=0.01, repetition_penalty=1.2, logprobs=0),
+    SamplerParams(temperature=0, min_tokens=2, stop_token_ids=(4000,), allowed_token_ids=(4000, 4001)),
 ]
 
 
