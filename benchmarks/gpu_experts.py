@@ -343,9 +343,9 @@ def block(bench: Bench, form: str, counts: list[int], *, only_used: bool) -> Non
         logits = [F.linear(x, layer.router) for x in xs]
         routes = [partial(route, one, sizes.chosen, True, used.rows) for one in logits]
         routing = bench.us("route", routes)
-        single, kernels._SINGLE = kernels._SINGLE, 0
+        single, kernels._SINGLE_PROGRAM_SIZE = kernels._SINGLE_PROGRAM_SIZE, 0
         apart = bench.us("route apart", routes)
-        kernels._SINGLE = single
+        kernels._SINGLE_PROGRAM_SIZE = single
         best, plan = ours, used
         if not only_used:
             nearby = {used.rows, max(16, used.rows // 2)} if tokens > 128 else {used.rows}

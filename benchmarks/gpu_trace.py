@@ -31,14 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_loads import WARM_UP_S, Failed, Load, Server, Setup, add_options, complete, run_load, selected
 
-KINDS = (  # what a kernel's name says it does; the first that fits
+KINDS = (  # kind of work → pattern of kernel names; the first match counts
     ("attention", r"_flash|_short|_paged|_merge|flash_fwd|fmha|cudnn.*sdpa"),
     ("scores", r"maxsim|_max_sim|_pairs|_gather"),
+    ("embedding and pooling", r"_embed|_pool|_normalize_rows|_to_int8|_to_binary"),
     ("norms", r"norm"),
     ("activation", r"_bias_act|_gated|_act"),
     ("rotation", r"_rotate|rotary"),
-    ("experts", r"_product|_route|_experts"),
-    ("embedding and pooling", r"_embed|_pool|_unit|_cast|_to_bytes|_splade"),
+    ("experts", r"_matmul|_route|_experts?"),
     ("quantising", r"quant"),
     ("products", r"gemm|nvjet|cutlass|xmma|cublas|splitK|sm90_"),
     ("copies", r"memcpy|memset|copy|cat"),

@@ -90,11 +90,11 @@ def test_what_is_not_a_number_stays_visible() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"documents": torch.zeros(4, 8, dtype=torch.float16)}, "one dtype"),
-        ({"documents": torch.zeros(4, 9)}, "one dim"),
-        ({"queries": torch.zeros(8)}, "one dim"),
-        ({"pair_queries": torch.zeros(3, dtype=torch.int32)}, "name the pairs"),
-        ({"query_lengths": torch.zeros(3, dtype=torch.int32)}, "a length for each start"),
+        ({"documents": torch.zeros(4, 8, dtype=torch.float16)}, "the same dtype"),
+        ({"documents": torch.zeros(4, 9)}, "the same dim"),
+        ({"queries": torch.zeros(8)}, "the same dim"),
+        ({"pair_queries": torch.zeros(3, dtype=torch.int32)}, "give pair_queries"),
+        ({"query_lengths": torch.zeros(3, dtype=torch.int32)}, "each start needs a length"),
         ({"out": torch.zeros(9)}, "out must be"),
     ],
 )

@@ -26,7 +26,7 @@ def ragged(lengths: list[int], device: torch.device) -> torch.Tensor:
 def test_every_method_equals_the_reference(
     method: str, width: int, long: int, skipped: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooling, "_LONG", long)
+    monkeypatch.setattr(pooling, "_LONG_ROW", long)
     torch.manual_seed(0)
     lengths = [1, 3, 3, 17, 70]
     cu = ragged(lengths, device)
