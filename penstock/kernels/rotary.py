@@ -155,9 +155,7 @@ def _bound_rotate(
 ) -> tuple[Callable[..., Any], int]:
     """The bound kernel, and the number of programs per token."""
     if (norm or keep) and size != dim:
-        raise ValueError(
-            f"head norms and KV cache writes need a rotation of all {dim} components of a head, not of {size}"
-        )
+        raise ValueError(f"head norms and KV cache writes rotate whole heads, not {size} of {dim} components")
     pairs = next_power_of_2(size // 2)
     heads = total if keep else queries + keys
     block = max(1, min(_PAIRS_PER_PROGRAM // pairs, next_power_of_2(heads)))
