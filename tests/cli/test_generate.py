@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from penstock.tasks.text_generator import Writer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -20,7 +21,6 @@ from penstock.cli.main import app
 from penstock.inputs.generation import GenerationFields, TextInputs
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.offline import writer as engine_writer
-from penstock.tasks.text_generator import Writer
 from penstock.types import Task
 from tests.cli.runs import error_of, invoke, read_jsonl, write_jsonl
 from tests.writing import ScriptedEngine, says, text_spec, write_model

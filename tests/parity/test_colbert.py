@@ -13,8 +13,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.inputs.multi_task import want_also
+
+from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.inputs.processor import InputOptions
 from penstock.offline.engine import Engine
 from penstock.outputs.tokens import token_rows
