@@ -26,7 +26,7 @@ from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request, StepPlan
 from penstock.weights.stream import DummySource
 
@@ -79,7 +79,7 @@ def make(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[ModelRun
     tokens = np.random.default_rng(0).integers(1000, 20000, case.rows * case.length).astype(np.int32)
     skip = np.full(case.rows, case.skip, dtype=np.int32) if case.skip else None
     request = Request("bench", tokens, np.full(case.rows, case.length, dtype=np.int32), skip=skip)
-    plan = build_plan([Share(request, np.arange(case.rows, dtype=np.int32))])
+    plan = build_plan([ScheduledRows(request, np.arange(case.rows, dtype=np.int32))])
     return ModelRunner(model, Pooler(spec, model.heads, []), device, 1), plan
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from penstock.api.endpoint import Call, Reply
@@ -43,7 +42,7 @@ async def _in_chunks(
         raise BadValue("chunking 'late' answers as float or base64, not as bytes", param="encoding_format")
     result = await run(call, body, model, task)
     (embeddings,) = result.value
-    texts: Result[Any] = replace(result, value=embeddings.vectors)
+    texts = Result(result.model, result.request, result.output, embeddings.vectors)
     if embeddings.chunks is None or embeddings.chunks.spans is None:
         return vector_reply(call, body, texts, prefix=prefix, items=items)
     chunks = _chunk_items(body, embeddings, embeddings.chunks)

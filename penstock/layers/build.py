@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.blockwise import Blocks, plain_blocks
+from penstock.kernels.blockwise import BlockQuantized, dequantize_blocks
 from penstock.layers.fp8 import BlockLinear
 from penstock.layers.fp8_blocks import join_blocks, read_blocks, read_plain_weight, supports_fp8_blocks
 from penstock.layers.linear import LinearLayer, make_linear
@@ -52,10 +52,10 @@ class LayerBuilder:
             (read_blocks if blocks else read_plain_weight)(self.weights, f"{name}.weight", size, inputs)
             for name, size, blocks in zip(names, sizes, stored, strict=True)
         ]
-        blocks = [part for part in parts if isinstance(part, Blocks)]
+        blocks = [part for part in parts if isinstance(part, BlockQuantized)]
         if len(blocks) == len(parts) and supports_fp8_blocks(self.weights.device):
             return BlockLinear(join_blocks(blocks), added, act, self.weights.dtype)
-        plain = [plain_blocks(part) if isinstance(part, Blocks) else part for part in parts]
+        plain = [dequantize_blocks(part) if isinstance(part, BlockQuantized) else part for part in parts]
         weight = torch.cat([part.to(dtype=self.weights.dtype, device=self.weights.device) for part in plain])
         return make_linear(weight, added, act, self.precision(names[0]))
 

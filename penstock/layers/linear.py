@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS, bias_act_
-from penstock.kernels.language import fused
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.activation import ACTIVATION_CODES, bias_act_
+from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.fp8 import Fp8Linear
 
@@ -25,7 +25,7 @@ class LinearLayer(Protocol):
     in_features: int
     out_features: int
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last. A layer may write to `out`,
         which nothing else reads, or ignore it."""
         ...
@@ -38,14 +38,14 @@ class Linear:
         self.transposed = weight.t()  # transposing for each product costs measurable host time
         self.bias = bias
         self.act = None if act == "identity" else activation(act)
-        self.kernel = act if act in KINDS else None
+        self.kernel = act if act in ACTIVATION_CODES else None
         # The library's epilogue is the tanh form. In half precision the two differ by less than rounding.
         self.gelu = act.startswith("gelu") and weight.dtype in (torch.bfloat16, torch.float16)
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor):
-            x = plain(x, self.weight.dtype)
-        if self.kernel is not None and fused(x):
+            x = dequantize(x, self.weight.dtype)
+        if self.kernel is not None and use_kernel(x):
             if self.gelu and x.is_cuda and self.bias is not None:  # in the product's epilogue
                 out = torch._addmm_activation(self.bias, x, self.transposed, use_gelu=True, out=out)
             else:  # the activation kernel adds the bias
@@ -82,18 +82,18 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.weight: Tensor = _mkldnn()._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-        self.fused = act in self.FUSED
+        self.fuses_activation = act in self.FUSED
         self.op, self.algorithm = self.FUSED.get(act, ("none", ""))
         self.act = activation(act)
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        x = plain(x, self.weight.dtype)
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        x = dequantize(x, self.weight.dtype)
         product: Tensor
-        if residual is not None and self.op == "none" and self.fused:
+        if residual is not None and self.op == "none" and self.fuses_activation:
             product = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
             return product
         product = _mkldnn()._linear_pointwise(x, self.weight, self.bias, self.op, [], self.algorithm)
-        if not self.fused:
+        if not self.fuses_activation:
             product = self.act(product)
         return product if residual is None else product + residual
 

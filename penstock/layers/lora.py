@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.activation import activation
 from penstock.layers.linear import LinearLayer
 from penstock.weights.adapters import AdapterSet
@@ -26,7 +26,7 @@ class LoraLinear:
         self.down = down  # [adapters · rank, in]
         self.up = up  # [out, adapters · rank]
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Without an adapter."""
         out = self.act(self.base(x))
         return out if residual is None else out + residual

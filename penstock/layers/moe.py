@@ -8,19 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS
-from penstock.kernels.blockwise import Blocks, plain_blocks, plain_groups, quantize_groups_reference
+from penstock.kernels.activation import ACTIVATION_CODES
+from penstock.kernels.blockwise import (
+    BlockQuantized,
+    dequantize_blocks,
+    dequantize_groups,
+    quantize_groups_reference,
+)
 from penstock.kernels.experts import (
-    FP8_PLANS,
-    HALF_PLANS,
-    MOST_CHOSEN,
-    MOST_EXPERTS,
-    Plan,
+    FP8_TILINGS,
+    HALF_TILINGS,
+    MAX_CHOSEN_EXPERTS,
+    MAX_EXPERTS,
+    ExpertTiling,
     route_reference,
     run_experts,
 )
-from penstock.kernels.language import fused
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8_blocks import ExpertStack, read_blocks, read_plain_weight, supports_fp8_blocks
@@ -46,24 +51,24 @@ class SparseMLP:
     def __init__(
         self,
         router: Tensor,  # [experts, hidden]
-        gate_up: Tensor | Blocks,  # [experts, 2 · intermediate, hidden], the gate first
-        down: Tensor | Blocks,  # [experts, hidden, intermediate]
+        gate_up: Tensor | BlockQuantized,  # [experts, 2 · intermediate, hidden], the gate first
+        down: Tensor | BlockQuantized,  # [experts, hidden, intermediate]
         shape: ExpertShape,
         act: str,
     ) -> None:
-        assert isinstance(gate_up, Blocks) is isinstance(down, Blocks)
+        assert isinstance(gate_up, BlockQuantized) is isinstance(down, BlockQuantized)
         self.router = router
         self.gate_up = gate_up
         self.down = down
         self.shape = shape
         self.act = activation(act)
-        fits = shape.num_experts <= MOST_EXPERTS and shape.num_chosen <= MOST_CHOSEN
-        self.kernel = act if act in KINDS and fits else None
+        fits = shape.num_experts <= MAX_EXPERTS and shape.num_chosen <= MAX_CHOSEN_EXPERTS
+        self.kernel = act if act in ACTIVATION_CODES and fits else None
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` is
         ignored."""
-        x = plain(x, self.router.dtype)
+        x = dequantize(x, self.router.dtype)
         if (kernel := self._kernel_for(x)) is not None:
             return self._run(kernel, x.contiguous(), residual)
         logits = F.linear(x, self.router)
@@ -83,8 +88,8 @@ class SparseMLP:
         kernel = self._kernel_for(x)
         if not x.is_cuda or kernel is None:
             return
-        fp8 = isinstance(self.gate_up, Blocks)
-        for _, plan in FP8_PLANS if fp8 else HALF_PLANS:
+        fp8 = isinstance(self.gate_up, BlockQuantized)
+        for _, plan in FP8_TILINGS if fp8 else HALF_TILINGS:
             self._run(kernel, x, None, plan)
         for tokens in ROUTING_SIZES:
             self._run(kernel, x.expand(tokens, -1).contiguous(), None)
@@ -92,9 +97,11 @@ class SparseMLP:
     def _kernel_for(self, x: Tensor) -> str | None:
         """The activation that the kernels apply; None where the library runs the experts. On CUDA it runs
         fp32, because fp32 tiles are too large for the kernels."""
-        return self.kernel if fused(x) and not (x.is_cuda and x.dtype == torch.float32) else None
+        return self.kernel if use_kernel(x) and not (x.is_cuda and x.dtype == torch.float32) else None
 
-    def _run(self, kernel: str, x: Tensor, residual: Tensor | None, plan: Plan | None = None) -> Tensor:
+    def _run(
+        self, kernel: str, x: Tensor, residual: Tensor | None, plan: ExpertTiling | None = None
+    ) -> Tensor:
         return run_experts(
             x,
             F.linear(x, self.router),
@@ -132,19 +139,19 @@ class SparseMLP:
         return self.act(gate) * up
 
 
-def _product(x: Tensor, weight: Tensor | Blocks, expert: int, halves: int = 1) -> Tensor:
+def _product(x: Tensor, weight: Tensor | BlockQuantized, expert: int, halves: int = 1) -> Tensor:
     """x times one expert's weight; in fp8, the product of the dequantised values."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight[expert])
-    wide = plain_groups(quantize_groups_reference(x))
+    wide = dequantize_groups(quantize_groups_reference(x))
     parts = (part.chunk(halves) for part in (weight.values[expert], weight.scales[expert]))
-    products = [F.linear(wide, plain_blocks(Blocks(*half))) for half in zip(*parts, strict=True)]
+    products = [F.linear(wide, dequantize_blocks(BlockQuantized(*half))) for half in zip(*parts, strict=True)]
     return torch.cat(products, dim=1).to(x.dtype)
 
 
 def read_experts(
     build: LayerBuilder, prefix: str, shape: ExpertShape, hidden: int, act: str
-) -> tuple[Tensor | Blocks, Tensor | Blocks]:
+) -> tuple[Tensor | BlockQuantized, Tensor | BlockQuantized]:
     """(gate and up, down) of all experts. Most files have tensors per expert; in some all experts share one.
 
     Weights stay in fp8 blocks if the checkpoint or `--quantization` has them so and the device can multiply
@@ -152,7 +159,7 @@ def read_experts(
     """
     weights, width = build.weights, shape.intermediate
     stored, wanted = build.is_stored_in_blocks(prefix + "0.gate_proj"), build.precision(prefix) == "fp8"
-    blocks = (stored or wanted) and act in KINDS and supports_fp8_blocks(weights.device)
+    blocks = (stored or wanted) and act in ACTIVATION_CODES and supports_fp8_blocks(weights.device)
     blocks |= wanted and weights.device.type == "cpu"
     sizes = {"gate_up": (2, width, hidden), "down": (1, hidden, width)}
     stacks = {

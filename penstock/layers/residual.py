@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.language import fused
-from penstock.kernels.quantize import Rows
+from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import Activations
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.layers.norm import Norm
@@ -22,23 +22,25 @@ from penstock.layers.norm import Norm
 class Part(Protocol):
     """A linear layer or a feed-forward block."""
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
 
 
 def post_norm_residual(
-    part: Part, norm: Norm, x: Rows, residual: Tensor, out: Tensor | None = None
-) -> tuple[Tensor, Rows]:
+    part: Part, norm: Norm, x: Activations, residual: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Activations]:
     """norm(part(x) + residual), for post-norm models: as the next residual, and as the next part's input.
     `part` may write to `out`, which must not be the residual."""
-    if fused(residual):
+    if use_kernel(residual):
         return norm.post_norm(part(x, out=out), residual)
     out = norm(part(x, residual))
     return out, out
 
 
-def pre_norm_residual(part: Part, norm: Norm, x: Rows, residual: Tensor) -> tuple[Tensor, Rows]:
+def pre_norm_residual(part: Part, norm: Norm, x: Activations, residual: Tensor) -> tuple[Tensor, Activations]:
     """(part(x) + residual, the sum normalised), for pre-norm models: the next residual and the next input."""
-    if fused(residual):
+    if use_kernel(residual):
         return norm.pre_norm(part(x), residual)
     hidden = part(x, residual)
     return hidden, norm(hidden)

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.language import fused
-from penstock.kernels.rotary import HeadNorms, Keep, rotate_fused_, rotate_fused_reference, rotate_reference
+from penstock.kernels.language import use_kernel
+from penstock.kernels.rotary import (
+    HeadNorms,
+    KVCacheWrite,
+    rotate_qkv_,
+    rotate_qkv_reference,
+    rotate_reference,
+)
 from penstock.layers.batch import Batch
 from penstock.layers.norm import RMSNorm
 
@@ -60,19 +66,19 @@ class Rotary:
 
     def angles(self, batch: Batch) -> Angles:
         """The angles of every token; shared by all layers of a step."""
-        if fused(self.cos):
+        if use_kernel(self.cos):
             return Angles(batch.positions, self.cos, self.sin, gathered=False)
         cos, sin = (x.index_select(0, batch.positions)[:, None].to(self.dtype) for x in (self.cos, self.sin))
         return Angles(batch.positions, cos, sin)
 
-    def fused(
+    def rotate_qkv(
         self,
         qkv: Tensor,
         heads: int,
         angles: Angles,
         kv_heads: int | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
-        keep: Keep | None = None,
+        keep: KVCacheWrite | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query and key, and the value, each [tokens, heads, dim]. May overwrite
         qkv [tokens, all heads · dim]. `norms`, of queries and of keys, are applied first. `keep` is honoured
@@ -81,7 +87,7 @@ class Rotary:
         parts = qkv.view(qkv.shape[0], sizes[0] + 2 * sizes[1], -1)
         weights = None if norms is None else HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
         if angles.gathered:
-            return rotate_fused_reference(
+            return rotate_qkv_reference(
                 parts,
                 sizes,
                 angles.cos,
@@ -90,7 +96,7 @@ class Rotary:
                 interleaved=self.interleaved,
                 norms=weights,
             )
-        return rotate_fused_(
+        return rotate_qkv_(
             parts,
             sizes,
             angles.positions,
@@ -104,7 +110,7 @@ class Rotary:
 
     def can_write_cache(self, dim: int) -> bool:
         """Whether the rotation kernel can also write keys and values of this head size to the KV cache."""
-        return fused(self.cos) and self.size == dim
+        return use_kernel(self.cos) and self.size == dim
 
     def __call__(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotate x [tokens, heads, dim] by gathered angles."""

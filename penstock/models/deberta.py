@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import AttentionKind, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -47,7 +47,7 @@ class DebertaLayer:
         )
         self.output_norm = build.norm(prefix + "output.LayerNorm", hidden, eps)
 
-    def __call__(self, hidden: Tensor, layer_input: Rows, batch: Batch) -> tuple[Tensor, Rows]:
+    def __call__(self, hidden: Tensor, layer_input: Activations, batch: Batch) -> tuple[Tensor, Activations]:
         """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
         qkv = self.qkv(layer_input)
         if self.terms is None:

@@ -19,7 +19,7 @@ from penstock.checkpoint.labels import label_count, reward_count
 from penstock.checkpoint.pooling import pooling_method
 from penstock.checkpoint.score import MARK_DIM
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -103,13 +103,13 @@ class DecoderAttention:
         self.layer = layer
         self.rotary = rotary
 
-    def __call__(self, hidden: Rows, batch: Batch, angles: Angles) -> Tensor:
+    def __call__(self, hidden: Activations, batch: Batch, angles: Angles) -> Tensor:
         """The context vectors, [tokens, heads · dim], before the output projection."""
         kind = self.generating if batch.generates else self.kind
         keep = None
         if batch.memory is not None and self.rotary.can_write_cache(self.head_dim):
             keep = batch.memory.keeps(self.layer, capped=kind.softcap is not None)
-        query, key, value = self.rotary.fused(
+        query, key, value = self.rotary.rotate_qkv(
             self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms, keep
         )
         return attend(query, key, value, batch, kind, layer=self.layer, kept=keep is not None)
@@ -142,8 +142,8 @@ class DecoderLayer:
             self.mlp_norm.quantize_for(self.mlp.input_layer)
 
     def __call__(
-        self, hidden: Tensor, normed: Rows, batch: Batch, angles: Angles, next_norm: RMSNorm
-    ) -> tuple[Tensor, Rows]:
+        self, hidden: Tensor, normed: Activations, batch: Batch, angles: Angles, next_norm: RMSNorm
+    ) -> tuple[Tensor, Activations]:
         """The hidden states after this layer, plain and normalised by `next_norm`."""
         out, context = self.attention.out, self.attention(normed, batch, angles)
         if self.is_last:
@@ -194,10 +194,10 @@ class Decoder:
             hidden.mul_(self.embedding_scale)
         angles = self.rotary.angles(batch)
         local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
-        normed: Rows = self.norms[0](hidden)
+        normed: Activations = self.norms[0](hidden)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
             hidden, normed = layer(hidden, normed, batch, local if layer.sliding else angles, next_norm)
-        return plain(normed)
+        return dequantize(normed)
 
 
 def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -111,8 +111,8 @@ class EncoderLayer:
         self.widths = tuple(map(scratch_width, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
 
     def __call__(
-        self, hidden: Tensor, layer_input: Rows, batch: Batch, bias: ScoreBias | None
-    ) -> tuple[Tensor, Rows]:
+        self, hidden: Tensor, layer_input: Activations, batch: Batch, bias: ScoreBias | None
+    ) -> tuple[Tensor, Activations]:
         """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
         qkv, between, middle, last = batch.places(self.widths, hidden)
         context = attend_fused(self.qkv(layer_input, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
@@ -158,7 +158,7 @@ class Encoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        layer_input: Rows = hidden
+        layer_input: Activations = hidden
         for layer in self.layers:
             hidden, layer_input = layer(hidden, layer_input, batch, self.bias)
         return hidden

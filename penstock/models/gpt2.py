@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.checkpoint.labels import label_count
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -43,8 +43,8 @@ class GPT2Layer:
         self.kind = AttentionKind(causal=True, scale=scale)
 
     def __call__(
-        self, hidden: Tensor, normed: Rows, batch: Batch, next_norm: LayerNorm
-    ) -> tuple[Tensor, Rows]:
+        self, hidden: Tensor, normed: Activations, batch: Batch, next_norm: LayerNorm
+    ) -> tuple[Tensor, Activations]:
         """The hidden states after this layer, plain and normalised by `next_norm`."""
         qkv = self.qkv(normed)
         query, key, value = qkv.view(qkv.shape[0], 3, self.heads, -1).unbind(1)
@@ -79,10 +79,10 @@ class GPT2:
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
         hidden += F.embedding(batch.positions, self.positions)
-        normed: Rows = self.norms[0](hidden)
+        normed: Activations = self.norms[0](hidden)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
             hidden, normed = layer(hidden, normed, batch, next_norm)
-        return plain(normed)
+        return dequantize(normed)
 
 
 def gpt2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> GPT2:

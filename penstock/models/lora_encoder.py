@@ -112,7 +112,7 @@ def _run(
     if layer.rotary is None or angles is None:
         context = attend_fused(qkv, layer.heads, batch)
     else:
-        context = attend(*layer.rotary.fused(qkv, layer.heads, angles), batch)
+        context = attend(*layer.rotary.rotate_qkv(qkv, layer.heads, angles), batch)
     hidden = layer.attention_norm(_adapted(layer.out, context, mask, hidden))
     if not isinstance(layer.mlp, MLP):
         raise TypeError("adapters on gated blocks are refused when the model is built")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import BIDIRECTIONAL, AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -48,10 +48,16 @@ class ModernBertLayer:
         self.mlp_norm.quantize_for(self.mlp.input_layer)
 
     def __call__(
-        self, hidden: Tensor, normed: Rows, batch: Batch, rotary: Rotary, angles: Angles, next_norm: LayerNorm
-    ) -> tuple[Tensor, Rows]:
+        self,
+        hidden: Tensor,
+        normed: Activations,
+        batch: Batch,
+        rotary: Rotary,
+        angles: Angles,
+        next_norm: LayerNorm,
+    ) -> tuple[Tensor, Activations]:
         """The hidden states after this layer, plain and normalised by `next_norm`."""
-        query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
+        query, key, value = rotary.rotate_qkv(self.qkv(normed), self.heads, angles)
         context = attend(query, key, value, batch, self.attention)
         if self.is_last:
             context, hidden = batch.finished(context, hidden)
@@ -91,12 +97,12 @@ class ModernBert:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        normed: Rows = hidden
+        normed: Activations = hidden
         angles = {kind: rotary.angles(batch) for kind, rotary in self.rotary.items()}
         for layer, next_norm in zip(self.layers, self.norms, strict=True):
             kind = layer.kind
             hidden, normed = layer(hidden, normed, batch, self.rotary[kind], angles[kind], next_norm)
-        return plain(normed)
+        return dequantize(normed)
 
 
 def modernbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> ModernBert:

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import attend, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -99,15 +99,15 @@ class RotaryEncoderLayer:
         self.widths = tuple(map(scratch_width, (self.qkv, self.out, up, down)))
 
     def __call__(
-        self, hidden: Tensor, layer_input: Rows, batch: Batch, angles: Angles | None
-    ) -> tuple[Tensor, Rows]:
+        self, hidden: Tensor, layer_input: Activations, batch: Batch, angles: Angles | None
+    ) -> tuple[Tensor, Activations]:
         """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
         place, between, middle, last = batch.places(self.widths, hidden)
         qkv = self.qkv(layer_input, out=place)
         if self.rotary is None or angles is None:
             context = attend_fused(qkv, self.heads, batch)
         else:
-            context = attend(*self.rotary.fused(qkv, self.heads, angles), batch)
+            context = attend(*self.rotary.rotate_qkv(qkv, self.heads, angles), batch)
         if self.is_last and batch.needed is not None:
             context, hidden = batch.finished(context, hidden)
             between = middle = last = None
@@ -157,7 +157,7 @@ class RotaryEncoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        layer_input: Rows = hidden
+        layer_input: Activations = hidden
         angles = None if self.rotary is None else self.rotary.angles(batch)
         for layer in self.layers:
             hidden, layer_input = layer(hidden, layer_input, batch, angles)

@@ -3,21 +3,19 @@ waits."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.errors import EngineUnavailable
 from penstock.inputs.chunks import Chunking
 from penstock.inputs.generation import SamplingParams
 from penstock.inputs.processor import Inputs
 from penstock.offline.async_engine import AsyncEngine, Sampling, Texts
 from penstock.offline.keywords import InputKeywords, PairKeywords, Unpack, explicit_signature
+from penstock.offline.loop_thread import LoopThread
 from penstock.offline.open import DescribedModel, LocalModel
 from penstock.outputs.entities import Aggregation, Entity
 from penstock.outputs.sparse import Term
@@ -49,10 +47,7 @@ class Engine:
     def _use(self, local: LocalModel) -> None:
         self.local = local
         self._async = AsyncEngine.over(local)
-        self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-offline", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread()
 
     def __enter__(self) -> Engine:
         return self
@@ -62,13 +57,9 @@ class Engine:
 
     def close(self) -> None:
         """Finish what was submitted, then release the model."""
-        if self._closed:
-            return
-        self._closed = True
-        self.local.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if not self._loop.closed:
+            self.local.close()
+            self._loop.close()
 
     @property
     def spec(self) -> ModelSpec:
@@ -102,7 +93,7 @@ class Engine:
         limit) or `chunking="mean"`, which splits it into parts that fit and averages their vectors, weighted
         by tokens. `progress` shows a bar; by default for long calls on a terminal only.
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.embed(
                 texts,
                 dimensions=dimensions,
@@ -135,7 +126,7 @@ class Engine:
         Chunks have `chunk_size` tokens (256 by default), or are the `chunk_spans` of each text, in
         characters.
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.embed_chunks(
                 texts,
                 chunk_size=chunk_size,
@@ -166,7 +157,7 @@ class Engine:
         A late-interaction model reads texts as documents and leaves out the tokens of its skip list;
         `input_type="query"` makes them queries.
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.token_embed(
                 texts,
                 dimensions=dimensions,
@@ -189,7 +180,7 @@ class Engine:
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
         """The probability of each of `labels`, [texts, labels]; logits without `use_activation`."""
-        return self._wait(
+        return self._loop.wait(
             self._async.classify(
                 texts, use_activation=use_activation, priority=priority, progress=progress, **options
             )
@@ -206,7 +197,7 @@ class Engine:
         **options: Unpack[InputKeywords],
     ) -> list[NDArray[Any]]:
         """The probability of each label for each token: for each text an array [tokens, labels]."""
-        return self._wait(
+        return self._loop.wait(
             self._async.token_classify(
                 texts, use_activation=use_activation, priority=priority, progress=progress, **options
             )
@@ -227,7 +218,7 @@ class Engine:
         `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbours with one tag, and
         `first`, `average`, `max` choose one label for each word first.
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.entities(
                 texts, aggregation=aggregation, priority=priority, progress=progress, **options
             )
@@ -247,7 +238,7 @@ class Engine:
 
         A process reward model judges steps: for each text an array [steps, labels].
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.reward(
                 texts, use_activation=use_activation, priority=priority, progress=progress, **options
             )
@@ -268,7 +259,7 @@ class Engine:
 
         `top_k` keeps the heaviest terms (at most 1,024 by default); `min_weight` drops lighter ones.
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.sparse(
                 texts, top_k=top_k, min_weight=min_weight, priority=priority, progress=progress, **options
             )
@@ -286,7 +277,7 @@ class Engine:
         **options: Unpack[InputKeywords],
     ) -> list[list[Term]]:
         """As `sparse`, with token strings: for each text a list of `Term(token_id, token, weight)`."""
-        return self._wait(
+        return self._loop.wait(
             self._async.sparse_terms(
                 texts, top_k=top_k, min_weight=min_weight, priority=priority, progress=progress, **options
             )
@@ -307,7 +298,7 @@ class Engine:
         **options: Unpack[InputKeywords],
     ) -> dict[str, Any]:
         """Several tasks from one forward pass: {task: what the method of that name returns}."""
-        return self._wait(
+        return self._loop.wait(
             self._async.outputs(
                 texts,
                 tasks,
@@ -337,7 +328,7 @@ class Engine:
         Cross-encoders read each pair together, embedders compare vectors. `use_activation=False` gives raw
         scores; by default they are as the model's configuration says.
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.score(
                 queries,
                 documents,
@@ -361,7 +352,7 @@ class Engine:
         **options: Unpack[PairKeywords],
     ) -> list[RankedDocument]:
         """The documents from best to worst, at most `top_n`; equal scores keep the caller's order."""
-        return self._wait(
+        return self._loop.wait(
             self._async.rerank(
                 query,
                 documents,
@@ -386,7 +377,7 @@ class Engine:
         `queries` is one matrix [tokens, dim] for all documents, or a list with one for each; `documents` is a
         list of matrices. Vectors are float32, float16, or int8 with optional scales, one for each vector.
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.maxsim(queries, documents, query_scales=query_scales, document_scales=document_scales)
         )
 
@@ -403,7 +394,7 @@ class Engine:
         `sampling` is for all prompts, or a list with one for each. With `n` above 1 a prompt's completions
         stand next to each other.
         """
-        return self._wait(
+        return self._loop.wait(
             self._async.generate(prompts, sampling, add_special_tokens=add_special_tokens, priority=priority)
         )
 
@@ -432,7 +423,7 @@ class Engine:
     ) -> list[Completion]:
         """The reply to a conversation, through the model's chat template, as `/v1/chat/completions` generates
         it."""
-        return self._wait(
+        return self._loop.wait(
             self._async.chat(messages, sampling, chat_template_kwargs=chat_template_kwargs, priority=priority)
         )
 
@@ -453,31 +444,19 @@ class Engine:
 
     def tokenize(self, texts: Texts, *, add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of each text."""
-        return self._wait(self._async.tokenize(texts, add_special_tokens=add_special_tokens))
+        return self._loop.wait(self._async.tokenize(texts, add_special_tokens=add_special_tokens))
 
     def detokenize(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
         """The text of each list of token ids."""
-        return self._wait(self._async.detokenize(rows, skip_special_tokens=skip_special_tokens))
-
-    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call on the engine's event loop. An interrupt cancels it."""
-        if self._closed:
-            call.close()
-            raise EngineUnavailable("the engine is closed")
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._loop.wait(self._async.detokenize(rows, skip_special_tokens=skip_special_tokens))
 
     def _iterate(self, stream: AsyncGenerator[T, None]) -> Iterator[T]:
         async def step() -> T:
             return await anext(stream, _END)
 
         try:
-            while (item := self._wait(step())) is not _END:
+            while (item := self._loop.wait(step())) is not _END:
                 yield item
         finally:
-            if not self._closed:
-                self._wait(stream.aclose())
+            if not self._loop.closed:
+                self._loop.wait(stream.aclose())

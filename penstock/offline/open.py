@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,16 @@ class DescribedModel:
 
     @classmethod
     def of(cls, model: str | None, options: Mapping[str, Any]) -> DescribedModel:
-        """`options` are fields of `EngineConfig`."""
-        config = from_mapping(EngineConfig, {"model": model, **options})
+        """`options` are fields of `EngineConfig`; `model` there is used if none is named here."""
+        named = options if model is None else {**options, "model": model}
+        config = from_mapping(EngineConfig, dict(named))
         described = describe(config)
         settings = settle(config, described)
         return cls(config, with_max_model_len(described, settings.max_model_len), settings)
 
-    def load(self, *, chat_template: str | None = None) -> LocalModel:
-        text = TextModel(self.spec, chat_template=chat_template)
+    def load(self, text: TextModel | None = None) -> LocalModel:
+        """Load the weights. `text` is the model's text side, where the caller has made it already."""
+        text = TextModel(self.spec) if text is None else text
         settings = msgspec.structs.replace(self.settings, max_queued_tokens=UNLIMITED)
         return LocalModel(self.spec, self.settings, text, LocalEngine(self.spec, settings))
 
@@ -52,3 +55,14 @@ class LocalModel:
         """Finish what was submitted, then release the device."""
         self.text.close()
         self.engine.close()
+
+
+@contextmanager
+def open_model(options: Mapping[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
+    """A loaded model for the duration of a block; `options` are fields of `EngineConfig`."""
+    described = DescribedModel.of(None, options)
+    local = described.load(TextModel(described.spec, chat_template=chat_template))
+    try:
+        yield local
+    finally:
+        local.close()

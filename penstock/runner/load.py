@@ -135,7 +135,7 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
     """First steps of every kind, in which kernels are compiled, and the first graphs."""
     import torch
 
-    from penstock.kernels.language import ahead
+    from penstock.kernels.language import precompile
     from penstock.runner import warmup
     from penstock.runner.decode import first_keys
 
@@ -148,7 +148,10 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
         if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
             warmup.warm_up_memory(runner, BLOCK_SIZE)
 
-    if runner.device.type == "cuda" and (compiling := ahead(min(available_cpus(), _COMPILERS))) is not None:
+    if (
+        runner.device.type == "cuda"
+        and (compiling := precompile(min(available_cpus(), _COMPILERS))) is not None
+    ):
         with watch.timed("kernels"), suppress(Exception), compiling:  # what is wrong the real steps will show
             pooled()
     with watch.timed("first steps"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -27,6 +27,7 @@ class TextTask(Generic[R]):
     params: PoolingParams
     options: InputOptions = DEFAULT_OPTIONS
     allows_empty_text: bool = True  # an empty text has its special tokens, so it has values too
+    check_lengths: Callable[[list[int]], None] | None = None  # sees the rows' tokens before they are cut
 
     @property
     def num_rows(self) -> int:
@@ -46,6 +47,8 @@ class TextTask(Generic[R]):
         if texts is not None:
             prompted = processor.with_prompt(texts, options)
             rows = await model.batcher.encode(prompted, options.add_special_tokens)
+        if self.check_lengths is not None:
+            self.check_lengths([len(row) for row in rows])
         return processor.join(request_id, rows, self.params, options, from_text=texts is not None)
 
     def finish(self, model: TextModel, request: Request, output: PooledOutput) -> R:

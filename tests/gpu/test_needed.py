@@ -12,7 +12,7 @@ import torch
 
 from penstock.runner import model_runner
 from penstock.types import PoolingParams, Task
-from tests.runner.test_needed import FAMILIES, make_runner, plan_of, seen
+from tests.runner.small_models import FAMILIES, make_runner, plan_of, seen
 
 pytestmark = [
     pytest.mark.gpu,

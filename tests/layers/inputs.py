@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.layers.batch import Batch, Limits
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import KeyLimits
 from tests.helpers import ints, make_request
 
@@ -19,7 +19,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
     """Rows by length; `keys` belongs to the lengths in that order, rising among equal ones."""
     request = make_request("a", sorted(lengths), keys=keys)
-    plan = build_plan([Share(request, ints(range(len(lengths))))])
+    plan = build_plan([ScheduledRows(request, ints(range(len(lengths))))])
     assert plan.slices[0].slots.tolist() == list(range(len(lengths)))
     return Batch(
         token_ids=torch.from_numpy(plan.token_ids),

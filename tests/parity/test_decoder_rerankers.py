@@ -91,7 +91,7 @@ def test_qwen3_rerankers_answer_with_the_probability_of_yes(tmp_path: Path, tied
 def test_only_the_rows_that_count_of_the_head_are_kept(tmp_path: Path) -> None:
     folder = write(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
     with open_engine(folder, hf_overrides=QWEN3) as engine:
-        head = engine._engine._core.runner.model.heads[Task.SCORE]
+        head = engine.local.engine.core.runner.model.heads[Task.SCORE]
         assert head.outputs == 2 and head.method == "last"
 
 
@@ -227,7 +227,7 @@ def test_instruction_and_query_are_computed_once_for_all_documents(tmp_path: Pat
         np.testing.assert_allclose(warm.score(QUERY, documents), expected, atol=1e-5)
         rows = qwen3_rows(Reference(folder), QUERY, documents, INSTRUCTION)
         alike = next(i for i, tokens in enumerate(zip(*rows, strict=False)) if len(set(tokens)) > 1)
-        pool = warm._engine._core.scheduler.chunking.pool
+        pool = warm.local.engine.core.scheduler.chunking.pool
         shared = alike // pool.block_size * pool.block_size
         assert shared > 60
         assert pool.hit_tokens >= (len(documents) - 1) * shared
@@ -342,9 +342,14 @@ def test_a_list_that_does_not_fit_is_read_in_blocks(tmp_path: Path) -> None:
     documents = [f"{DOCUMENTS[i % 12]} number {i}" for i in range(90)]
     with open_engine(folder) as engine:
         request = prepare_pairs(
-            engine._processor, "r", [(QUERY, document) for document in documents], PoolingParams(Task.SCORE)
+            engine.local.text.processor,
+            "r",
+            [(QUERY, document) for document in documents],
+            PoolingParams(Task.SCORE),
         )
-        mark = engine._processor.tokenizer.encode(["<|embed_token|>"], add_special_tokens=False)[0][0]
+        mark = engine.local.text.processor.tokenizer.encode(["<|embed_token|>"], add_special_tokens=False)[0][
+            0
+        ]
         rows = np.split(request.token_ids, request.starts[1:])
         counts = [int((row == mark).sum()) for row in rows]
         assert len(rows) > 1 and sum(counts) == 90 and request.lengths.max() <= LONG

@@ -35,7 +35,7 @@ from penstock.runner.capture import FAILURES, Work
 from penstock.runner.graphs import USES, Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import OutputDtype, PoolingParams, StepPlan, Task
 from tests.helpers import ints, make_request
 
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 def plan_of(*lengths: int, params: PoolingParams | None = None, **more: Any) -> StepPlan:
     request = make_request("r", lengths, params=params, **more)
-    return build_plan([Share(request, ints(range(len(lengths))))])
+    return build_plan([ScheduledRows(request, ints(range(len(lengths))))])
 
 
 class Model:
@@ -259,7 +259,7 @@ def test_mixed_steps_share_the_graph_of_the_model_alone() -> None:
     runner, graphs = make_runner()
     wants = (PoolingParams(), PoolingParams(dimensions=4), PoolingParams(Task.TOKEN_EMBED))
     requests = [make_request(str(i), [3, 8], params=params, skip=[1, 0]) for i, params in enumerate(wants)]
-    mixed = build_plan([Share(request, ints([0, 1])) for request in requests])
+    mixed = build_plan([ScheduledRows(request, ints([0, 1])) for request in requests])
     cut = plan_of(10, 23, params=PoolingParams(dimensions=4), skip=[1, 2])
     for plan in (mixed, cut, mixed):
         key = graphs.key_of(plan)
@@ -301,9 +301,9 @@ def test_steps_whose_kernels_are_only_compiled_tell_no_times(monkeypatch: pytest
     plan = plan_of(200, 300)
     key = graphs.key_of(plan)
     assert key is not None and [graphs.place(key, plan) for _ in range(USES)] == [None] * USES
-    monkeypatch.setattr(module, "compiling", lambda: True)
+    monkeypatch.setattr(module, "is_precompiling", lambda: True)
     graphs.observe(key, host_s=0.004, device_s=0.0001)
-    monkeypatch.setattr(module, "compiling", lambda: False)
+    monkeypatch.setattr(module, "is_precompiling", lambda: False)
     assert graphs.place(key, plan) is None, "nothing is known of it"
     graphs.observe(key, host_s=0.004, device_s=0.0001)
     assert graphs.place(key, plan) is not None
@@ -492,8 +492,8 @@ def test_what_cannot_be_replayed_has_no_key() -> None:
     assert graphs.key_of(plan_of(4, 5, keys=[2, 5])) is None
     adapted = make_request("a", [3])
     adapted.adapters = ints([0])
-    assert graphs.key_of(build_plan([Share(adapted, ints([0]))])) is None
-    kept = Share(make_request("k", [6]), ints([0]), ints([0]), ints([3]), ((0,),))
+    assert graphs.key_of(build_plan([ScheduledRows(adapted, ints([0]))])) is None
+    kept = ScheduledRows(make_request("k", [6]), ints([0]), ints([0]), ints([3]), ((0,),))
     assert graphs.key_of(build_plan([kept], block_size=16)) is None
     assert graphs.key_of(plan_of(TOKENS[-1] + 1)) is None
 
@@ -503,9 +503,9 @@ def cut_plan(remembered: int = 21) -> StepPlan:
     length, begin = remembered + 40, remembered
     table = tuple(range(3, 3 + -(-length // 16)))
     shares = [
-        Share(make_request("a", [length]), ints([0]), ints([begin]), ints([begin + 30]), (table,)),
-        Share(make_request("b", [9]), ints([0]), ints([0]), ints([4]), ((1,),)),
-        Share(make_request("c", [6]), ints([0]), ints([0]), ints([6]), (None,)),
+        ScheduledRows(make_request("a", [length]), ints([0]), ints([begin]), ints([begin + 30]), (table,)),
+        ScheduledRows(make_request("b", [9]), ints([0]), ints([0]), ints([4]), ((1,),)),
+        ScheduledRows(make_request("c", [6]), ints([0]), ints([0]), ints([6]), (None,)),
     ]
     return build_plan(shares, block_size=16)
 
