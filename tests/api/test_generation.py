@@ -19,9 +19,9 @@ from penstock.api.app import build_app
 from penstock.api.state import ServerState
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Task
-from tests.api.writer import on_a_port, state_of
+from tests.api.scripted_app import listening, make_state
+from tests.text_models import LIMIT, ScriptedEngine, continue_with, fake_logprob, write_text_model
 from tests.waiting import wait_until
-from tests.writing import LIMIT, ScriptedEngine, says, score, write_model
 
 SAID = "the water was long 日本語🙂 end"
 TALK = [{"role": "user", "content": "find the water"}]
@@ -29,7 +29,7 @@ TALK = [{"role": "user", "content": "find the water"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+    return write_text_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture
 def engine(tokenizer: Tokenizer) -> ScriptedEngine:
-    return ScriptedEngine(says(tokenizer, SAID, "another", "a third"))
+    return ScriptedEngine(continue_with(tokenizer, SAID, "another", "a third"))
 
 
 @pytest.fixture
 def state(folder: Path, engine: ScriptedEngine) -> ServerState:
-    return state_of(folder, engine)
+    return make_state(folder, engine)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def http(state: ServerState, engine: ScriptedEngine) -> Iterator[TestClient]:
 
 @pytest.fixture
 def url(state: ServerState, engine: ScriptedEngine) -> Iterator[str]:
-    with on_a_port(state) as address:
+    with listening(state) as address:
         yield address
     assert engine.open == 0 and state.in_flight == 0, "something was left running"
 
@@ -174,7 +174,7 @@ class TestEvaluation:
             assert len(logprobs["tokens"]) == len(ids) + max_tokens
             assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
             made = logprobs["token_logprobs"][1 : len(ids)]
-            assert made == pytest.approx([score(token, 0) for token in ids[1:]])
+            assert made == pytest.approx([fake_logprob(token, 0) for token in ids[1:]])
             tops = logprobs["top_logprobs"][1 : len(ids)]
             assert [max(top.values()) for top in tops] == made  # what lm_eval takes for greedy
             assert choice["text"].startswith(tokenizer.decode(ids))
@@ -227,7 +227,7 @@ class TestCompletions:
         assert scores[0] is None and len(scores) == len(ids)
         entry = scores[1][str(ids[1])]
         assert entry == {
-            "logprob": pytest.approx(score(ids[1], 0)),
+            "logprob": pytest.approx(fake_logprob(ids[1], 0)),
             "rank": 1,
             "decoded_token": tokenizer.token_text(ids[1]),
         }
@@ -386,7 +386,7 @@ class TestBadInput:
     def test_a_model_that_does_not_generate_lists_its_tasks(
         self, folder: Path, engine: ScriptedEngine
     ) -> None:
-        with TestClient(build_app(state_of(folder, engine, tasks=(Task.EMBED,)))) as http:
+        with TestClient(build_app(make_state(folder, engine, tasks=(Task.EMBED,)))) as http:
             for path in ("/v1/completions", "/v1/chat/completions"):
                 status, error = refused(http, path)
                 assert status == 422 and "it has the tasks: embed" in error["message"]
@@ -463,19 +463,19 @@ class TestChat:
         assert engine.requests
 
     def test_without_a_template_the_reason_is_told(self, tmp_path: Path, engine: ScriptedEngine) -> None:
-        folder = write_model(tmp_path / "bare", template=None)
-        with TestClient(build_app(state_of(folder, engine))) as http:
+        folder = write_text_model(tmp_path / "bare", template=None)
+        with TestClient(build_app(make_state(folder, engine))) as http:
             status, error = refused(http, "/v1/chat/completions")
             assert status == 400 and "--chat-template" in error["message"]
             ask(http)
         given = {"chat_template": "{{ messages[0].content }}!"}
-        with TestClient(build_app(state_of(folder, engine, given))) as http:
+        with TestClient(build_app(make_state(folder, engine, given))) as http:
             ask(http, "/v1/chat/completions")
         assert Tokenizer(folder).decode(engine.requests[-1].token_ids.tolist()) == "find the water!"
 
     def test_a_template_that_refuses(self, tmp_path: Path, engine: ScriptedEngine) -> None:
-        folder = write_model(tmp_path / "strict", template="{{ raise_exception('users only') }}")
-        with TestClient(build_app(state_of(folder, engine))) as http:
+        folder = write_text_model(tmp_path / "strict", template="{{ raise_exception('users only') }}")
+        with TestClient(build_app(make_state(folder, engine))) as http:
             status, error = refused(http, "/v1/chat/completions")
         assert status == 400 and "users only" in error["message"]
 
@@ -547,8 +547,8 @@ class TestLeaving:
 
     def test_a_full_server_refuses(self, folder: Path, engine: ScriptedEngine) -> None:
         engine.pause = asyncio.Event()  # never set
-        state = state_of(folder, engine, {"max_concurrent_requests": 1})
-        with on_a_port(state) as url, httpx.Client() as http:
+        state = make_state(folder, engine, {"max_concurrent_requests": 1})
+        with listening(state) as url, httpx.Client() as http:
             with http.stream(
                 "POST", f"{url}/v1/completions", json={"prompt": "find", "stream": True}
             ) as answer:

@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock import Engine
-from tests.api.served import LocalClient, serving_here
+from tests.api.local_app import CountingClient, local_app
 from tests.checkpoints import WORDS, write_bert, write_cross_encoder, write_json
 
 QUERY = "the long water"
@@ -27,7 +27,7 @@ RERANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
 class Served(NamedTuple):
     http: TestClient
-    client: LocalClient
+    client: CountingClient
     engine: Engine
 
     def post(self, route: str, **body: Any) -> Any:
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cross(folder: Path) -> Iterator[Served]:
-    with serving_here(folder) as (http, client), Engine(str(folder), device="cpu", threads=1) as engine:
+    with local_app(folder) as (http, client), Engine(str(folder), device="cpu", threads=1) as engine:
         yield Served(http, client, engine)
 
 
@@ -58,7 +58,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     prompts = {"query": "query: ", "passage": "passage: ", "plain": "a "}
     write_json(folder / "config_sentence_transformers.json", {"prompts": prompts})
     with (
-        serving_here(folder) as (http, client),
+        local_app(folder) as (http, client),
         Engine(str(folder), device="cpu", threads=1) as engine,
     ):
         yield Served(http, client, engine)
@@ -243,7 +243,7 @@ def test_scores_need_two_sides(cross: Served, body: dict[str, Any]) -> None:
 
 def test_a_model_without_scores_is_a_422(tmp_path: Path) -> None:
     folder = write_cross_encoder(tmp_path / "moods", labels=3)
-    with serving_here(folder) as (http, _):
+    with local_app(folder) as (http, _):
         for route, body in {
             "/score": {"text_1": "a", "text_2": "b"},
             "/rerank": {"query": "a", "documents": ["b"]},
@@ -338,7 +338,7 @@ def test_pooling_says_where_scores_are(cross: Served) -> None:
 
 
 def test_too_many_documents_are_refused(folder: Path) -> None:
-    with serving_here(folder, server={"max_rows": 3}) as (http, _):
+    with local_app(folder, server={"max_rows": 3}) as (http, _):
         refused = http.post("/rerank", json={"query": "a", "documents": DOCUMENTS})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "documents"
 
