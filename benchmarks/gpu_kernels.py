@@ -186,12 +186,12 @@ def kernels(on: bool) -> Iterator[None]:
 @contextmanager
 def own_attention(on: bool) -> Iterator[None]:
     """Whether rows of any length go to our own kernel, not only the short ones."""
-    before = layer._OWN
-    layer._OWN = 1 << 20 if on else before
+    before = layer._MAX_OWN_LENGTH
+    layer._MAX_OWN_LENGTH = 1 << 20 if on else before
     try:
         yield
     finally:
-        layer._OWN = before
+        layer._MAX_OWN_LENGTH = before
 
 
 @section

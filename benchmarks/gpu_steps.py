@@ -166,7 +166,7 @@ def _line(name: str, runner: ModelRunner, rows: int, length: int) -> str:
     finally:
         runner.graphs = graphs
     before = graphs.replays
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         values = np.array(runner.launch(plan).result().outputs[0])
     plain = PLAIN.get(name, {}).get((rows, length))
     known = "" if plain is None else f"{plain:.2f}"

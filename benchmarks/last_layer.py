@@ -89,13 +89,13 @@ def compare(case: Case, device: torch.device, dtype: torch.dtype, seconds: float
     answers = {}
     until = time.perf_counter() + seconds
     while len(times[True]) < 5 or time.perf_counter() < until:
-        for narrows in times:
-            runner.model.narrows = narrows
+        for trims_last_layer in times:
+            runner.model.trims_last_layer = trims_last_layer
             result = runner.launch(plan).result()
-            times[narrows].append(result.device_s * 1000)
-            answers[narrows] = torch.from_numpy(result.outputs[0].copy())
+            times[trims_last_layer].append(result.device_s * 1000)
+            answers[trims_last_layer] = torch.from_numpy(result.outputs[0].copy())
     runner.close()
-    every, read = (statistics.median(times[narrows][2:]) for narrows in (False, True))
+    every, read = (statistics.median(times[trims_last_layer][2:]) for trims_last_layer in (False, True))
     least = float(torch.cosine_similarity(answers[False], answers[True]).min())
     shape = f"{case.rows} × {case.length}"
     return f"| {case.name} | {shape} | {every:.2f} | {read:.2f} | {every / read - 1:+.1%} | {least:.6f} |"

@@ -39,10 +39,14 @@ from penstock.types import (
     Array,
     Comparison,
     Failure,
+    GeneratePlan,
     Outcome,
     PooledOutput,
+    PooledResult,
+    PoolPlan,
     Request,
     RowSlice,
+    SampledResult,
     StepPlan,
     StepResult,
     Timings,
@@ -251,7 +255,7 @@ class EngineCore:
             if (step := self._next_step()) is None:
                 return
             (plan, shares), now = step, self.clock()
-            generates = plan.sample is not None
+            generates = isinstance(plan, GeneratePlan)
             estimate = self._turns.launched(generates, plan.num_tokens, others=self._has_work(not generates))
             try:
                 future = self.runner.launch(plan)
@@ -327,7 +331,7 @@ class EngineCore:
         while self._flights and self._flights[0].future.done():
             flight = self._flights.popleft()
             error = flight.future.exception()
-            generates = flight.plan.sample is not None
+            generates = isinstance(flight.plan, GeneratePlan)
             if error is not None:
                 self._turns.failed(generates, flight.estimate)
                 outcomes += self._recover(flight, error)
@@ -337,15 +341,18 @@ class EngineCore:
             if self._pressure.now < self._pressure.full:
                 self._pressure.went_well()
                 self._set_budget()
-            if self.lane is not None and flight.plan.sample is not None:
-                self._lane_pressure.went_well()
-                self._set_lane_budget(self.lane)
-                outcomes += self.lane.collect(flight.plan, result)
-                outcomes += self._let_go_broken()
-            else:
-                outcomes += self._hand_out(flight, result)
+            if isinstance(flight.plan, GeneratePlan) and isinstance(result, SampledResult):
+                outcomes += self._collect_tokens(flight.plan, result)
+            elif isinstance(flight.plan, PoolPlan) and isinstance(result, PooledResult):
+                outcomes += self._hand_out(flight, flight.plan, result)
             self.observe(self._stats(flight, result))
         return outcomes
+
+    def _collect_tokens(self, plan: GeneratePlan, result: SampledResult) -> list[Outcome]:
+        assert self.lane is not None
+        self._lane_pressure.went_well()
+        self._set_lane_budget(self.lane)
+        return [*self.lane.collect(plan, result), *self._let_go_broken()]
 
     def _compared(self) -> list[Outcome]:
         done = [key for key, (_, future) in self._comparisons.items() if future.done()]
@@ -361,11 +368,11 @@ class EngineCore:
             outcomes.append(PooledOutput(key, future.result(), Timings(device_s=waited)))
         return outcomes
 
-    def _hand_out(self, flight: _Flight, result: StepResult) -> list[Outcome]:
+    def _hand_out(self, flight: _Flight, plan: PoolPlan, result: PooledResult) -> list[Outcome]:
         """Give each request its rows; those that are complete become answers."""
         outcomes: list[Outcome] = []
-        unsound = self._unsound(flight, result)
-        for piece, values in self._sound_rows(flight, result.outputs):
+        unsound = self._unsound(flight, plan, result)
+        for piece, values in self._sound_rows(flight, plan, result.outputs):
             progress = self._progress.get(piece.request.id)
             if progress is None or progress.job is not piece.request:
                 continue  # cancelled meanwhile
@@ -379,21 +386,23 @@ class EngineCore:
         return outcomes
 
     @staticmethod
-    def _sound_rows(flight: _Flight, arrays: tuple[Array, ...]) -> list[tuple[RowSlice, tuple[Part, ...]]]:
+    def _sound_rows(
+        flight: _Flight, plan: PoolPlan, arrays: tuple[Array, ...]
+    ) -> list[tuple[RowSlice, tuple[Part, ...]]]:
         """What each slice of a step gets, but for the rows that stood on a step that failed."""
-        rows = rows_of(flight.plan, arrays)
+        rows = rows_of(plan, arrays)
         if not flight.lost:
             return rows
         left = (sound_rows(piece, parts, flight.lost) for piece, parts in rows)
         return [each for each in left if each is not None]
 
     @classmethod
-    def _unsound(cls, flight: _Flight, result: StepResult) -> set[str]:
+    def _unsound(cls, flight: _Flight, plan: PoolPlan, result: PooledResult) -> set[str]:
         """The requests that have values which are not finite: asked of the whole step first."""
         checked, flags = result.finite or result.outputs, bool(result.finite)
         if sound(checked, flags):
             return set()
-        rows = cls._sound_rows(flight, checked)
+        rows = cls._sound_rows(flight, plan, checked)
         return {piece.request.id for piece, parts in rows if not sound(parts, flags)}
 
     def _finish(self, progress: Progress) -> list[Outcome]:
@@ -422,7 +431,7 @@ class EngineCore:
         if isinstance(error, DeviceFailed):
             self.broken = error
             return []
-        if flight.plan.sample is not None:
+        if isinstance(flight.plan, GeneratePlan):
             return self._relieve(flight.plan, error)
         behind = self._spoil(flight)
         if isinstance(error, DeviceOutOfMemory):
@@ -524,7 +533,7 @@ class EngineCore:
         stood on it go with their request, or after all others."""
         shares = [s for s in without(flight.shares, flight.lost) if self._wanted(s.request)]
         outcomes: list[Outcome] = []
-        if len(shares) == 1 and len(flight.plan.slices) == 1:
+        if len(shares) == 1 and len(flight.shares) == 1:
             failed = self._progress[shares.pop().request.id]
             outcomes += self._fail(failed, RowFailed(f"the step failed: {type(error).__name__}: {error}"))
         middle = len(shares) // 2
@@ -535,7 +544,7 @@ class EngineCore:
         self._begin_again([*suspects, behind])
         return outcomes
 
-    def _relieve(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
+    def _relieve(self, plan: GeneratePlan, error: BaseException) -> list[Outcome]:
         """A step that generates failed. Where memory ran out its rows begin again in smaller steps; else, or
         if it cannot be smaller, the request at fault is looked for."""
         assert self.lane is not None
@@ -594,7 +603,7 @@ class EngineCore:
         return StepStats(
             tokens=plan.num_tokens,
             rows=plan.num_rows,
-            requests=len(plan.slices) if plan.sample is None else plan.num_rows,
+            requests=len(plan.slices) if isinstance(plan, PoolPlan) else plan.num_rows,
             fill=min(1.0, plan.num_tokens / self.scheduler.budget.tokens),
             step_s=self.clock() - flight.launched_s,
             device_s=result.device_s,

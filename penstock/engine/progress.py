@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.types import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
+from penstock.types import Array, Ints, PoolingParams, PoolPlan, Request, RowSlice, split_rows
 
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
 Part = Array | list[Array]  # what a slice gets of an output: its rows, or for each of them its tokens
@@ -145,15 +145,15 @@ class Follower:
     theirs: Ints
 
 
-def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Part, ...]]]:
+def rows_of(plan: PoolPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Part, ...]]]:
     """Each slice of the plan with its part of the variants' arrays, one for each output it wants."""
     if plan.variants and (first := plan.variants[0]).rows is None:
         values = arrays[0]
         if first.params.per_token:
-            return [(piece, (_tokens(plan, values, piece.slots),)) for piece in plan.slices]
-        return [(piece, (_vectors(values, piece.slots),)) for piece in plan.slices]
+            return [(piece, (_tokens(plan, values, piece.step_rows),)) for piece in plan.slices]
+        return [(piece, (_vectors(values, piece.step_rows),)) for piece in plan.slices]
     takers = {
-        variant.params: _Taker(array, variant.pairs.from_store if variant.pairs else 0)
+        variant.params: _Taker(array, variant.pairs.num_from_store if variant.pairs else 0)
         for variant, array in zip(plan.variants, arrays, strict=True)
     }
     out = []
@@ -169,7 +169,7 @@ def _vectors(values: Array, slots: Ints) -> Array:
     return values[slots]
 
 
-def _tokens(plan: StepPlan, values: Array, slots: Ints) -> list[Array]:
+def _tokens(plan: PoolPlan, values: Array, slots: Ints) -> list[Array]:
     """For each row a view of its tokens."""
     begins, ends = plan.cu_lengths[slots].tolist(), plan.cu_lengths[slots + 1].tolist()
     return [values[begin:end] for begin, end in zip(begins, ends, strict=True)]
@@ -193,14 +193,14 @@ class _Taker:
 
 
 def _taken(
-    piece: RowSlice, params: PoolingParams, plan: StepPlan, takers: dict[PoolingParams, _Taker]
+    piece: RowSlice, params: PoolingParams, plan: PoolPlan, takers: dict[PoolingParams, _Taker]
 ) -> Part:
     if piece.request.pairs is not None:
         stored = 0 if piece.stored is None else len(piece.stored)
         run = takers[params].take(len(documents_of(piece)) - stored)
         return np.concatenate([run, takers[params].take_stored(stored)]) if stored else run
     if params.per_token:
-        lengths = plan.lengths[piece.slots]
+        lengths = plan.lengths[piece.step_rows]
         return split_rows(takers[params].take(int(lengths.sum())), lengths)
     count = len(piece.finished)
     return takers[params].take(count) if count else _NOTHING

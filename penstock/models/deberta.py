@@ -56,7 +56,7 @@ class DebertaLayer:
             query, key, value = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
             context = attend_disentangled(query, key, value, batch, self.terms, self.scale)
         if self.last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, fed = add_norm(self.out, self.attention_norm, context, hidden)
         return add_norm(self.mlp, self.output_norm, fed, hidden)
 
@@ -124,8 +124,8 @@ class Deberta:
         self.conv = _conv(build, self.prefix + "encoder.conv.", config)
         if self.conv is not None:
             self.conv_norm = build.norm(self.prefix + "encoder.conv.LayerNorm", hidden, eps)
-        self.narrows = self.conv is None or len(self.layers) > 1
-        self.layers[-1].last = self.narrows
+        self.trims_last_layer = self.conv is None or len(self.layers) > 1
+        self.layers[-1].last = self.trims_last_layer
         self.hidden_size = hidden
         self.causal = False
         self.heads: dict[Task, TaskHead] = {}

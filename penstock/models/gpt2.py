@@ -48,7 +48,7 @@ class GPT2Layer:
         query, key, value = qkv.view(qkv.shape[0], 3, self.heads, -1).unbind(1)
         context = attend(query, key, value, batch, self.kind, layer=self.layer)
         if self.last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
         return join_norm(self.mlp, behind, normed, hidden)
 
@@ -69,7 +69,7 @@ class GPT2:
         self.norms = [build.norm(prefix + name, hidden, eps) for name in names]
         self.hidden_size = hidden
         self.causal = True
-        self.narrows = True
+        self.trims_last_layer = True
         self.kv_shape = (layers, config["n_head"], hidden // config["n_head"])
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED

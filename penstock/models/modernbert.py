@@ -54,7 +54,7 @@ class ModernBertLayer:
         query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
         context = attend(query, key, value, batch, self.attention)
         if self.last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
         return join_norm(self.mlp, behind, normed, hidden)
 
@@ -85,7 +85,7 @@ class ModernBert:
             before.feed(layer.qkv)
         self.hidden_size = hidden
         self.causal = False
-        self.narrows = True
+        self.trims_last_layer = True
         self.heads: dict[Task, TaskHead] = {}
         self.unneeded = UNNEEDED
 

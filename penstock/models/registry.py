@@ -69,7 +69,7 @@ class Model(Protocol):
 
     hidden_size: int
     causal: bool  # no token sees one that comes after it
-    narrows: bool  # it finishes the needed tokens of a batch alone, where not all are
+    trims_last_layer: bool  # it finishes the needed tokens of a batch alone, where not all are
     heads: dict[Task, TaskHead]
     unneeded: tuple[str, ...]
 

@@ -21,19 +21,19 @@ from penstock.kvcache.blocks import BlockPool, extend_keys, prefix_keys
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
 from penstock.types import (
-    Array,
     DecodedTokens,
     GeneratedTokens,
+    GeneratePlan,
     Ints,
     Join,
     PromptPlan,
     Request,
+    SampledResult,
     SamplePlan,
     SamplingParams,
     SequenceIds,
-    StepPlan,
-    StepResult,
     Timings,
+    TokenLogprobs,
     check_sampling,
 )
 
@@ -83,7 +83,7 @@ class GeneratingRow:
     keys: list[bytes] = field(default_factory=list)  # of its full blocks
     queued_s: float = 0.0
     constraint: Constraint | None = None
-    prompt_scores: _Scores | None = None  # of its prompt, where asked for, filled chunk by chunk
+    prompt_scores: TokenLogprobs | None = None  # of its prompt, where asked for, filled chunk by chunk
     scored: bool = False  # all of them have been handed out
 
     @property
@@ -217,7 +217,7 @@ class GenerationScheduler:
         self._dated = any(d is not None for d in deadlines)
         return min((d for d in deadlines if d is not None), default=None)
 
-    def schedule(self, now_s: float, *, begin: bool = True) -> StepPlan | None:
+    def schedule(self, now_s: float, *, begin: bool = True) -> GeneratePlan | None:
         """The next step: rows that go on by a token first, then prompts; None if nothing can run. Without
         `begin` no new row takes memory."""
         self._now_s = now_s
@@ -230,7 +230,7 @@ class GenerationScheduler:
         # It may want memory that others hold, who then go on; but nobody new begins before it.
         return plan or self._next_step(lambda name: name not in suspects, begin=False)
 
-    def _next_step(self, may: May | None, *, begin: bool = True) -> StepPlan | None:
+    def _next_step(self, may: May | None, *, begin: bool = True) -> GeneratePlan | None:
         """A step of the requests that `may` run, None for all; with `begin`, of new rows too."""
         if self.limits.apart:
             return self._in_turn(may, begin)
@@ -243,7 +243,7 @@ class GenerationScheduler:
         chosen, count_of = np.concatenate(slots), np.concatenate(counts)
         return self._planned(chosen, count_of) if len(chosen) else None
 
-    def _in_turn(self, may: May | None, begin: bool) -> StepPlan | None:
+    def _in_turn(self, may: May | None, begin: bool) -> GeneratePlan | None:
         """The same, of one kind: prompts, unless the last step was theirs and other rows go on."""
         for prompts in (not self._prompts_last, self._prompts_last, False):
             if prompts:
@@ -270,19 +270,18 @@ class GenerationScheduler:
             if tokens <= 0 or rows <= 0:
                 return
 
-    def collect(self, plan: StepPlan, result: StepResult) -> list[DecodedTokens | GeneratedTokens]:
+    def collect(self, plan: GeneratePlan, result: SampledResult) -> list[DecodedTokens | GeneratedTokens]:
         """Take in what a step sampled, end the rows that are done, and publish the blocks it filled. Of rows
         that merely go on it tells together."""
         sample = plan.sample
-        assert sample is not None
         live = self._epoch[sample.slots] == sample.epochs
         self._device_s[sample.slots[live]] += result.device_s
-        new: Ints = result.outputs[0].astype(np.int32)
-        mine = live[sample.rows]
+        new = result.token_ids
+        mine = live[sample.sampled_rows]
         if (new < 0).any():
             self._give_up(sample.sampled_slots[mine & (new < 0)], new[mine & (new < 0)])
             live = self._epoch[sample.slots] == sample.epochs
-            mine = live[sample.rows]
+            mine = live[sample.sampled_rows]
         slots, new_ids = sample.sampled_slots[mine], new[mine]
         self._tokens[slots, self._known[slots]] = new_ids
         self._known[slots] += 1
@@ -291,8 +290,8 @@ class GenerationScheduler:
         stopped = (new_ids[:, None] == self._stops[slots]).any(axis=1)
         stopped &= self._known[slots] > self._least[slots]
         full = self._known[slots] >= self._most[slots]
-        if sample.prompts is not None:
-            self._take_scores(sample.prompts, sample, result.outputs[-3:])
+        if sample.prompts is not None and result.prompt_logprobs is not None:
+            self._take_scores(sample.prompts, sample, result.prompt_logprobs)
         if self._suspects and len(slots):
             self._clear({name for name, _ in self._names_of(slots)})
         apart = stopped | full | self._alone[slots]
@@ -302,7 +301,7 @@ class GenerationScheduler:
         outcomes: list[DecodedTokens | GeneratedTokens] = []
         if on.any():
             outcomes.append(DecodedTokens(self._names_of(slots[on]), new_ids[on]))
-        extras = _extras(result, sample.asked, mine)
+        extras = _extras(result.logprobs, sample.num_logprobs, mine)
         for i in np.flatnonzero(apart).tolist():
             new, ends = new_ids[i : i + 1], (bool(stopped[i]), bool(full[i]))
             outcomes.append(self._part(int(slots[i]), new, *ends, extras[i]))
@@ -319,11 +318,10 @@ class GenerationScheduler:
                 self.pool.retract(other.blocks)
             self.cancel(row.request.id)
 
-    def failed(self, plan: StepPlan, *, blame: bool = True) -> list[Request]:
+    def failed(self, plan: GeneratePlan, *, blame: bool = True) -> list[Request]:
         """A step failed: the request that stood alone in it is at fault and is let go; others begin again
         from what is known of them, one at a time. Without `blame` all begin again, together."""
         sample = plan.sample
-        assert sample is not None
         live = sample.slots[self._epoch[sample.slots] == sample.epochs]
         rows = [row for slot in live if (row := self._rows[slot]) is not None]
         requests = {row.request.id: row.request for row in rows}
@@ -477,7 +475,7 @@ class GenerationScheduler:
 
     # Bookkeeping.
 
-    def _planned(self, slots: Ints, counts: Ints) -> StepPlan:
+    def _planned(self, slots: Ints, counts: Ints) -> GeneratePlan:
         begins = self._done[slots]
         rows = StepRows(slots, begins, counts, self._epoch[slots], self._visit[slots])
         prompt_ends, most = self._asking(slots) if self._scored_rows else (None, 0)
@@ -535,7 +533,7 @@ class GenerationScheduler:
             self.broken[row.request.id] = error
         return constraint.done
 
-    def _take_scores(self, plan: PromptPlan, sample: SamplePlan, found: Sequence[Array]) -> None:
+    def _take_scores(self, plan: PromptPlan, sample: SamplePlan, found: TokenLogprobs) -> None:
         """What was asked about prompts, each at its place: a row that began again has them twice."""
         at = 0
         for row, begin, count in zip(
@@ -703,36 +701,33 @@ class GenerationScheduler:
             )
 
 
-_Scores = tuple[Ints, NDArray[np.float32], Ints]
-_Extra = tuple[Ints | None, NDArray[np.float32] | None, Ints | None]
+_Extra = tuple[Ints | None, NDArray[np.float32] | None, Ints | None]  # TokenLogprobs, or nothing
 _NOTHING: _Extra = (None, None, None)
 
 
-def _room_for_scores(row: GeneratingRow) -> _Scores:
+def _room_for_scores(row: GeneratingRow) -> TokenLogprobs:
     count, wide = len(row.prompt) - 1, 1 + (row.sampling.prompt_logprobs or 0)
-    return np.zeros((count, wide), np.int32), np.zeros((count, wide), np.float32), np.zeros(count, np.int32)
+    ids, values = np.zeros((count, wide), np.int32), np.zeros((count, wide), np.float32)
+    return TokenLogprobs(ids, values, np.zeros(count, np.int32))
 
 
 def _insert(rows: list[GeneratingRow], row: GeneratingRow) -> None:
     bisect.insort(rows, row, key=lambda other: other.place)
 
 
-def _extras(result: StepResult, asked: Ints, mine: NDArray[np.bool_]) -> list[_Extra]:
+def _extras(found: TokenLogprobs | None, asked: Ints, mine: NDArray[np.bool_]) -> list[_Extra]:
     """Log probabilities and ranks for each sampled row that is `mine`; a step gives them only of the rows
     that asked, as many columns as the most that one did."""
-    if not (asked >= 0).any():
+    if found is None:
         return [_NOTHING] * int(mine.sum())
-    _, ids, logprobs, ranks = result.outputs[:4]
     out: list[_Extra] = []
     at = 0
     for count, keep in zip(asked.tolist(), mine.tolist(), strict=True):
-        extra = _NOTHING
+        extra: _Extra = _NOTHING
         if count >= 0:
             own = slice(at, at + 1), slice(0, 1 + count)
-            extra = (
-                ids[own].astype(np.int32),
-                logprobs[own].astype(np.float32),
-                ranks[at : at + 1].astype(np.int32),
+            extra = TokenLogprobs(
+                found.ids[own].copy(), found.values[own].copy(), found.ranks[at : at + 1].copy()
             )
             at += 1
         if keep:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from penstock import AsyncEngine, SamplingParams
 from penstock.errors import RowFailed
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import StepPlan, StepResult
+from penstock.types import GeneratePlan, SampledResult
 from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
 from tests.generation.fakes import Answers, asking, continued, make_core, run
@@ -153,18 +153,18 @@ def _spoil(core: Any, prompt: list[int], after: int) -> None:
     """The row of this prompt has no token to give once it has given so many."""
     launch, lane, given = core.runner.launch, core.lane, [0]
 
-    def spoiling(plan: StepPlan) -> Any:
+    def spoiling(plan: GeneratePlan) -> Any:
         future = launch(plan)
         sample = plan.sample
         assert sample is not None
-        ids = future.result().outputs[0].copy()
+        ids = future.result().token_ids.copy()
         for at, slot in enumerate(sample.sampled_slots.tolist()):
             row = lane._rows[slot]
             if row is not None and row.prompt.tolist() == prompt:
                 given[0] += 1
                 if given[0] > after:
                     ids[at] = -1
-        future._result = StepResult((ids,), 0.001)
+        future._result = SampledResult(ids, device_s=0.001)
         return future
 
     core.runner.launch = spoiling

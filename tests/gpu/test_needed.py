@@ -45,7 +45,7 @@ def test_fewer_tokens_give_the_same(name: str, dtype: torch.dtype, monkeypatch: 
         plan = plan_of(PoolingParams(task), lengths=LENGTHS, left_out=SKIP)
         (got,), tokens = seen(runner, plan)
         assert tokens < plan.num_tokens
-        runner.model.narrows = False
+        runner.model.trims_last_layer = False
         (expected,), tokens = seen(runner, plan)
         assert tokens == plan.num_tokens
         assert float(torch.cosine_similarity(got, expected).min()) > 0.9999

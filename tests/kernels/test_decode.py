@@ -15,13 +15,13 @@ from penstock.checkpoint.spec import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.feed import feed_tokens
 from penstock.kvcache.blocks import BlockPool
-from penstock.kvcache.store import KVStore
+from penstock.kvcache.store import KVCache, KVStore
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.capture import Work
-from penstock.runner.decode import USES, DecodeGraphs, Key, first_keys
+from penstock.runner.decode import USES_BEFORE_CAPTURE, DecodeGraphs, Key, warm_up_keys
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
@@ -49,7 +49,7 @@ PROMPTS = [[5], [7, 8], [9] * 17, [11, 12, 13], [14] * 5]
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes are captured when they first come."""
-    monkeypatch.setattr("penstock.runner.decode.USES", 0)
+    monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +81,11 @@ def make_runner(
     store = KVStore(2, BLOCKS * BLOCK_SIZE, 1, 16, dtype, CPU)
     generator = Generator(model.heads[Task.GENERATE], SLOTS, CPU, seed=1)
     pooler = Pooler(make_spec(pooling=PoolingSpec(("last",))), {}, [])
-    runner = ModelRunner(model, pooler, CPU, 2, (store, torch.zeros(0, 32)), generator)
+    runner = ModelRunner(model, pooler, CPU, 2, KVCache(store, torch.zeros(0, 32)), generator)
     if graphs:
         # In fp32 attention is the reference, which reads tables to their end, not to that of each row.
-        slot = runner.staging.slot
-        runner.staging.slot = lambda size: slot(size).zero_()  # type: ignore[method-assign]
+        slot = runner.staging.pinned_ints
+        runner.staging.pinned_ints = lambda size: slot(size).zero_()  # type: ignore[method-assign]
         runner.decode = DecodeGraphs(model, generator, runner.staging, store, capture)  # type: ignore[arg-type]
     return runner
 
@@ -143,9 +143,9 @@ def test_a_graph_gives_the_tokens_of_the_plain_way(kind: str, tmp_path: Path, so
     runner = make_runner(tmp_path, graphs=True)
     got = run(runner, KINDS[kind])
     assert runner.decode is not None and runner.decode.replays > 10
-    choose = {key.choose for key in runner.decode.captured}
+    choose = {key.samples for key in runner.decode.captured}
     assert (False in choose) == (kind in ("edited", "logprobs"))
-    assert any(key.filtered for key in runner.decode.captured) == (kind == "filtered")
+    assert any(key.filters for key in runner.decode.captured) == (kind == "filtered")
     for (tokens, logprobs), (same, close) in zip(got, wanted, strict=True):
         assert tokens == same and len(tokens) == 12
         np.testing.assert_allclose(logprobs, close, rtol=1e-5, atol=1e-5)
@@ -155,10 +155,10 @@ def test_prompts_are_replayed_too_piece_after_piece(tmp_path: Path, soon: None) 
     wanted = run(make_runner(tmp_path, graphs=False, dtype=torch.float16), KINDS["greedy"])
     runner = make_runner(tmp_path, graphs=True, dtype=torch.float16)
     runner.graphs = Graphs(runner.model, runner.pooler, runner.staging, fake, cache=runner.cache)
-    with runner.graphs.at_once():
+    with runner.graphs.capture_on_first_use():
         got = run(runner, KINDS["greedy"], apart=True)
     # One of 17 tokens runs in two pieces of at most 12; only the one of a single token needs no such step.
-    assert runner.graphs.replays >= 3 and all(key.generates for key in runner.graphs.captured)
+    assert runner.graphs.replays >= 3 and all(key.is_prompt for key in runner.graphs.captured)
     assert runner.decode is not None and runner.decode.replays > 10
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in wanted]
 
@@ -190,31 +190,31 @@ def test_without_memory_for_a_graph_no_more_are_tried_for_a_while(tmp_path: Path
 def test_a_capture_continues_no_row(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, graphs=True)
     assert runner.decode is not None and runner.generator is not None and runner.cache is not None
-    generator, keys = runner.generator, runner.cache[0].keys
+    generator, keys = runner.generator, runner.cache.store.keys
     last, positions, kept = generator.last.clone(), generator.sampler.positions.clone(), keys.clone()
     with torch.inference_mode():
-        for key in first_keys(SLOTS):
-            assert runner.decode.ready(key) is not None
+        for key in warm_up_keys(SLOTS):
+            assert runner.decode.ensure(key) is not None
     assert torch.equal(generator.last[:-1], last[:-1]) and torch.equal(keys, kept)
     assert torch.equal(generator.sampler.positions[:-1], positions[:-1])
 
 
 def test_first_graphs_reach_as_many_rows_as_may_run() -> None:
-    assert max(key.rows for key in first_keys(100)) == 128
-    assert first_keys(1) == [Key(1, 16, True, True), Key(1, 16, True, False)]
-    assert [key.rows for key in first_keys(100) if key.filtered] == [1, 32, 128]
+    assert max(key.rows for key in warm_up_keys(100)) == 128
+    assert warm_up_keys(1) == [Key(1, 16, True, True), Key(1, 16, True, False)]
+    assert [key.rows for key in warm_up_keys(100) if key.filters] == [1, 32, 128]
 
 
 def test_a_roomier_graph_stands_in_until_a_shape_has_come_often(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, graphs=True)
     assert runner.decode is not None
     with torch.inference_mode():
-        runner.decode.ready(Key(8, 16, True, True))
+        runner.decode.ensure(Key(8, 16, True, True))
     got = run(runner, KINDS["noise"])
     assert got == run(make_runner(tmp_path, graphs=False), KINDS["noise"])
     # Rows come and go: shapes of more than a few steps have a graph of their own now.
     assert Key(8, 16, True, True) in runner.decode.captured and len(runner.decode.captured) > 1
-    assert runner.decode.replays > sum(1 for _ in runner.decode.captured) * USES
+    assert runner.decode.replays > sum(1 for _ in runner.decode.captured) * USES_BEFORE_CAPTURE
 
 
 def test_a_graph_stands_in_only_for_what_it_holds() -> None:

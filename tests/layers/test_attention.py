@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.layers import attention
 from penstock.layers.attention import BIDIRECTIONAL, CAUSAL, AttentionKind, attend_fused
-from penstock.layers.batch import Batch, Limits
+from penstock.layers.batch import Batch, KeyLimitTensors
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
 from penstock.types import KeyLimits
@@ -24,7 +24,7 @@ def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
     """Rows by length; `keys` belongs to the lengths in that order, rising among equal ones."""
     request = make_request("a", sorted(lengths), keys=keys)
     plan = build_plan([Share(request, ints(range(len(lengths))))])
-    assert plan.slices[0].slots.tolist() == list(range(len(lengths)))
+    assert plan.slices[0].step_rows.tolist() == list(range(len(lengths)))
     return Batch(
         token_ids=torch.from_numpy(plan.token_ids),
         positions=torch.from_numpy(plan.positions),
@@ -40,11 +40,13 @@ def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
     )
 
 
-def _limits(limits: KeyLimits) -> Limits:
+def _limits(limits: KeyLimits) -> KeyLimitTensors:
     tokens, cu_lengths, keys, cu_keys = (
         torch.from_numpy(x) for x in (limits.tokens, limits.cu_lengths, limits.keys, limits.cu_keys)
     )
-    return Limits(tokens.long(), cu_lengths, keys.long(), cu_keys, limits.max_length, limits.max_keys)
+    return KeyLimitTensors(
+        tokens.long(), cu_lengths, keys.long(), cu_keys, limits.max_length, limits.max_keys
+    )
 
 
 def by_rows(
@@ -124,7 +126,7 @@ def test_a_key_limit_cuts_the_position_bias_too() -> None:
 
 
 def test_a_causal_model_takes_no_key_limit() -> None:
-    with pytest.raises(ValueError, match="looks ahead"):
+    with pytest.raises(ValueError, match="bidirectional"):
         attend_fused(_limited_qkv(), 4, ordered_batch(LIMITED, KEYS), CAUSAL)
 
 
@@ -171,31 +173,31 @@ def _varlen_stand_in(
 
 def test_layers_of_a_step_find_once_which_rows_go_where(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = ordered_batch([3] * 20 + [64, 65, 300])
-    route = attention._route(batch, reaches_all=True)
-    assert route.short is not None and route.own is not None
-    assert route.short.tolist() == batch.cu_lengths[:22].tolist() and route.longest == 64
-    assert route.own.tolist() == batch.cu_lengths[21:].tolist() and route.longest_own == 300
-    assert attention._route(batch, reaches_all=True) is route
-    narrow = attention._route(batch, reaches_all=False)  # a window cuts short rows too
-    assert narrow.short is None and narrow.own is not None and len(narrow.own) == 24
-    assert attention._route(replace(batch), reaches_all=True) is not route
-    monkeypatch.setattr(attention, "_OWN", 100)
-    assert attention._route(batch, reaches_all=True).rows == 22
+    route = attention._route(batch, window_covers_short=True)
+    assert route.short is not None and route.flash is not None
+    assert route.short.tolist() == batch.cu_lengths[:22].tolist() and route.max_short_length == 64
+    assert route.flash.tolist() == batch.cu_lengths[21:].tolist() and route.max_flash_length == 300
+    assert attention._route(batch, window_covers_short=True) is route
+    narrow = attention._route(batch, window_covers_short=False)  # a window cuts short rows too
+    assert narrow.short is None and narrow.flash is not None and len(narrow.flash) == 24
+    assert attention._route(replace(batch), window_covers_short=True) is not route
+    monkeypatch.setattr(attention, "_MAX_OWN_LENGTH", 100)
+    assert attention._route(batch, window_covers_short=True).num_rows == 22
 
 
 def test_layers_share_places_where_they_take_any() -> None:
     alone, like = ordered_batch([3, 5]), torch.empty(0, dtype=torch.float16)
-    assert alone.places((4, 0, 4), like) == (None, None, None)
-    batch = replace(alone, shares=True)
-    first, none, second = batch.places((4, 0, 4), like)
+    assert alone.scratch_buffers((4, 0, 4), like) == (None, None, None)
+    batch = replace(alone, reuses_buffers=True)
+    first, none, second = batch.scratch_buffers((4, 0, 4), like)
     assert none is None and first is not None and second is not None and first is not second
     assert first.shape == second.shape == (8, 4) and first.dtype == torch.float16
-    again = batch.places((4, 0, 4), like)
+    again = batch.scratch_buffers((4, 0, 4), like)
     assert again[0] is first and again[2] is second
-    assert batch.lasts(first) and not batch.lasts(first.clone()) and not alone.lasts(first)
-    assert replace(batch).places((4, 0, 4), like)[0] is not first, "another step has its own"
+    assert batch.is_scratch(first) and not batch.is_scratch(first.clone()) and not alone.is_scratch(first)
+    assert replace(batch).scratch_buffers((4, 0, 4), like)[0] is not first, "another step has its own"
 
 
 def test_few_short_rows_among_longer_ones_go_with_them() -> None:
-    route = attention._route(ordered_batch([2, 2, 300]), reaches_all=True)
-    assert route.short is None and route.own is not None and len(route.own) == 4
+    route = attention._route(ordered_batch([2, 2, 300]), window_covers_short=True)
+    assert route.short is None and route.flash is not None and len(route.flash) == 4

@@ -22,7 +22,7 @@ from penstock.runner import model_runner
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Share
-from penstock.types import PoolingParams, StepPlan, Task, cumulative
+from penstock.types import PoolingParams, PoolPlan, Task, cumulative
 from penstock.weights.stream import DummySource
 from tests.helpers import ints, make_request
 
@@ -71,7 +71,7 @@ def plan_of(
     skip: bool = True,
     lengths: tuple[int, ...] = LENGTHS,
     left_out: tuple[int, ...] = SKIP,
-) -> StepPlan:
+) -> PoolPlan:
     shares = []
     for number, each in enumerate(params or (PoolingParams(),)):
         left = left_out[: len(lengths)] if skip else None
@@ -109,7 +109,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     made.close()
 
 
-def seen(runner: ModelRunner, plan: StepPlan) -> tuple[list[torch.Tensor], int]:
+def seen(runner: ModelRunner, plan: PoolPlan) -> tuple[list[torch.Tensor], int]:
     """The answers, and how many tokens the last layer gave."""
     counts: list[int] = []
     model = runner.model
@@ -120,7 +120,7 @@ def seen(runner: ModelRunner, plan: StepPlan) -> tuple[list[torch.Tensor], int]:
         return hidden
 
     watched: Any = counted
-    watched.narrows, watched.hidden_size = model.narrows, model.hidden_size
+    watched.trims_last_layer, watched.hidden_size = model.trims_last_layer, model.hidden_size
     runner.model = watched
     try:
         return runner.forward(plan), counts[0]
@@ -164,7 +164,7 @@ def test_every_family_gives_the_same_from_fewer_tokens(runner: ModelRunner, task
         assert tokens == plan.num_rows
     else:
         assert tokens == np.maximum(plan.lengths - plan.skip, 0).sum()
-    runner.model.narrows = False
+    runner.model.trims_last_layer = False
     (expected,), tokens = seen(runner, plan)
     assert tokens == plan.num_tokens
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
@@ -177,9 +177,9 @@ def test_every_method_gives_the_same(method: str, skip: bool) -> None:
     try:
         plan = plan_of(PoolingParams(), PoolingParams(dimensions=16), skip=skip)
         got, tokens = seen(made, plan)
-        narrows = method in ("cls", "last") or (skip and method != "weighted_mean")
-        assert (tokens < plan.num_tokens) == narrows
-        made.model.narrows = False
+        trims_last_layer = method in ("cls", "last") or (skip and method != "weighted_mean")
+        assert (tokens < plan.num_tokens) == trims_last_layer
+        made.model.trims_last_layer = False
         for one, other in zip(got, seen(made, plan)[0], strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
     finally:
@@ -222,7 +222,7 @@ def test_rows_that_the_pooler_picks_are_those_of_the_whole_step(runner: ModelRun
     assert all(variant.index is not None for variant in both.variants)
     got, tokens = seen(runner, both)
     assert tokens == both.num_rows
-    runner.model.narrows = False
+    runner.model.trims_last_layer = False
     for one, other in zip(got, seen(runner, both)[0], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
@@ -232,11 +232,11 @@ def test_what_is_not_few_or_not_whole_is_left_as_it_is(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(skip=False)
-    assert runner._needed(plan)
-    assert not runner._needed(plan_of(skip=False, lengths=(1, 1, 1, 2)))  # most are read anyway
-    assert not runner._needed(replace(plan, adapters=np.zeros(plan.num_rows, dtype=np.int32)))
-    assert not runner._needed(replace(plan, kv=SimpleNamespace()))  # type: ignore[arg-type]
+    assert runner._output_plan(plan)
+    assert not runner._output_plan(plan_of(skip=False, lengths=(1, 1, 1, 2)))  # most are read anyway
+    assert not runner._output_plan(replace(plan, adapters=np.zeros(plan.num_rows, dtype=np.int32)))
+    assert not runner._output_plan(replace(plan, kv=SimpleNamespace()))  # type: ignore[arg-type]
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
-    assert not runner._needed(plan)  # too small for the launches
-    monkeypatch.setattr(model_runner, "NARROWED_EAGER", plan.num_tokens * SIZES["hidden_size"])
-    assert runner._needed(plan)
+    assert not runner._output_plan(plan)  # too small for the launches
+    monkeypatch.setattr(model_runner, "MIN_TRIMMED_SIZE_EAGER", plan.num_tokens * SIZES["hidden_size"])
+    assert runner._output_plan(plan)

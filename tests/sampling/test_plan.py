@@ -72,10 +72,10 @@ class Driver:
         for request, token in zip(requests, sampled.token_ids.tolist(), strict=True):
             self.history[request].append(token)
         if sampled.logprob_rows is not None:
-            assert sampled.logprob_ids is not None and sampled.logprobs is not None
+            assert sampled.logprobs is not None
             for place, row in enumerate(sampled.logprob_rows.tolist()):
                 width = 1 + (KINDS[requests[row]].logprobs or 0)
-                ids, values = sampled.logprob_ids[place, :width], sampled.logprobs[place, :width]
+                ids, values = sampled.logprobs.ids[place, :width], sampled.logprobs.values[place, :width]
                 self.logprobs.setdefault(requests[row], []).append((ids.tolist(), values.tolist()))
 
 
@@ -264,15 +264,15 @@ def test_logprobs_are_of_the_model_s_own_distribution(dtype: torch.dtype) -> Non
     slots = ints([2, 0, 3])
     got = sampler(logits, slots, torch.from_numpy(slots))
     assert got.logprob_rows is not None and got.logprob_rows.tolist() == [0, 2]
-    assert got.logprob_ids is not None and got.logprobs is not None and got.ranks is not None
+    assert got.logprobs is not None
     expected = logits.float().log_softmax(dim=1)
-    assert got.logprob_ids[:, 0].tolist() == [9, int(logits[2].argmax())]
+    assert got.logprobs.ids[:, 0].tolist() == [9, int(logits[2].argmax())]
     for place, row in enumerate((0, 2)):
-        wanted = expected[row][got.logprob_ids[place].long()]
-        torch.testing.assert_close(got.logprobs[place], wanted, atol=1e-4, rtol=0)
-        assert (got.logprobs[place, 1:].diff() <= 0).all()
-    assert got.logprobs.shape == (2, 1 + VOCAB)
-    assert got.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
+        wanted = expected[row][got.logprobs.ids[place].long()]
+        torch.testing.assert_close(got.logprobs.values[place], wanted, atol=1e-4, rtol=0)
+        assert (got.logprobs.values[place, 1:].diff() <= 0).all()
+    assert got.logprobs.values.shape == (2, 1 + VOCAB)
+    assert got.logprobs.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def sound_rows(
         return None
     left = piece._replace(
         rows=piece.rows[keep],
-        slots=piece.slots[keep],
+        step_rows=piece.step_rows[keep],
         begins=None if piece.begins is None else piece.begins[keep],
         ends=None if piece.ends is None else piece.ends[keep],
         stored=stored,
