@@ -156,7 +156,6 @@ def _spoil(core: Any, prompt: list[int], after: int) -> None:
     def spoiling(plan: GeneratePlan) -> Any:
         future = launch(plan)
         sample = plan.sample
-        assert sample is not None
         ids = future.result().token_ids.copy()
         for at, slot in enumerate(sample.sampled_slots.tolist()):
             row = lane._rows[slot]
