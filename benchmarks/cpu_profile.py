@@ -23,14 +23,14 @@ from penstock.inputs.processor import InputOptions
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import PoolingParams, StepPlan
+from penstock.types import PoolingParams, PoolPlan
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 
 
-def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[StepPlan]:
+def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[PoolPlan]:
     options = InputOptions(truncate_prompt_tokens=-1)
-    request = engine._processor.prepare("profile", texts, PoolingParams(), options)
+    request = engine.local.text.processor.prepare("profile", texts, PoolingParams(), options)
     scheduler = Scheduler(Budget(tokens, 4096, 1 << 40))
     scheduler.add(request)
     plans = []
@@ -80,7 +80,7 @@ def main() -> None:
     options = parser.parse_args()
     texts = natural_texts(options.texts)
     with Engine(device="cpu", quantization=options.quantization) as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         assert isinstance(runner, ModelRunner)
         parts = [by_size(engine, runner, texts, options.rounds), by_operation(engine, runner, texts)]
     text = "\n\n".join("\n".join(lines) for lines in parts)

@@ -41,7 +41,7 @@ from request_path import Figures, table
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.bench.load.sse import TokenStream
-from penstock.checkpoint.spec import describe, with_limit
+from penstock.checkpoint.spec import describe, with_max_model_len
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore
@@ -50,7 +50,7 @@ from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.runner.load import settle
 from penstock.serving.engine_metrics import EngineMetrics
-from penstock.serving.launch import ApiLaunch, Launch
+from penstock.serving.launch import ApiLaunch, EngineLaunch
 from penstock.types import GeneratePlan, SampledResult, StepPlan, StepResult
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready, Submit, decode_to_engine
@@ -160,7 +160,7 @@ def make_engine(
 ) -> EngineCore:
     spec = describe(config)
     settings = settle(config, spec)
-    core = build_core(with_limit(spec, settings.max_model_len), settings, server.wake, metrics.step)
+    core = build_core(with_max_model_len(spec, settings.max_model_len), settings, server.wake, metrics.step)
     core.runner = WordRunner(words_of(config.model), step_s)  # type: ignore[assignment]
     return core
 
@@ -169,7 +169,7 @@ def make_app(config: EngineConfig, client: EngineClient) -> Any:
     spec = describe(config)
     tokenizer = Tokenizer(spec.path)
     model = ServedModel(
-        spec=with_limit(spec, config.max_model_len or spec.limit),
+        spec=with_max_model_len(spec, config.max_model_len or spec.max_model_len),
         processor=InputProcessor(spec, tokenizer),
         tokenizer=BatchTokenizer(tokenizer),
         client=client,
@@ -207,14 +207,14 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     spent, metrics = Spent(), EngineMetrics("bench")
     server = EngineServer("inproc://unused")
     core = make_engine(config, 0.0, server, metrics)
-    lane: Any = core.lane
-    lane.schedule = spent.wrapped("lane.schedule", lane.schedule)
-    lane.collect = spent.wrapped("lane.collect", lane.collect)
+    generation: Any = core.generation
+    generation.schedule = spent.wrapped("generation.schedule", generation.schedule)
+    generation.collect = spent.wrapped("generation.collect", generation.collect)
     down, up = Wire(), Wire()
     server._socket, server._core = down, core  # type: ignore[assignment]
     client = EngineClient("inproc://unused")
     client._socket, client._loop = up, asyncio.get_running_loop()  # type: ignore[assignment]
-    client.ready = Ready(1, {})
+    client._engine = Ready(1, {})
     app = make_app(config, client)
     body = {"prompt": [785, 3974], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
@@ -228,14 +228,14 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
             message = decode_to_engine(header)
             assert isinstance(message, Submit)
             assert not server._submit(b"api", message, frame)
-            taken += len(message.entries)
+            taken += len(message.requests)
 
     steps = 0
     while not all(task.done() for task in tasks):
         outcomes = spent.timed("core.step, all of it", core.step)
         if outcomes:
-            spent.timed("answer (route, pack)", server._answer, outcomes)
-        spent.timed("metrics", metrics.turn, core)
+            spent.timed("answer (route, pack)", server._send_outcomes, outcomes)
+        spent.timed("metrics", metrics.publish, core)
         while down.sent:
             _, *frames = down.sent.popleft()
             up.inbox.append(frames)
@@ -270,11 +270,11 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
 def engine_process() -> None:
     """An engine of its own for the end-to-end part; its launch order and step time come on standard input."""
     order = json.loads(sys.stdin.buffer.read())
-    launch = msgspec.convert(order["launch"], Launch)
+    launch = msgspec.convert(order["launch"], EngineLaunch)
     server, metrics = EngineServer(launch.address), EngineMetrics("bench")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     core = make_engine(launch.engine, order["step_s"], server, metrics)
-    server.serve(core, Ready(os.getpid(), {}), metrics.turn)
+    server.serve(core, Ready(os.getpid(), {}), metrics.publish)
 
 
 @contextmanager
@@ -287,7 +287,7 @@ def served(
     listener = socket.create_server(("127.0.0.1", port), backlog=1024)
     with tempfile.TemporaryDirectory() as work:
         address = f"ipc://{work}/engine"
-        launch = msgspec.to_builtins(Launch(config, spec, address))
+        launch = msgspec.to_builtins(EngineLaunch(config, spec, address))
         orders = [
             (
                 [sys.executable, str(Path(__file__).resolve()), "--engine"],

@@ -30,8 +30,8 @@ from tokenizers import Tokenizer, models
 from penstock import Engine
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
-from penstock.types import Request, StepPlan
+from penstock.scheduler.scheduler import ScheduledRows
+from penstock.types import PoolPlan, Request
 
 SHAPES = ((1, 32), (8, 32), (64, 32), (16, 256), (64, 256), (32, 500), (2, 2048))
 PLAIN = {  # ms of a graph of plain torch operations
@@ -79,10 +79,10 @@ def write_folder(parent: Path, name: str) -> Path:
     return folder
 
 
-def plan_of(rows: int, length: int) -> StepPlan:
+def plan_of(rows: int, length: int) -> PoolPlan:
     tokens = np.random.default_rng(0).integers(1000, 20000, rows * length).astype(np.int32)
     request = Request("bench", tokens, np.full(rows, length, dtype=np.int32))
-    return build_plan([Share(request, np.arange(rows, dtype=np.int32))])
+    return build_plan([ScheduledRows(request, np.arange(rows, dtype=np.int32))])
 
 
 def median_ms(call: Callable[[], float], seconds: float = 0.25, least: int = 8) -> float:
@@ -93,7 +93,7 @@ def median_ms(call: Callable[[], float], seconds: float = 0.25, least: int = 8) 
     return statistics.median(found) * 1000
 
 
-def measure(runner: ModelRunner, plan: StepPlan) -> dict[str, float]:
+def measure(runner: ModelRunner, plan: PoolPlan) -> dict[str, float]:
     """Milliseconds of the launch alone, of the device, of a lone step, and of one among many."""
 
     def launch() -> float:
@@ -134,7 +134,7 @@ def run(name: str, folder: Path) -> list[str]:
     began = time.perf_counter()
     with Engine(str(folder), device="cuda", load_format="dummy") as engine:
         loaded_s = time.perf_counter() - began
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         assert isinstance(runner, ModelRunner)
         graphs = runner.graphs
         if graphs is None:
@@ -142,7 +142,7 @@ def run(name: str, folder: Path) -> list[str]:
         first = f"loaded in {loaded_s:.1f} s with {len(graphs.captured)} graphs in {graphs.capture_s:.2f} s"
         print(f"{name}: {first}", flush=True)
         for rows, length in SHAPES:
-            if length > engine.spec.limit:
+            if length > engine.spec.max_model_len:
                 continue
             try:
                 lines.append(_line(name, runner, rows, length))

@@ -38,8 +38,8 @@ from torch import nn  # noqa: E402
 
 from benchmarks import parity_generation  # noqa: E402
 from penstock import __version__  # noqa: E402
+from penstock.checkpoint.families import FAMILIES  # noqa: E402
 from penstock.checkpoint.find import package_folder  # noqa: E402
-from penstock.models.registry import FAMILIES  # noqa: E402
 from penstock.types import PoolingParams, Request, Task  # noqa: E402
 from tests.helpers import ints  # noqa: E402
 from tests.parity.encoders import dense_terms, opened  # noqa: E402
@@ -232,7 +232,7 @@ HEAD = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    prefix = FAMILIES[row.family][0] + "*" if row.family in FAMILIES else ""
+    prefix = FAMILIES[row.family].class_prefix + "*" if row.family in FAMILIES else ""
     return (
         f"{row.family} ({prefix})" if prefix else row.family,
         row.task.value,

@@ -107,6 +107,18 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     profile_steps: int = 20
 
 
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts about a model that decisions rest on."""
+
+    max_model_len: int  # what the model is meant for
+    max_positions: int | None = None  # what its weights allow; None: no more than `max_model_len`
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    why_not_chunked: str | None = None  # why a row cannot be spread over steps; None: it can
+    shares_prefixes: bool = False  # rows are expected to begin with the same tokens
+    generates: bool = False
+
+
 class Machine(msgspec.Struct, frozen=True):
     """The facts about this machine that decisions rest on."""
 
@@ -123,51 +135,29 @@ def available_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def resolve(
-    config: EngineConfig,
-    *,
-    model_limit: int,
-    machine: Machine,
-    positions: int | None = None,
-    why_not_cut: str | None = None,
-    shares_prefixes: bool = False,
-    hidden: int | None = None,
-    layers: int | None = None,
-    generates: bool = False,
-) -> Resolved:
-    """Settle every "auto"; raise `ConfigError` for what cannot work together.
-
-    `model_limit` is what the model is meant for, `positions` what it could take at most;
-    `why_not_cut` says, where it is so, why its rows cannot be spread over steps; `shares_prefixes`, whether
-    they are expected to begin alike; `generates`, whether rows are continued. `hidden` and `layers` are the
-    model's size, where it is known.
-    """
-    generate_prefixes = generates and config.enable_prefix_caching is not False
+def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolved:
+    """Settle every "auto"; raise `ConfigError` for settings that cannot work together."""
+    generate_prefixes = model.generates and config.enable_prefix_caching is not False
     if config.enable_prefix_caching is None:
-        can = why_not_cut is None and config.enable_chunked_prefill is not False
-        config = msgspec.structs.replace(config, enable_prefix_caching=shares_prefixes and can)
-    positions = positions or model_limit
+        can_chunk = model.why_not_chunked is None and config.enable_chunked_prefill is not False
+        config = msgspec.structs.replace(config, enable_prefix_caching=model.shares_prefixes and can_chunk)
     _check_impl(config)
     device = _device(config.device, machine)
     on_cpu = not device.startswith("cuda")
     _check_quantization(config, device, machine)
     dtype = _dtype(config, on_cpu, machine)
-    limit = _given(config.max_model_len, model_limit)
-    _positive("max_model_len", limit)
-    if limit > positions:
-        raise ConfigError(
-            f"max_model_len is {limit}, but the model has positions for {positions} tokens",
-            param="max_model_len",
-        )
-    best = CPU_STEP_TOKENS if on_cpu else cuda_step_tokens(hidden, layers, config.quantization)
-    budget = _given(config.max_num_batched_tokens, best)
-    _positive("max_num_batched_tokens", budget)
+    max_model_len = _max_model_len(config, model)
+    best = CPU_STEP_TOKENS
+    if not on_cpu:
+        best = cuda_step_tokens(model.hidden_size, model.num_layers, config.quantization)
+    max_num_batched_tokens = _given(config.max_num_batched_tokens, best)
+    _positive("max_num_batched_tokens", max_num_batched_tokens)
     resolved = Resolved(
         device=device,
         dtype=dtype,
         quantization=config.quantization,
-        max_model_len=limit,
-        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=_given(config.max_num_seqs, 256 if on_cpu else 1024),
         max_queued_tokens=_given(config.max_queued_tokens, 1_000_000 if on_cpu else 50_000_000),
         pipeline_depth=_given(config.pipeline_depth, 1 if on_cpu else 2),
@@ -176,12 +166,12 @@ def resolve(
         seed=config.seed,
         unquantized_layers=config.unquantized_layers,
         model_impl="penstock" if config.model_impl == "auto" else config.model_impl,
-        chunked=_chunked(config, limit, budget, why_not_cut),
-        chunk_tokens=config.long_prefill_token_threshold or budget,
+        chunked=_chunked(config, max_model_len, max_num_batched_tokens, model.why_not_chunked),
+        chunk_tokens=config.long_prefill_token_threshold or max_num_batched_tokens,
         prefix_caching=bool(config.enable_prefix_caching),
-        generates=generates,
+        generates=model.generates,
         generate_prefixes=generate_prefixes,
-        kv_cache_bytes=_kv_cache(config.kv_cache_gb, on_cpu, generates),
+        kv_cache_bytes=_kv_cache(config.kv_cache_gb, on_cpu, model.generates),
         share_identical=config.share_identical,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
@@ -214,6 +204,18 @@ def cuda_step_tokens(hidden: int | None, layers: int | None, quantization: str |
     tokens = min(_KNEE / hidden, _STEP_FLOPS / flops_a_token)
     tokens *= 2 if quantization in _EIGHT_BIT else 1
     return min(32_768, max(1024, 1 << (int(tokens).bit_length() - 1)))
+
+
+def _max_model_len(config: EngineConfig, model: ModelFacts) -> int:
+    max_model_len = _given(config.max_model_len, model.max_model_len)
+    _positive("max_model_len", max_model_len)
+    positions = model.max_positions or model.max_model_len
+    if max_model_len > positions:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the model has positions for {positions} tokens",
+            param="max_model_len",
+        )
+    return max_model_len
 
 
 def _device(wanted: str, machine: Machine) -> str:

@@ -99,7 +99,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
-class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SamplerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a row is continued. Texts (stop strings, bad words) are token ids by the time they are here."""
 
     max_tokens: int = 16
@@ -123,7 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     grammar: Grammar | None = None  # `inputs.constraints` makes the masks of each step from it
 
 
-def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+def check_sampling(params: SamplerParams, vocab_size: int) -> None:
     """Refuses token ids that the vocabulary does not have."""
     _inside("logit_bias", params.logit_bias, vocab_size)
     _inside("bad_words", (token for word in params.bad_token_ids for token in word), vocab_size)
@@ -180,7 +180,7 @@ class Request:
     deadline_s: float | None = None  # the same clock
     reuse_prefix: bool = False  # its rows may stand on prefixes that others have computed
     cache_salt: str = ""  # prefixes are shared only between equal salts
-    sampling: SamplingParams | None = None  # its rows are prompts to be continued so
+    sampling: SamplerParams | None = None  # its rows are prompts to be continued so
     starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
 
     def __post_init__(self) -> None:
@@ -246,7 +246,7 @@ class RowSlice(NamedTuple):
     begins: Ints | None = None  # [n], first token of each row in this step; None: the rows run whole
     ends: Ints | None = None  # [n], one past the last
     cached: CachedVectors | None = None  # of requests with pairs
-    stored: Ints | None = None  # documents that this step scores from the vector store, without running them
+    cached_documents: Ints | None = None  # documents that this step scores without running them
 
     @property
     def finished(self) -> Ints:
@@ -363,7 +363,7 @@ class Join:
     """A sequence takes a slot of the sampler."""
 
     slot: int
-    params: SamplingParams
+    params: SamplerParams
     prompt_ids: Ints  # [prompt]
     output_ids: Ints | None = None  # tokens sampled before, of a sequence that starts again
 

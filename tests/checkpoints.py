@@ -66,6 +66,15 @@ BERT_CONFIG = {
 }
 
 
+# The only quantization_config that is supported.
+FP8_BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
+
+
 def bert_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Every tensor of a BERT encoder under its usual name, seeded."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.checkpoint.spec import ModelSpec, PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
+from penstock.checkpoint.spec import ModelSpec
 from penstock.types import Ints, PoolingParams, Request, Task
 
 
@@ -55,8 +56,8 @@ def make_spec(**changes: Any) -> ModelSpec:
         "name": "test-model",
         "architecture": "BertModel",
         "config": {},
-        "limit": 16,
-        "positions": 16,
+        "max_model_len": 16,
+        "max_positions": 16,
         "embed_dim": 8,
         "token_dim": 8,
         "vocab_size": 100,

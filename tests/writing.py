@@ -25,9 +25,9 @@ from tokenizers import (
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import PenstockError
+from penstock.handle import EngineStats, StreamListener, Unsubscribe
 from penstock.inputs.tokenizer import Tokenizer as OurTokenizer
-from penstock.types import GeneratedTokens, Ints, Request, Task, Timings
-from penstock.wire.router import Leave, Listener
+from penstock.types import Comparison, GeneratedTokens, Ints, PooledOutput, Request, Task, Timings
 from tests.checkpoints import WORDS
 from tests.helpers import ints, make_spec
 
@@ -144,11 +144,11 @@ def text_spec(folder: Path, **changes: Any) -> ModelSpec:
     values = {
         "folder": str(folder),
         "name": "writer",
-        "limit": LIMIT,
-        "positions": LIMIT,
+        "max_model_len": LIMIT,
+        "max_positions": LIMIT,
         "vocab_size": vocabulary + 5,  # padded, as real tables are
         "tasks": (Task.GENERATE, Task.EMBED),
-        "causal": True,
+        "is_causal": True,
     }
     return make_spec(**(values | changes))
 
@@ -160,8 +160,8 @@ class ScriptedEngine:
     """Continues prompts as a script says, `burst` tokens a part, and keeps to the parameters that an
     engine keeps to: end tokens, their number, log probabilities."""
 
-    ready: Any = object()
-    constrains = False
+    ready = True
+    unavailable_reason = ""
 
     def __init__(self, script: Script, burst: int = 1) -> None:
         self.script = script
@@ -180,22 +180,31 @@ class ScriptedEngine:
     def close(self) -> None:
         return None
 
-    def listen(self, request: Request, listener: Listener) -> Leave:
-        task = asyncio.create_task(self._tell(request, listener))
-        return lambda: None if listener.over else cast(None, task.cancel())
+    async def run(self, request: Request) -> PooledOutput:
+        raise NotImplementedError
 
-    async def _tell(self, request: Request, listener: Listener) -> None:
+    async def compare(self, comparison: Comparison) -> PooledOutput:
+        raise NotImplementedError
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self.open)
+
+    def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
+        task = asyncio.create_task(self._tell(request, listener))
+        return lambda: None if listener.finished else cast(None, task.cancel())
+
+    async def _tell(self, request: Request, listener: StreamListener) -> None:
         async with aclosing(cast(Any, self.generate(request))) as stream:
             try:
                 async for parts in stream:
                     for part in parts:
                         if part.finish is None and part.ranks is None and part.prompt_ranks is None:
                             for number in part.token_ids.tolist():
-                                listener.token(part.row, number)
+                                listener.on_token(part.row, number)
                         else:
-                            listener.receive([part])
+                            listener.on_tokens([part])
             except PenstockError as error:
-                listener.receive(error)
+                listener.on_error(error)
 
     async def generate(self, request: Request) -> AsyncIterator[list[GeneratedTokens]]:
         self.requests.append(request)

@@ -119,11 +119,11 @@ def build_app(state: ServerState) -> Starlette:
 @asynccontextmanager
 async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
     for model in state.models.values():
-        model.client.start()
+        model.engine.start()
     yield
     for model in state.models.values():
-        model.client.close()
-        model.tokenizer.close()
+        model.engine.close()
+        model.text.close()
     await asyncio.sleep(0)
 
 

@@ -188,7 +188,7 @@ class Endpoint:
                 await self._stream(call, reply, receive, send)
             return reply
         finally:
-            self.state.leave()
+            self.state.release()
 
     async def _stream(self, call: Call, reply: Streamed, receive: Receive, send: Send) -> None:
         """Piece by piece, no faster than the client reads; one that goes away ends the work."""

@@ -1,25 +1,26 @@
-"""What `/v1/completions` and `/v1/chat/completions` share: from a body to pieces of text, and to events."""
+"""What `/v1/completions` and `/v1/chat/completions` share: from a body to text deltas and server-sent
+events."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 import orjson
 
 from penstock.api.endpoint import Call
+from penstock.api.replies import timed_encoding
+from penstock.api.run import scheduling_of
 from penstock.api.state import ServedModel
-from penstock.api.work import note_phases, settle_timeout
-from penstock.errors import BadValue, NotPossible
-from penstock.inputs.generation import GenerationFields, Job, TextInputs, grammar_of
+from penstock.errors import BadValue
+from penstock.inputs.generation import GenerationFields, GenerationJob
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.tasks.text_stream import Generates, Piece, write
-from penstock.types import Ints, PoolingParams, Task
+from penstock.tasks.generate import Generate
+from penstock.tasks.text_stream import TextDelta, stream_text
 
 DONE = b"data: [DONE]\n\n"
 
@@ -47,27 +48,27 @@ class TextFields(GenerationFields, kw_only=True):
 
 
 @dataclass(slots=True, eq=False)
-class Writing:
-    """One body on its way: what was asked, and what has come so far."""
+class Generation:
+    """One generation request: what was asked, and how much has been generated so far."""
 
     call: Call
     body: TextFields
     model: ServedModel
-    job: Job
-    kind: str  # of the answer: cmpl | chatcmpl
-    hidden: bool = False  # tokens are made only to learn about the prompt
+    job: GenerationJob
+    kind: str  # prefix of the answer's id: cmpl | chatcmpl
+    scores_prompt_only: bool = False  # one token is generated only to score the prompt; it is not shown
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.model.tokenizer.tokenizer
+        return self.model.text.tokenizer
 
-    def name(self, number: int) -> str:
+    def token_name(self, token_id: int) -> str:
         """A token as the answer shows it."""
         if self.body.return_tokens_as_token_ids:
-            return f"token_id:{number}"
-        return self.tokenizer.token_text(number)
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_text(token_id)
 
     def head(self, object_name: str) -> dict[str, Any]:
         name = f"{self.kind}-{self.body.request_id or self.job.id}"
@@ -78,90 +79,51 @@ class Writing:
         prompt, new = sum(map(len, self.job.prompts)), self.completion_tokens
         return {"prompt_tokens": prompt, "total_tokens": prompt + new, "completion_tokens": new}
 
-    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """The engine's pieces, counted. Closing it cancels the rows."""
-        engine = cast(Generates, self.model.client)
+    async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
+        """The engine's deltas, counted. Closing it cancels the sequences."""
         try:
-            async with aclosing(cast(Any, write(engine, self.tokenizer, self.job))) as stream:
-                async for pieces in stream:
-                    for piece in pieces:
-                        self._note(piece)
-                    yield pieces
+            async with aclosing(stream_text(self.model.engine, self.tokenizer, self.job)) as stream:
+                async for deltas in stream:
+                    for delta in deltas:
+                        self._count(delta)
+                    yield deltas
         finally:
             self.call.metrics.generated(self.model.spec.name, self.completion_tokens)
-        note_phases(self.call, time.monotonic())
+        with timed_encoding(self.call):  # text is encoded while it is generated
+            pass
 
-    def _note(self, piece: Piece) -> None:
-        if self.hidden:
-            piece.text, piece.token_ids, piece.logprobs = "", [], None
-            piece.finish = piece.finish and "length"
-        if piece.token_ids:
+    def _count(self, delta: TextDelta) -> None:
+        if self.scores_prompt_only:
+            delta.text, delta.token_ids, delta.logprobs = "", [], None
+            delta.finish_reason = delta.finish_reason and "length"
+        if delta.token_ids:
             if self.completion_tokens == 0:
                 self.call.metrics.first_token(time.monotonic() - self.call.began_s)
-            self.completion_tokens += len(piece.token_ids)
-        if piece.timings is not None:
-            waited = max(0.0, piece.timings.queue_s - self.call.tokenize_s)  # counted from the arrival
+            self.completion_tokens += len(delta.token_ids)
+        if delta.timings is not None:
+            waited = max(0.0, delta.timings.queue_s - self.call.tokenize_s)  # the engine counts from arrival
             self.call.queue_s = max(self.call.queue_s, waited)
-            self.call.device_s = max(self.call.device_s, piece.timings.device_s)
+            self.call.device_s = max(self.call.device_s, delta.timings.device_s)
 
 
-async def begin(
-    call: Call,
-    body: TextFields,
-    rows: Callable[[TextInputs], list[Ints]],
-    *,
-    kind: str,
-    logprobs: int | None,
-    echo: bool = False,
-    default_tokens: int | None,
-) -> Writing:
-    """Check everything and make the job; `rows` renders and tokenises, on the tokenizer's thread."""
+async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> Generation:
+    """Check everything and prepare the job, off the event loop."""
     call.request_id = body.request_id
     model = call.state.model(body.model)
-    text = text_inputs(call, model)
+    _ = model.text.generation  # refuses a model that does not generate
     check_stream(body)
-    timeout_s = settle_timeout(call, body)
+    scheduling = scheduling_of(call, body)
     began = time.monotonic()
-    if body.structured:  # compiling may take long, and others wait for the tokenizer's thread
-        await asyncio.to_thread(grammar_of, body)
-
-    def prepare() -> Job:
-        prompts = rows(text)
-        return text.job(
-            call.state.next_id(),
-            prompts,
-            body,
-            logprobs=logprobs,
-            echo=echo,
-            default_tokens=default_tokens,
-            priority=body.priority,
-            arrival_s=call.began_s,
-            deadline_s=None if timeout_s is None else call.began_s + timeout_s,
-        )
-
-    job = await model.tokenizer.call(prepare)
+    job = await task.prepare(model.text, call.state.next_id(), scheduling)
     call.tokenize_s = time.monotonic() - began
-    if job.num_rows > (most := call.state.config.max_rows):
+    if job.num_rows > (max_rows := call.state.config.max_rows):
         raise BadValue(
-            f"{len(job.prompts)} prompts, each n = {job.n} times, are {job.num_rows} rows; at most {most} go "
-            "into one request",
+            f"{len(job.prompts)} prompts with n = {job.n} are {job.num_rows} sequences; one request takes at "
+            f"most {max_rows}",
             param="n",
         )
-    if job.sampling.grammar is not None and not getattr(model.client, "constrains", False):
-        raise NotPossible(
-            "this engine does not constrain its output; leave out response_format and guided_*",
-            param="response_format",
-        )
     call.metrics.work(model.spec.name, job.num_rows, sum(map(len, job.prompts)))
-    return Writing(call, body, model, job, kind, hidden=echo and body.max_tokens == 0)
-
-
-def text_inputs(call: Call, model: ServedModel) -> TextInputs:
-    """The model's text side; of one that does not generate, a reason."""
-    if model.text is None:
-        model.processor.check(PoolingParams(Task.GENERATE))
-        model.text = TextInputs(model.spec, model.tokenizer.tokenizer, call.state.config.chat_template)
-    return model.text
+    return Generation(call, body, model, job, kind, scores_prompt_only=task.echo and body.max_tokens == 0)
 
 
 def check_stream(body: TextFields) -> None:
@@ -176,55 +138,57 @@ def event(content: Any) -> bytes:
 
 
 class Choice(Protocol):
-    """One row of a stream."""
+    """One sequence of a stream."""
 
-    def chunks(self, piece: Piece) -> Sequence[dict[str, Any]]:
-        """The choices of a piece's events: none while there is nothing to tell."""
+    def chunks(self, delta: TextDelta) -> Sequence[dict[str, Any]]:
+        """The choices of a delta's events; empty while there is nothing to show."""
 
     def plain(self, text: str) -> dict[str, Any]:
-        """The choice of an event that has nothing but text, of a row that has begun."""
+        """The choice of an event with text only, after the sequence's first event."""
 
 
-async def events(writing: Writing, object_name: str, rows: Sequence[Choice]) -> AsyncGenerator[bytes, None]:
-    """Server-sent events: the choices of each piece, the usage where asked for, the end."""
-    told = writing.body.usage_in_stream
-    head = writing.head(object_name)
-    frames: list[_Frame | None] = [None] * len(rows)  # of rows that have begun
+async def events(
+    generation: Generation, object_name: str, choices: Sequence[Choice]
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events: the choices of each delta, the usage where asked for, the end."""
+    options = generation.body.usage_in_stream
+    head = generation.head(object_name)
+    templates: list[_EventTemplate | None] = [None] * len(choices)  # of sequences that have begun
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
         whole = {**head, "choices": [choice]}
-        if told.include_usage:
-            whole["usage"] = writing.usage if told.continuous_usage_stats else None
+        if options.include_usage:
+            whole["usage"] = generation.usage if options.continuous_usage_stats else None
         return whole
 
-    async with aclosing(writing.pieces()) as stream:
-        async for pieces in stream:
+    async with aclosing(generation.deltas()) as stream:
+        async for deltas in stream:
             out = []
-            for piece in pieces:
-                frame = frames[piece.row]
-                if frame is not None and piece.is_plain:
-                    if piece.text:
-                        out.append(frame.event(piece.text))
+            for delta in deltas:
+                template = templates[delta.row]
+                if template is not None and delta.is_plain:
+                    if delta.text:
+                        out.append(template.event(delta.text))
                     continue
-                row = rows[piece.row]
-                out += [event(chunk(choice)) for choice in row.chunks(piece)]
-                if not told.continuous_usage_stats:
-                    frames[piece.row] = _Frame(chunk(row.plain(_MARK)))
+                choice = choices[delta.row]
+                out += [event(chunk(each)) for each in choice.chunks(delta)]
+                if not options.continuous_usage_stats:
+                    templates[delta.row] = _EventTemplate(chunk(choice.plain(_PLACEHOLDER)))
             if out:
                 yield b"".join(out)
-    if told.include_usage:
-        yield event({**head, "choices": [], "usage": writing.usage})
+    if options.include_usage:
+        yield event({**head, "choices": [], "usage": generation.usage})
     yield DONE
 
 
-_MARK = "\0text\0"
+_PLACEHOLDER = "\0text\0"
 
 
-class _Frame:
-    """What is the same in all events of a row that have nothing but text, written once."""
+class _EventTemplate:
+    """An event with text only, encoded once for a sequence: each event fills in its text."""
 
     def __init__(self, marked: dict[str, Any]) -> None:
-        self._before, _, self._after = event(marked).rpartition(orjson.dumps(_MARK))  # names stand before it
+        self._before, _, self._after = event(marked).rpartition(orjson.dumps(_PLACEHOLDER))
 
     def event(self, text: str) -> bytes:
         return self._before + orjson.dumps(text) + self._after

@@ -8,7 +8,7 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.buffered_metrics import Tallies
+from penstock.buffered_metrics import BufferedMetrics
 from penstock.errors import Cancelled, PenstockError, QueueFull
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -42,16 +42,16 @@ class ApiMetrics:
     """What happens is counted at once and shown to all processes a moment later."""
 
     def __init__(self) -> None:
-        self._tallies = Tallies()
+        self._buffer = BufferedMetrics()
         self._due = False
         self._phases = [
-            self._tallies.histogram(PHASES, name) for name in ("tokenize", "queue", "device", "encode")
+            self._buffer.histogram(PHASES, name) for name in ("tokenize", "queue", "device", "encode")
         ]
-        self._queue = self._tallies.histogram(QUEUE_SECONDS)
+        self._queue = self._buffer.histogram(QUEUE_SECONDS)
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        self._tallies.counter(REQUESTS, route, str(status)).inc()
-        self._tallies.histogram(REQUEST_SECONDS, route).observe(seconds)
+        self._buffer.counter(REQUESTS, route, str(status)).inc()
+        self._buffer.histogram(REQUEST_SECONDS, route).observe(seconds)
         if not self._due:
             self._due = True
             asyncio.get_running_loop().call_later(SHOWN_EVERY_S, self.show)
@@ -63,8 +63,8 @@ class ApiMetrics:
             CANCELLED.inc()
 
     def work(self, model: str, rows: int, tokens: int) -> None:
-        self._tallies.counter(ROWS, model).inc(rows)
-        self._tallies.counter(TOKENS, model).inc(tokens)
+        self._buffer.counter(ROWS, model).inc(rows)
+        self._buffer.counter(TOKENS, model).inc(tokens)
 
     def generated(self, model: str, tokens: int) -> None:
         GENERATED.labels(model).inc(tokens)
@@ -79,7 +79,7 @@ class ApiMetrics:
 
     def show(self) -> None:
         self._due = False
-        self._tallies.flush()
+        self._buffer.flush()
 
 
 def render(in_flight: int, engine_up: bool) -> bytes:

@@ -16,24 +16,19 @@ import uvicorn
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState, engine_reason
-from penstock.checkpoint.spec import with_limit
+from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import available_cpus
 from penstock.errors import ModelLoadError
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.processor import InputProcessor
-from penstock.inputs.tokenizer import Tokenizer
-from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, prepare_child
+from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, setup_child_process
+from penstock.tasks.model import TextModel
 from penstock.wire.client import EngineClient
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
-    spec = with_limit(launch.spec, launch.engine.max_model_len or launch.spec.limit)
-    tokenizer = Tokenizer(spec.path)
+    spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
     model = ServedModel(
-        spec=spec,
-        processor=InputProcessor(spec, tokenizer),
-        tokenizer=BatchTokenizer(tokenizer),
-        client=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file))),
+        text=TextModel(spec, chat_template=launch.server.chat_template),
+        engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file))),
         created_s=int(time.time()),
     )
     return ServerState(launch.server, {spec.name: model}, launch.index)
@@ -45,7 +40,7 @@ def tokenizer_threads(cpus: int, processes: int) -> int:
 
 
 def main() -> None:
-    prepare_child()
+    setup_child_process()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are encoded

@@ -1,4 +1,4 @@
-"""What an API process holds: the served models, the limits, and how many requests are under way."""
+"""What an API process holds: the served models, the limits, and the number of requests in flight."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ import msgspec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
 from penstock.errors import ModelNotFound, QueueFull
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.generation import TextInputs
-from penstock.inputs.processor import InputProcessor
+from penstock.handle import EngineHandle
 from penstock.serving.launch import EngineState
-from penstock.wire.client import EngineClient
+from penstock.tasks.model import TextModel
 
 
 @dataclass(slots=True)
 class ServedModel:
-    spec: ModelSpec
-    processor: InputProcessor
-    tokenizer: BatchTokenizer
-    client: EngineClient
+    text: TextModel
+    engine: EngineHandle
     created_s: int
-    text: TextInputs | None = None  # of models that generate; made when first asked for
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.text.spec
 
 
 @dataclass(slots=True)
 class ServerState:
     config: ServerConfig
     models: dict[str, ServedModel]
-    index: int = 0  # which API process this is
+    index: int = 0  # of this API process
     in_flight: int = 0
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -46,26 +45,26 @@ class ServerState:
             return next(iter(self.models.values()))
         if name not in self.models:
             raise ModelNotFound(
-                f"there is no model {name!r} here; this server has: {', '.join(self.models)}", param="model"
+                f"model {name!r} is not served here; this server has: {', '.join(self.models)}", param="model"
             )
         return self.models[name]
 
     def admit(self) -> None:
-        """Take a place, before any work is spent; the caller gives it back with `leave`."""
+        """Count a request in, before any work is spent on it; `release` counts it out."""
         if self.in_flight >= self.config.max_concurrent_requests:
-            raise QueueFull(f"{self.in_flight} requests are under way, which is the limit; try again shortly")
+            raise QueueFull(f"{self.in_flight} requests are in flight, which is the limit; try again shortly")
         self.in_flight += 1
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self.in_flight -= 1
 
     @property
     def ready(self) -> bool:
-        return all(model.client.ready is not None for model in self.models.values())
+        return all(model.engine.ready for model in self.models.values())
 
 
 def engine_reason(state_file: Path) -> str:
-    """The supervisor's words on why the engine is not there."""
+    """Why the engine is not running, as the supervisor recorded it."""
     try:
         return msgspec.json.decode(state_file.read_bytes(), type=EngineState).detail
     except (OSError, msgspec.DecodeError):

@@ -27,7 +27,8 @@ def read_dense(
     folder: Path, path: str, *, reads: str = "sentence_embedding", activation: str = "tanh"
 ) -> DenseSpec:
     """`reads` is the only input that is accepted, `activation` the one that is meant if none is named."""
-    values = read_json(folder / path / "config.json")
+    file = folder / path / "config.json"
+    values = read_json(file)
     named = str(values.get("activation_function") or activation).rsplit(".", 1)[-1].lower()
     if named not in ACTIVATIONS:
         raise ModelLoadError(
@@ -37,8 +38,8 @@ def read_dense(
         raise ModelLoadError(f"{path}: a Dense module on {values['module_input_name']!r} is not supported")
     return DenseSpec(
         folder=path,
-        in_features=integer(values, "in_features"),
-        out_features=integer(values, "out_features"),
+        in_features=integer(values, "in_features", file=file),
+        out_features=integer(values, "out_features", file=file),
         bias=bool(values.get("bias", True)),
         activation=named,
         residual=bool(values.get("use_residual", False)),

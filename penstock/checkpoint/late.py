@@ -8,18 +8,17 @@ of sentence-transformers' MultiVectorEncoder, where markers are prompts.
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.checkpoint.dense import DenseSpec, read_dense
-from penstock.checkpoint.files import integer, optional_json, read_json
+from penstock.checkpoint.families import Architecture
+from penstock.checkpoint.files import MASK_MODULE, CheckpointFiles, optional_json
 from penstock.errors import ModelLoadError
 
-STANFORD = "HF_ColBERT"
-MASK_MODULE = "MultiVectorMask"
 QUERY_LENGTH = 32
 _ENCODER_KEYS = ("query_length", "document_length", "query_expansion")
 _PYLATE_KEYS = (
@@ -40,9 +39,6 @@ _STANFORD_KEYS = (
     "attend_to_mask_tokens",
     "do_query_expansion",
 )
-# Tokenizers of these have other markers than BERT's unused words.
-_MARKERS = {"xlm-roberta": ("[QueryMarker]", "[DocumentMarker]")}
-_BERT_MARKERS = ("[unused0]", "[unused1]")
 _NAMED_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that there is stands for expansion
 
 
@@ -63,53 +59,43 @@ class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     strip: bool = True  # whether the spaces around a text are dropped
 
 
-def read_late(
-    folder: Path,
-    config: Mapping[str, Any],
-    modules: list[tuple[str, str]],
-    table: Mapping[str, Any],
-    transformer: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    hidden: int,
-) -> LateSpec | None:
-    """None where the files describe another kind of model.
-
-    `table` is config_sentence_transformers.json, `transformer` the options of the Transformer module; what
-    `overrides` names by the files' own words stands above them.
-    """
+def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: int) -> LateSpec | None:
+    """None where the files describe another kind of model. Overrides are named by the files' own keys."""
     late: LateSpec | None = None
-    if _is_multi_vector(modules, table):
-        values = {**transformer, **{key: overrides[key] for key in _ENCODER_KEYS if key in overrides}}
-        late = _multi_vector(folder, modules, values, hidden)
-    elif _is_pylate(modules, table):
-        values = {**table, **{key: overrides[key] for key in _PYLATE_KEYS if key in overrides}}
-        late = _pylate(folder, modules, values)
-    elif STANFORD in (config.get("architectures") or ()):
-        metadata = optional_json(folder / "artifact.metadata")
-        values = {**metadata, **{key: overrides[key] for key in _STANFORD_KEYS if key in overrides}}
-        late = _stanford(folder, config, values, hidden)
+    if _is_multi_vector(files):
+        late = _multi_vector(files, _overridden(files.transformer, files, _ENCODER_KEYS), hidden_size)
+    elif _is_pylate(files):
+        late = _pylate(files, _overridden(files.sentence_transformers, files, _PYLATE_KEYS))
+    elif architecture.is_colbert:
+        metadata = optional_json(files.folder / "artifact.metadata")
+        values = _overridden(metadata, files, _STANFORD_KEYS)
+        late = _stanford(files, architecture, values, hidden_size)
     if late is not None:
-        _check(folder, late, hidden)
+        _check(files.folder, late, hidden_size)
     return late
 
 
-def _is_multi_vector(modules: list[tuple[str, str]], table: Mapping[str, Any]) -> bool:
-    named = table.get("model_type") == "MultiVectorEncoder"
-    return named or any(kind == MASK_MODULE for kind, _ in modules)
+def _overridden(values: Mapping[str, Any], files: CheckpointFiles, keys: Sequence[str]) -> dict[str, Any]:
+    return {**values, **{key: files.overrides[key] for key in keys if key in files.overrides}}
 
 
-def _is_pylate(modules: list[tuple[str, str]], table: Mapping[str, Any]) -> bool:
-    kinds = [kind for kind, _ in modules]
-    if "Dense" not in kinds:
+def _is_multi_vector(files: CheckpointFiles) -> bool:
+    named = files.sentence_transformers.get("model_type") == "MultiVectorEncoder"
+    return named or files.has_module(MASK_MODULE)
+
+
+def _is_pylate(files: CheckpointFiles) -> bool:
+    if not files.has_module("Dense"):
         return False
+    table = files.sentence_transformers
     named = table.get("model_type") == "ColBERT" or any(key in table for key in _PYLATE_KEYS)
-    return named or "Pooling" not in kinds
+    return named or not files.has_module("Pooling")
 
 
-def _pylate(folder: Path, modules: list[tuple[str, str]], values: Mapping[str, Any]) -> LateSpec:
+def _pylate(files: CheckpointFiles, values: Mapping[str, Any]) -> LateSpec:
     expand = _flag(values, "do_query_expansion", True)
-    skip, tokens = values.get("skiplist_words"), _special_tokens(folder)
-    length, dense = _length(values, "query_length") or QUERY_LENGTH, _dense_modules(folder, modules)
+    skip, tokens = values.get("skiplist_words"), _special_tokens(files.folder)
+    length, dense = _length(values, "query_length") or QUERY_LENGTH, _dense_modules(files)
     return LateSpec(
         dense=dense,
         dim=dense[-1].out_features,
@@ -125,51 +111,52 @@ def _pylate(folder: Path, modules: list[tuple[str, str]], values: Mapping[str, A
     )
 
 
-def _multi_vector(
-    folder: Path, modules: list[tuple[str, str]], values: Mapping[str, Any], hidden: int
-) -> LateSpec:
+def _multi_vector(files: CheckpointFiles, values: Mapping[str, Any], hidden_size: int) -> LateSpec:
     mask: dict[str, Any] = {}
-    for kind, path in modules:
-        if kind == MASK_MODULE:
-            mask = read_json(folder / path / "config.json")
+    for module in files.modules_of(MASK_MODULE):
+        mask = files.module_config(module)
     if mask.get("keep_only_token_ids"):
-        raise ModelLoadError(f"{folder}: a {MASK_MODULE} with keep_only_token_ids is not supported")
+        raise ModelLoadError(f"{files.folder}: a {MASK_MODULE} with keep_only_token_ids is not supported")
     expansion = values.get("query_expansion") or {}
     strategy = expansion.get("strategy", "fixed")
     if strategy not in ("fixed", "min"):
-        raise ModelLoadError(f"query_expansion's strategy {strategy!r} is not supported; fixed, min are")
-    expand_to, dense = _length(expansion, "length"), _dense_modules(folder, modules)
-    cut = _length(values, "query_length")
+        raise ModelLoadError(
+            f"{files.folder}: query_expansion has strategy = {strategy!r}, which is not supported; "
+            "supported: fixed, min"
+        )
+    expand_to, dense = _length(expansion, "length"), _dense_modules(files)
+    max_query_length = _length(values, "query_length")
     tasks = mask.get("skiplist_tasks") or ["document"]
     return LateSpec(
         dense=dense,
-        dim=dense[-1].out_features if dense else hidden,
-        query_length=expand_to if expansion and strategy == "fixed" else cut,
+        dim=dense[-1].out_features if dense else hidden_size,
+        query_length=expand_to if expansion and strategy == "fixed" else max_query_length,
         document_length=_length(values, "document_length"),
         expand_to=expand_to,
         attend=_flag(expansion, "attend", False),
-        expansion_token=_token_text(expansion.get("token")) or _special_tokens(folder).expansion,
+        expansion_token=_token_text(expansion.get("token")) or _special_tokens(files.folder).expansion,
         skip_words=tuple(map(str, mask.get("skiplist_words") or ())),
         skip_queries="query" in tasks,
-        normalize=any(kind == "Normalize" for kind, _ in modules),
+        normalize=files.has_module("Normalize"),
         strip=False,
     )
 
 
-def _dense_modules(folder: Path, modules: list[tuple[str, str]]) -> tuple[DenseSpec, ...]:
+def _dense_modules(files: CheckpointFiles) -> tuple[DenseSpec, ...]:
     return tuple(
-        read_dense(folder, path, reads="token_embeddings", activation="identity")
-        for kind, path in modules
-        if kind == "Dense"
+        read_dense(files.folder, module.path, reads="token_embeddings", activation="identity")
+        for module in files.modules_of("Dense")
     )
 
 
-def _stanford(folder: Path, config: Mapping[str, Any], values: Mapping[str, Any], hidden: int) -> LateSpec:
-    query, document = _MARKERS.get(str(config.get("model_type")), _BERT_MARKERS)
-    expand, tokens = _flag(values, "do_query_expansion", True), _special_tokens(folder)
-    length, dim = _length(values, "query_maxlen"), integer(config, "dim")
+def _stanford(
+    files: CheckpointFiles, architecture: Architecture, values: Mapping[str, Any], hidden_size: int
+) -> LateSpec:
+    query, document = architecture.family.colbert_markers
+    expand, tokens = _flag(values, "do_query_expansion", True), _special_tokens(files.folder)
+    length, dim = _length(values, "query_maxlen"), files.integer("dim")
     return LateSpec(
-        dense=(DenseSpec("", hidden, dim, bias=False, activation="identity"),),
+        dense=(DenseSpec("", hidden_size, dim, bias=False, activation="identity"),),
         dim=dim,
         query_length=length,
         document_length=_length(values, "doc_maxlen"),

@@ -1,4 +1,4 @@
-"""`penstock bench`: load on a server, offline speed, kernels, quality. Each part is imported when it runs."""
+"""`penstock bench`: load on a server, offline speed, kernels, quality. A part is imported when it runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.bench.flags import SpreadCommand, with_flags
 from penstock.bench.options import (
+    DEFAULT_BATCH_SIZE,
     BodyOptions,
     ClientOptions,
     CompareOptions,
@@ -19,16 +19,22 @@ from penstock.bench.options import (
     ServerOptions,
     TextOptions,
     TrafficOptions,
+    one_of,
 )
+from penstock.cli.command import MultiValueCommand, with_options
+from penstock.cli.flags import ENGINE, EngineFields
+from penstock.config import EngineConfig, from_mapping
 from penstock.errors import BadValue
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure servers, the engine, its kernels, and the quality of results."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure servers, the engine, kernels and quality.",
 )
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(ServerOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions)
+@app.command(cls=MultiValueCommand)
+@with_options(ServerOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions)
 def serve(
     server: ServerOptions,
     data: DataOptions,
@@ -37,18 +43,24 @@ def serve(
     report: ReportOptions,
     sweep: Annotated[
         str | None,
-        typer.Option(metavar="concurrency|rate[=N,…]", help="Measure rising loads; find the knee."),
+        typer.Option(
+            metavar="concurrency|rate[=N,…]",
+            help="Measure rising loads and find the knee, such as concurrency=1,8,64.",
+        ),
     ] = None,
     self_test: Annotated[
-        bool, typer.Option("--self-test", help="Measure the load client itself, against a null server.")
+        bool,
+        typer.Option(
+            "--self-test", help="Measure the load client itself, against a server that computes nothing."
+        ),
     ] = False,
 ) -> None:
-    """Send a load to a running server and report throughput and latency."""
+    """Measure throughput and latency of a running server."""
     from penstock.bench.selftest import self_test as test_client
     from penstock.bench.serve import bench_serve, bench_sweep
 
     if self_test and sweep is not None:
-        raise BadValue("--self-test and --sweep do not go together")
+        raise BadValue("--self-test and --sweep exclude each other")
     if self_test:
         raise typer.Exit(test_client(server, data, traffic, body, report))
     if sweep is not None:
@@ -56,8 +68,8 @@ def serve(
     raise typer.Exit(bench_serve(server, data, traffic, body, report))
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(ClientOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions, CompareOptions)
+@app.command(cls=MultiValueCommand)
+@with_options(ClientOptions, DataOptions, TrafficOptions, BodyOptions, ReportOptions, CompareOptions)
 def compare(
     client: ClientOptions,
     data: DataOptions,
@@ -66,7 +78,10 @@ def compare(
     report: ReportOptions,
     servers: CompareOptions,
 ) -> None:
-    """Send the same load to several servers in turn and print ratios with their spread."""
+    """Measure several servers in turn and compare them.
+
+    Prints the ratio to the first server, and its spread over the rounds.
+    """
     from penstock.bench.compare import bench_compare
 
     raise typer.Exit(bench_compare(client, data, traffic, body, report, servers))
@@ -74,68 +89,106 @@ def compare(
 
 Backends = Annotated[
     list[EmbedderName],
-    typer.Option("--backend", help="The engine; several, or a repeated flag, are measured in turn."),
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help=f"Engine to measure; give several to measure them in turn. {one_of(EmbedderName)}",
+    ),
 ]
-OutputJson = Annotated[str | None, typer.Option(help="Write the figures of every round here.")]
+BatchSize = Annotated[
+    int, typer.Option(min=1, help="Texts in a batch, for engines that do not form batches themselves.")
+]
+OutputJson = Annotated[str | None, typer.Option(help="File to write the figures into, as JSON.")]
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(EngineOptions, TextOptions)
+def _options(engine: EngineFields, batch_size: int) -> EngineOptions:
+    return EngineOptions(config=from_mapping(EngineConfig, engine), batch_size=batch_size)
+
+
+@app.command(cls=MultiValueCommand)
+@with_options(ENGINE, TextOptions)
 def throughput(
-    engine: EngineOptions,
+    engine: EngineFields,
     texts: TextOptions,
     backend: Backends = [EmbedderName.PENSTOCK],  # noqa: B006
-    rounds: Annotated[int, typer.Option(min=1, help="How often each engine takes its turn.")] = 3,
-    num_warmups: Annotated[int, typer.Option(min=1, help="Texts before the clock starts.")] = 64,
+    batch_size: BatchSize = DEFAULT_BATCH_SIZE,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of times that each engine is measured, in turn.")
+    ] = 3,
+    num_warmups: Annotated[int, typer.Option(min=1, help="Texts to embed before the measurement.")] = 64,
     output_json: OutputJson = None,
 ) -> None:
-    """Embed a set of texts offline, in one call, and print texts and tokens a second."""
+    """Measure texts and tokens a second of offline embedding.
+
+    Flags other than --model, --device, --dtype, --quantization and --threads apply to Penstock alone.
+    """
     from penstock.bench.offline.speed import bench_throughput
 
-    raise typer.Exit(bench_throughput(backend, engine, texts, rounds, num_warmups, output_json))
+    raise typer.Exit(
+        bench_throughput(backend, _options(engine, batch_size), texts, rounds, num_warmups, output_json)
+    )
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(EngineOptions)
+@app.command(cls=MultiValueCommand)
+@with_options(ENGINE)
 def latency(
-    engine: EngineOptions,
+    engine: EngineFields,
     backend: Backends = [EmbedderName.PENSTOCK],  # noqa: B006
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens a text.")] = 32,
-    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Iterations before the clock starts.")] = 10,
-    num_iters: Annotated[int, typer.Option(min=1, help="Iterations.")] = 30,
+    batch_size: BatchSize = DEFAULT_BATCH_SIZE,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens in a text.")] = 32,
+    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Iterations before the measurement.")] = 10,
+    num_iters: Annotated[int, typer.Option(min=1, help="Iterations to measure.")] = 30,
     output_json: OutputJson = None,
 ) -> None:
-    """Embed one batch offline, over and over, and print how long it takes."""
+    """Measure the latency of one batch of offline embedding.
+
+    Flags other than --model, --device, --dtype, --quantization and --threads apply to Penstock alone.
+    """
     from penstock.bench.offline.speed import bench_latency
 
-    raise typer.Exit(bench_latency(backend, engine, input_len, num_iters_warmup, num_iters, output_json))
+    raise typer.Exit(
+        bench_latency(
+            backend, _options(engine, batch_size), input_len, num_iters_warmup, num_iters, output_json
+        )
+    )
 
 
-@app.command(cls=SpreadCommand)
-@with_flags(EngineOptions, QualityOptions)
+@app.command(cls=MultiValueCommand)
+@with_options(ENGINE, QualityOptions)
 def quality(
-    engine: EngineOptions,
+    engine: EngineFields,
     options: QualityOptions,
     backend: Annotated[
-        EmbedderName, typer.Option(help="The engine to judge, unless --base-url names a server.")
+        EmbedderName,
+        typer.Option(
+            metavar="NAME",
+            help=f"Engine to evaluate, unless --base-url names a server. {one_of(EmbedderName)}",
+        ),
     ] = EmbedderName.PENSTOCK,
+    batch_size: BatchSize = DEFAULT_BATCH_SIZE,
 ) -> None:
-    """Judge vectors and rankings: cosine to a reference, Spearman on pairs, nDCG@10, MRR and recall."""
+    """Evaluate vectors and rankings.
+
+    Prints cosine to a reference, Spearman correlation on pairs, nDCG@10, MRR and recall.
+    """
     from penstock.bench.quality.run import bench_quality
 
-    raise typer.Exit(bench_quality(backend, engine, options))
+    raise typer.Exit(bench_quality(backend, _options(engine, batch_size), options))
 
 
-@app.command(cls=SpreadCommand)
+@app.command(cls=MultiValueCommand)
 def kernels(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    only: Annotated[list[str], typer.Option("--only", help="Only these kernels.")] = [],  # noqa: B006
-    min_time: Annotated[float, typer.Option(min=0.0, help="Seconds to measure each for.")] = 0.2,
+    only: Annotated[list[str], typer.Option("--only", help="Kernel to measure. Default: all.")] = [],  # noqa: B006
+    min_time: Annotated[float, typer.Option(min=0.0, help="Seconds to measure each kernel for.")] = 0.2,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     output_json: OutputJson = None,
 ) -> None:
-    """Measure each kernel against its reference and against the floor of this device."""
+    """Measure each kernel.
+
+    Compares it with its reference and with the limit of this device.
+    """
     from penstock.bench.kernels.run import bench_kernels
 
     raise typer.Exit(bench_kernels(device, dtype, only, min_time, threads, output_json))

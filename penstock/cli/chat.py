@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from penstock.cli import flags
-from penstock.cli.flags import engine_options
-from penstock.cli.generate import ChatTemplate, Params, SeedOf, Stop, Temperature, TopK, TopP, sampling_fields
+from penstock.cli.command import with_options
+from penstock.cli.flags import ENGINE_AND_ARGUMENT, EngineFields
+from penstock.cli.generate import ChatOptions, SamplingOptions, sampling_fields
 from penstock.errors import ClientError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.inputs.generation import GenerationFields
-    from penstock.tasks.text_generator import Writer
+    from penstock.offline.open import LocalModel
 
 HELP = (
     "/reset forgets the conversation, /system TEXT says what comes first, /exit ends; ctrl-C stops an answer"
@@ -28,65 +25,34 @@ HELP = (
 _QUIET = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
-def chat(
-    model: Annotated[str | None, typer.Argument(help="Folder or hub id.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    chat_template: ChatTemplate = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of an answer; default: as many as there is room for.")
-    ] = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: SeedOf = None,
-    stop: Stop = None,
-    params: Params = None,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    quantization: flags.Quantize = None,
-    max_model_len: flags.MaxModelLen = None,
-    threads: flags.Threads = None,
-    load_format: flags.LoadAs = flags.LoadFormat.AUTO,
-    hf_overrides: flags.HfOverridesJson = None,
-) -> None:
-    """Talk to MODEL. Type /help for what else can be typed."""
-    engine = engine_options(
-        model=model,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        threads=threads,
-        load_format=load_format,
-        hf_overrides=hf_overrides,
-    )
-    fields = sampling_fields(
-        params,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop or None,
-    )
+@with_options(ENGINE_AND_ARGUMENT, ChatOptions, SamplingOptions)
+def chat(engine: EngineFields, options: ChatOptions, sampling: SamplingOptions) -> None:
+    """Talk to MODEL in the terminal. Type /help for commands.
+
+    \b
+    Example:
+      penstock chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
+    """
+    chat_template = options.template
+    fields = sampling_fields(sampling)
     from rich.console import Console
 
-    from penstock.offline import writer as engine_writer
+    from penstock.offline.open import open_model
 
     console = Console(highlight=False)
-    with engine_writer.open_writer(chat_template, **engine) as writer:
-        _ = writer.inputs.chat.template  # a model without one is told at once
-        console.print(f"[bold]{writer.inputs.spec.name}[/bold] — /help, /exit", style="dim")
-        Conversation(writer, fields, console, system).run()
+    with open_model(engine, chat_template=chat_template) as opened:
+        _ = opened.text.generation.chat.template  # refuses a model without a chat template
+        console.print(f"[bold]{opened.spec.name}[/bold] — /help, /exit", style="dim")
+        Conversation(opened, fields, console, options.system).run()
 
 
 class Conversation:
     """Messages so far, and the loop that adds to them."""
 
     def __init__(
-        self, writer: Writer, fields: GenerationFields, console: Console, system: str | None = None
+        self, model: LocalModel, fields: GenerationFields, console: Console, system: str | None = None
     ) -> None:
-        self._writer = writer
+        self._model = model
         self._fields = fields
         self._console = console
         self._system = system
@@ -123,6 +89,8 @@ class Conversation:
         texts: list[str] = []
         tokens, began_s = [0], time.monotonic()
         try:
+            import asyncio
+
             asyncio.run(self._answer(texts, tokens))
         except KeyboardInterrupt:
             self._console.print(" …", style="dim", end="")
@@ -139,11 +107,16 @@ class Conversation:
         first: list[dict[str, Any]] = (
             [] if self._system is None else [{"role": "system", "content": self._system}]
         )
-        async with aclosing(self._writer.chat([*first, *self.messages], self._fields)) as stream:
-            async for pieces in stream:
-                text = "".join(piece.text for piece in pieces)
+        from penstock.tasks.generate import ChatPrompt, Generate
+
+        source = ChatPrompt(messages=[*first, *self.messages])
+        task = Generate(source=source, fields=self._fields, default_max_tokens=None)
+        reply = task.stream(self._model.text, self._model.engine, f"turn-{len(self.messages)}")
+        async with aclosing(reply) as stream:
+            async for deltas in stream:
+                text = "".join(delta.text for delta in deltas)
                 texts.append(text)
-                tokens[0] += sum(len(piece.token_ids) for piece in pieces)
+                tokens[0] += sum(len(delta.token_ids) for delta in deltas)
                 self._console.print(text.translate(_QUIET), end="", markup=False, soft_wrap=True)
 
     def _say(self, words: str) -> None:

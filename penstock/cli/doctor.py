@@ -1,16 +1,16 @@
-"""`penstock doctor`: what this machine has and what it lacks, one row a fact.
+"""`penstock doctor`: checks what this machine has and what it lacks, a row for each fact.
 
-A check never raises: what it cannot find out it reports as a warning.
+A check never raises: it reports what it cannot find out as a warning.
 """
 
 from __future__ import annotations
 
 import enum
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ import typer
 
 from penstock import __version__
 
-_INSTRUCTIONS = {  # what we say: the flags of /proc/cpuinfo, x86 then ARM
+_INSTRUCTIONS = {  # name: flags of /proc/cpuinfo, x86 then ARM
     "avx2": ("avx2",),
     "avx512": ("avx512f",),
     "vnni": ("avx512_vnni", "avx_vnni", "asimddp"),
@@ -32,15 +32,13 @@ _INSTRUCTIONS = {  # what we say: the flags of /proc/cpuinfo, x86 then ARM
     "sve": ("sve",),
 }
 _EXTRAS = {
-    "hf": "converts the vocabulary of models without tokenizer.json",
+    "hf": "runs models through transformers, and converts tokenizers without tokenizer.json",
     "structured": "JSON schemas, expressions and grammars for generated text",
     "bench": "other engines to measure against",
-    "scale": "more than one machine, through Ray",
-    "otel": "traces through OpenTelemetry",
 }
-_FEW_FILES = 4096
-_LITTLE_DISK = 5 * 10**9
-_LITTLE_MEMORY = 2 * 10**9
+_MIN_OPEN_FILES = 4096
+_MIN_DISK_BYTES = 5 * 10**9
+_MIN_MEMORY_BYTES = 2 * 10**9
 
 
 class Status(enum.StrEnum):
@@ -55,11 +53,11 @@ class Row:
     status: Status
     value: str
     hint: str = ""
-    essential: bool = False  # without it nothing can be served
+    is_essential: bool = False  # without it nothing can be served
 
     @property
-    def fatal(self) -> bool:
-        return self.essential and self.status is Status.MISSING
+    def is_fatal(self) -> bool:
+        return self.is_essential and self.status is Status.MISSING
 
 
 Check = Callable[[], Iterator[Row]]
@@ -67,16 +65,19 @@ Check = Callable[[], Iterator[Row]]
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    port: Annotated[int, typer.Option(help="The port that a server would use.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port that a server would listen on.")] = 8000,
 ) -> None:
-    """Check what this machine has and what it lacks. Exits with 1 if it cannot serve."""
+    """Check what this machine has and what it lacks.
+
+    Exits with 1 if it cannot serve.
+    """
     rows = examine(port)
-    able = not any(row.fatal for row in rows)
+    can_serve = not any(row.is_fatal for row in rows)
     if as_json:
-        print(json.dumps({"can_serve": able, "checks": [asdict(row) for row in rows]}, indent=2))
+        print(json.dumps({"can_serve": can_serve, "checks": [asdict(row) for row in rows]}, indent=2))
     else:
-        _show(rows, able)
-    if not able:
+        _show(rows, can_serve)
+    if not can_serve:
         raise typer.Exit(1)
 
 
@@ -107,7 +108,7 @@ def _guarded(check: Check) -> list[Row]:
         return [Row(name, Status.WARNING, f"could not be checked: {type(error).__name__}: {error}")]
 
 
-def _show(rows: list[Row], able: bool) -> None:
+def _show(rows: list[Row], can_serve: bool) -> None:
     colours = {
         Status.OK: typer.colors.GREEN,
         Status.WARNING: typer.colors.YELLOW,
@@ -119,7 +120,9 @@ def _show(rows: list[Row], able: bool) -> None:
         typer.echo(f"{status}{row.name:<{width}}{row.value}")
         if row.hint:
             typer.echo(f"{'':<{9 + width}}→ {row.hint}")
-    typer.echo("this machine can serve" if able else "this machine cannot serve: see what is missing above")
+    typer.echo(
+        "this machine can serve" if can_serve else "this machine cannot serve: see what is missing above"
+    )
 
 
 def _python() -> Iterator[Row]:
@@ -128,33 +131,50 @@ def _python() -> Iterator[Row]:
 
 
 def _packages() -> Iterator[Row]:
-    """What penstock requires, by its own metadata; torch has a row of its own."""
-    wrong = [text for text in _requirements(None) if not text.startswith("torch ")]
-    if wrong:
-        hint = "pip install --upgrade penstock"
-        yield Row("packages", Status.MISSING, "; ".join(wrong), hint, essential=True)
+    """Requirements from penstock's own metadata; torch has a row of its own."""
+    unmet = [requirement for requirement in _unmet_requirements(None) if requirement.package != "torch"]
+    if unmet:
+        yield Row("packages", Status.MISSING, _problems(unmet), _pip_install(unmet), is_essential=True)
     else:
         yield Row("packages", Status.OK, "all that penstock requires")
 
 
-def _requirements(extra: str | None) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class UnmetRequirement:
+    package: str
+    specifier: str  # such as >=1.0
+    problem: str
+
+
+def _problems(unmet: list[UnmetRequirement]) -> str:
+    return "; ".join(requirement.problem for requirement in unmet)
+
+
+def _pip_install(unmet: list[UnmetRequirement]) -> str:
+    return "pip install " + " ".join(shlex.quote(one.package + one.specifier) for one in unmet)
+
+
+def _unmet_requirements(extra: str | None) -> list[UnmetRequirement]:
     """The requirements of penstock, or of one of its extras, that are not met."""
+    from importlib import metadata
+
     from packaging.requirements import Requirement
 
     unmet = []
-    for text in importlib.metadata.requires("penstock") or []:
+    for text in metadata.requires("penstock") or []:
         requirement = Requirement(text)
         marker = requirement.marker
         always = marker is None or marker.evaluate({"extra": ""})
         if always != (extra is None) or (marker and not marker.evaluate({"extra": extra or ""})):
             continue
+        name, specifier = requirement.name, str(requirement.specifier)
         try:
-            found = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            unmet.append(f"{requirement.name} is not installed")
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            unmet.append(UnmetRequirement(name, specifier, f"{name} is not installed"))
             continue
         if not requirement.specifier.contains(found, prereleases=True):
-            unmet.append(f"{requirement.name} is {found}, not {requirement.specifier}")
+            unmet.append(UnmetRequirement(name, specifier, f"{name} is {found}, not {specifier}"))
     return unmet
 
 
@@ -176,8 +196,8 @@ def _processor() -> Iterator[Row]:
 def _cores() -> Iterator[Row]:
     from penstock.config import available_cpus
 
-    usable, there = available_cpus(), os.cpu_count() or 1
-    value = f"{usable} of {there}" if usable != there else str(usable)
+    usable, total = available_cpus(), os.cpu_count() or 1
+    value = f"{usable} of {total}" if usable != total else str(usable)
     quota = _cpu_quota()
     if quota is not None and quota < usable:
         hint = f"the container may use {quota:g}: start with --threads {max(1, int(quota))}"
@@ -202,7 +222,7 @@ def _memory() -> Iterator[Row]:
         used = _read("/sys/fs/cgroup/memory.current").strip()
         total, available = int(limit), min(available, int(limit) - int(used or 0))
     value = f"{_gigabytes(available)} free of {_gigabytes(total)}"
-    if available < _LITTLE_MEMORY:
+    if available < _MIN_MEMORY_BYTES:
         yield Row("memory", Status.WARNING, value, "larger models will not fit")
     else:
         yield Row("memory", Status.OK, value)
@@ -217,12 +237,12 @@ def _torch() -> Iterator[Row]:
     try:
         import torch
     except Exception as error:
-        yield Row("torch", Status.MISSING, str(error), "pip install 'torch>=2.11,<2.14'", essential=True)
+        yield Row("torch", Status.MISSING, str(error), "pip install 'torch>=2.11,<2.14'", is_essential=True)
         return
     mkldnn = torch.backends.mkldnn.is_available()
     value = f"{torch.__version__}, {torch.get_num_threads()} threads, mkldnn {'yes' if mkldnn else 'no'}"
-    if wrong := [text for text in _requirements(None) if text.startswith("torch ")]:
-        yield Row("torch", Status.WARNING, value, f"{wrong[0]}: pip install --upgrade penstock")
+    if unmet := [requirement for requirement in _unmet_requirements(None) if requirement.package == "torch"]:
+        yield Row("torch", Status.WARNING, value, f"{_problems(unmet)}: {_pip_install(unmet)}")
     elif not mkldnn:
         yield Row("torch", Status.WARNING, value, "without mkldnn the CPU path is slower")
     else:
@@ -243,27 +263,29 @@ def _cuda() -> Iterator[Row]:
         name = torch.cuda.get_device_name(index)
         value = f"{name}, {_gigabytes(free)} free of {_gigabytes(total)}, capability {major}.{minor}"
         if (major, minor) < (7, 5):
-            yield Row(f"cuda:{index}", Status.WARNING, value, "older than what kernels are tested on (7.5)")
+            yield Row(f"cuda:{index}", Status.WARNING, value, "kernels are tested on 7.5 and above")
         else:
             yield Row(f"cuda:{index}", Status.OK, value)
 
 
 def _why_no_cuda(built_for: str | None) -> tuple[str, str]:
-    """What is said, and what would help."""
+    """Why torch finds no GPU, and what would help."""
     driver = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
     if built_for is None and driver:
-        return "a GPU is here, but this torch is built without CUDA", "install torch from its CUDA index"
+        return "there is a GPU, but this torch is built without CUDA", "install torch from its CUDA index"
     if built_for is None:
-        return "this torch is built without CUDA, and no NVIDIA driver is here", "the CPU will be used"
+        return "this torch is built without CUDA, and there is no NVIDIA driver", "the CPU will be used"
     if driver:
         return f"torch is built for CUDA {built_for}, but finds no device", "check nvidia-smi and the driver"
-    return f"torch is built for CUDA {built_for}, but no NVIDIA driver is here", "the CPU will be used"
+    return f"torch is built for CUDA {built_for}, but there is no NVIDIA driver", "the CPU will be used"
 
 
 def _triton() -> Iterator[Row]:
+    from importlib import metadata
+
     try:
-        yield Row("triton", Status.OK, importlib.metadata.version("triton"))
-    except importlib.metadata.PackageNotFoundError:
+        yield Row("triton", Status.OK, metadata.version("triton"))
+    except metadata.PackageNotFoundError:
         yield Row("triton", Status.MISSING, "not installed", "needed with CUDA only; comes with torch there")
 
 
@@ -287,24 +309,26 @@ def _hub_cache() -> Iterator[Row]:
 
     folder = Path(constants.HF_HUB_CACHE)
     offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
-    yield Row("hub cache", Status.OK, f"{folder}{'' if folder.is_dir() else ', not made yet'}{offline}")
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(there).free
-    if free < _LITTLE_DISK:
+    yield Row("hub cache", Status.OK, f"{folder}{'' if folder.is_dir() else ', not created yet'}{offline}")
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    if free < _MIN_DISK_BYTES:
         yield Row(
             "disk", Status.WARNING, f"{_gigabytes(free)} free", "larger models will not fit in the cache"
         )
     else:
         yield Row("disk", Status.OK, f"{_gigabytes(free)} free in the cache")
-    if not os.access(there, os.W_OK):
-        yield Row("cache access", Status.WARNING, f"{there} is not writable", "set HF_HOME to another folder")
+    if not os.access(existing, os.W_OK):
+        yield Row(
+            "cache access", Status.WARNING, f"{existing} is not writable", "set HF_HOME to another folder"
+        )
 
 
 def _extras() -> Iterator[Row]:
     for extra, purpose in _EXTRAS.items():
         name = f"extra {extra}"
-        if unmet := _requirements(extra):
-            yield Row(name, Status.MISSING, "; ".join(unmet), f"{purpose}: pip install 'penstock[{extra}]'")
+        if unmet := _unmet_requirements(extra):
+            yield Row(name, Status.MISSING, _problems(unmet), f"{purpose}: {_pip_install(unmet)}")
         else:
             yield Row(name, Status.OK, purpose)
 
@@ -316,9 +340,9 @@ def _open_files() -> Iterator[Row]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
+    if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
         enough = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
-        yield Row("open files", Status.WARNING, value, f"each connection takes one: ulimit -n {enough}")
+        yield Row("open files", Status.WARNING, value, f"each connection needs one: ulimit -n {enough}")
     else:
         yield Row("open files", Status.OK, value)
 

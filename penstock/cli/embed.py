@@ -6,27 +6,12 @@ import enum
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
-from penstock.cli.flags import (
-    Device,
-    Dtype,
-    HfOverridesJson,
-    Impl,
-    InputFormat,
-    LoadAs,
-    LoadFormat,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    ModelImpl,
-    OutputFormat,
-    PoolerConfigJson,
-    Quantize,
-    Revision,
-    Seed,
-    Threads,
-    engine_options,
-)
+from penstock.cli.command import with_options
+from penstock.cli.flags import ENGINE, EngineFields
+from penstock.cli.formats import InputFormat, OutputFormat
 
 
 class EmbedDtype(enum.StrEnum):
@@ -47,144 +32,125 @@ class Side(enum.StrEnum):
 
 
 _ROWS, _VECTORS, _RUN = "Rows", "Vectors", "Run"
+_BY_EXTENSION = "by the file's extension"
 
 
-def embed(
-    source: Annotated[str, typer.Argument(metavar="INPUT", help="A file, or - for stdin (with --format).")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write: .parquet or .jsonl.")],
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Folder or hub id; default: the embedded model."),
-    ] = None,
+class EmbedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    source: Annotated[
+        str, typer.Argument(metavar="INPUT", help="File to read, or - for stdin, which needs --format.")
+    ]
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File to write, such as vectors.parquet or vectors.jsonl.")
+    ]
     input_format: Annotated[
         InputFormat | None,
-        typer.Option("--format", help="Default: by the file's extension.", rich_help_panel=_ROWS),
-    ] = None,
+        typer.Option("--format", help="Format of INPUT.", show_default=_BY_EXTENSION, rich_help_panel=_ROWS),
+    ] = None
     output_format: Annotated[
-        OutputFormat | None, typer.Option(help="Default: by the extension of -o.", rich_help_panel=_ROWS)
-    ] = None,
+        OutputFormat | None,
+        typer.Option(help="Format of the output.", show_default=_BY_EXTENSION, rich_help_panel=_ROWS),
+    ] = None
     column: Annotated[
         str | None,
         typer.Option(
-            help="Column that holds the text; default: text, or the only one with text.",
+            help="Column that holds the texts.",
+            show_default="text, or the only column with text",
             rich_help_panel=_ROWS,
         ),
-    ] = None,
+    ] = None
     id_column: Annotated[
         str | None,
         typer.Option(
-            help="Column that names the rows in the output; default: the row number, as id.",
+            help="Column that identifies the rows in the output.",
+            show_default="the row number, as id",
             rich_help_panel=_ROWS,
         ),
-    ] = None,
+    ] = None
     keep: Annotated[
-        list[str] | None,
-        typer.Option(help="Another column to carry over; can be repeated.", rich_help_panel=_ROWS),
-    ] = None,
+        list[str],
+        typer.Option(
+            help="Column to copy to the output. Repeat the flag for more columns.", rich_help_panel=_ROWS
+        ),
+    ] = []
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Stop after this many rows.", rich_help_panel=_ROWS)
-    ] = None,
+        int | None, typer.Option(min=1, help="Stop after this number of rows.", rich_help_panel=_ROWS)
+    ] = None
     dimensions: Annotated[
         int | None,
-        typer.Option(min=1, help="Cut vectors to this many, then renormalise.", rich_help_panel=_VECTORS),
-    ] = None,
+        typer.Option(
+            min=1,
+            help="Keep the first N numbers of each vector, and normalise again.",
+            show_default="all",
+            rich_help_panel=_VECTORS,
+        ),
+    ] = None
     normalize: Annotated[
         bool | None,
         typer.Option(
             "--normalize/--no-normalize",
-            help="Scale vectors to length 1; default: as the model says.",
+            help="Scale vectors to length 1.",
+            show_default="as the model says",
             rich_help_panel=_VECTORS,
         ),
-    ] = None,
+    ] = None
     embed_dtype: Annotated[
-        EmbedDtype, typer.Option(help="How numbers are stored.", rich_help_panel=_VECTORS)
-    ] = EmbedDtype.FLOAT32,
+        EmbedDtype, typer.Option(help="Number format of the output.", rich_help_panel=_VECTORS)
+    ] = EmbedDtype.FLOAT32
     prompt_name: Annotated[
         str | None,
-        typer.Option(help="A prompt of the model's own table to put first.", rich_help_panel=_VECTORS),
-    ] = None,
+        typer.Option(
+            help="One of the model's own prompts to put before each text; penstock info lists them.",
+            rich_help_panel=_VECTORS,
+        ),
+    ] = None
     prompt: Annotated[
-        str | None, typer.Option(help="Words to put before each text.", rich_help_panel=_VECTORS)
-    ] = None,
+        str | None,
+        typer.Option(
+            help="Words to put before each text, such as 'query: '.",
+            rich_help_panel=_VECTORS,
+        ),
+    ] = None
     truncate: Annotated[
         bool,
         typer.Option(
             "--truncate/--no-truncate",
-            help="Cut texts at the model's limit, or stop at the first that is too long.",
+            help="Truncate texts at the model's limit, or stop at the first text beyond it.",
             rich_help_panel=_VECTORS,
         ),
-    ] = True,
+    ] = True
     truncation_side: Annotated[
-        Side, typer.Option(help="Which end is cut off.", rich_help_panel=_VECTORS)
-    ] = Side.RIGHT,
+        Side, typer.Option(help="End of the text to truncate.", rich_help_panel=_VECTORS)
+    ] = Side.RIGHT
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on where a run with the same flags stopped.", rich_help_panel=_RUN),
-    ] = False,
+        typer.Option(
+            "--resume", help="Continue where a run with the same flags stopped.", rich_help_panel=_RUN
+        ),
+    ] = False
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="Replace the output, and drop unfinished parts.", rich_help_panel=_RUN
+            "--overwrite", help="Replace the output, and delete unfinished parts.", rich_help_panel=_RUN
         ),
-    ] = False,
+    ] = False
     batch_rows: Annotated[
         int,
-        typer.Option(min=1, help="Rows read, computed and saved together.", rich_help_panel=_RUN),
-    ] = 2048,
-    revision: Revision = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantize = None,
-    max_model_len: MaxModelLen = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    threads: Threads = None,
-    model_impl: Impl = ModelImpl.AUTO,
-    load_format: LoadAs = LoadFormat.AUTO,
-    pooler_config: PoolerConfigJson = None,
-    hf_overrides: HfOverridesJson = None,
-    seed: Seed = 0,
-) -> None:
-    """Embed every text of a file (JSONL, CSV, Parquet, plain text) into a file of vectors.
+        typer.Option(min=1, help="Rows to read, compute and save together.", rich_help_panel=_RUN),
+    ] = 2048
 
-    Reads, computes and writes side by side, a few thousand rows at a time, however long the file is.
+
+@with_options(EmbedOptions, ENGINE)
+def embed(options: EmbedOptions, engine: EngineFields) -> None:
+    """Embed every text of a file into a file of vectors.
+
+    Reads JSONL, CSV, Parquet and plain text. Reads, computes and writes at the same time, a few thousand
+    rows at once, however long the file is.
+
+    \b
+    Examples:
+      penstock embed articles.parquet -o vectors.parquet
+      penstock embed articles.jsonl -o vectors.jsonl --column body --keep title
     """
-    engine = engine_options(
-        model=model,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        threads=threads,
-        load_format=load_format,
-        model_impl=model_impl,
-        pooler_config=pooler_config,
-        hf_overrides=hf_overrides,
-        seed=seed,
-    )
     from penstock.cli.job import Job, run
 
-    run(
-        Job(
-            source=source,
-            output=output,
-            input_format=input_format,
-            output_format=output_format,
-            column=column,
-            id_column=id_column,
-            keep=tuple(keep or ()),
-            limit=limit,
-            engine=engine,
-            dimensions=dimensions,
-            normalize=normalize,
-            embed_dtype=embed_dtype.value,
-            prompt_name=prompt_name,
-            prompt=prompt,
-            truncate=truncate,
-            truncation_side="left" if truncation_side is Side.LEFT else "right",
-            resume=resume,
-            overwrite=overwrite,
-            batch_rows=batch_rows,
-        )
-    )
+    run(Job(engine=engine, **msgspec.structs.asdict(options)))

@@ -15,27 +15,26 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from penstock.checkpoint.spec import describe, with_limit
 from penstock.cli.info import weight_files
 from penstock.cli.rows import Chunk
 from penstock.cli.vectors import Vectors
-from penstock.config import EngineConfig, from_mapping
 from penstock.errors import BadValue
-from penstock.inputs.processor import InputOptions, InputProcessor
+from penstock.inputs.processor import InputOptions
 from penstock.inputs.prompts import choose_prompt
-from penstock.inputs.tokenizer import Tokenizer
-from penstock.offline.local import LocalEngine
-from penstock.runner.load import settle
-from penstock.types import Ints, PooledOutput, PoolingParams, Request
+from penstock.offline.loop_thread import LoopThread
+from penstock.offline.open import DescribedModel
+from penstock.tasks.embed import Embed
+from penstock.tasks.model import TextModel
+from penstock.tasks.run import DEFAULT_SCHEDULING, submit
+from penstock.types import PooledOutput, PoolingParams, Request
 
-IN_FLIGHT = 2  # chunks with the engine: it goes on with the second while the first is saved
+MAX_CHUNKS_IN_FLIGHT = 2  # chunks with the engine: it goes on with the second while the first is saved
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedChunk:
     chunk: Chunk
     request: Request
     cut: int
@@ -45,16 +44,14 @@ class Embedder:
     """The model and how this run uses it. Weights are loaded on entering, not before."""
 
     def __init__(self, engine: dict[str, Any], params: PoolingParams, options: InputOptions) -> None:
-        self._config = from_mapping(EngineConfig, engine)
-        described = describe(self._config)
-        self.settings = settle(self._config, described)
-        self.spec = with_limit(described, self.settings.max_model_len)
+        self._described = DescribedModel.of(None, engine)
+        self.spec, self.settings = self._described.spec, self._described.settings
         self.params = params
         self._options = options
         self._prompt = choose_prompt(self.spec, prompt_name=options.prompt_name, prompt=options.prompt)
-        self._processor = InputProcessor(self.spec, Tokenizer(self.spec.path))
-        self._processor.check(params)
-        self._running: deque[tuple[Prepared, Future[PooledOutput]]] = deque()
+        self._text = TextModel(self.spec)
+        self._text.processor.check(params)
+        self._running: deque[tuple[PreparedChunk, Future[PooledOutput]]] = deque()
 
     @property
     def truncates(self) -> bool:
@@ -87,8 +84,8 @@ class Embedder:
             "load_format": settings.load_format,
             "seed": settings.seed,
             "max_model_len": settings.max_model_len,
-            "pooler_config": msgspec.to_builtins(self._config.pooler_config),
-            "hf_overrides": self._config.hf_overrides,
+            "pooler_config": msgspec.to_builtins(self._described.config.pooler_config),
+            "hf_overrides": self._described.config.hf_overrides,
             "dimensions": params.dimensions,
             "normalize": params.normalize,
             "embed_dtype": params.dtype.value,
@@ -98,52 +95,56 @@ class Embedder:
         }
 
     def __enter__(self) -> Embedder:
-        self._engine = LocalEngine(self.spec, msgspec.structs.replace(self.settings, max_queued_tokens=2**62))
+        self._local = self._described.load(self._text)
+        self._loop = LoopThread()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for prepared, _future in self._running:  # none, unless the run broke off
-            self._engine.cancel(prepared.request.id)
-        self._engine.close()
+        for _prepared, future in self._running:  # none, unless the run was interrupted
+            future.cancel()
+        self._local.close()
+        self._loop.close()
 
-    def embed(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Prepared, Vectors]]:
+    def embed(self, chunks: Iterator[Chunk]) -> Iterator[tuple[PreparedChunk, Vectors]]:
         """Chunks with their vectors, in order."""
         for prepared in ahead(self._prepare(chunk) for chunk in chunks):
-            self._running.append((prepared, self._engine.submit(prepared.request)))
-            if len(self._running) == IN_FLIGHT:
+            run = submit(self._local.engine, prepared.request, DEFAULT_SCHEDULING)
+            self._running.append((prepared, self._loop.submit(run)))
+            if len(self._running) == MAX_CHUNKS_IN_FLIGHT:
                 yield self._next()
         while self._running:
             yield self._next()
 
-    def _next(self) -> tuple[Prepared, Vectors]:
+    def _next(self) -> tuple[PreparedChunk, Vectors]:
         prepared, future = self._running[0]
         vectors = future.result().values
         self._running.popleft()
         return prepared, vectors
 
-    def _prepare(self, chunk: Chunk) -> Prepared:
-        texts = self._processor.with_prompt(chunk.texts, self._options)
-        rows = self._processor.tokenizer.encode(texts, self._options.add_special_tokens)
-        cut = self._check_lengths(rows, chunk.first)
-        request = self._processor.join(
-            f"rows-{chunk.first}", rows, self.params, self._options, from_text=True
-        )
-        return Prepared(chunk, request, cut)
+    def _prepare(self, chunk: Chunk) -> PreparedChunk:
+        num_cut = 0
 
-    def _check_lengths(self, rows: list[Ints], first: int) -> int:
-        """How many rows are too long; refuses, by their number in the file, rows that cannot be used."""
-        limit, lengths = self.spec.limit, np.array([len(row) for row in rows])
-        if not lengths.all():
-            raise BadValue(f"row {first + int(lengths.argmin())} has no tokens", param="input")
-        long = lengths > limit
-        if long.any() and not self.truncates:
-            at = int(long.argmax())
+        def check(lengths: list[int]) -> None:
+            nonlocal num_cut
+            num_cut = self._check_lengths(lengths, chunk.first)
+
+        task = Embed(inputs=chunk.texts, params=self.params, options=self._options, check_lengths=check)
+        prepared = self._loop.wait(task.prepare(self._text, f"rows-{chunk.first}"))
+        return PreparedChunk(chunk, prepared.request, num_cut)
+
+    def _check_lengths(self, lengths: list[int], first: int) -> int:
+        """How many rows are too long. Refuses rows that cannot be used, by their number in the file."""
+        limit = self.spec.max_model_len
+        if 0 in lengths:
+            raise BadValue(f"row {first + lengths.index(0)} has no tokens", param="input")
+        long = [at for at, length in enumerate(lengths) if length > limit]
+        if long and not self.truncates:
             raise BadValue(
-                f"row {first + at} has {lengths[at]} tokens, but the model takes at most {limit}; "
+                f"row {first + long[0]} has {lengths[long[0]]} tokens, but the model takes at most {limit}; "
                 "shorten it or leave out --no-truncate",
                 param="--no-truncate",
             )
-        return int(long.sum())
+        return len(long)
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:

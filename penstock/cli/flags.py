@@ -1,122 +1,42 @@
-"""Flags that several commands share, and the step from their values to an engine's options."""
+"""The flags of `EngineConfig` and `ServerConfig`, each declared once for all commands that take it.
+
+A flag's type and default come from the configuration's field. The table adds what a user reads: its name
+where it differs from the field's, its group, its help and the values it accepts.
+"""
 
 from __future__ import annotations
 
 import enum
+import inspect
 import json
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import typer
 
+from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import ConfigError
 
-_PANEL = "Engine"
+MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
+MEMORY, GENERATION, OBSERVABILITY = "Memory", "Generation", "Observability"
+IGNORED_PANEL = "Accepted without effect"
+
+EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
+ServerFields = dict[str, Any]  # fields of ServerConfig that the user has set
+
+# Fields that have no flag, and why.
+INTERNAL = {
+    "pipeline_depth": "a step more in flight helps on no device; tests and benchmarks set it in Python",
+}
 
 
-class InputFormat(enum.StrEnum):
-    JSONL = "jsonl"
-    CSV = "csv"
-    PARQUET = "parquet"
-    TEXT = "text"
-
-
-class OutputFormat(enum.StrEnum):
-    PARQUET = "parquet"
-    JSONL = "jsonl"
-
-
-class Quantization(enum.StrEnum):
-    INT8 = "int8"
-    FP8 = "fp8"
-
-
-class ModelImpl(enum.StrEnum):
-    AUTO = "auto"
-    PENSTOCK = "penstock"
-    TRANSFORMERS = "transformers"
-
-
-class LoadFormat(enum.StrEnum):
-    AUTO = "auto"
-    SAFETENSORS = "safetensors"
-    DUMMY = "dummy"
-
-
-Revision = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_PANEL)
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="auto, cpu, cuda, cuda:N, or null (computes nothing; for tests).", rich_help_panel=_PANEL
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(help="auto, float32, bfloat16 or float16: what the model runs in.", rich_help_panel=_PANEL),
-]
-Quantize = Annotated[
-    Quantization | None,
-    typer.Option(
-        "--quantization", help="Run linear layers in int8 (CPU) or fp8 (CUDA).", rich_help_panel=_PANEL
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(min=1, help="Most tokens of a row; default: the model's limit.", rich_help_panel=_PANEL),
-]
-MaxNumBatchedTokens = Annotated[
-    int | None, typer.Option(min=1, help="Most tokens of one step.", rich_help_panel=_PANEL)
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help="CPU threads; default: the cores this process may use.", rich_help_panel=_PANEL),
-]
-LoadAs = Annotated[
-    LoadFormat,
-    typer.Option("--load-format", help="dummy runs on random weights.", rich_help_panel=_PANEL),
-]
-Impl = Annotated[
-    ModelImpl,
-    typer.Option(
-        "--model-impl",
-        help="transformers runs the Hugging Face module, for architectures that are not native.",
-        rich_help_panel=_PANEL,
-    ),
-]
-PoolerConfigJson = Annotated[
-    str | None,
-    typer.Option(
-        "--pooler-config",
-        metavar="JSON",
-        help='Overrides of the model\'s pooling, such as \'{"pooling_type": "cls", "normalize": true}\'.',
-        rich_help_panel=_PANEL,
-    ),
-]
-HfOverridesJson = Annotated[
-    str | None,
-    typer.Option(
-        "--hf-overrides", metavar="JSON", help="Overrides of keys in config.json.", rich_help_panel=_PANEL
-    ),
-]
-ScoreTemplate = Annotated[
-    str | None,
-    typer.Option(
-        "--score-template",
-        metavar="TEXT|FILE",
-        help="What a reranker reads, with {query} and {document}; \\n is a new line. Or a known name, "
-        "such as qwen3-reranker.",
-        rich_help_panel=_PANEL,
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Seed of dummy weights.", rich_help_panel=_PANEL)]
-
-
-def json_object(flag: str, text: str | None) -> dict[str, Any] | None:
+def json_object(flag: str, text: str) -> dict[str, Any]:
     """The value of a flag that takes a JSON object."""
-    if text is None:
-        return None
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -126,27 +46,544 @@ def json_object(flag: str, text: str | None) -> dict[str, Any] | None:
     return value
 
 
-def score_template(given: str | None) -> str | None:
-    """The value of --score-template: what a file holds, or the text itself."""
-    if given is None or "{document}" in given:
-        return None if given is None else given.replace("\\n", "\n").replace("\\t", "\t")
+def score_template(given: str) -> str:
+    """The value of --score-template: the content of a file, or the text or name itself."""
+    if "{document}" in given:
+        return given.replace("\\n", "\n").replace("\\t", "\t")
     file = Path(given)
     return file.read_text(encoding="utf-8").removesuffix("\n") if file.is_file() else given
 
 
-def engine_options(
-    *,
-    pooler_config: str | None = None,
-    hf_overrides: str | None = None,
-    template: str | None = None,
-    **given: Any,
-) -> dict[str, Any]:
-    """`EngineConfig` by name, with what was left out absent."""
-    options = {
-        **given,
-        "pooler_config": json_object("--pooler-config", pooler_config),
-        "hf_overrides": json_object("--hf-overrides", hf_overrides),
-        "score_template": score_template(template),
-    }
-    plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in options.items()}
-    return {name: value for name, value in plain.items() if value is not None}
+def chat_template(given: str) -> str:
+    """The value of --chat-template: the content of a file, or the text or name itself."""
+    if "{{" in given or "{%" in given or not Path(given).is_file():
+        return given
+    return Path(given).read_text(encoding="utf-8")
+
+
+def _mebibytes(value: float) -> int:
+    return int(value * 1024 * 1024)
+
+
+_UNSET: Any = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag of a configuration."""
+
+    field: str
+    panel: str
+    help: str
+    names: tuple[str, ...] = ()  # the first identifies the flag; () means --the-field
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()  # where the field's type does not list them
+    min: float | None = None
+    default: Any = _UNSET  # where the flag's unit or meaning differs from the field's
+    default_text: str | None = None  # how help describes a default that is decided later
+    envvar: str | None = None
+    convert: Callable[[Any], Any] | None = None  # from the flag's value to the field's
+    why_unused_offline: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.all_names[0]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return self.names or ("--" + self.field.replace("_", "-"),)
+
+    def names_beside(self, taken: frozenset[str]) -> tuple[str, ...]:
+        """This flag's name, and its other names unless another option of the command has them."""
+        return tuple(name for name in self.all_names if name == self.name or name not in taken)
+
+
+_JSON = "JSON"
+ENGINE_FLAGS: tuple[Flag, ...] = (
+    Flag(
+        field="model",
+        names=("--model", "-m"),
+        panel=MODEL,
+        help="Folder of the model, or its hub id, such as BAAI/bge-base-en-v1.5.",
+        default_text="the bundled all-MiniLM-L6-v2",
+    ),
+    Flag(
+        field="revision",
+        panel=MODEL,
+        help="Branch, tag or commit of a hub model.",
+        default_text="main",
+    ),
+    Flag(
+        field="served_model_name",
+        panel=MODEL,
+        metavar="NAME",
+        help="Name of the model in requests and responses.",
+        default_text="the hub id or the folder's name",
+    ),
+    Flag(
+        field="device",
+        panel=MODEL,
+        metavar="auto|cpu|cuda|cuda:N|null",
+        help="Device to run on. auto takes a GPU where there is one. null computes nothing; it is for tests.",
+    ),
+    Flag(
+        field="dtype",
+        panel=MODEL,
+        metavar="auto|float32|bfloat16|float16",
+        help="Number format of weights and activations. auto means float32 on a CPU, and on a GPU bfloat16, "
+        "or float16 where the GPU lacks bfloat16.",
+    ),
+    Flag(
+        field="quantization",
+        panel=MODEL,
+        help="Quantize linear layers: int8 on a CPU, fp8 on a GPU of compute capability 8.9 or above.",
+        default_text="none",
+    ),
+    Flag(
+        field="unquantized_layers",
+        panel=MODEL,
+        metavar="N",
+        min=0,
+        help="Layer that --quantization leaves alone, counted from 0. Repeat the flag for more layers.",
+    ),
+    Flag(
+        field="max_model_len",
+        panel=MODEL,
+        min=1,
+        help="Maximum number of tokens in a row.",
+        default_text="the model's limit",
+    ),
+    Flag(
+        field="load_format",
+        panel=MODEL,
+        help="auto and safetensors read the checkpoint's weights. dummy runs on random weights.",
+    ),
+    Flag(
+        field="model_impl",
+        panel=MODEL,
+        help="auto and penstock run Penstock's own implementation. transformers runs the Hugging Face "
+        "module, for architectures that Penstock does not implement.",
+    ),
+    Flag(
+        field="hf_overrides",
+        panel=MODEL,
+        metavar=_JSON,
+        help="Keys that override the model's config.json, such as '{\"num_hidden_layers\": 6}'.",
+    ),
+    Flag(
+        field="pooler_config",
+        panel=MODEL,
+        metavar=_JSON,
+        help='Override the model\'s pooling, such as \'{"pooling_type": "cls", "normalize": true}\'.',
+    ),
+    Flag(
+        field="score_template",
+        panel=MODEL,
+        metavar="TEXT|FILE|NAME",
+        convert=score_template,
+        help="Text that a reranker reads, with {query} and {document}; \\n is a new line. Or a file that "
+        "holds it, or a known name, such as qwen3-reranker.",
+        default_text="the model's own",
+    ),
+    Flag(
+        field="threads",
+        panel=MODEL,
+        min=1,
+        help="CPU threads of the engine.",
+        default_text="all cores that this process may use",
+    ),
+    Flag(
+        field="seed",
+        names=("--weights-seed", "--seed"),
+        panel=MODEL,
+        help="Seed of the random weights of --load-format dummy.",
+    ),
+    Flag(
+        field="max_num_batched_tokens",
+        panel=SCHEDULING,
+        min=1,
+        help="Maximum number of tokens in one step.",
+        default_text="1024 on a CPU, chosen by the model's size on a GPU",
+    ),
+    Flag(
+        field="max_num_seqs",
+        panel=SCHEDULING,
+        min=1,
+        help="Maximum number of rows in one step.",
+        default_text="256 on a CPU, 1024 on a GPU",
+    ),
+    Flag(
+        field="max_queued_tokens",
+        panel=SCHEDULING,
+        min=1,
+        help="Maximum number of tokens that wait. The server answers 429 to requests beyond it.",
+        default_text="1 million on a CPU, 50 million on a GPU",
+        why_unused_offline="the engine takes as many texts as this command reads",
+    ),
+    Flag(
+        field="enable_chunked_prefill",
+        panel=SCHEDULING,
+        help="Split long rows of causal models into chunks that run in successive steps.",
+        default_text="on where a row can exceed one step",
+    ),
+    Flag(
+        field="long_prefill_token_threshold",
+        panel=SCHEDULING,
+        min=0,
+        help="Maximum number of tokens of one row in one step; 0 sets no limit.",
+    ),
+    Flag(
+        field="share_identical",
+        panel=SCHEDULING,
+        help="Deduplicate: compute identical rows that wait together once, and cache the vectors of queries.",
+    ),
+    Flag(
+        field="enforce_eager",
+        panel=SCHEDULING,
+        help="Run without CUDA graphs.",
+    ),
+    Flag(
+        field="kv_cache_gb",
+        panel=MEMORY,
+        min=0,
+        help="KV cache in GiB.",
+        default_text="1 on a CPU; on a GPU 8, or all free memory for generation",
+    ),
+    Flag(
+        field="enable_prefix_caching",
+        panel=MEMORY,
+        help="Keep the KV cache blocks of shared prefixes, for causal models with last-token pooling.",
+        default_text="on for rerankers and for generation",
+    ),
+    Flag(
+        field="document_cache_gb",
+        panel=MEMORY,
+        min=0,
+        help="Cache in GiB for the vectors of documents that may be scored again.",
+    ),
+    Flag(
+        field="step_output_mb",
+        panel=MEMORY,
+        min=0,
+        help="Maximum MiB of token vectors that one step returns, so that responses are sent while the next "
+        "step runs; 0 sets no limit.",
+    ),
+    Flag(
+        field="enable_generation",
+        panel=GENERATION,
+        help="Generate text.",
+        default_text="on for language models that are neither embedders nor rerankers",
+    ),
+    Flag(
+        field="profile",
+        panel=OBSERVABILITY,
+        metavar="DIR",
+        help="Write traces of the engine's steps into this folder, soon after the start and at each SIGUSR2.",
+    ),
+    Flag(
+        field="profile_steps",
+        panel=OBSERVABILITY,
+        min=1,
+        help="Number of steps in one trace.",
+    ),
+)
+SERVER_FLAGS: tuple[Flag, ...] = (
+    Flag(
+        field="host",
+        panel=SERVER_PANEL,
+        help="Address to listen on; 0.0.0.0 listens on all interfaces.",
+    ),
+    Flag(
+        field="port",
+        panel=SERVER_PANEL,
+        help="Port to listen on; 0 picks a free one.",
+    ),
+    Flag(
+        field="api_key",
+        panel=SERVER_PANEL,
+        envvar="PENSTOCK_API_KEY",
+        metavar="KEY",
+        help="Key that clients must send, as Authorization: Bearer KEY.",
+        default_text="clients need no key",
+    ),
+    Flag(
+        field="api_server_count",
+        panel=SERVER_PANEL,
+        metavar="N|auto",
+        default="auto",
+        help="Number of API processes. auto starts one beside an engine that runs on the CPU, and otherwise "
+        "one for every two cores, up to 8.",
+    ),
+    Flag(
+        field="max_concurrent_requests",
+        panel=SERVER_PANEL,
+        min=1,
+        help="Maximum number of requests in progress in one API process. It answers 429 beyond it.",
+    ),
+    Flag(
+        field="max_rows",
+        panel=SERVER_PANEL,
+        min=1,
+        help="Maximum number of texts in one request.",
+    ),
+    Flag(
+        field="max_body_bytes",
+        names=("--max-body-mb",),
+        panel=SERVER_PANEL,
+        min=0.001,
+        default=32.0,
+        convert=_mebibytes,
+        help="Maximum size of a request's body in MiB. The server answers 413 beyond it.",
+    ),
+    Flag(
+        field="default_timeout_s",
+        names=("--timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        help="Deadline of requests that set none.",
+        default_text="no deadline",
+    ),
+    Flag(
+        field="drain_s",
+        names=("--drain",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        help="Time to finish requests after SIGTERM.",
+    ),
+    Flag(
+        field="shared_memory_mb",
+        panel=MEMORY,
+        min=0,
+        help="Shared memory in MiB through which large results reach the API processes, allocated on demand; "
+        "0 sends them through a socket.",
+    ),
+    Flag(
+        field="chat_template",
+        panel=GENERATION,
+        metavar="TEXT|FILE|NAME",
+        convert=chat_template,
+        help="Chat template (Jinja), a file that holds one, or the name of one of the model's templates.",
+        default_text="the model's own",
+    ),
+    Flag(
+        field="log_level",
+        panel=OBSERVABILITY,
+        choices=("debug", "info", "warning", "error"),
+        help="Least severe messages to log.",
+    ),
+    Flag(
+        field="access_log",
+        panel=OBSERVABILITY,
+        help="Log every request.",
+    ),
+)
+
+
+class ConfigFlags:
+    """A group of flags that set fields of one configuration.
+
+    A command receives the fields that the user has set, as plain values for `from_mapping`.
+    """
+
+    def __init__(
+        self,
+        config: type[msgspec.Struct],
+        flags: Sequence[Flag],
+        *,
+        takes_model_argument: bool = False,
+        is_offline: bool = True,
+    ) -> None:
+        self.config = config
+        self.flags = tuple(flags)
+        self._hints = get_type_hints(config)
+        self._defaults = {field.name: field for field in msgspec.structs.fields(config)}
+        self._takes_model_argument = takes_model_argument
+        self._is_offline = is_offline
+
+    def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
+        made = [self._parameter(flag, flag.names_beside(taken)) for flag in self.flags]
+        return [_MODEL_ARGUMENT, *made] if self._takes_model_argument else made
+
+    def build(self, values: dict[str, Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for flag in self.flags:
+            value = values[self._parameter_name(flag)]
+            if value == self.default(flag):
+                continue
+            if flag.why_unused_offline and self._is_offline:
+                print(f"warning: {flag.name} changes nothing: {flag.why_unused_offline}", file=sys.stderr)
+            fields[flag.field] = self.to_field(flag, value)
+        if self._takes_model_argument:
+            self._add_model_argument(fields, values[_MODEL_ARGUMENT.name])
+        return fields
+
+    def default(self, flag: Flag) -> Any:
+        """What the flag's value is where the user does not give it."""
+        if flag.default is not _UNSET:
+            return flag.default
+        kind = _kind(self._hints[flag.field])
+        if kind in (list[int], _JSON):
+            return [] if kind == list[int] else None
+        default = self._defaults[flag.field].default
+        choices = self._choices(flag)
+        return choices(default) if choices is not None and default is not None else default
+
+    def to_field(self, flag: Flag, value: Any) -> Any:
+        """The configuration's value for a flag's value."""
+        if isinstance(value, enum.Enum):
+            value = value.value
+        if _kind(self._hints[flag.field]) == _JSON:
+            return json_object(flag.name, value)
+        return value if flag.convert is None else flag.convert(value)
+
+    def _parameter(self, flag: Flag, names: tuple[str, ...]) -> inspect.Parameter:
+        key = (self.config, flag.field, names)
+        if key not in _parameters:
+            _parameters[key] = self._make_parameter(flag, list(names))
+        return _parameters[key]
+
+    def _make_parameter(self, flag: Flag, names: list[str]) -> inspect.Parameter:
+        kind = self._flag_type(flag)
+        if kind is bool or kind == bool | None:
+            # Off by default needs only the flag that turns it on.
+            names = [f"{names[0]}/--no-{names[0][2:]}"] if self.default(flag) is not False else names
+        option = typer.Option(
+            *names,
+            help=flag.help,
+            rich_help_panel=flag.panel,
+            metavar=flag.metavar or self._metavar(flag, kind),
+            min=flag.min,
+            envvar=flag.envvar,
+            show_default=flag.default_text or not _is_nothing(self.default(flag)),
+        )
+        return inspect.Parameter(
+            self._parameter_name(flag),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=self.default(flag),
+            annotation=Annotated[kind, option],
+        )
+
+    def _parameter_name(self, flag: Flag) -> str:
+        """Unlike the names of a command's own parameters, which may include the field's name."""
+        return f"{self.config.__name__.lower()}_{flag.field}"
+
+    def _flag_type(self, flag: Flag) -> Any:
+        if (choices := self._choices(flag)) is not None:
+            return choices | None if self.default(flag) is None else choices
+        if flag.default is not _UNSET:
+            return type(flag.default)
+        kind = _kind(self._hints[flag.field])
+        return str | None if kind == _JSON else kind
+
+    def _choices(self, flag: Flag) -> Any:
+        values = flag.choices or _literals(self._hints[flag.field])
+        return _enum(flag.field, values) if values else None
+
+    def _metavar(self, flag: Flag, kind: Any) -> str | None:
+        if (choices := self._choices(flag)) is not None:
+            return "|".join(choice.value for choice in choices)
+        plain = next((one for one in get_args(kind) if one is not types.NoneType), kind)
+        return {int: "N", float: "NUMBER", str: "TEXT"}.get(plain)
+
+    @staticmethod
+    def _add_model_argument(fields: dict[str, Any], given: str | None) -> None:
+        flag = fields.get("model")
+        if given is not None and flag is not None and given != flag:
+            raise ConfigError(f"two models are named: {given!r} and --model {flag!r}", param="model")
+        if given is not None:
+            fields["model"] = given
+
+
+_MODEL_ARGUMENT = inspect.Parameter(
+    "model_argument",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False),
+    ],
+)
+_parameters: dict[tuple[type, str, tuple[str, ...]], inspect.Parameter] = {}  # shared by all commands
+_enums: dict[tuple[str, ...], Any] = {}
+
+
+def _enum(name: str, values: tuple[str, ...]) -> Any:
+    """One enumeration for the same values, so that parsed values compare equal to defaults."""
+    if values not in _enums:
+        _enums[values] = enum.Enum(name, [(value.upper(), value) for value in values], type=str)
+    return _enums[values]
+
+
+def _is_nothing(default: Any) -> bool:
+    return default is None or default is False or default == []
+
+
+def _literals(hint: Any) -> tuple[str, ...]:
+    """The values of a `Literal`, also where None is accepted beside them."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return next((found for part in get_args(hint) if (found := _literals(part))), ())
+
+
+def _kind(hint: Any) -> Any:
+    """What the command line parses for a field of this type: a plain type, `list[int]` or JSON."""
+    if get_origin(hint) is tuple:
+        return list[int]
+    if get_origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
+        return _JSON
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = (part for part in get_args(hint) if part is not types.NoneType)
+        return _kind(inner) | None
+    return hint
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredFlag:
+    """A flag of other servers that is accepted, so that their commands keep working."""
+
+    name: str
+    why: str
+
+
+IGNORED_FLAGS = (
+    IgnoredFlag("--enable-expert-parallel", "one device holds all experts of a model"),
+    IgnoredFlag("--disable-log-stats", "no statistics are logged; they are served at /metrics"),
+)
+
+
+class IgnoredFlags:
+    """A group of flags that change nothing. A command receives those that the user has given."""
+
+    def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
+        return [
+            inspect.Parameter(
+                self._parameter_name(flag),
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False,
+                annotation=Annotated[
+                    bool,
+                    typer.Option(
+                        flag.name,
+                        help=f"Changes nothing: {flag.why}.",
+                        rich_help_panel=IGNORED_PANEL,
+                        show_default=False,
+                    ),
+                ],
+            )
+            for flag in IGNORED_FLAGS
+        ]
+
+    def build(self, values: dict[str, Any]) -> list[IgnoredFlag]:
+        return [flag for flag in IGNORED_FLAGS if values[self._parameter_name(flag)]]
+
+    @staticmethod
+    def _parameter_name(flag: IgnoredFlag) -> str:
+        return "ignored_" + flag.name[2:].replace("-", "_")
+
+
+ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS)
+ENGINE_AND_ARGUMENT = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True)
+SERVED_ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True, is_offline=False)
+SERVER = ConfigFlags(ServerConfig, SERVER_FLAGS)
+IGNORED = IgnoredFlags()

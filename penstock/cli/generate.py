@@ -2,169 +2,216 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
+import msgspec
 import typer
 
-from penstock.cli import flags
-from penstock.cli.flags import engine_options, json_object
+from penstock.cli.command import with_options
+from penstock.cli.flags import ENGINE, GENERATION, EngineFields, chat_template, json_object
+from penstock.cli.formats import InputFormat
 from penstock.errors import BadValue, ClientError
 
 if TYPE_CHECKING:
     from penstock.inputs.generation import GenerationFields
-    from penstock.tasks.text_generator import Writer
+    from penstock.offline.open import LocalModel
+    from penstock.tasks.text_stream import TextDelta
 
-_PANEL, _ROWS = "Sampling", "Rows"
-_AHEAD = 256  # prompts under way together
-Temperature = Annotated[float | None, typer.Option(help="0: the likeliest token.", rich_help_panel=_PANEL)]
-TopP = Annotated[float | None, typer.Option(help="Above 0, at most 1.", rich_help_panel=_PANEL)]
-TopK = Annotated[int | None, typer.Option(help="0: all tokens.", rich_help_panel=_PANEL)]
-SeedOf = Annotated[int | None, typer.Option(help="Makes samples repeatable.", rich_help_panel=_PANEL)]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.", rich_help_panel=_PANEL)
-]
-Params = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON",
-        help="Any other parameter of /v1/completions, such as '{\"min_p\": 0.1}'.",
-        rich_help_panel=_PANEL,
-    ),
-]
-ChatTemplate = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT|FILE|NAME", help="A chat template instead of the model's own."),
-]
+_SAMPLING, _ROWS = "Sampling", "Rows"
+_AHEAD = 256  # prompts in progress together
+_AS_MODEL_SAYS = "the model's generation_config.json"
 
 
-def generate(
+class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen. Any other parameter of /v1/completions goes into `params`."""
+
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum number of tokens in an answer.",
+            show_default="all that the model's limit leaves",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Randomness; 0 always takes the most likely token.",
+            show_default=_AS_MODEL_SAYS,
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1.",
+            show_default=_AS_MODEL_SAYS,
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Sample from this number of most likely tokens; 0 takes all.",
+            show_default=_AS_MODEL_SAYS,
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.", rich_help_panel=_SAMPLING)] = (
+        None
+    )
+    stop: Annotated[
+        list[str],
+        typer.Option(help="Text that ends an answer. Repeat the flag for more.", rich_help_panel=_SAMPLING),
+    ] = []
+    params: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Other parameters of /v1/completions, such as '{\"min_p\": 0.1}'.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+
+
+class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How messages become a prompt."""
+
+    system: Annotated[str | None, typer.Option(help="System message.")] = None
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|FILE|NAME",
+            help="Chat template (Jinja), a file that holds one, or the name of one of the model's templates.",
+            show_default="the model's own",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None
+
+    @property
+    def template(self) -> str | None:
+        """The template's text, or the name of one of the model's."""
+        return None if self.chat_template is None else chat_template(self.chat_template)
+
+
+class GenerateOptions(ChatOptions, frozen=True, kw_only=True):
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT…", help="What to continue.", show_default=False)
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Folder or hub id.")] = None,
+        list[str], typer.Argument(metavar="PROMPT", help="Texts to continue.", show_default=False)
+    ] = []
     source: Annotated[
-        str | None, typer.Option("--file", "-f", help="A file of prompts, or - for stdin (with --format).")
-    ] = None,
+        str | None,
+        typer.Option("--file", "-f", help="File of prompts, or - for stdin, which needs --format."),
+    ] = None
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; default: standard output.")
-    ] = None,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="An object a line instead of plain text.")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages.")] = False,
-    system: Annotated[str | None, typer.Option(help="What the model is told first; with --chat.")] = None,
-    chat_template: ChatTemplate = None,
+        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="standard output")
+    ] = None
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help="Write a JSON object a line instead of plain text.")
+    ] = False
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send prompts as user messages, through the chat template.")
+    ] = False
+    n: Annotated[int, typer.Option(min=1, help="Answers to each prompt.", rich_help_panel=_SAMPLING)] = 1
     input_format: Annotated[
-        flags.InputFormat | None,
-        typer.Option("--format", help="Default: by the file's extension.", rich_help_panel=_ROWS),
-    ] = None,
+        InputFormat | None,
+        typer.Option(
+            "--format",
+            help="Format of --file.",
+            show_default="by the file's extension",
+            rich_help_panel=_ROWS,
+        ),
+    ] = None
     column: Annotated[
         str | None,
         typer.Option(
-            help="Column that holds the prompt; default: text, or the only one.", rich_help_panel=_ROWS
+            help="Column that holds the prompts.",
+            show_default="text, or the only column with text",
+            rich_help_panel=_ROWS,
         ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Default: as many as there is room for.", rich_help_panel=_PANEL)
-    ] = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    n: Annotated[int, typer.Option(min=1, help="Answers to each prompt.", rich_help_panel=_PANEL)] = 1,
-    seed: SeedOf = None,
-    stop: Stop = None,
-    params: Params = None,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    quantization: flags.Quantize = None,
-    max_model_len: flags.MaxModelLen = None,
-    threads: flags.Threads = None,
-    load_format: flags.LoadAs = flags.LoadFormat.AUTO,
-    hf_overrides: flags.HfOverridesJson = None,
-) -> None:
-    """Continue every PROMPT, or every row of --file, in their order."""
-    engine = engine_options(
-        model=model,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        threads=threads,
-        load_format=load_format,
-        hf_overrides=hf_overrides,
-    )
-    if bool(prompts) == (source is not None):
-        raise BadValue("give prompts, or a file of them with --file", param="prompts")
-    if system is not None and not chat:
+    ] = None
+
+
+@with_options(GenerateOptions, SamplingOptions, ENGINE)
+def generate(options: GenerateOptions, sampling: SamplingOptions, engine: EngineFields) -> None:
+    """Continue every PROMPT, or every row of --file, in order.
+
+    \b
+    Examples:
+      penstock generate "The capital of France is" -m Qwen/Qwen3-0.6B
+      penstock generate --file prompts.jsonl --chat -m Qwen/Qwen3-0.6B --jsonl
+    """
+    prompts, template = options.prompts, options.template
+    if bool(prompts) == (options.source is not None):
+        raise BadValue("give prompts, or a file of prompts with --file", param="prompts")
+    if options.system is not None and not options.chat:
         raise BadValue("--system needs --chat", param="--system")
-    fields = sampling_fields(
-        params,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        n=n,
-        seed=seed,
-        stop=stop or None,
-    )
-    from penstock.offline import writer as engine_writer
+    fields = sampling_fields(sampling, n=options.n)
+    import asyncio
+
+    from penstock.offline.open import open_model
 
     with ExitStack() as stack:
-        rows = iter(prompts) if prompts else _from_file(stack, source or "-", input_format, column)
-        running = stack.enter_context(engine_writer.open_writer(chat_template, **engine))
+        rows = iter(prompts) if prompts else _from_file(stack, options)
+        running = stack.enter_context(open_model(engine, chat_template=template))
+        _ = running.text.generation  # refuses a model that does not generate
+        output = options.output
         out = sys.stdout if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
-        task = _Task(running, fields, system if chat else None, chat)
-        single = prompts is not None and len(prompts) == 1 and n == 1 and not jsonl
-        asyncio.run(task.stream(next(rows), out) if single else task.run(rows, out, jsonl))
+        task = _Task(running, fields, options.system, options.chat)
+        single = len(prompts) == 1 and options.n == 1 and not options.jsonl
+        asyncio.run(task.stream(next(rows), out) if single else task.run(rows, out, options.jsonl))
 
 
-def sampling_fields(params: str | None, **given: Any) -> GenerationFields:
+def sampling_fields(options: SamplingOptions, n: int | None = None) -> GenerationFields:
     """The flags and the JSON object as one set of parameters."""
-    import msgspec
-
     from penstock.inputs.generation import GenerationFields
 
-    values = (json_object("--params", params) or {}) | {k: v for k, v in given.items() if v is not None}
+    flags = {**msgspec.structs.asdict(options), "stop": options.stop or None, "n": n}
+    values = {} if options.params is None else json_object("--params", options.params)
+    values |= {name: value for name, value in flags.items() if value is not None and name != "params"}
     try:
         return msgspec.convert(values, GenerationFields)
     except msgspec.ValidationError as error:
         raise BadValue(f"--params: {error}", param="--params") from None
 
 
-def _from_file(
-    stack: ExitStack, source: str, form: flags.InputFormat | None, column: str | None
-) -> Iterator[str]:
+def _from_file(stack: ExitStack, options: GenerateOptions) -> Iterator[str]:
     from penstock.cli.rows import choose_columns, open_source
 
-    rows = stack.enter_context(open_source(source, form))
-    columns = choose_columns(rows, column, None, ())
+    rows = stack.enter_context(open_source(options.source or "-", options.input_format))
+    columns = choose_columns(rows, options.column, None, ())
     chunks = rows.chunks(columns, start=0, stop=None, size=_AHEAD)
     return (text for chunk in chunks for text in chunk.texts)
 
 
 class _Task:
-    """Prompts through one writer."""
+    """Prompts through one model."""
 
-    def __init__(self, writer: Writer, fields: GenerationFields, system: str | None, chat: bool) -> None:
-        self._writer = writer
+    def __init__(self, model: LocalModel, fields: GenerationFields, system: str | None, chat: bool) -> None:
+        self._model = model
+        self._ids = itertools.count()
         self._fields = fields
         self._system = system
         self._chat = chat
 
     async def stream(self, prompt: str, out: TextIO) -> None:
         """One answer, shown while it comes."""
-        async with aclosing(self._pieces(prompt)) as stream:
-            async for pieces in stream:
-                out.write("".join(piece.text for piece in pieces))
+        async with aclosing(self._deltas(prompt)) as stream:
+            async for deltas in stream:
+                out.write("".join(delta.text for delta in deltas))
                 out.flush()
         out.write("\n")
 
     async def run(self, prompts: Iterable[str], out: TextIO, jsonl: bool) -> None:
         """Many at once, written in their order."""
+        import asyncio
+
         import orjson
 
         waiting: deque[asyncio.Task[list[dict[str, Any]]]] = deque()
@@ -192,22 +239,26 @@ class _Task:
             for _ in range(self._fields.n or 1)
         ]
         try:
-            async with aclosing(self._pieces(prompt)) as stream:
-                async for pieces in stream:
-                    for piece in pieces:
-                        answer: dict[str, Any] = answers[piece.row]
-                        answer["text"] += piece.text
-                        answer["tokens"] += len(piece.token_ids)
-                        answer["finish_reason"] = piece.finish
+            async with aclosing(self._deltas(prompt)) as stream:
+                async for deltas in stream:
+                    for delta in deltas:
+                        answer: dict[str, Any] = answers[delta.row]
+                        answer["text"] += delta.text
+                        answer["tokens"] += len(delta.token_ids)
+                        answer["finish_reason"] = delta.finish_reason
         except ClientError as error:
             raise BadValue(f"prompt {index}: {error.message}", param="prompt") from None
         return answers
 
-    def _pieces(self, prompt: str) -> Any:
-        if not self._chat:
-            return self._writer.complete(prompt, self._fields, default_tokens=None)
-        first = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return self._writer.chat([*first, {"role": "user", "content": prompt}], self._fields)
+    def _deltas(self, prompt: str) -> AsyncGenerator[list[TextDelta], None]:
+        from penstock.tasks.generate import ChatPrompt, Generate, TextPrompts
+
+        source: TextPrompts | ChatPrompt = TextPrompts(prompts=prompt)
+        if self._chat:
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            source = ChatPrompt(messages=[*system, {"role": "user", "content": prompt}])
+        task = Generate(source=source, fields=self._fields, default_max_tokens=None)
+        return task.stream(self._model.text, self._model.engine, f"prompt-{next(self._ids)}")
 
 
 class _progress:

@@ -9,27 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.flags import (
-    Device,
-    Dtype,
-    HfOverridesJson,
-    Impl,
-    LoadAs,
-    LoadFormat,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    ModelImpl,
-    PoolerConfigJson,
-    Quantize,
-    Revision,
-    Threads,
-    engine_options,
-)
+from penstock.cli.command import with_options
+from penstock.cli.flags import ENGINE_AND_ARGUMENT, EngineFields
+from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from penstock.checkpoint.spec import ModelSpec
-    from penstock.config import EngineConfig
 
 _SIZES = {  # our name: the names that config.json files use
     "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
@@ -40,41 +26,20 @@ _SIZES = {  # our name: the names that config.json files use
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+@with_options(ENGINE_AND_ARGUMENT)
 def info(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder or hub id; default: the embedded model.")
-    ] = None,
+    engine: EngineFields,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    revision: Revision = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantize = None,
-    max_model_len: MaxModelLen = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    threads: Threads = None,
-    model_impl: Impl = ModelImpl.AUTO,
-    load_format: LoadAs = LoadFormat.AUTO,
-    pooler_config: PoolerConfigJson = None,
-    hf_overrides: HfOverridesJson = None,
 ) -> None:
-    """Show a model's tasks, sizes, pooling and limits, and what would be loaded here."""
-    from penstock.config import EngineConfig, from_mapping
+    """Show a model's tasks, sizes, pooling and limits.
 
-    options = engine_options(
-        model=model,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        threads=threads,
-        load_format=load_format,
-        model_impl=model_impl,
-        pooler_config=pooler_config,
-        hf_overrides=hf_overrides,
-    )
-    facts = gather(from_mapping(EngineConfig, options))
+    Also shows what these flags would load on this machine. Reads the model's files only; loads no weights.
+
+    \b
+    Example:
+      penstock info BAAI/bge-base-en-v1.5 --device cpu
+    """
+    facts = gather(from_mapping(EngineConfig, engine))
     print(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts))
 
 
@@ -87,13 +52,12 @@ def gather(config: EngineConfig) -> dict[str, Any]:
         "name": spec.name,
         "folder": spec.folder,
         "architecture": spec.architecture,
-        "supported": _supported(spec, config.device),
         "tasks": [task.value for task in spec.tasks],
         **{name: _first(spec.config, keys) for name, keys in _SIZES.items()},
         "vocabulary": spec.vocab_size,
         **weights,
-        "max_tokens": spec.limit,
-        "positions": spec.positions,
+        "max_tokens": spec.max_model_len,
+        "positions": spec.max_positions,
         "embedding_dimension": spec.embed_dim,
         "late_interaction": _late(spec),
         "pooling": _pooling(spec),
@@ -125,20 +89,6 @@ def _late(spec: ModelSpec) -> dict[str, Any] | None:
         return None
     lengths = {"query_length": late.query_length, "document_length": late.document_length}
     return {"dimension": late.dim, **lengths}
-
-
-def _supported(spec: ModelSpec, device: str) -> bool | None:
-    """Whether this version can build the model; moot on the null device."""
-    from penstock.errors import ModelLoadError
-    from penstock.models.registry import backbone_of, find_family
-
-    if device == "null":
-        return None
-    try:
-        find_family(backbone_of(spec.architecture, spec.config))
-    except ModelLoadError:
-        return False
-    return True
 
 
 def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict[str, Any] | None:
@@ -210,11 +160,10 @@ def as_text(facts: dict[str, Any]) -> str:
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
-    no = {False: " (not supported by this version)"}
     return [
         ("model", facts["name"]),
         ("folder", facts["folder"]),
-        ("architecture", facts["architecture"] + no.get(facts["supported"], "")),
+        ("architecture", facts["architecture"]),
         ("tasks", ", ".join(facts["tasks"])),
         ("layers", _number(facts["layers"])),
         ("hidden", _number(facts["hidden"])),

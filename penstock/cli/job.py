@@ -17,42 +17,23 @@ from typing import Any
 
 import numpy as np
 
+from penstock.cli.embed import EmbedOptions, Side
 from penstock.cli.embedder import Embedder
-from penstock.cli.flags import InputFormat, OutputFormat
+from penstock.cli.flags import EngineFields
 from penstock.cli.parts import Parts, check_output
 from penstock.cli.rows import STDIN, Chunk, Columns, Source, by_extension, choose_columns, open_source
 from penstock.cli.vectors import BY_EXTENSION, VectorFormat, Vectors, check_storable, vector_format
 from penstock.errors import BadValue, ClientError
 from penstock.inputs.processor import InputOptions
-from penstock.inputs.truncation import Side
 from penstock.types import OutputDtype, PoolingParams, Task
 
 Advance = Callable[[int, float | None], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(EmbedOptions, frozen=True, kw_only=True):
     """The command's flags."""
 
-    source: str
-    output: Path
-    input_format: InputFormat | None
-    output_format: OutputFormat | None
-    column: str | None
-    id_column: str | None
-    keep: tuple[str, ...]
-    limit: int | None
-    engine: dict[str, Any]  # EngineConfig by name
-    dimensions: int | None
-    normalize: bool | None
-    embed_dtype: str
-    prompt_name: str | None
-    prompt: str | None
-    truncate: bool
-    truncation_side: Side
-    resume: bool
-    overwrite: bool
-    batch_rows: int
+    engine: EngineFields
 
 
 @dataclass(slots=True)
@@ -95,7 +76,7 @@ def _options(job: Job) -> InputOptions:
         prompt_name=job.prompt_name,
         prompt=job.prompt,
         truncate_prompt_tokens=-1 if job.truncate else None,
-        truncation_side=job.truncation_side,
+        truncation_side="left" if job.truncation_side is Side.LEFT else "right",
     )
 
 
@@ -142,7 +123,7 @@ def _kept_for_later(parts: Parts, *, resumable: bool) -> Iterator[None]:
         if not resumable or parts.rows == 0:
             parts.discard()
         elif not isinstance(error, ClientError):  # then the same flags can succeed
-            _say(f"{parts.rows:,} rows are safe in {parts.folder}; go on with --resume")
+            _say(f"{parts.rows:,} rows are safe in {parts.folder}; continue with --resume")
         raise
 
 
@@ -171,7 +152,7 @@ def _report(job: Job, embedder: Embedder, tally: Tally, resumed_at: int, total: 
     if resumed_at:
         parts.append(f"{resumed_at:,} rows were done before")
     if tally.cut:
-        parts.append(f"{tally.cut:,} rows were cut at {embedder.spec.limit} tokens")
+        parts.append(f"{tally.cut:,} rows were cut at {embedder.spec.max_model_len} tokens")
     _say("; ".join(parts) + f" → {job.output}")
 
 

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from penstock import __version__
 from penstock.cli.bench import app as bench
 from penstock.cli.chat import chat
+from penstock.cli.command import Command
 from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
 from penstock.cli.generate import generate
@@ -51,6 +52,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # the boxes that rich draws truncate flag names on narrow terminals
     help="Inference engine and server for pooling models: embeddings, reranking, classification.",
 )
 
@@ -71,14 +73,14 @@ def _options(
     return None
 
 
-app.command()(serve)
-app.command()(embed)
-app.command()(rerank)
-app.command()(score)
-app.command()(generate)
-app.command()(chat)
-app.command()(info)
-app.command()(doctor)
+app.command(cls=Command)(serve)
+app.command(cls=Command)(embed)
+app.command(cls=Command)(rerank)
+app.command(cls=Command)(score)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
+app.command(cls=Command)(info)
+app.command(cls=Command)(doctor)
 app.add_typer(bench, name="bench")
 
 

@@ -49,7 +49,7 @@ def check_output(output: Path, *, resume: bool, overwrite: bool) -> None:
     begun = (folder / _MANIFEST).is_file()
     if begun and not (resume or overwrite):
         raise BadValue(
-            f"{folder} holds an unfinished run; go on with --resume, or start again with --overwrite",
+            f"{folder} holds an unfinished run; continue with --resume, or start again with --overwrite",
             param="--output",
         )
     if output.exists() and not overwrite and not (resume and begun):

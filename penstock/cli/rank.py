@@ -9,153 +9,140 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+import msgspec
 import typer
 
-from penstock.cli import flags
-from penstock.cli.flags import engine_options
+from penstock.cli.command import with_options
+from penstock.cli.flags import ENGINE, EngineFields
+from penstock.cli.formats import InputFormat
 from penstock.errors import BadValue
 
 _ROWS, _PAIRS = "Rows", "Pairs"
-_CHUNK = 2048
-Model = Annotated[
-    str | None, typer.Option("--model", "-m", help="Folder or hub id; default: the embedded model.")
-]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="The file to write; default: standard output.")
-]
-Jsonl = Annotated[bool, typer.Option("--jsonl", help="An object a line instead of tab-separated values.")]
-Form = Annotated[
-    flags.InputFormat | None,
-    typer.Option("--format", help="Default: by the file's extension.", rich_help_panel=_ROWS),
-]
-Instruction = Annotated[
-    str | None, typer.Option(help="What the model is told to look for.", rich_help_panel=_PAIRS)
-]
-Raw = Annotated[bool, typer.Option("--raw", help="Scores without activation.", rich_help_panel=_PAIRS)]
-Truncate = Annotated[
-    bool,
-    typer.Option(
-        "--truncate/--no-truncate",
-        help="Cut what exceeds the model's limit, or stop at it.",
-        rich_help_panel=_PAIRS,
-    ),
-]
+_CHUNK = 2048  # rows that are read together
 
 
-def rerank(
-    query: Annotated[str, typer.Argument(help="What is looked for.")],
+class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Flags that `rerank` and `score` share."""
+
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write.", show_default="standard output"),
+    ] = None
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help="Write a JSON object a line instead of tab-separated values.")
+    ] = False
+    input_format: Annotated[
+        InputFormat | None,
+        typer.Option(
+            "--format",
+            help="Format of the input.",
+            show_default="by the file's extension",
+            rich_help_panel=_ROWS,
+        ),
+    ] = None
+    instruction: Annotated[
+        str | None,
+        typer.Option(help="Task description for models whose prompt has one.", rich_help_panel=_PAIRS),
+    ] = None
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Leave out the activation: print logits.", rich_help_panel=_PAIRS)
+    ] = False
+    truncate: Annotated[
+        bool,
+        typer.Option(
+            "--truncate/--no-truncate",
+            help="Truncate pairs at the model's limit, or stop at the first pair beyond it.",
+            rich_help_panel=_PAIRS,
+        ),
+    ] = True
+
+
+class RerankOptions(RankOptions, frozen=True, kw_only=True):
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="Query to rank the documents for.")]
     source: Annotated[
-        str, typer.Argument(metavar="DOCUMENTS", help="A file, or - for stdin (with --format).")
-    ],
-    model: Model = None,
-    top_n: Annotated[int | None, typer.Option(min=1, help="Only the best so many.")] = None,
-    output: Output = None,
-    jsonl: Jsonl = False,
-    input_format: Form = None,
+        str,
+        typer.Argument(metavar="DOCUMENTS", help="File to read, or - for stdin, which needs --format."),
+    ]
+    top_n: Annotated[
+        int | None, typer.Option(min=1, help="Number of documents to print.", show_default="all")
+    ] = None
     column: Annotated[
         str | None,
         typer.Option(
-            help="Column that holds the text; default: text, or the only one.", rich_help_panel=_ROWS
+            help="Column that holds the documents.",
+            show_default="text, or the only column with text",
+            rich_help_panel=_ROWS,
         ),
-    ] = None,
-    instruction: Instruction = None,
-    raw: Raw = False,
-    truncate: Truncate = True,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    quantization: flags.Quantize = None,
-    max_model_len: flags.MaxModelLen = None,
-    threads: flags.Threads = None,
-    load_format: flags.LoadAs = flags.LoadFormat.AUTO,
-    pooler_config: flags.PoolerConfigJson = None,
-    hf_overrides: flags.HfOverridesJson = None,
-    score_template: flags.ScoreTemplate = None,
-) -> None:
-    """Sort the texts of a file by how well they answer QUERY, best first: score, row number, text."""
-    engine = engine_options(
-        model=model,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        threads=threads,
-        load_format=load_format,
-        pooler_config=pooler_config,
-        hf_overrides=hf_overrides,
-        template=score_template,
-    )
+    ] = None
+
+
+class ScoreOptions(RankOptions, frozen=True, kw_only=True):
+    source: Annotated[
+        str,
+        typer.Argument(metavar="PAIRS", help="File to read, or - for stdin, which needs --format."),
+    ]
+    query_column: Annotated[
+        str, typer.Option(help="Column that holds the queries.", rich_help_panel=_ROWS)
+    ] = "query"
+    document_column: Annotated[
+        str, typer.Option(help="Column that holds the documents.", rich_help_panel=_ROWS)
+    ] = "document"
+
+
+@with_options(RerankOptions, ENGINE)
+def rerank(given: RerankOptions, engine: EngineFields) -> None:
+    """Sort the texts of a file by relevance to QUERY.
+
+    Prints score, row number and text of each document, best first.
+
+    \b
+    Example:
+      penstock rerank "how do turbines work" passages.txt --top-n 10
+    """
     from penstock.cli.rows import choose_columns, open_source
     from penstock.offline.engine import Engine
 
-    with open_source(source, input_format) as rows:
-        columns = choose_columns(rows, column, None, ())
+    with open_source(given.source, given.input_format) as rows:
+        columns = choose_columns(rows, given.column, None, ())
         chunks = rows.chunks(columns, start=0, stop=None, size=_CHUNK)
         documents = [text for chunk in chunks for text in chunk.texts]
     if not documents:
-        raise BadValue(f"{source} has no documents", param="documents")
-    with Engine(**engine) as running, _writing(output) as out:
-        options = _options(instruction, raw, truncate)
-        for found in running.rerank(query, documents, top_n=top_n, **options):
+        raise BadValue(f"{given.source} has no documents", param="documents")
+    with Engine(**engine) as running, _writing(given.output) as out:
+        options = _options(given)
+        for found in running.rerank(given.query, documents, top_n=given.top_n, **options):
             values = {"score": found.score, "index": found.index, "document": found.document}
-            _write(out, values, jsonl)
+            _write(out, values, given.jsonl)
 
 
-def score(
-    source: Annotated[str, typer.Argument(metavar="PAIRS", help="A file, or - for stdin (with --format).")],
-    model: Model = None,
-    output: Output = None,
-    jsonl: Jsonl = False,
-    input_format: Form = None,
-    query_column: Annotated[
-        str, typer.Option(help="Column that holds the queries.", rich_help_panel=_ROWS)
-    ] = "query",
-    document_column: Annotated[
-        str, typer.Option(help="Column that holds the documents.", rich_help_panel=_ROWS)
-    ] = "document",
-    instruction: Instruction = None,
-    raw: Raw = False,
-    truncate: Truncate = True,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    quantization: flags.Quantize = None,
-    max_model_len: flags.MaxModelLen = None,
-    threads: flags.Threads = None,
-    load_format: flags.LoadAs = flags.LoadFormat.AUTO,
-    pooler_config: flags.PoolerConfigJson = None,
-    hf_overrides: flags.HfOverridesJson = None,
-    score_template: flags.ScoreTemplate = None,
-) -> None:
-    """Score every pair of a file (JSONL, CSV, Parquet), in its order: score, row number."""
-    engine = engine_options(
-        model=model,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        threads=threads,
-        load_format=load_format,
-        pooler_config=pooler_config,
-        hf_overrides=hf_overrides,
-        template=score_template,
-    )
+@with_options(ScoreOptions, ENGINE)
+def score(given: ScoreOptions, engine: EngineFields) -> None:
+    """Score every pair of a query and a document in a file.
+
+    Reads JSONL, CSV and Parquet. Prints score and row number of each pair, in the file's order.
+
+    \b
+    Example:
+      penstock score pairs.csv --query-column question --document-column answer
+    """
     from penstock.cli.rows import choose_columns, open_source
     from penstock.offline.engine import Engine
 
-    with open_source(source, input_format) as rows:
-        columns = choose_columns(rows, document_column, None, (query_column,))
-        with Engine(**engine) as running, _writing(output) as out:
-            options = _options(instruction, raw, truncate)
+    with open_source(given.source, given.input_format) as rows:
+        columns = choose_columns(rows, given.document_column, None, (given.query_column,))
+        with Engine(**engine) as running, _writing(given.output) as out:
+            options = _options(given)
             for chunk in rows.chunks(columns, start=0, stop=None, size=_CHUNK):
-                queries = _queries(chunk.carried[query_column], query_column, chunk.first)
+                queries = _queries(chunk.carried[given.query_column], given.query_column, chunk.first)
                 for at, value in enumerate(running.score(queries, chunk.texts, **options).tolist()):
-                    _write(out, {"score": value, "index": chunk.first + at}, jsonl)
+                    _write(out, {"score": value, "index": chunk.first + at}, given.jsonl)
 
 
-def _options(instruction: str | None, raw: bool, truncate: bool) -> dict[str, Any]:
+def _options(given: RankOptions) -> dict[str, Any]:
     return {
-        "instruction": instruction,
-        "use_activation": False if raw else None,
-        "truncate_prompt_tokens": -1 if truncate else None,
+        "instruction": given.instruction,
+        "use_activation": False if given.raw else None,
+        "truncate_prompt_tokens": -1 if given.truncate else None,
     }
 
 

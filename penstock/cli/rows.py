@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
-from penstock.cli.flags import InputFormat
+from penstock.cli.formats import InputFormat
 from penstock.errors import BadValue
 
 STDIN = "-"

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from penstock.cli.flags import OutputFormat
+from penstock.cli.formats import OutputFormat
 from penstock.errors import BadValue
 from penstock.types import OutputDtype
 

@@ -8,7 +8,7 @@ from threading import Lock
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.engine.grammars import Compile, Grammars, Ways
+from penstock.engine.grammars import Compile, ConstraintFactory, Grammars
 from penstock.engine.loop import EngineCore, StepStats
 from penstock.errors import NotPossible
 from penstock.inputs.constraints import Constraints
@@ -17,12 +17,10 @@ from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
-from penstock.scheduler.vector_store import VectorPlaces
+from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import Grammar, PoolingParams
 
-MOST_GENERATING = (
-    1024  # rows that are continued at once: each step has logits of the vocabulary for all of them
-)
+MAX_GENERATING = 1024  # sequences at once: each step has logits over the vocabulary for all of them
 
 
 def build_core(
@@ -39,37 +37,37 @@ def build_core(
     )
     loaded = load_runner(spec, settings)
     pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
-    chunking = lane = None
+    chunking = generation = None
     if settings.chunked:
         chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
     if settings.generates:
         limits = GenerationLimits(
-            rows=min(settings.max_num_seqs, MOST_GENERATING),
-            tokens=settings.max_num_batched_tokens,
-            chunk_tokens=settings.chunk_tokens,
-            length=settings.max_model_len,
-            queued_tokens=settings.max_queued_tokens,
-            prefixes=settings.generate_prefixes,
-            vocabulary=spec.vocab_size,
-            apart=settings.graphs,
+            max_rows=min(settings.max_num_seqs, MAX_GENERATING),
+            max_tokens=settings.max_num_batched_tokens,
+            max_chunk_tokens=settings.chunk_tokens,
+            max_length=settings.max_model_len,
+            max_queued_tokens=settings.max_queued_tokens,
+            prefix_caching=settings.generate_prefixes,
+            vocab_size=spec.vocab_size,
+            separate_prefill=settings.graphs,
         )
-        lane = GenerationScheduler(pool, limits)
-    places = None
+        generation = GenerationScheduler(pool, limits)
+    vector_cache = None
     if loaded.num_places:
-        places = VectorPlaces(
+        vector_cache = VectorCache(
             loaded.num_places,
             documents=settings.document_cache_bytes > 0,
             reuse=settings.share_identical,
         )
     return EngineCore(
         loaded.runner,
-        Scheduler(budget, chunking, places, lru_cache(1024)(partial(_token_bytes, spec))),
+        Scheduler(budget, chunking, vector_cache, lru_cache(1024)(partial(_token_bytes, spec))),
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,
         share_identical=settings.share_identical,
-        lane=lane,
-        grammars=None if lane is None else Grammars(_compiler(spec)),
+        generation=generation,
+        grammars=None if generation is None else Grammars(_compiler(spec)),
     )
 
 
@@ -92,7 +90,7 @@ def _compiler(spec: ModelSpec) -> Compile:
             raise NotPossible(f"structured output needs {file.name} in the model's folder")
         return Constraints(file, spec.vocab_size, spec.eos_token_ids)
 
-    def compile(grammar: Grammar) -> Ways:
+    def compile(grammar: Grammar) -> ConstraintFactory:
         with once:
             laid_out = vocabulary()
         return laid_out.compiled(grammar)

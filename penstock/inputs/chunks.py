@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.offsets import text_offsets
-from penstock.inputs.processor import InputOptions, InputProcessor, Inputs, split_inputs
+from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Located
 from penstock.types import Chunks, Ints, PoolingParams, Request, Task
 
@@ -68,29 +68,6 @@ class Chunker:
                 f"chunking 'late' is not possible for {self.spec.name}: {reason}", param="chunking"
             )
 
-    def prepare(
-        self,
-        request_id: str,
-        inputs: Inputs,
-        params: PoolingParams,
-        options: InputOptions,
-        how: ChunkOptions,
-    ) -> tuple[Request, Chunks | None]:
-        """Everything at once, blocking; None for chunks where every text is one row as it is."""
-        self.check(params, options, how)
-        if how.chunking == "none":
-            return self.processor.prepare(request_id, inputs, params, options), None
-        texts, rows = split_inputs(inputs)
-        special = options.add_special_tokens
-        prompted = self.processor.with_prompt(texts or [], options)
-        if how.chunking == "late":
-            if texts is None:
-                return self.late_ids(request_id, rows, options, how)
-            return self.late(request_id, texts, self.tokenizer.locate(prompted, special), options, how)
-        if texts is not None:
-            rows = self.tokenizer.encode(prompted, special)
-        return self.mean(request_id, rows, params, options, from_text=texts is not None)
-
     def mean(
         self,
         request_id: str,
@@ -101,7 +78,7 @@ class Chunker:
         from_text: bool,
     ) -> tuple[Request, Chunks | None]:
         """Rows that fit, each with the special tokens and the prompt of its text around it."""
-        if all(len(row) <= self.spec.limit for row in rows):
+        if all(len(row) <= self.spec.max_model_len for row in rows):
             return self.processor.join(request_id, rows, params, options, from_text=from_text), None
         framed = from_text and options.add_special_tokens
         prompt = self._prompt_tokens(options) if from_text else None
@@ -109,7 +86,9 @@ class Chunker:
         for row in rows:
             head = _common_prefix(row, prompt) if prompt is not None else 0
             head = max(head, self.tokenizer.prefix if framed else 0)
-            parts, sizes = split_row(row, self.spec.limit, head, self.tokenizer.suffix if framed else 0)
+            parts, sizes = split_row(
+                row, self.spec.max_model_len, head, self.tokenizer.suffix if framed else 0
+            )
             pieces += parts
             weights += sizes
             counts.append(len(parts))

@@ -21,7 +21,7 @@ from penstock.inputs.chat import ModelTemplate, special_tokens
 from penstock.inputs.processor import split_inputs
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, fit, settle_limit
-from penstock.types import Grammar, Ints, PoolingParams, Request, SamplingParams, Task
+from penstock.types import Grammar, Ints, PoolingParams, Request, SamplerParams, Task
 
 DEFAULT_TOKENS = 16  # of a completion that names no max_tokens
 MAX_LOGPROBS = 20
@@ -93,13 +93,34 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return any(value is not None for value in told)
 
 
+class SamplingParams(GenerationFields, kw_only=True):
+    """How `Engine.generate` continues prompts: the fields of the server's completion routes."""
+
+    logprobs: int | None = None  # log probabilities of the chosen token and of this many likely ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What a job has besides its prompts and generation fields."""
+
+    logprobs: int | None = None
+    echo: bool = False
+    default_max_tokens: int | None = DEFAULT_TOKENS  # None: as many as fit
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+
+
+DEFAULT_JOB_OPTIONS = JobOptions()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class GenerationJob:
     """Prompts with one set of parameters, each to be continued `n` times."""
 
     id: str
     prompts: list[Ints]
-    sampling: SamplingParams
+    sampling: SamplerParams
     n: int = 1
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -156,23 +177,22 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-class TextInputs:
-    """A model's prompts and parameters: its tokenizer, template, end tokens and own defaults."""
+class GenerationInputs:
+    """A model's prompts and sampling defaults: tokenizer, chat template, end tokens,
+    generation_config.json."""
 
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+        if Task.GENERATE not in spec.tasks:
+            tasks = ", ".join(task.value for task in spec.tasks)
+            raise NotPossible(
+                f"model {spec.name} does not generate text; it has the tasks: {tasks}", param="model"
+            )
         self.spec = spec
         self.tokenizer = tokenizer
         self.chat = ModelTemplate(spec.path, chat_template)
         told = optional_json(spec.path / "generation_config.json")
         self.eos_token_ids = eos_token_ids(spec, tokenizer, told)
         self.defaults = _defaults(told)
-
-    def check_task(self) -> None:
-        if Task.GENERATE not in self.spec.tasks:
-            tasks = ", ".join(task.value for task in self.spec.tasks)
-            raise NotPossible(
-                f"model {self.spec.name} does not generate text; it has the tasks: {tasks}", param="model"
-            )
 
     def rows(self, prompt: Any, fields: GenerationFields, add_special_tokens: bool = True) -> list[Ints]:
         """Texts or token ids as rows. To be called on a worker thread."""
@@ -188,31 +208,12 @@ class TextInputs:
             self._check_ids(np.concatenate(rows), "prompt")
         return self._fitted(rows, fields)
 
-    def chat_row(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        fields: GenerationFields,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-        more: Mapping[str, Any] | None = None,
-    ) -> list[Ints]:
-        """The prompt of a conversation. To be called on a worker thread."""
-        text = self.chat.template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            more=more,
-        )
-        return self.rows(text, fields, add_special_tokens)
-
     def _fitted(self, rows: list[Ints], fields: GenerationFields) -> list[Ints]:
         if fields.truncate_prompt_tokens is not None:
-            room = self.spec.limit - (fields.max_tokens or 1)
-            cut_at = settle_limit(fields.truncate_prompt_tokens, self.spec.limit)
+            room = self.spec.max_model_len - (fields.max_tokens or 1)
+            cut_at = settle_limit(fields.truncate_prompt_tokens, self.spec.max_model_len)
             cut_at = max(1, room) if fields.truncate_prompt_tokens == -1 else cut_at
-            rows = fit(rows, cut_at, self.spec.limit, (0, 0), fields.truncation_side)
+            rows = fit(rows, cut_at, self.spec.max_model_len, (0, 0), fields.truncation_side)
         for index, row in enumerate(rows):
             if len(row) == 0:
                 raise BadValue(f"prompt {index} has no tokens; there is nothing to continue", param="prompt")
@@ -223,44 +224,36 @@ class TextInputs:
         request_id: str,
         rows: list[Ints],
         fields: GenerationFields,
-        *,
-        logprobs: int | None = None,
-        echo: bool = False,
-        default_tokens: int | None = DEFAULT_TOKENS,
-        **when: Any,
-    ) -> Job:
-        """Everything checked. `default_tokens` None: as many as there is room for."""
-        stops = _stops(fields.stop)
-        return Job(
+        options: JobOptions = DEFAULT_JOB_OPTIONS,
+    ) -> GenerationJob:
+        """Everything checked and converted to token ids."""
+        return GenerationJob(
             request_id,
             rows,
-            self.sampling(fields, rows, logprobs=logprobs, echo=echo, default_tokens=default_tokens),
+            self.sampling(fields, rows, options),
             _copies(fields.n),
-            stops,
+            _stops(fields.stop),
             fields.include_stop_str_in_output,
             fields.skip_special_tokens,
             fields.cache_salt,
-            **when,
+            priority=options.priority,
+            arrival_s=options.arrival_s,
+            deadline_s=options.deadline_s,
         )
 
     def sampling(
-        self,
-        fields: GenerationFields,
-        rows: Sequence[Ints],
-        *,
-        logprobs: int | None = None,
-        echo: bool = False,
-        default_tokens: int | None = DEFAULT_TOKENS,
-    ) -> SamplingParams:
+        self, fields: GenerationFields, rows: Sequence[Ints], options: JobOptions = DEFAULT_JOB_OPTIONS
+    ) -> SamplerParams:
+        """The engine's parameters: ranges checked, defaults of the model filled in."""
         _copies(fields.n)
+        logprobs, echo = options.logprobs, options.echo
         longest = max(len(row) for row in rows)
-        max_tokens = self._max_tokens(fields, longest, echo, default_tokens)
+        max_tokens = self._max_tokens(fields, longest, echo, options.default_max_tokens)
         _check_min_tokens(fields.min_tokens, max_tokens)
         grammar = grammar_of(fields)
         if grammar is not None and fields.ignore_eos:
             raise BadValue("ignore_eos and structured output contradict each other", param="ignore_eos")
-        eos = self.eos_token_ids
-        return SamplingParams(
+        return SamplerParams(
             max_tokens=max_tokens,
             min_tokens=fields.min_tokens,
             temperature=self._temperature(fields.temperature),
@@ -277,7 +270,7 @@ class TextInputs:
             allowed_token_ids=self._allowed(fields.allowed_token_ids),
             bad_token_ids=self._bad_words(fields.bad_words),
             stop_token_ids=self._ids(fields.stop_token_ids or (), "stop_token_ids"),
-            eos_token_ids=eos,
+            eos_token_ids=self.eos_token_ids,
             ignore_eos=fields.ignore_eos,
             logprobs=_logprobs("logprobs", logprobs),
             prompt_logprobs=_logprobs(
@@ -288,7 +281,7 @@ class TextInputs:
         )
 
     def _max_tokens(self, fields: GenerationFields, prompt: int, echo: bool, default: int | None) -> int:
-        limit, asked = self.spec.limit, fields.max_tokens
+        limit, asked = self.spec.max_model_len, fields.max_tokens
         if asked is not None and (asked < 0 or (asked == 0 and not echo)):
             raise BadValue(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
         wanted = max(asked, 1) if asked is not None else None  # with echo: one is made, and not shown

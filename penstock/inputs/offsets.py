@@ -8,29 +8,19 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadValue
-from penstock.inputs.processor import InputOptions, InputProcessor, Inputs, split_inputs
+from penstock.inputs.processor import InputOptions, InputProcessor, split_inputs
 from penstock.inputs.tokenizer import Located
 from penstock.inputs.truncation import fit, settle_limit
 from penstock.types import Ints, PoolingParams, Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class TokenOffsets:
     """The tokens of a request's texts, in the order of its run."""
 
     texts: list[str]
     chars: Ints  # [tokens, 2], characters within the token's text
     words: Ints  # [tokens], number of the word within the text; -1 for what is not of the text
-
-
-def prepare_located(
-    processor: InputProcessor, request_id: str, inputs: Inputs, params: PoolingParams, options: InputOptions
-) -> tuple[Request, Places]:
-    """Everything at once, blocking: a request and the places of its tokens."""
-    processor.check(params)
-    texts = texts_only(inputs)
-    located = processor.tokenizer.locate(processor.with_prompt(texts, options), options.add_special_tokens)
-    return join_located(processor, request_id, texts, located, params, options)
 
 
 def texts_only(inputs: Any, *, allow_empty_text: bool = True) -> list[str]:
@@ -40,20 +30,20 @@ def texts_only(inputs: Any, *, allow_empty_text: bool = True) -> list[str]:
     return texts
 
 
-def join_located(
+def join_with_offsets(
     processor: InputProcessor,
     request_id: str,
     texts: list[str],
     located: list[Located],
     params: PoolingParams,
     options: InputOptions,
-) -> tuple[Request, Places]:
+) -> tuple[Request, TokenOffsets]:
     request = processor.join(request_id, [row.ids for row in located], params, options, from_text=True)
     offsets = text_offsets(processor, [row.offsets for row in located], options)
     words = cut_as_rows(processor, [row.words for row in located], options)
     flat = np.concatenate(offsets)
     flat_words = np.where(flat[:, 1] > 0, np.concatenate(words), -1)
-    return request, Places(texts, np.maximum(flat, 0), flat_words.astype(np.int32))
+    return request, TokenOffsets(texts, np.maximum(flat, 0), flat_words.astype(np.int32))
 
 
 def text_offsets(processor: InputProcessor, offsets: list[Ints], options: InputOptions) -> list[Ints]:
@@ -64,7 +54,7 @@ def text_offsets(processor: InputProcessor, offsets: list[Ints], options: InputO
 
 def cut_as_rows(processor: InputProcessor, values: list[Ints], options: InputOptions) -> list[Ints]:
     """What goes with each token, cut where the rows are cut."""
-    tokenizer, limit = processor.tokenizer, processor.spec.limit
+    tokenizer, limit = processor.tokenizer, processor.spec.max_model_len
     frame = (tokenizer.prefix, tokenizer.suffix) if options.add_special_tokens else (0, 0)
     cut_at = settle_limit(options.truncate_prompt_tokens, limit)
     return fit(values, cut_at, limit, frame, options.truncation_side)

@@ -33,7 +33,7 @@ from penstock.types import (
 
 Texts = Sequence[str]
 TokenIds = Sequence[int]
-Inputs = str | Texts | TokenIds | Sequence[TokenIds]
+Inputs = str | Texts | TokenIds | Sequence[TokenIds] | Sequence[str | int | Sequence[int]]
 
 MAX_PRIORITY = 1_000_000
 
@@ -144,7 +144,7 @@ class InputProcessor:
         """Rows of token ids, cut to the limit, as one flat request."""
         if from_text and self.late is not None and params.task is Task.TOKEN_EMBED:
             return self._late_request(self.late, request_id, rows, params, options)
-        limit = self.spec.limit
+        limit = self.spec.max_model_len
         cut_at = settle_limit(options.truncate_prompt_tokens, limit)
         framed = from_text and options.add_special_tokens
         frame = (self.tokenizer.prefix, self.tokenizer.suffix) if framed else (0, 0)
@@ -211,7 +211,7 @@ class InputProcessor:
         vectors = params.task is Task.SCORE and self.spec.score is None  # which are then compared
         if params.task is Task.EMBED or vectors:
             return self.spec.pooling.methods == ("last",)
-        return self.spec.causal and not params.reads_tokens
+        return self.spec.is_causal and not params.reads_tokens
 
     def prompt(self, options: InputOptions) -> str:
         """What goes before each text. A late-interaction model reads documents unless told otherwise."""
@@ -251,6 +251,13 @@ class InputProcessor:
                 f"token id {wrong} is out of range; the model knows 0 to {self.spec.vocab_size - 1}",
                 param="input",
             )
+
+
+def num_inputs(inputs: Any) -> int:
+    """How many rows the inputs are: one for a text or a list of token ids."""
+    if isinstance(inputs, str) or not hasattr(inputs, "__len__") or len(inputs) == 0:
+        return 1
+    return 1 if _is_int(inputs[0]) else len(inputs)
 
 
 def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[str] | None, list[Ints]]:

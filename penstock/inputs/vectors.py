@@ -54,6 +54,28 @@ def make_comparison(
     )
 
 
+def comparison_of(
+    request_id: str,
+    queries: Any,
+    documents: Sequence[Any],
+    query_scales: Sequence[Any] | None = None,
+    document_scales: Sequence[Any] | None = None,
+) -> Comparison:
+    """A comparison of arrays: the dtype is theirs, float32 where they differ or it has no kernel."""
+    is_one_matrix = isinstance(queries, np.ndarray) and queries.ndim == 2
+    given = [queries] if is_one_matrix else list(queries)
+    dtypes = {np.asarray(matrix).dtype for matrix in (*given, *documents) if len(matrix)}
+    dtype = str(next(iter(dtypes))) if len(dtypes) == 1 else "float32"
+    return make_comparison(
+        request_id,
+        given,
+        documents,
+        dtype=dtype if dtype in DTYPES else "float32",
+        query_scales=query_scales,
+        document_scales=document_scales,
+    )
+
+
 def _matrix(given: Any, which: str, name: str, dtype: str, dim: int | None) -> Array:
     kind = DTYPES[dtype]
     if isinstance(given, str | bytes):

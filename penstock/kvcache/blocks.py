@@ -6,11 +6,8 @@ idle: held by none but still keeping a prefix, until its room is needed.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-
-from penstock.types import Ints
 
 
 class BlockPool:
@@ -25,7 +22,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self.hit_tokens = 0
-        self.asked_tokens = 0
+        self.lookup_tokens = 0
 
     @property
     def available(self) -> int:
@@ -66,7 +63,7 @@ class BlockPool:
             self._idle.pop(block, None)
             self._holders[block] += 1
             found.append(block)
-        self.asked_tokens += len(keys) * self.block_size
+        self.lookup_tokens += len(keys) * self.block_size
         self.hit_tokens += len(found) * self.block_size
         return found
 
@@ -102,19 +99,3 @@ class BlockPool:
         block, _ = self._idle.popitem(last=False)
         del self._block_of[self._key_of.pop(block)]
         return block
-
-
-def prefix_keys(token_ids: Ints, block_size: int, salt: str = "") -> list[bytes]:
-    """A key for each full block; it stands for the block's tokens and all before them."""
-    keys: list[bytes] = []
-    extend_keys(keys, token_ids, block_size, salt)
-    return keys
-
-
-def extend_keys(keys: list[bytes], token_ids: Ints, block_size: int, salt: str = "") -> None:
-    """Add the keys of further full blocks of a row that has grown."""
-    above = keys[-1] if keys else salt.encode()
-    for first in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
-        block = token_ids[first : first + block_size].tobytes()
-        above = hashlib.blake2b(above + block, digest_size=16).digest()
-        keys.append(above)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.activation import activation
 from penstock.layers.linear import LinearLayer
 
@@ -25,7 +25,7 @@ class AdaptedLinear:
         self.down = down  # [adapters · rank, in]
         self.up = up  # [out, adapters · rank]
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         out = self.act(self.base(x))
         return out if residual is None else out + residual
 

@@ -19,9 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.kernels.attention import SHORT, Remembered, flash_rows, keep_rows, short_rows
-from penstock.kernels.language import fused
-from penstock.kernels.paged import paged_reference, paged_rows
+from penstock.kernels.attention import (
+    MAX_SHORT_LENGTH,
+    CachedKeyValues,
+    flash_attention,
+    short_attention,
+    write_kv_cache,
+)
+from penstock.kernels.language import use_kernel
+from penstock.kernels.paged import paged_attention, paged_attention_reference
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import (
     MAX_HEAD_DIM,
@@ -79,7 +85,7 @@ def attend(
             return _attend_generation(query, key, value, batch, kv, kv.paged, kind, layer)
         if bias is None and kind.softcap is None and reads_in_place(kv.store):
             if not kv_written:  # before reading: a row may share a prefix that another writes in this step
-                keep_rows(key, value, kv.store.keys[layer], kv.store.values[layer], kv.token_slots)
+                write_kv_cache(key, value, kv.store.keys[layer], kv.store.values[layer], kv.token_slots)
             return _attend_cached(query, key, value, batch, kv, kind, layer)
         key, value = kv.write_and_gather(layer, key, value)
     if query.is_cuda and bias is None and kind.softcap is None and query.dtype in _HALF_DTYPES:
@@ -122,9 +128,9 @@ def _attend_prompts(
     """The rows from `first_row` on, each row before which has one token; [tokens, heads · dim], of which the
     tokens before them are left uninitialised."""
     tokens, heads, dim = query.shape
-    if kind.softcap is None and query.dtype in _HALF_DTYPES and fused(query):
+    if kind.softcap is None and query.dtype in _HALF_DTYPES and use_kernel(query):
         out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-        return flash_rows(
+        return flash_attention(
             query,
             key,
             value,
@@ -134,7 +140,7 @@ def _attend_prompts(
             scale=dim**-0.5 if kind.scale is None else kind.scale,
             causal=kind.causal,
             window=kind.window,
-            remembered=Remembered(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
+            cached=CachedKeyValues(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
             out=out,
         )
     keys, values = kv.gather(layer, key[first_row:], value[first_row:])
@@ -147,10 +153,12 @@ def _attend_paged(
     cache = (store.keys[layer], store.values[layer], paged.block_tables, paged.num_keys)
     scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
     size, window, cap = paged.block_size, kind.window, kind.softcap
-    if fused(query) and query.dtype in _HALF_DTYPES:
-        paged_rows(query, *cache, block_size=size, scale=scale, window=window, softcap=cap, out=out)
+    if use_kernel(query) and query.dtype in _HALF_DTYPES:
+        paged_attention(query, *cache, block_size=size, scale=scale, window=window, softcap=cap, out=out)
     else:
-        out.copy_(paged_reference(query, *cache, block_size=size, scale=scale, window=window, softcap=cap))
+        out.copy_(
+            paged_attention_reference(query, *cache, block_size=size, scale=scale, window=window, softcap=cap)
+        )
 
 
 def attend_fused(
@@ -290,7 +298,7 @@ def _gqa_flag(is_gqa: bool) -> dict[str, Any]:
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
-    if batch.kv is not None or query.shape[2] > MAX_HEAD_DIM or not fused(query):
+    if batch.kv is not None or query.shape[2] > MAX_HEAD_DIM or not use_kernel(query):
         out = _varlen(query, key, value, batch, kind)
     else:
         out = _attend_by_kernels(query, key, value, batch, kind)
@@ -303,7 +311,7 @@ def _route(batch: Batch, window_covers_short: bool) -> AttentionRoute:
     """Found once a step for all its layers. `window_covers_short` says that no window cuts a short row."""
     key = (window_covers_short, _MAX_OWN_LENGTH)
     if (route := batch.scratch.routes.get(key)) is None:
-        short, max_short_length = _rows_up_to(SHORT, batch) if window_covers_short else (0, 0)
+        short, max_short_length = _rows_up_to(MAX_SHORT_LENGTH, batch) if window_covers_short else (0, 0)
         if short < batch.num_rows and short < _MIN_SHORT_ROWS:
             short = 0
         own, max_flash_length = _rows_up_to(_MAX_OWN_LENGTH, batch)
@@ -327,7 +335,7 @@ def _attend_by_kernels(
         repeated.launch()
         return repeated.out
     tokens, heads, dim = query.shape
-    route = _route(batch, kind.window is None or kind.window >= SHORT - 1)
+    route = _route(batch, kind.window is None or kind.window >= MAX_SHORT_LENGTH - 1)
     if route.num_rows < batch.num_rows:
         out = _varlen(query, key, value, batch, kind, first_row=route.num_rows)
     else:
@@ -335,7 +343,7 @@ def _attend_by_kernels(
         out = query.new_empty((tokens, heads * dim)) if buffer is None else buffer
     scale = dim**-0.5 if kind.scale is None else kind.scale
     if route.short is not None:
-        short_rows(
+        short_attention(
             query,
             key,
             value,
@@ -349,8 +357,8 @@ def _attend_by_kernels(
         views = batch.scratch.qkv_views
         is_only_launch = route.short is None and route.num_rows == batch.num_rows
         can_repeat = is_only_launch and views is not None and views.query is query
-        again: list[Callable[[], Any]] | None = [] if can_repeat else None
-        flash_rows(
+        replays: list[Callable[[], Any]] | None = [] if can_repeat else None
+        flash_attention(
             query,
             key,
             value,
@@ -360,10 +368,10 @@ def _attend_by_kernels(
             causal=kind.causal,
             window=kind.window,
             out=out,
-            again=again,
+            replays=replays,
         )
-        if again:
-            batch.scratch.repeated = RepeatedLaunch(query, kind, out, again[0])
+        if replays:
+            batch.scratch.repeated = RepeatedLaunch(query, kind, out, replays[0])
     return out
 
 
@@ -377,7 +385,7 @@ def _attend_cached(
     layer: int,
 ) -> Tensor:
     """One launch whatever was cached: a kernel reads cached keys and values from their slots."""
-    return flash_rows(
+    return flash_attention(
         query,
         key,
         value,
@@ -387,7 +395,7 @@ def _attend_cached(
         scale=query.shape[-1] ** -0.5 if kind.scale is None else kind.scale,
         causal=kind.causal,
         window=kind.window,
-        remembered=Remembered(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
+        cached=CachedKeyValues(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
     )
 
 

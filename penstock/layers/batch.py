@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import keep_rows
-from penstock.kernels.language import fused
-from penstock.kernels.rotary import Keep
+from penstock.kernels.attention import write_kv_cache
+from penstock.kernels.language import use_kernel
+from penstock.kernels.rotary import KVCacheWrite
 from penstock.kvcache.store import KVStore
 from penstock.layers.scratch import StepScratch
 from penstock.types import LengthGroup
@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 128  # of the heads that our attention kernels are tuned for
 def reads_in_place(store: KVStore) -> bool:
     """Whether attention reads cached keys from their slots, by a kernel, instead of gathering them first."""
     is_half = store.keys.dtype in (torch.bfloat16, torch.float16)
-    return is_half and store.keys.shape[-1] <= MAX_HEAD_DIM and fused(store.keys)
+    return is_half and store.keys.shape[-1] <= MAX_HEAD_DIM and use_kernel(store.keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,16 +67,18 @@ class KVAccess:
     carry: CarryTensors | None = None
     paged: PagedTensors | None = None  # of a generation step
 
-    def write_target(self, layer: int, *, capped: bool) -> Keep | None:
+    def write_target(self, layer: int, *, capped: bool) -> KVCacheWrite | None:
         """Where the kernel that makes keys and values may write them itself; None: attention writes them."""
-        if not fused(self.store.keys) or (self.paged is None and (capped or not reads_in_place(self.store))):
+        if not use_kernel(self.store.keys) or (
+            self.paged is None and (capped or not reads_in_place(self.store))
+        ):
             return None
-        return Keep(self.store.keys[layer], self.store.values[layer], self.token_slots)
+        return KVCacheWrite(self.store.keys[layer], self.store.values[layer], self.token_slots)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write the keys and values of a step all of whose tokens are cached."""
-        if fused(self.store.keys):
-            keep_rows(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
+        if use_kernel(self.store.keys):
+            write_kv_cache(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
         else:
             self.store.write(layer, self.write_slots, key, value)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.blockwise import Blocks, plain_blocks
+from penstock.kernels.blockwise import BlockQuantized, dequantize_blocks
 from penstock.layers.fp8 import BlockLinear
 from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.norm import LayerNorm, RMSNorm
@@ -53,10 +53,10 @@ class LayerBuilder:
             (read_blocks if blocks else plain_weight)(self.weights, f"{name}.weight", size, inputs)
             for name, size, blocks in zip(names, sizes, stored, strict=True)
         ]
-        blocks = [part for part in parts if isinstance(part, Blocks)]
+        blocks = [part for part in parts if isinstance(part, BlockQuantized)]
         if len(blocks) == len(parts) and multiplies_blocks(self.weights.device):
             return BlockLinear(join_blocks(blocks), added, act, self.weights.dtype)
-        said = [plain_blocks(part) if isinstance(part, Blocks) else part for part in parts]
+        said = [dequantize_blocks(part) if isinstance(part, BlockQuantized) else part for part in parts]
         weight = torch.cat([part.to(dtype=self.weights.dtype, device=self.weights.device) for part in said])
         return make_linear(weight, added, act, self.precision(names[0]))
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.embedding import embed
-from penstock.kernels.language import fused
+from penstock.kernels.language import use_kernel
 from penstock.layers.batch import Batch
 from penstock.layers.norm import LayerNorm
 
@@ -35,7 +35,7 @@ class EncoderEmbedding:
         self.norm = norm
 
     def __call__(self, batch: Batch) -> Tensor:
-        if fused(self.words):
+        if use_kernel(self.words):
             return self._fused(batch)
         out = self.sum(batch)
         return out if self.norm is None else self.norm(out)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 
 _MAGIC = float(1 << 23)  # a float of this size keeps integers in its low bits, rounded to nearest
@@ -33,8 +33,8 @@ class Int8Linear:
         # both ends, because a rounded zero point moves the outermost values by up to half a level.
         self.levels = (255 if has_vnni() else 127) - 2
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        x = plain(x)
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        x = dequantize(x)
         low = x.amin(dim=1, keepdim=True).clamp_max_(0)
         high = x.amax(dim=1, keepdim=True).clamp_min_(0)
         scale = (high - low).clamp_min_(1e-8) / self.levels  # [tokens, 1]

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS, bias_act_
-from penstock.kernels.language import fused
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.activation import ACTIVATION_CODES, bias_act_
+from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.fp8 import Fp8Linear
 
@@ -26,7 +26,7 @@ class LinearLayer(Protocol):
     in_features: int
     out_features: int
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last. The result may be written
         to `out`, which nothing else reads, or lie elsewhere."""
         ...
@@ -39,14 +39,14 @@ class Linear:
         self.transposed = weight.t()  # to make it for each product costs the host more than it seems
         self.bias = bias
         self.act = None if act == "identity" else activation(act)
-        self.kernel = act if act in KINDS else None
+        self.kernel = act if act in ACTIVATION_CODES else None
         # The library's epilogue is the tanh form; in half precision the two differ by less than rounding.
         self.gelu = act.startswith("gelu") and weight.dtype in (torch.bfloat16, torch.float16)
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor):
-            x = plain(x, self.weight.dtype)
-        if self.kernel is not None and fused(x):
+            x = dequantize(x, self.weight.dtype)
+        if self.kernel is not None and use_kernel(x):
             if self.gelu and x.is_cuda and self.bias is not None:  # the product's own epilogue
                 out = torch._addmm_activation(self.bias, x, self.transposed, use_gelu=True, out=out)
             else:  # the bias goes with it; alone it costs the product nothing
@@ -87,8 +87,8 @@ class PackedLinear:
         self.op, self.algorithm = self.FUSED.get(act, ("none", ""))
         self.act = activation(act)
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        x = plain(x, self.weight.dtype)
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        x = dequantize(x, self.weight.dtype)
         made: Tensor
         if residual is not None and self.op == "none" and self.fused:
             made = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")

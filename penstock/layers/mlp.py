@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS, gated, gated_quantized
+from penstock.kernels.activation import ACTIVATION_CODES, gated_activation, gated_activation_quantized
 from penstock.kernels.gate_up import GateUp
-from penstock.kernels.language import fused
-from penstock.kernels.quantize import Rows
+from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import Activations
 from penstock.layers.activation import activation
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear, LinearLayer
@@ -28,7 +28,7 @@ class MLP:
 
     def __call__(
         self,
-        x: Rows,
+        x: Activations,
         residual: Tensor | None = None,
         out: Tensor | None = None,
         middle: Tensor | None = None,
@@ -48,7 +48,7 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
         self.act = activation(act)
-        self.kernel = act if act in KINDS else None
+        self.kernel = act if act in ACTIVATION_CODES else None
         self.gate_first = gate_first
         self.joint: GateUp | None = None
         if isinstance(gate_up, Linear) and gate_up.bias is None and not isinstance(down, Fp8Linear):
@@ -61,7 +61,7 @@ class GatedMLP:
 
     def __call__(
         self,
-        x: Rows,
+        x: Activations,
         residual: Tensor | None = None,
         out: Tensor | None = None,
         middle: Tensor | None = None,
@@ -70,10 +70,12 @@ class GatedMLP:
         if self.joint is not None and self.joint.serves(x):
             return self.down(self.joint(x), residual, out)
         both = self.gate_up(x, out=middle)
-        if self.kernel is not None and fused(both):
+        if self.kernel is not None and use_kernel(both):
             if isinstance(self.down, Fp8Linear):
-                return self.down(gated_quantized(both, self.kernel, self.gate_first), residual, out)
-            return self.down(gated(both, self.kernel, self.gate_first), residual, out)
+                return self.down(
+                    gated_activation_quantized(both, self.kernel, self.gate_first), residual, out
+                )
+            return self.down(gated_activation(both, self.kernel, self.gate_first), residual, out)
         first, second = both.chunk(2, dim=-1)  # views, [tokens, intermediate] each
         gate, up = (first, second) if self.gate_first else (second, first)
         return self.down(self.act(gate).mul_(up), residual, out)

@@ -8,19 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS
-from penstock.kernels.blockwise import Blocks, plain_blocks, plain_groups, quantize_groups_reference
+from penstock.kernels.activation import ACTIVATION_CODES
+from penstock.kernels.blockwise import (
+    BlockQuantized,
+    dequantize_blocks,
+    dequantize_groups,
+    quantize_groups_reference,
+)
 from penstock.kernels.experts import (
-    FP8_PLANS,
-    HALF_PLANS,
-    MOST_CHOSEN,
-    MOST_EXPERTS,
-    Plan,
+    FP8_TILINGS,
+    HALF_TILINGS,
+    MAX_CHOSEN_EXPERTS,
+    MAX_EXPERTS,
+    ExpertTiling,
     route_reference,
     run_experts,
 )
-from penstock.kernels.language import fused
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
 from penstock.layers.stored import ExpertStack, multiplies_blocks, plain_weight, read_blocks
@@ -46,24 +51,24 @@ class SparseMLP:
     def __init__(
         self,
         router: Tensor,  # [experts, hidden]
-        gate_up: Tensor | Blocks,  # [experts, 2 · intermediate, hidden], the gate first
-        down: Tensor | Blocks,  # [experts, hidden, intermediate]
+        gate_up: Tensor | BlockQuantized,  # [experts, 2 · intermediate, hidden], the gate first
+        down: Tensor | BlockQuantized,  # [experts, hidden, intermediate]
         shape: ExpertShape,
         act: str,
     ) -> None:
-        assert isinstance(gate_up, Blocks) is isinstance(down, Blocks)
+        assert isinstance(gate_up, BlockQuantized) is isinstance(down, BlockQuantized)
         self.router = router
         self.gate_up = gate_up
         self.down = down
         self.shape = shape
         self.act = activation(act)
-        few = shape.experts <= MOST_EXPERTS and shape.chosen <= MOST_CHOSEN
-        self.kernel = act if act in KINDS and few else None
+        few = shape.experts <= MAX_EXPERTS and shape.chosen <= MAX_CHOSEN_EXPERTS
+        self.kernel = act if act in ACTIVATION_CODES and few else None
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` is left
         alone."""
-        x = plain(x, self.router.dtype)
+        x = dequantize(x, self.router.dtype)
         if self._fused(x):
             return self._run(x.contiguous(), residual)
         logits = F.linear(x, self.router)
@@ -82,17 +87,17 @@ class SparseMLP:
         x = self.router[:1]  # any row will do
         if not x.is_cuda or not self._fused(x):
             return
-        fp8 = isinstance(self.gate_up, Blocks)
-        for _, plan in FP8_PLANS if fp8 else HALF_PLANS:
+        fp8 = isinstance(self.gate_up, BlockQuantized)
+        for _, plan in FP8_TILINGS if fp8 else HALF_TILINGS:
             self._run(x, None, plan)
         for tokens in ROUTED:
             self._run(x.expand(tokens, -1).contiguous(), None, None)
 
     def _fused(self, x: Tensor) -> bool:
         """On CUDA fp32 stays with the library: tiles of it are too large for the kernels."""
-        return self.kernel is not None and fused(x) and not (x.is_cuda and x.dtype == torch.float32)
+        return self.kernel is not None and use_kernel(x) and not (x.is_cuda and x.dtype == torch.float32)
 
-    def _run(self, x: Tensor, residual: Tensor | None, plan: Plan | None = None) -> Tensor:
+    def _run(self, x: Tensor, residual: Tensor | None, plan: ExpertTiling | None = None) -> Tensor:
         assert self.kernel is not None
         return run_experts(
             x,
@@ -131,19 +136,19 @@ class SparseMLP:
         return self.act(gate) * up
 
 
-def _product(x: Tensor, weight: Tensor | Blocks, number: int, halves: int = 1) -> Tensor:
+def _product(x: Tensor, weight: Tensor | BlockQuantized, number: int, halves: int = 1) -> Tensor:
     """By one expert's weight, in fp8 by what it and the quantised rows stand for."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight[number])
-    wide = plain_groups(quantize_groups_reference(x))
+    wide = dequantize_groups(quantize_groups_reference(x))
     parts = (part.chunk(halves) for part in (weight.values[number], weight.scales[number]))
-    products = [F.linear(wide, plain_blocks(Blocks(*half))) for half in zip(*parts, strict=True)]
+    products = [F.linear(wide, dequantize_blocks(BlockQuantized(*half))) for half in zip(*parts, strict=True)]
     return torch.cat(products, dim=1).to(x.dtype)
 
 
 def read_experts(
     build: LayerBuilder, prefix: str, shape: ExpertShape, hidden: int, act: str
-) -> tuple[Tensor | Blocks, Tensor | Blocks]:
+) -> tuple[Tensor | BlockQuantized, Tensor | BlockQuantized]:
     """(gate and up, down) of all experts. Each has its own tensors in most files, and all share one in some.
 
     They are kept in blocks of fp8 where the checkpoint has them so or `--quantization` wants it, and where
@@ -151,7 +156,7 @@ def read_experts(
     """
     weights, width = build.weights, shape.intermediate
     stored, wanted = build.in_blocks(prefix + "0.gate_proj"), build.precision(prefix) == "fp8"
-    blocks = (stored or wanted) and act in KINDS and multiplies_blocks(weights.device)
+    blocks = (stored or wanted) and act in ACTIVATION_CODES and multiplies_blocks(weights.device)
     blocks |= wanted and weights.device.type == "cpu"
     sizes = {"gate_up": (2, width, hidden), "down": (1, hidden, width)}
     stacks = {name: ExpertStack(shape.experts, *size, weights, blocks=blocks) for name, size in sizes.items()}

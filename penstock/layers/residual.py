@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.language import fused
-from penstock.kernels.quantize import Rows
+from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import Activations
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.layers.norm import Norm
@@ -22,23 +22,25 @@ from penstock.layers.norm import Norm
 class Part(Protocol):
     """A linear layer or a feed-forward block."""
 
-    def __call__(self, x: Rows, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
 
 
 def add_norm(
-    part: Part, norm: Norm, x: Rows, residual: Tensor, out: Tensor | None = None
-) -> tuple[Tensor, Rows]:
+    part: Part, norm: Norm, x: Activations, residual: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Activations]:
     """norm(part(x) + residual), what a post-norm model does: as it goes on, and for the next part. `out` is
     a place for it, not that of the residual."""
-    if fused(residual):
+    if use_kernel(residual):
         return norm.after(part(x, out=out), residual)
     out = norm(part(x, residual))
     return out, out
 
 
-def join_norm(part: Part, norm: Norm, x: Rows, residual: Tensor) -> tuple[Tensor, Rows]:
+def join_norm(part: Part, norm: Norm, x: Activations, residual: Tensor) -> tuple[Tensor, Activations]:
     """(part(x) + residual, the same normalised): the sum goes on beside the next part of a pre-norm model."""
-    if fused(residual):
+    if use_kernel(residual):
         return norm.join(part(x), residual)
     hidden = part(x, residual)
     return hidden, norm(hidden)

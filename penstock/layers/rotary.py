@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.language import fused
-from penstock.kernels.rotary import HeadNorms, Keep, rotate_fused_, rotate_fused_reference, rotate_reference
+from penstock.kernels.language import use_kernel
+from penstock.kernels.rotary import (
+    HeadNorms,
+    KVCacheWrite,
+    rotate_qkv_,
+    rotate_qkv_reference,
+    rotate_reference,
+)
 from penstock.layers.batch import Batch
 from penstock.layers.norm import RMSNorm
 
@@ -61,7 +67,7 @@ class Rotary:
 
     def angles(self, batch: Batch) -> Angles:
         """Those of every token; shared by all layers of a step."""
-        if fused(self.cos):
+        if use_kernel(self.cos):
             return Angles(batch.positions, self.cos, self.sin, gathered=False)
         cos, sin = (x.index_select(0, batch.positions)[:, None].to(self.dtype) for x in (self.cos, self.sin))
         return Angles(batch.positions, cos, sin)
@@ -73,7 +79,7 @@ class Rotary:
         angles: Angles,
         kv_heads: int | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
-        keep: Keep | None = None,
+        keep: KVCacheWrite | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key turned, value as it is, each [tokens, heads, dim]; qkv [tokens, all heads · dim] may
         be overwritten. `norms`, of queries and of keys, come first. What is to be kept is kept only where
@@ -82,7 +88,7 @@ class Rotary:
         parts = qkv.view(qkv.shape[0], sizes[0] + 2 * sizes[1], -1)
         weights = None if norms is None else HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
         if angles.gathered:
-            return rotate_fused_reference(
+            return rotate_qkv_reference(
                 parts,
                 sizes,
                 angles.cos,
@@ -91,7 +97,7 @@ class Rotary:
                 interleaved=self.interleaved,
                 norms=weights,
             )
-        return rotate_fused_(
+        return rotate_qkv_(
             parts,
             sizes,
             angles.positions,
@@ -105,7 +111,7 @@ class Rotary:
 
     def keeps(self, dim: int) -> bool:
         """Whether keys and values of so many components can go to memory on the way."""
-        return fused(self.cos) and self.size == dim
+        return use_kernel(self.cos) and self.size == dim
 
     def __call__(self, x: Tensor, angles: Angles) -> Tensor:
         """x [tokens, heads, dim], turned; by gathered angles."""

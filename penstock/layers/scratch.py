@@ -25,9 +25,9 @@ class QKVViews(NamedTuple):
 class AttentionRoute(NamedTuple):
     """Which leading rows of a step go to which kernel; the library computes the rest."""
 
-    short: Tensor | None  # cumulative lengths of the rows for `short_rows`
+    short: Tensor | None  # cumulative lengths of the rows for `short_attention`
     max_short_length: int
-    flash: Tensor | None  # cumulative lengths of the rows for `flash_rows`, which follow them
+    flash: Tensor | None  # cumulative lengths of the rows for `flash_attention`, which follow them
     max_flash_length: int
     num_rows: int  # of both
 

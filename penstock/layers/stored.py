@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.blockwise import GROUP, Blocks, plain_blocks, quantize_blocks
-from penstock.kernels.language import cdiv, fused
+from penstock.kernels.blockwise import GROUP, BlockQuantized, dequantize_blocks, quantize_blocks
+from penstock.kernels.language import cdiv, use_kernel
 from penstock.kernels.quantize import FP8
 from penstock.weights.stream import WeightSource
 
@@ -17,14 +17,14 @@ def multiplies_blocks(device: torch.device) -> bool:
     """Whether kernels multiply fp8 there; elsewhere stored blocks become plain weights as they are read."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return False
-    return fused(torch.empty(0, device=device))
+    return use_kernel(torch.empty(0, device=device))
 
 
-def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> Blocks:
+def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> BlockQuantized:
     """One weight on the model's device. `name` is the tensor's own."""
     values = weights.packed(name, (outputs, inputs)).to(weights.device)
     scales = weights.read(f"{name}_scale_inv", (cdiv(outputs, GROUP), cdiv(inputs, GROUP)))
-    return Blocks(values, scales.to(dtype=torch.float32, device=weights.device))
+    return BlockQuantized(values, scales.to(dtype=torch.float32, device=weights.device))
 
 
 def plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) -> Tensor:
@@ -32,13 +32,13 @@ def plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) ->
     return weights.plain(name, (outputs, inputs))
 
 
-def join_blocks(parts: Sequence[Blocks]) -> Blocks:
+def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
     """Along the outputs. Blocks that would lie askew give each output scales of its own."""
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
     if all(len(part.values) % GROUP == 0 for part in parts[:-1]):
-        return Blocks(values, torch.cat([part.scales for part in parts]))
+        return BlockQuantized(values, torch.cat([part.scales for part in parts]))
     rows = [part.scales.repeat_interleave(GROUP, dim=0)[: len(part.values)] for part in parts]
-    return Blocks(values, torch.cat(rows))
+    return BlockQuantized(values, torch.cat(rows))
 
 
 class ExpertStack:
@@ -52,22 +52,24 @@ class ExpertStack:
         self.outputs, self.down = outputs, cdiv(outputs, GROUP)
         self.dtype = weights.dtype
         self.device = device
-        self.all: Tensor | Blocks
+        self.all: Tensor | BlockQuantized
         if blocks:
             scales = (experts, halves * self.down, cdiv(inputs, GROUP))
-            self.all = Blocks(
+            self.all = BlockQuantized(
                 torch.empty(shape, dtype=FP8, device=device),
                 torch.empty(scales, dtype=torch.float32, device=device),
             )
         else:
             self.all = torch.empty(shape, dtype=weights.dtype, device=device)
 
-    def put(self, expert: int, half: int, part: Tensor | Blocks) -> None:
+    def put(self, expert: int, half: int, part: Tensor | BlockQuantized) -> None:
         rows = slice(half * self.outputs, (half + 1) * self.outputs)
         if isinstance(self.all, Tensor):
-            self.all[expert, rows] = plain_blocks(part, self.dtype) if isinstance(part, Blocks) else part
+            self.all[expert, rows] = (
+                dequantize_blocks(part, self.dtype) if isinstance(part, BlockQuantized) else part
+            )
             return
-        if not isinstance(part, Blocks):
+        if not isinstance(part, BlockQuantized):
             part = quantize_blocks(part.to(dtype=self.dtype, device=self.device))
         self.all.values[expert, rows] = part.values
         self.all.scales[expert, half * self.down : (half + 1) * self.down] = part.scales

@@ -14,7 +14,7 @@ from penstock.layers.build import LayerBuilder
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP
 from penstock.layers.rotary import Angles
-from penstock.models.rotary_encoder import RotaryEncoder, RotaryEncoderLayer, SequenceIds, Shape
+from penstock.models.rotary_encoder import RotaryEncoder, RotaryEncoderLayer, Shape, TensorNames
 from penstock.weights.adapters import AdapterSet, MergedSource
 
 
@@ -69,9 +69,13 @@ class AdaptedEncoder(RotaryEncoder):
     """Without an adapter in the batch it is the plain encoder."""
 
     def __init__(
-        self, build: AdaptedBuilder, shape: Shape, layouts: tuple[SequenceIds, ...], unneeded: tuple[str, ...]
+        self,
+        build: AdaptedBuilder,
+        shape: Shape,
+        layouts: tuple[TensorNames, ...],
+        ignored_tensors: tuple[str, ...],
     ) -> None:
-        super().__init__(build, shape, layouts, unneeded)
+        super().__init__(build, shape, layouts, ignored_tensors)
         if shape.gated:
             raise ModelLoadError("adapters on gated blocks are not supported")
         tables = self.prefix + "embeddings."

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import AttentionKind, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -47,7 +47,7 @@ class DebertaLayer:
         )
         self.output_norm = build.norm(prefix + "output.LayerNorm", hidden, eps)
 
-    def __call__(self, hidden: Tensor, fed: Rows, batch: Batch) -> tuple[Tensor, Rows]:
+    def __call__(self, hidden: Tensor, fed: Activations, batch: Batch) -> tuple[Tensor, Activations]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
         qkv = self.qkv(fed)
         if self.terms is None:
@@ -124,12 +124,12 @@ class Deberta:
         self.conv = _conv(build, self.prefix + "encoder.conv.", config)
         if self.conv is not None:
             self.conv_norm = build.norm(self.prefix + "encoder.conv.LayerNorm", hidden, eps)
-        self.trims_last_layer = self.conv is None or len(self.layers) > 1
-        self.layers[-1].last = self.trims_last_layer
+        self.prunes_last_layer = self.conv is None or len(self.layers) > 1
+        self.layers[-1].last = self.prunes_last_layer
         self.hidden_size = hidden
-        self.causal = False
+        self.is_causal = False
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         embedded = self.embedding(batch)

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.checkpoint.labels import label_count, reward_count
+from penstock.checkpoint.pooling import pooling_method
 from penstock.checkpoint.score import MARK_DIM
-from penstock.checkpoint.spec import is_causal, label_count, pooling_method, reward_labels
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -103,7 +104,7 @@ class DecoderAttention:
         self.layer = layer
         self.rotary = rotary
 
-    def __call__(self, hidden: Rows, batch: Batch, angles: Angles) -> Tensor:
+    def __call__(self, hidden: Activations, batch: Batch, angles: Angles) -> Tensor:
         """What `out` projects, [tokens, heads · dim]."""
         kind = self.generating if batch.is_generation else self.kind
         keep = None
@@ -140,8 +141,8 @@ class DecoderLayer:
             self.mlp_norm.feed(mlp.first)
 
     def __call__(
-        self, hidden: Tensor, normed: Rows, batch: Batch, angles: Angles, behind: RMSNorm
-    ) -> tuple[Tensor, Rows]:
+        self, hidden: Tensor, normed: Activations, batch: Batch, angles: Angles, behind: RMSNorm
+    ) -> tuple[Tensor, Activations]:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         out, context = self.attention.out, self.attention(normed, batch, angles)
         if self.last:
@@ -180,11 +181,11 @@ class Decoder:
             part.compile()
         self.shape = shape
         self.hidden_size = shape.hidden
-        self.causal = shape.causal
-        self.trims_last_layer = True
+        self.is_causal = shape.causal
+        self.prunes_last_layer = True
         self.kv_shape = (shape.layers, shape.kv_heads, shape.head_dim)
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
@@ -192,19 +193,19 @@ class Decoder:
             hidden.mul_(self.embedding_scale)
         angles = self.rotary.angles(batch)
         local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
-        normed: Rows = self.norms[0](hidden)
+        normed: Activations = self.norms[0](hidden)
         for layer, behind in zip(self.layers, self.norms[1:], strict=True):
             hidden, normed = layer(hidden, normed, batch, local if layer.sliding else angles, behind)
-        return plain(normed)
+        return dequantize(normed)
 
 
 def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    return _with_head(Decoder(build, _llama_shape("Llama", config)), build, config, head)
+    return _with_head(Decoder(build, _llama_shape(config)), build, config, head)
 
 
 def llama_bidirectional(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """nemotron-embed, and its reranker, which pools before it projects."""
-    model = Decoder(build, _llama_shape("LlamaBidirectional", config))
+    model = Decoder(build, _llama_shape(config))
     if head is not Task.CLASSIFY:
         return _with_head(model, build, config, head)
     temperature = float(config.get("temperature", 1.0))
@@ -215,12 +216,12 @@ def llama_bidirectional(build: LayerBuilder, config: Mapping[str, Any], head: Ta
 
 
 def mistral(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    return _with_head(Decoder(build, _mistral_shape("Mistral", config)), build, config, head)
+    return _with_head(Decoder(build, _mistral_shape(config)), build, config, head)
 
 
 def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Mistral, trained to embed with every token in sight of every other, whatever the window."""
-    shape = _mistral_shape("GritLM", config)
+    shape = _mistral_shape(config)
     if not shape.causal:
         reach = shape.reach - 1 if shape.reach and all(shape.sliding) else None
         shape = replace(shape, sliding=(False,) * shape.layers, generate_reach=reach)
@@ -228,20 +229,20 @@ def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
 
 
 def qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    shape = replace(_qwen_shape("Qwen2", config), qkv_bias=True)
+    shape = replace(_qwen_shape(config), qkv_bias=True)
     return _with_head(Decoder(build, shape), build, config, head)
 
 
 def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     bias = bool(config.get("attention_bias"))
-    shape = replace(_qwen_shape("Qwen3", config, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    shape = replace(_qwen_shape(config, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
     return _with_head(Decoder(build, shape), build, config, head)
 
 
 def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Qwen3 whose MLPs are experts, in every layer or in some."""
     bias = bool(config.get("attention_bias"))
-    shape = _qwen_shape("Qwen3Moe", config, head_dim=128)
+    shape = _qwen_shape(config, head_dim=128)
     plain, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     experts = ExpertShape(
         option(config, "num_experts", "num_local_experts"),
@@ -256,7 +257,7 @@ def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None)
 
 def phi3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     window = config.get("sliding_window")
-    shape = _shape(config, is_causal("Phi3", config), window, lambda layer: window is not None)
+    shape = _shape(config, window, lambda layer: window is not None)
     return _with_head(Decoder(build, replace(shape, joined=True)), build, config, head)
 
 
@@ -276,7 +277,7 @@ def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
     """The first Gemma, as bge-reranker-v2-gemma has it."""
     bias = bool(config.get("attention_bias"))
     shape = replace(
-        _shape(config, is_causal("Gemma", config), None, lambda layer: False, head_dim=256),
+        _shape(config, None, lambda layer: False, head_dim=256),
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         qkv_bias=bias,
         out_bias=bias,
@@ -289,9 +290,8 @@ def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Every other layer slides, and scores are bent to a bound."""
     window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
-    causal = is_causal("Gemma2", config)
     shape = replace(
-        _shape(config, causal, window, lambda layer: layer % 2 == 0, head_dim=256, capped=True),
+        _shape(config, window, lambda layer: layer % 2 == 0, head_dim=256, capped=True),
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
         softcap=config.get("attn_logit_softcapping"),
@@ -307,9 +307,8 @@ def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
 def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-    causal = is_causal("Gemma3", config)
     shape = replace(
-        _shape(config, causal, window, lambda layer: (layer + 1) % every != 0, head_dim=256),
+        _shape(config, window, lambda layer: (layer + 1) % every != 0, head_dim=256),
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         rope=rope_options(config, "rope_theta", default=1_000_000.0),
         local_rope=rope_options(
@@ -323,32 +322,30 @@ def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
         norm_plus_one=True,
         embedding_scale=math.sqrt(config["hidden_size"]),
     )
-    if window and config.get("use_bidirectional_attention") and not causal:
+    if window and config.get("use_bidirectional_attention") and not shape.causal:
         shape = replace(shape, reach=window // 2)  # here the window counts both sides
     return _with_head(Decoder(build, shape), build, config, head)
 
 
-def _llama_shape(architecture: str, config: Mapping[str, Any]) -> DecoderShape:
+def _llama_shape(config: Mapping[str, Any]) -> DecoderShape:
     bias = bool(config.get("attention_bias"))
-    shape = _shape(config, is_causal(architecture, config), config.get("sliding_window"), lambda layer: False)
+    shape = _shape(config, config.get("sliding_window"), lambda layer: False)
     return replace(shape, qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
 
 
-def _mistral_shape(architecture: str, config: Mapping[str, Any]) -> DecoderShape:
+def _mistral_shape(config: Mapping[str, Any]) -> DecoderShape:
     window = config.get("sliding_window", 4096)
-    return _shape(config, is_causal(architecture, config), window, lambda layer: window is not None)
+    return _shape(config, window, lambda layer: window is not None)
 
 
-def _qwen_shape(architecture: str, config: Mapping[str, Any], head_dim: int | None = None) -> DecoderShape:
+def _qwen_shape(config: Mapping[str, Any], head_dim: int | None = None) -> DecoderShape:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
-    causal = is_causal(architecture, config)
-    return _shape(config, causal, window, lambda layer: window is not None and layer >= first, head_dim)
+    return _shape(config, window, lambda layer: window is not None and layer >= first, head_dim)
 
 
 def _shape(
     config: Mapping[str, Any],
-    causal: bool,
     window: int | None,
     sliding: Callable[[int], bool],  # whether a layer is, where config.json does not list them
     head_dim: int | None = None,
@@ -357,7 +354,7 @@ def _shape(
 ) -> DecoderShape:
     """What all families read alike. A window of n is the token itself and n - 1 before it, or n each way."""
     _check(config, _REFUSED[1:] if capped else _REFUSED)
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden, heads, causal = config["hidden_size"], config["num_attention_heads"], config["is_causal"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ModelLoadError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
@@ -442,7 +439,7 @@ def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
 def _with_head(model: Decoder, build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Sequences are judged by their last token, tokens each by itself."""
     if head is Task.REWARD:
-        hidden, labels = model.hidden_size, reward_labels(config)
+        hidden, labels = model.hidden_size, reward_count(config)
         layers = [build.linear("score.0", hidden, hidden, "relu"), build.linear("score.2", hidden, labels)]
         model.heads[head] = TaskHead("last", Stack(*layers), labels)
     elif head is not None:

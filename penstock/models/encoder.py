@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -39,7 +39,7 @@ from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceIds:
+class TensorNames:
     """Where a family keeps its tensors, below its own prefix."""
 
     layer: str = "encoder.layer.{}."
@@ -53,8 +53,8 @@ class SequenceIds:
     output_norm: str = "output.LayerNorm"
 
 
-BERT_NAMES = SequenceIds()
-DISTILBERT_NAMES = SequenceIds(
+BERT_NAMES = TensorNames()
+DISTILBERT_NAMES = TensorNames(
     layer="transformer.layer.{}.",
     query="attention.q_lin",
     key="attention.k_lin",
@@ -65,7 +65,7 @@ DISTILBERT_NAMES = SequenceIds(
     down="ffn.lin2",
     output_norm="output_layer_norm",
 )
-MPNET_NAMES = SequenceIds(
+MPNET_NAMES = TensorNames(
     query="attention.attn.q",
     key="attention.attn.k",
     value="attention.attn.v",
@@ -89,7 +89,7 @@ class Shape:
     first_position: int
     act: str
     eps: float
-    names: SequenceIds
+    names: TensorNames
     bias_buckets: int = 0  # MPNet
 
 
@@ -110,8 +110,8 @@ class EncoderLayer:
         self.widths = tuple(map(place_of, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
 
     def __call__(
-        self, hidden: Tensor, fed: Rows, batch: Batch, bias: ScoreBias | None
-    ) -> tuple[Tensor, Rows]:
+        self, hidden: Tensor, fed: Activations, batch: Batch, bias: ScoreBias | None
+    ) -> tuple[Tensor, Activations]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
         qkv, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         context = attend_fused(self.qkv(fed, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
@@ -147,15 +147,15 @@ class Encoder:
         feed_post_norms(self.layers)
         self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
         self.hidden_size = shape.hidden
-        self.causal = False
-        self.trims_last_layer = True
+        self.is_causal = False
+        self.prunes_last_layer = True
         self.prefix = prefix
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        fed: Rows = hidden
+        fed: Activations = hidden
         for layer in self.layers:
             hidden, fed = layer(hidden, fed, batch, self.bias)
         return hidden
@@ -267,7 +267,7 @@ def _bert_shape(
     config: Mapping[str, Any],
     *,
     first_position: int,
-    names: SequenceIds = BERT_NAMES,
+    names: TensorNames = BERT_NAMES,
     bias_buckets: int = 0,
     segments: int | None = None,
 ) -> Shape:

@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.spec import label_count
-from penstock.kernels.quantize import Rows, plain
+from penstock.checkpoint.labels import label_count
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -42,7 +42,9 @@ class GPT2Layer:
             scale /= layer + 1
         self.kind = AttentionKind(causal=True, scale=scale)
 
-    def __call__(self, hidden: Tensor, normed: Rows, batch: Batch, behind: LayerNorm) -> tuple[Tensor, Rows]:
+    def __call__(
+        self, hidden: Tensor, normed: Activations, batch: Batch, behind: LayerNorm
+    ) -> tuple[Tensor, Activations]:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         qkv = self.qkv(normed)
         query, key, value = qkv.view(qkv.shape[0], 3, self.heads, -1).unbind(1)
@@ -57,7 +59,7 @@ class GPT2:
     """token ids → hidden states behind the last norm, [tokens, hidden]."""
 
     def __init__(self, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-        require(config, add_cross_attention=False, reorder_and_upcast_attn=False)
+        require(config, add_cross_attention=False, reorder_and_upcast_attn=False, is_causal=True)
         hidden, layers, eps = config["n_embd"], config["n_layer"], config["layer_norm_epsilon"]
         prefix = build.weights.prefix_of("wte.weight")
         positions = option(config, "n_positions", "n_ctx")
@@ -68,19 +70,19 @@ class GPT2:
         names = [*(f"h.{i}.ln_1" for i in range(layers)), "ln_f"]
         self.norms = [build.norm(prefix + name, hidden, eps) for name in names]
         self.hidden_size = hidden
-        self.causal = True
-        self.trims_last_layer = True
+        self.is_causal = True
+        self.prunes_last_layer = True
         self.kv_shape = (layers, config["n_head"], hidden // config["n_head"])
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
         hidden += F.embedding(batch.positions, self.positions)
-        normed: Rows = self.norms[0](hidden)
+        normed: Activations = self.norms[0](hidden)
         for layer, behind in zip(self.layers, self.norms[1:], strict=True):
             hidden, normed = layer(hidden, normed, batch, behind)
-        return plain(normed)
+        return dequantize(normed)
 
 
 def gpt2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> GPT2:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.spec import label_count
+from penstock.checkpoint.labels import label_count
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
@@ -131,7 +131,7 @@ def add_two_step_head(
 
 class WordTable(Protocol):
     hidden_size: int
-    causal: bool
+    is_causal: bool
     embedding: Tensor  # [vocabulary, hidden]
     heads: dict[Task, TaskHead]
 
@@ -141,7 +141,7 @@ def add_token_head(
 ) -> None:
     """The logits of a few tokens after the last one, in fp32: no other row of the head is ever read."""
     words = getattr(model, "embedding", None)
-    if not isinstance(words, Tensor) or not model.causal:
+    if not isinstance(words, Tensor) or not model.is_causal:
         raise ModelLoadError("only decoders whose tokens see none after them answer with tokens")
     if max(tokens) >= len(words):
         raise ModelLoadError(f"token {max(tokens)} is beyond the vocabulary of {len(words)}")

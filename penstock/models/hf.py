@@ -36,10 +36,10 @@ class TransformersModel:
         self.module: Any = module.to(device).eval()
         self.hidden_size = int(config.hidden_size)
         self.segments = int(getattr(config, "type_vocab_size", 0) or 0)
-        self.causal = False  # rows are never cut here
-        self.trims_last_layer = False
+        self.is_causal = False  # rows are never cut here
+        self.prunes_last_layer = False
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded: tuple[str, ...] = ()
+        self.ignored_tensors: tuple[str, ...] = ()
 
     def __call__(self, batch: Batch) -> Tensor:
         out: Tensor | None = None

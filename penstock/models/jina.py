@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.checkpoint.spec import adapter_names
+from penstock.checkpoint.adapters import adapter_names
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.adapted import AdaptedBuilder, AdaptedEncoder
 from penstock.models.encoder import Encoder, roberta
 from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_two_step_head
 from penstock.models.options import option, require, rope_options
-from penstock.models.rotary_encoder import RotaryEncoder, SequenceIds, Shape, ported
+from penstock.models.rotary_encoder import RotaryEncoder, Shape, TensorNames, ported
 from penstock.types import Task
 from penstock.weights.adapters import Adapter, AdapterSet, MergedSource
 
-FLASH = SequenceIds(
+FLASH = TensorNames(
     layer="encoder.layers.{}.",
     qkv=("mixer.Wqkv",),
     out="mixer.out_proj",
@@ -39,13 +39,18 @@ def xlm_roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | Non
     named = " ".join(str(place) for place in (config.get("auto_map") or {}).values())
     rotary = config.get("position_embedding_type") == "rotary"
     if rotary or "use_flash_attn" in config or "xlm-roberta-flash" in named:
-        return jina(build, config, head)
+        return _build(build, config, head, _shape(config, positions="absolute", rope_theta=10_000))
     return roberta(build, config, head)
 
 
-def jina(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
+def jina_embeddings_v3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
+    """The transformers port, whose defaults differ."""
+    return _build(build, config, head, _shape(config, positions="rotary", rope_theta=20_000))
+
+
+def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, shape: Shape) -> RotaryEncoder:
     require(config, use_reg_tokens=False)
-    adapter, shape = _adapter(config), _shape(config)
+    adapter = _adapter(config)
     source = MergedSource(build.weights, adapter)
     model: RotaryEncoder
     if adapter is None and (chosen := _all_adapters(config)) is not None:
@@ -61,12 +66,12 @@ def jina(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> R
     return model
 
 
-def _shape(config: Mapping[str, Any]) -> Shape:
-    port = config.get("model_type") == "jina_embeddings_v3"
-    kind = config.get("position_embedding_type") or ("rotary" if port else "absolute")
+def _shape(config: Mapping[str, Any], *, positions: str, rope_theta: float) -> Shape:
+    """`positions` and `rope_theta` are defaults for what config.json leaves out."""
+    kind = config.get("position_embedding_type") or positions
     if kind not in ("rotary", "absolute"):
         raise ModelLoadError(f"position_embedding_type {kind!r} is not supported; 'rotary', 'absolute' are")
-    rope = rope_options(config, "rotary_emb_base", default=20_000 if port else 10_000)
+    rope = rope_options(config, "rotary_emb_base", default=rope_theta)
     return Shape(
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows, plain
+from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import BIDIRECTIONAL, AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -48,8 +48,14 @@ class ModernBertLayer:
         self.mlp_norm.feed(self.mlp.first)
 
     def __call__(
-        self, hidden: Tensor, normed: Rows, batch: Batch, rotary: Rotary, angles: Angles, behind: LayerNorm
-    ) -> tuple[Tensor, Rows]:
+        self,
+        hidden: Tensor,
+        normed: Activations,
+        batch: Batch,
+        rotary: Rotary,
+        angles: Angles,
+        behind: LayerNorm,
+    ) -> tuple[Tensor, Activations]:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
         context = attend(query, key, value, batch, self.attention)
@@ -84,19 +90,19 @@ class ModernBert:
         for before, layer in zip(self.norms, self.layers[1:], strict=False):  # the last feeds none
             before.feed(layer.qkv)
         self.hidden_size = hidden
-        self.causal = False
-        self.trims_last_layer = True
+        self.is_causal = False
+        self.prunes_last_layer = True
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = UNNEEDED
+        self.ignored_tensors = UNNEEDED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        normed: Rows = hidden
+        normed: Activations = hidden
         angles = {kind: rotary.angles(batch) for kind, rotary in self.rotary.items()}
         for layer, behind in zip(self.layers, self.norms, strict=True):
             kind = layer.kind
             hidden, normed = layer(hidden, normed, batch, self.rotary[kind], angles[kind], behind)
-        return plain(normed)
+        return dequantize(normed)
 
 
 def modernbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> ModernBert:

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.checkpoint.spec import positions_of
+from penstock.checkpoint.families import FAMILIES
+from penstock.checkpoint.limits import max_positions
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.heads import NOMIC_MLM, add_masked_lm_head, add_pooler_head
 from penstock.models.options import option, require, rope_options
-from penstock.models.rotary_encoder import RotaryEncoder, SequenceIds, Shape, ported
+from penstock.models.rotary_encoder import RotaryEncoder, Shape, TensorNames, ported
 from penstock.types import Task
 
-GATED = SequenceIds(
+GATED = TensorNames(
     layer="encoder.layers.{}.",
     qkv=("attn.Wqkv",),
     out="attn.out_proj",
@@ -69,7 +70,7 @@ def _shape(config: Mapping[str, Any]) -> Shape:
         heads=heads,
         intermediate=option(config, "intermediate_size", "n_inner", default=4 * hidden),
         vocabulary=-(-config["vocab_size"] // multiple) * multiple,
-        positions=positions_of(config),
+        positions=max_positions(FAMILIES["nomic_bert"], config),
         segments=config.get("type_vocab_size", 2),
         act=config.get("hidden_act", "silu") if act is None else GATES.get(act, act),
         eps=option(config, "layer_norm_eps", "layer_norm_epsilon", default=1e-12),

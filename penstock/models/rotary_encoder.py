@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.quantize import Rows
+from penstock.kernels.quantize import Activations
 from penstock.layers.attention import attend, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
@@ -26,7 +26,7 @@ from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceIds:
+class TensorNames:
     """Where a checkpoint keeps its tensors, below its own prefix."""
 
     layer: str
@@ -39,9 +39,9 @@ class SequenceIds:
     embedding_norm: str = "embeddings.LayerNorm"
 
 
-def ported(*, up: tuple[str, ...], down: str) -> SequenceIds:
+def ported(*, up: tuple[str, ...], down: str) -> TensorNames:
     """The names of the transformers ports, which differ only in the feed-forward block."""
-    return SequenceIds(
+    return TensorNames(
         layer="layers.{}.",
         qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         out="self_attn.o_proj",
@@ -79,7 +79,7 @@ class RotaryEncoderLayer:
     last = False  # of its model, so that only a pooler reads what it gives
 
     def __init__(
-        self, build: LayerBuilder, prefix: str, names: SequenceIds, shape: Shape, rotary: Rotary | None
+        self, build: LayerBuilder, prefix: str, names: TensorNames, shape: Shape, rotary: Rotary | None
     ) -> None:
         hidden, inner = shape.hidden, shape.intermediate
         self.heads = shape.heads
@@ -98,7 +98,9 @@ class RotaryEncoderLayer:
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
         self.widths = tuple(map(place_of, (self.qkv, self.out, up, down)))
 
-    def __call__(self, hidden: Tensor, fed: Rows, batch: Batch, angles: Angles | None) -> tuple[Tensor, Rows]:
+    def __call__(
+        self, hidden: Tensor, fed: Activations, batch: Batch, angles: Angles | None
+    ) -> tuple[Tensor, Activations]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
         place, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         qkv = self.qkv(fed, out=place)
@@ -117,7 +119,11 @@ class RotaryEncoder:
     """token ids → hidden states [tokens, hidden]."""
 
     def __init__(
-        self, build: LayerBuilder, shape: Shape, layouts: tuple[SequenceIds, ...], unneeded: tuple[str, ...]
+        self,
+        build: LayerBuilder,
+        shape: Shape,
+        layouts: tuple[TensorNames, ...],
+        ignored_tensors: tuple[str, ...],
     ) -> None:
         weights = build.weights
         self.prefix = weights.prefix_of("embeddings.word_embeddings.weight")
@@ -142,20 +148,20 @@ class RotaryEncoder:
         self.layers[-1].last = True
         feed_post_norms(self.layers)
         self.hidden_size = shape.hidden
-        self.causal = False
-        self.trims_last_layer = True
+        self.is_causal = False
+        self.prunes_last_layer = True
         self.heads: dict[Task, TaskHead] = {}
-        self.unneeded = unneeded
+        self.ignored_tensors = ignored_tensors
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        fed: Rows = hidden
+        fed: Activations = hidden
         angles = None if self.rotary is None else self.rotary.angles(batch)
         for layer in self.layers:
             hidden, fed = layer(hidden, fed, batch, angles)
         return hidden
 
-    def _names(self, build: LayerBuilder, layouts: tuple[SequenceIds, ...]) -> SequenceIds:
+    def _names(self, build: LayerBuilder, layouts: tuple[TensorNames, ...]) -> TensorNames:
         looked_for = [f"{self.prefix}{names.layer.format(0)}{names.down}.weight" for names in layouts]
         for names, tensor in zip(layouts, looked_for, strict=True):
             if build.weights.has(tensor):

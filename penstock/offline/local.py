@@ -1,4 +1,4 @@
-"""An engine core in this process, on a thread of its own: what offline use talks to."""
+"""`LocalEngine`: an engine in this process, on a thread of its own. Offline use talks to it."""
 
 from __future__ import annotations
 
@@ -6,92 +6,149 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.engine.build import build_core
-from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
-from penstock.types import Comparison, DecodedTokens, GeneratedTokens, Outcome, PooledOutput, Request
-from penstock.wire.router import Division, Hear, Leave, Listener, Parts, Receive, Stream, Told, parts_of
+from penstock.engine.loop import EngineCore
+from penstock.errors import BadValue, EngineUnavailable, PenstockError
+from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
+from penstock.types import Comparison, Failure, Outcome, PooledOutput, Request
+from penstock.wire.router import OutcomeRouter, Subscribers
 
 
-class LocalEngine:
-    """submit → future. Safe to call from any thread."""
+class _Recipient(ABC):
+    """Owner of requests; `deliver` is called on the engine's thread with all that a step gives it."""
 
-    constrains = True  # rows may be made to follow a grammar
+    @abstractmethod
+    def deliver(self, outcomes: list[Outcome]) -> None: ...
+
+
+class _LoopRecipient(_Recipient):
+    """An event loop, and its requests. A step reaches all of them with one `call_soon_threadsafe`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.subscribers = Subscribers()
+        # Requests whose callers have given up, until the engine confirms it. Until then their ids stay in
+        # use, so that no late outcome reaches a new request of the same id.
+        self.cancelling: set[str] = set()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.subscribers or request_id in self.cancelling
+
+    def deliver(self, outcomes: list[Outcome]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self.loop.call_soon_threadsafe(self.subscribers.deliver, outcomes)
+
+    def confirm_cancel(self, request_id: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.cancelling.discard, request_id)
+
+
+class _FutureRecipient(_Recipient):
+    """A single request whose caller waits on any thread."""
+
+    def __init__(self) -> None:
+        self.future: Future[PooledOutput] = Future()
+
+    def deliver(self, outcomes: list[Outcome]) -> None:
+        with contextlib.suppress(InvalidStateError):  # the caller has cancelled it, at any moment
+            for outcome in outcomes:
+                if isinstance(outcome, PooledOutput):
+                    self.future.set_result(_writable(outcome))
+                elif isinstance(outcome, Failure):
+                    self.future.set_exception(outcome.error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+    caller: _LoopRecipient  # has given up, and wants a confirmation
+
+
+_Message = Request | Comparison | _Cancel | None  # None: wake up
+
+
+class LocalEngine(EngineHandle):
+    """An engine in this process. Its methods may be called from several event loops and threads at once."""
 
     def __init__(self, spec: ModelSpec, settings: Resolved) -> None:
-        self._inbox: queue.SimpleQueue[Request | Comparison | str | None] = (
-            queue.SimpleQueue()
-        )  # str: cancel, None: wake
-        self._waiters: dict[str, Future[PooledOutput]] = {}
-        self._receivers: dict[str, Hear] = {}
-        self._division = Division()
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._router: OutcomeRouter[_Recipient] = OutcomeRouter()
+        self._loops: dict[asyncio.AbstractEventLoop, _LoopRecipient] = {}
         self._closing = False
-        self._why = "the engine is closed"
-        self._gate = threading.Lock()  # nothing is submitted once closing has begun
+        self._closed_reason = "the engine is closed"
+        self._submit_lock = threading.Lock()  # nothing is submitted once closing has begun
         self._core = build_core(spec, settings, wake=lambda: self._inbox.put(None))
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request | Comparison) -> Future[PooledOutput]:
-        future: Future[PooledOutput] = Future()
-        with self._gate:
-            self._check(request)
-            self._waiters[request.id] = future
-            self._inbox.put(request)
-        return future
+    @property
+    def core(self) -> EngineCore:
+        """The engine's loop; its state may be read while it is idle."""
+        return self._core
 
-    def stream(self, request: Request, receive: Receive) -> None:
-        """Continue a request's rows; `receive` is called on the engine's thread with what comes."""
-        self.stream_all(
-            [request], lambda told: receive(told if isinstance(told, PenstockError) else parts_of(told))
-        )
+    @property
+    def ready(self) -> bool:
+        return not self._closing
 
-    def stream_all(self, requests: Sequence[Request], receive: Hear) -> None:
-        """The same of several requests, with one call for all that a step gives them."""
-        with self._gate:
-            for request in requests:
-                self._check(request)
-                self._receivers[request.id] = receive
-                self._inbox.put(request)
+    @property
+    def unavailable_reason(self) -> str:
+        return self._closed_reason if self._closing else ""
 
-    async def generate(self, request: Request) -> AsyncIterator[list[GeneratedTokens]]:
-        """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
-        stream = Stream(request)
-        leave = self.listen(request, stream)
-        try:
-            async for parts in stream.parts():
-                yield parts
-        finally:
-            leave()
+    def stats(self) -> EngineStats:
+        return EngineStats(num_requests=len(self._router))
 
-    def listen(self, request: Request, listener: Listener) -> Leave:
-        """Have a request's rows continued; the listener is told on the running loop as it comes."""
+    async def run(self, request: Request) -> PooledOutput:
+        return await self._await_output(request)
+
+    async def compare(self, comparison: Comparison) -> PooledOutput:
+        return await self._await_output(comparison)
+
+    async def _await_output(self, request: Request | Comparison) -> PooledOutput:
         loop = asyncio.get_running_loop()
+        future: asyncio.Future[PooledOutput] = loop.create_future()
+        with self._submit_lock:
+            recipient = self._recipient(loop)
+            self._check(request.id, recipient)
+            recipient.subscribers.add_future(request.id, future)
+            self._submit(request, recipient)
+        try:
+            return _writable(await future)
+        except asyncio.CancelledError:
+            self._abandon(request.id, recipient)
+            raise
+        finally:
+            recipient.subscribers.remove_future(request.id)
 
-        def receive(parts: Parts | PenstockError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(listener.receive, parts)
+    def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
+        with self._submit_lock:
+            recipient = self._recipient(asyncio.get_running_loop())
+            self._check(request.id, recipient)
+            recipient.subscribers.add_listener(request.id, listener)
+            self._submit(request, recipient)
 
-        self.stream(request, receive)
-        return lambda: None if listener.over else self.cancel(request.id)
+        def unsubscribe() -> None:
+            removed = recipient.subscribers.remove_listener(request.id)
+            if removed is not None and not removed.finished:
+                self._abandon(request.id, recipient)
 
-    def _check(self, request: Request | Comparison) -> None:
-        if self._closing:
-            raise EngineUnavailable(self._why)
-        if request.id in self._waiters or request.id in self._receivers:
-            raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
+        return unsubscribe
 
-    def cancel(self, request_id: str) -> None:
-        self._inbox.put(request_id)
+    def submit(self, request: Request | Comparison) -> Future[PooledOutput]:
+        """The output of a pooling request, for callers without an event loop."""
+        recipient = _FutureRecipient()
+        with self._submit_lock:
+            self._check(request.id)
+            self._submit(request, recipient)
+        return recipient.future
 
     def close(self) -> None:
-        """Finish what was submitted, then stop."""
-        with self._gate:
+        with self._submit_lock:
             if self._closing:
                 return
             self._closing = True
@@ -99,22 +156,43 @@ class LocalEngine:
         self._thread.join()
         self._core.close()
 
+    def _recipient(self, loop: asyncio.AbstractEventLoop) -> _LoopRecipient:
+        if (recipient := self._loops.get(loop)) is None:
+            self._loops = {known: each for known, each in self._loops.items() if not known.is_closed()}
+            recipient = self._loops[loop] = _LoopRecipient(loop)
+        return recipient
+
+    def _check(self, request_id: str, recipient: _LoopRecipient | None = None) -> None:
+        if self._closing:
+            raise EngineUnavailable(self._closed_reason)
+        if request_id in self._router or (recipient is not None and request_id in recipient):
+            raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
+
+    def _submit(self, request: Request | Comparison, recipient: _Recipient) -> None:
+        self._router.add(request.id, recipient)
+        self._inbox.put(request)
+
+    def _abandon(self, request_id: str, recipient: _LoopRecipient) -> None:
+        """Cancel a request whose caller has given up. Nothing is delivered any more."""
+        recipient.cancelling.add(request_id)
+        self._inbox.put(_Cancel(request_id, recipient))
+
     def _run(self) -> None:
         try:
             while not self._closing or self._core.busy or not self._inbox.empty():
-                self._take(self._next())
+                self._handle(self._next_message())
                 with contextlib.suppress(queue.Empty):
                     while True:
-                        self._take(self._inbox.get_nowait())
-                self._settle(self._core.step())
-                if self._core.broken is not None:
-                    return self._stop(self._core.broken)
+                        self._handle(self._inbox.get_nowait())
+                self._deliver(self._core.step())
+                if self._core.device_failure is not None:
+                    return self._stop(self._core.device_failure)
         except BaseException as error:
             self._stop(error)
             raise
 
-    def _next(self) -> Request | Comparison | str | None:
-        """What comes next, or nothing once some request may be late."""
+    def _next_message(self) -> _Message:
+        """The next message, or None when the next deadline has passed."""
         deadline = self._core.next_deadline_s()
         try:
             return self._inbox.get(
@@ -124,65 +202,37 @@ class LocalEngine:
             return None
 
     def _stop(self, error: BaseException) -> None:
-        self._why = f"the engine stopped: {error!r}"
-        self._closing = True
-        for future in list(self._waiters.values()):
-            _settle(future, EngineUnavailable(self._why))
-        for receive in set(self._receivers.values()):
-            receive(EngineUnavailable(self._why))
+        self._closed_reason = f"the engine stopped: {error!r}"
+        with self._submit_lock:
+            self._closing = True
+        for recipient, outcomes in self._router.fail_all(self._closed_reason).items():
+            recipient.deliver(outcomes)
 
-    def _take(self, message: Request | Comparison | str | None) -> None:
+    def _handle(self, message: _Message) -> None:
         if isinstance(message, Comparison):
             self._core.compare(message)
         elif isinstance(message, Request):
             try:
                 self._core.add(message)
             except PenstockError as error:
-                self._end(message.id, error)
+                self._deliver([Failure(message.id, error)])
         elif message is not None:
-            self._core.cancel(message)
-            self._end(message, Cancelled("the request was cancelled"))
+            self._cancel(message)
 
-    def _settle(self, outcomes: list[Outcome]) -> None:
-        told: dict[Hear, Told] = {}
-        for outcome in outcomes:
-            if isinstance(outcome, DecodedTokens):
-                for receive, (rows, places) in self._division.of(outcome.rows, self._receivers).items():
-                    told.setdefault(receive, []).append(DecodedTokens(rows, outcome.token_ids[places]))
-            elif (
-                isinstance(outcome, GeneratedTokens)
-                and (hears := self._receivers.get(outcome.id)) is not None
-            ):
-                told.setdefault(hears, []).append(outcome)
-        for outcome in outcomes:
-            if isinstance(outcome, GeneratedTokens) and not self._core.generates(outcome.id):
-                self._receivers.pop(outcome.id, None)
-        for receive, theirs in told.items():
-            receive(theirs)
-        for outcome in outcomes:
-            if not isinstance(outcome, DecodedTokens | GeneratedTokens):
-                self._end(outcome.id, outcome if isinstance(outcome, PooledOutput) else outcome.error)
+    def _cancel(self, message: _Cancel) -> None:
+        request_id, caller = message.request_id, message.caller
+        if self._router.owner(request_id) is caller:  # or it has finished, and the id is another request's
+            self._core.cancel(request_id)
+            self._router.remove(request_id)
+        caller.confirm_cancel(request_id)
 
-    def _end(self, request_id: str, result: PooledOutput | PenstockError) -> None:
-        _settle(self._waiters.pop(request_id, None), result)
-        receive = self._receivers.pop(request_id, None)
-        if receive is not None and isinstance(result, PenstockError):
-            receive(result)
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        for recipient, theirs in self._router.route(outcomes, self._core.generates).items():
+            recipient.deliver(theirs)
 
 
-def _own(answer: PooledOutput) -> PooledOutput:
-    """What its caller may write to: requests that are alike have been given the same arrays."""
-    if answer.values.flags.writeable:
-        return answer
-    return replace(answer, values=answer.values.copy(), more=tuple(array.copy() for array in answer.more))
-
-
-def _settle(future: Future[PooledOutput] | None, result: PooledOutput | PenstockError) -> None:
-    """Hand a result over, unless its caller has given up, which may happen at any moment."""
-    if future is None:
-        return
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(result, PooledOutput):
-            future.set_result(_own(result))
-        else:
-            future.set_exception(result)
+def _writable(output: PooledOutput) -> PooledOutput:
+    """An output that its caller may write to: deduplicated requests are given the same arrays."""
+    if output.values.flags.writeable:
+        return output
+    return replace(output, values=output.values.copy(), more=tuple(array.copy() for array in output.more))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.dense import DenseSpec
-from penstock.checkpoint.spec import ModelSpec, label_count
+from penstock.checkpoint.labels import label_count
+from penstock.checkpoint.spec import ModelSpec
 from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear

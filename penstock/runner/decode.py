@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.feed import feed_tokens
-from penstock.kernels.language import fused
+from penstock.kernels.language import use_kernel
+from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, KVAccess, PagedTensors
 from penstock.models.registry import Model
@@ -163,7 +163,7 @@ class DecodeGraphs(Captures[Key, Graph]):
             return None
         rows, max_blocks = _bucket(ROWS, plan.num_rows), _bucket(MAX_BLOCKS, paged.max_blocks)
         need = self.generator.sampler.plan.need(sample.sampled_slots)
-        samples = not need & _AFTER_GRAPH and fused(self.generator.last)
+        samples = not need & _AFTER_GRAPH and use_kernel(self.generator.last)
         return Key(rows, max_blocks, samples, samples and bool(need & Need.FILTER))
 
     def __call__(self, plan: GeneratePlan) -> GeneratedTensors | None:
@@ -218,7 +218,7 @@ class DecodeGraphs(Captures[Key, Graph]):
         batch, generator = self._batch(key, tensors), self.generator
 
         def work() -> list[Tensor]:
-            feed_tokens(tensors.token_ids, tensors.fed_slots, generator.last)
+            insert_sampled_tokens(tensors.token_ids, tensors.fed_slots, generator.last)
             logits = generator.head.project(self.model(batch))
             if not key.samples:
                 return [logits]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import compiling
+from penstock.kernels.language import is_precompiling
 from penstock.kvcache.store import KVCache
 from penstock.layers.batch import Batch, KVAccess, OutputTokens, PagedTensors, reads_in_place
 from penstock.models.registry import Model
@@ -264,7 +264,7 @@ class Graphs(Captures[Key, Graph]):
         """Note what a step of this shape took without a graph. The minimum counts, because first steps
         include lazy set-up. A step whose kernels were only compiled, not run, is ignored."""
         seen = self._seen.get(key)
-        if seen is not None and not compiling():
+        if seen is not None and not is_precompiling():
             seen.host_s, seen.device_s = min(seen.host_s, host_s), min(seen.device_s, device_s)
 
     def _larger_graph(self, key: Key) -> Graph | None:
@@ -337,7 +337,7 @@ class Graphs(Captures[Key, Graph]):
         """The pooling method, where it reads one token of each row and the last layer is better computed for
         those tokens alone."""
         tokens, rows, _ = key.bucket
-        if not self.model.trims_last_layer or key.max_cached_keys is not None:
+        if not self.model.prunes_last_layer or key.max_cached_keys is not None:
             return None
         if tokens * self.model.hidden_size < MIN_TRIMMED_SIZE or rows > MAX_TRIMMED_SHARE * tokens:
             return None

@@ -175,7 +175,7 @@ class ModelRunner:
     def _output_plan(self, plan: PoolPlan) -> OutputPlan | None:
         """The tokens whose hidden states the pooler reads, where they are few enough that the last layer is
         better computed for them alone; else None."""
-        if not self.model.trims_last_layer or plan.kv is not None or plan.adapters is not None:
+        if not self.model.prunes_last_layer or plan.kv is not None or plan.adapters is not None:
             return None
         if not plan.num_rows:
             return None

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import fused
-from penstock.kernels.sampling import logsum, logsum_reference
+from penstock.kernels.language import use_kernel
+from penstock.kernels.sampling import logsumexp_and_ranks, logsumexp_and_ranks_reference
 
 
 class LogprobTensors(NamedTuple):
@@ -30,7 +30,9 @@ def token_logprobs(
         rows, selected = torch.arange(len(logits), device=logits.device), logits
     else:
         selected = logits.index_select(0, rows)
-    sums, ranks = (logsum if fused(logits) else logsum_reference)(logits, rows, tokens)
+    sums, ranks = (logsumexp_and_ranks if use_kernel(logits) else logsumexp_and_ranks_reference)(
+        logits, rows, tokens
+    )
     ids = tokens.long()[:, None]
     values = selected.gather(1, ids)
     if top:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.types import Ints, SamplingParams, check_sampling
+from penstock.types import Ints, SamplerParams, check_sampling
 
 GREEDY_BELOW = 1e-5  # temperatures under it take the likeliest token
 
@@ -105,7 +105,7 @@ class SlotPlan:
     generated: Ints = field(init=False)  # [slots], tokens sampled so far
     logprobs: Ints = field(init=False)  # [slots], -1: not asked
     table: Ints = field(init=False)  # [slots, WIDTH]
-    held: dict[int, SamplingParams] = field(default_factory=dict)
+    held: dict[int, SamplerParams] = field(default_factory=dict)
     entries_of: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = field(default_factory=dict)
     until: Ints = field(init=False)  # [slots], where entries are of min tokens alone: how many; else 0
     counts: Pool = field(default_factory=Pool)
@@ -120,9 +120,9 @@ class SlotPlan:
         self.flags, self.generated, self.until = (np.zeros(total, np.int32) for _ in range(3))
         self.logprobs = np.full(total, -1, np.int32)
         self.table = np.zeros((total, WIDTH), np.int32)
-        self.table[:] = self._row(SamplingParams(temperature=0.0), stream=0)
+        self.table[:] = self._row(SamplerParams(temperature=0.0), stream=0)
 
-    def join(self, slot: int, params: SamplingParams, generated: int) -> Need:
+    def join(self, slot: int, params: SamplerParams, generated: int) -> Need:
         """Takes the slot. `generated` tokens were sampled before, where the row was interrupted."""
         if not 0 <= slot < self.max_slots:
             raise ValueError(f"slot {slot} is not in 0 … {self.max_slots - 1}")
@@ -233,7 +233,7 @@ class SlotPlan:
     def _union(self, slots: Ints) -> Need:
         return Need(int(np.bitwise_or.reduce(self.flags[slots]))) if len(slots) else Need.NOTHING
 
-    def _row(self, params: SamplingParams, stream: int) -> Ints:
+    def _row(self, params: SamplerParams, stream: int) -> Ints:
         row = np.zeros(WIDTH, np.int32)
         greedy = params.temperature < GREEDY_BELOW
         row[:FLOATS].view(np.float32)[:] = (
@@ -260,7 +260,7 @@ def packed_bits(ids: Iterable[int], vocab_size: int) -> Ints:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _need(params: SamplingParams) -> Need:
+def _need(params: SamplerParams) -> Need:
     need = Need.NOTHING
     if params.temperature >= GREEDY_BELOW:
         need |= Need.NOISE
@@ -277,7 +277,7 @@ def _need(params: SamplingParams) -> Need:
     return need
 
 
-def _entries(params: SamplingParams, generated: int) -> list[tuple[int, int, int, tuple[int, ...]]]:
+def _entries(params: SamplerParams, generated: int) -> list[tuple[int, int, int, tuple[int, ...]]]:
     bits = np.array(list(params.logit_bias.values()), np.float32).view(np.int32).tolist()
     out: list[tuple[int, int, int, tuple[int, ...]]]
     out = [(Entry.BIAS, token, bias, ()) for token, bias in zip(params.logit_bias, bits, strict=True)]

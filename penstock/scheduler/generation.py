@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.content import PrefixKeys
 from penstock.errors import BadValue, PenstockError, QueueFull, RowFailed
-from penstock.kvcache.blocks import BlockPool, extend_keys, prefix_keys
+from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.steps import StepRows, generation_plan
 from penstock.types import (
@@ -30,7 +31,7 @@ from penstock.types import (
     Request,
     SampledResult,
     SamplePlan,
-    SamplingParams,
+    SamplerParams,
     SequenceIds,
     Timings,
     TokenLogprobs,
@@ -56,23 +57,22 @@ class Constraint(Protocol):
 May = Callable[[str | None], bool]  # whether a request may run
 _UNSOUND = "the model gave logits that are not finite"
 _NOTHING_LEFT = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
-_SALT = "generate\0"  # blocks of rows that are pooled are not mixed with those of rows that are continued
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationLimits:
-    rows: int  # of one step, and slots
-    tokens: int  # of one step
-    chunk_tokens: int  # of one row in one step
-    length: int  # of a row, prompt and what follows
-    queued_tokens: int  # of prompts that wait
-    prefixes: bool = True  # keep full blocks for rows that begin alike
-    vocabulary: int = 1 << 31
-    apart: bool = False  # prompts and rows that go on take turns, for each kind of step is replayed
+    max_rows: int  # of one step, and the number of slots
+    max_tokens: int  # of one step
+    max_chunk_tokens: int  # of one sequence in one step
+    max_length: int  # of a sequence, prompt and output
+    max_queued_tokens: int  # of prompts that wait
+    prefix_caching: bool = True  # keep full blocks for sequences with the same prefix
+    vocab_size: int = 1 << 31
+    separate_prefill: bool = False  # prefill and decode steps alternate, because each is replayed as a graph
 
 
 @dataclass(slots=True, eq=False)
-class GeneratingRow:
+class SequenceState:
     """One prompt and where it stands; what changes every step lies in the lane's arrays."""
 
     request: Request
@@ -80,7 +80,7 @@ class GeneratingRow:
     place: Place
     slot: int = -1  # none yet
     blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks
+    prefix_keys: PrefixKeys | None = None  # of its full blocks, while it holds blocks
     queued_s: float = 0.0
     constraint: Constraint | None = None
     prompt_scores: TokenLogprobs | None = None  # of its prompt, where asked for, filled chunk by chunk
@@ -92,7 +92,7 @@ class GeneratingRow:
         return self.request.token_ids[start : start + int(self.request.lengths[self.row])]
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> SamplerParams:
         assert self.request.sampling is not None
         return self.request.sampling
 
@@ -103,17 +103,17 @@ class GenerationScheduler:
     def __init__(self, pool: BlockPool, limits: GenerationLimits) -> None:
         self.pool = pool
         self.limits = limits
-        self.broken: dict[str, PenstockError] = {}  # requests that cannot go on, until `let_go`
+        self.broken: dict[str, PenstockError] = {}  # requests that cannot go on, until `take_failures`
         self.preempted = 0  # how often a row gave way
         self.queued_tokens = 0
         self._now_s = 0.0
-        slots = limits.rows
-        self._rows: list[GeneratingRow | None] = [None] * slots
+        slots = limits.max_rows
+        self._rows: list[SequenceState | None] = [None] * slots
         self._free = list(range(slots - 1, -1, -1))
         self._running: list[int] = []  # slots, by place: the last one is the newest
-        self._paused: list[GeneratingRow] = []  # with a slot but no blocks, by place
-        self._waiting: list[GeneratingRow] = []  # with neither, by place
-        self._left: dict[str, list[GeneratingRow]] = {}  # request → rows that have not ended
+        self._paused: list[SequenceState] = []  # with a slot but no blocks, by place
+        self._waiting: list[SequenceState] = []  # with neither, by place
+        self._left: dict[str, list[SequenceState]] = {}  # request → rows that have not ended
         self._dated = False  # whether some of them may have a deadline
         self._suspects: list[str] = []  # requests of failed steps, each to be run apart
         self._count = itertools.count()
@@ -122,8 +122,8 @@ class GenerationScheduler:
         self._alone = np.zeros(slots, dtype=bool)  # slots of whose tokens there is more to tell than the id
         self._named = (np.zeros(0, dtype=np.int32),) * 2  # slots and epochs that `_names` are of
         self._names: SequenceIds = ()
-        self._tokens: Ints = np.zeros((slots, limits.length), dtype=np.int32)
-        self._tables: Ints = np.zeros((slots, pool.blocks_for(limits.length)), dtype=np.int32)
+        self._tokens: Ints = np.zeros((slots, limits.max_length), dtype=np.int32)
+        self._tables: Ints = np.zeros((slots, pool.blocks_for(limits.max_length)), dtype=np.int32)
         self._stops: Ints = np.full((slots, 1), -1, dtype=np.int32)
         # [slots] each: tokens of the row, those that the CPU has read, those that have run or are in a step
         # on its way, those of the prompt, those that it may have, and its blocks.
@@ -159,10 +159,10 @@ class GenerationScheduler:
         """`BadValue` for what can never run, `QueueFull` where too much waits."""
         assert request.sampling is not None
         self._check(request, request.sampling)
-        if self.queued_tokens and self.queued_tokens + request.num_tokens > self.limits.queued_tokens:
+        if self.queued_tokens and self.queued_tokens + request.num_tokens > self.limits.max_queued_tokens:
             raise QueueFull(
                 f"{self.queued_tokens} tokens of prompts are waiting and at most "
-                f"{self.limits.queued_tokens} may; try again shortly"
+                f"{self.limits.max_queued_tokens} may; try again shortly"
             )
 
     def add(self, request: Request, constraints: Sequence[Constraint] = ()) -> None:
@@ -171,7 +171,7 @@ class GenerationScheduler:
         self.check(request)
         number = next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
-        rows = [GeneratingRow(request, row, (start, number, row)) for row in range(request.num_rows)]
+        rows = [SequenceState(request, row, (start, number, row)) for row in range(request.num_rows)]
         for row, constraint in zip(rows, constraints, strict=False):
             row.constraint = constraint
         self._left[request.id] = rows
@@ -193,7 +193,7 @@ class GenerationScheduler:
             self.cancel(name)
         return names
 
-    def expired(self, now_s: float) -> list[Request]:
+    def expire(self, now_s: float) -> list[Request]:
         """Let go of the requests whose deadline has passed, and return them."""
         if not self._dated:
             return []
@@ -203,7 +203,7 @@ class GenerationScheduler:
             self.cancel(request.id)
         return late
 
-    def let_go(self) -> dict[str, PenstockError]:
+    def take_failures(self) -> dict[str, PenstockError]:
         """Forget the requests that cannot go on, and say why."""
         broken, self.broken = self.broken, {}
         for request_id in broken:
@@ -217,14 +217,14 @@ class GenerationScheduler:
         self._dated = any(d is not None for d in deadlines)
         return min((d for d in deadlines if d is not None), default=None)
 
-    def schedule(self, now_s: float, *, begin: bool = True) -> GeneratePlan | None:
+    def schedule(self, now_s: float, *, admit: bool = True) -> GeneratePlan | None:
         """The next step: rows that go on by a token first, then prompts; None if nothing can run. Without
-        `begin` no new row takes memory."""
+        `admit` no new row takes memory."""
         self._now_s = now_s
         if not self._running and not self._paused and not self._waiting:
             return None
         if not self._suspects:
-            return self._next_step(None, begin=begin)
+            return self._next_step(None, begin=admit)
         one, suspects = self._suspects[0], set(self._suspects)
         plan = self._next_step(lambda name: name == one)
         # It may want memory that others hold, who then go on; but nobody new begins before it.
@@ -232,11 +232,11 @@ class GenerationScheduler:
 
     def _next_step(self, may: May | None, *, begin: bool = True) -> GeneratePlan | None:
         """A step of the requests that `may` run, None for all; with `begin`, of new rows too."""
-        if self.limits.apart:
+        if self.limits.separate_prefill:
             return self._in_turn(may, begin)
         decode = self._grown(self._going_on(may))
         slots, counts = [decode], [np.ones(len(decode), dtype=np.int32)]
-        tokens, rows = self.limits.tokens - len(decode), self.limits.rows - len(decode)
+        tokens, rows = self.limits.max_tokens - len(decode), self.limits.max_rows - len(decode)
         for slot, count in self._prompts(may, begin, tokens, rows):
             slots.append(np.array([slot], dtype=np.int32))
             counts.append(np.array([count], dtype=np.int32))
@@ -247,7 +247,7 @@ class GenerationScheduler:
         """The same, of one kind: prompts, unless the last step was theirs and other rows go on."""
         for prompts in (not self._prompts_last, self._prompts_last, False):
             if prompts:
-                found = self._prompts(may, begin, self.limits.tokens, self.limits.rows)
+                found = self._prompts(may, begin, self.limits.max_tokens, self.limits.max_rows)
                 # A row that has begun and has one token to run goes on with the others.
                 several = [one for one in found if self._length[one[0]] - self._done[one[0]] > 1]
                 slots, counts = np.array(several, dtype=np.int32).reshape(-1, 2).T
@@ -264,7 +264,7 @@ class GenerationScheduler:
         if tokens <= 0 or rows <= 0:
             return
         for slot in self._prefilling(may, begin):
-            count = min(int(self._length[slot] - self._done[slot]), self.limits.chunk_tokens, tokens)
+            count = min(int(self._length[slot] - self._done[slot]), self.limits.max_chunk_tokens, tokens)
             yield slot, count
             tokens, rows = tokens - count, rows - 1
             if tokens <= 0 or rows <= 0:
@@ -285,7 +285,7 @@ class GenerationScheduler:
         slots, new_ids = sample.sampled_slots[mine], new[mine]
         self._tokens[slots, self._known[slots]] = new_ids
         self._known[slots] += 1
-        if self.limits.prefixes:
+        if self.limits.prefix_caching:
             self._publish(sample, live)
         stopped = (new_ids[:, None] == self._stops[slots]).any(axis=1)
         stopped &= self._known[slots] > self._least[slots]
@@ -318,14 +318,14 @@ class GenerationScheduler:
                 self.pool.retract(other.blocks)
             self.cancel(row.request.id)
 
-    def failed(self, plan: GeneratePlan, *, blame: bool = True) -> list[Request]:
+    def step_failed(self, plan: GeneratePlan, *, isolate: bool = True) -> list[Request]:
         """A step failed: the request that stood alone in it is at fault and is let go; others begin again
-        from what is known of them, one at a time. Without `blame` all begin again, together."""
+        from what is known of them, one at a time. Without `isolate` all begin again, together."""
         sample = plan.sample
         live = sample.slots[self._epoch[sample.slots] == sample.epochs]
         rows = [row for slot in live if (row := self._rows[slot]) is not None]
         requests = {row.request.id: row.request for row in rows}
-        if blame and len(requests) == 1:
+        if isolate and len(requests) == 1:
             (request,) = requests.values()
             self.cancel(request.id)
             return [request]
@@ -335,11 +335,11 @@ class GenerationScheduler:
             self._epoch[row.slot] += 1  # what is on its way is built on sand
             self._length[row.slot] = self._known[row.slot]
             self._join_again(row)
-        if blame:
+        if isolate:
             self._suspects += [name for name in requests if name not in self._suspects]
         return []
 
-    def left_slots(self) -> list[int]:
+    def take_freed_slots(self) -> list[int]:
         """Slots that were given up since the last step was planned; the caller tells the sampler."""
         left, self._leaves = self._leaves, []
         return left
@@ -347,7 +347,7 @@ class GenerationScheduler:
     def check_integrity(self) -> None:
         """Every slot and block belongs to one row or to none."""
         held = [slot for slot, row in enumerate(self._rows) if row is not None]
-        assert sorted(held + self._free) == list(range(self.limits.rows)), "slots are lost or held twice"
+        assert sorted(held + self._free) == list(range(self.limits.max_rows)), "slots are lost or held twice"
         paused = [row.slot for row in self._paused]
         assert sorted(self._running + paused) == held, "a row is neither running nor paused"
         assert all(not row.blocks for row in self._paused + self._waiting)
@@ -376,7 +376,7 @@ class GenerationScheduler:
         if self._constrained.any():
             last &= ~self._constrained[running] | (self._known[running] == length)
         ready: Ints = running if last.all() else running[last]
-        return ready[: min(self.limits.tokens, self.limits.rows)]
+        return ready[: min(self.limits.max_tokens, self.limits.max_rows)]
 
     def _grown(self, ready: Ints) -> Ints:
         """A block for each row that needs one. Where none is free, the newest row gives way."""
@@ -422,7 +422,7 @@ class GenerationScheduler:
                 return
             yield new.slot
 
-    def _admit(self, row: GeneratingRow) -> bool:
+    def _admit(self, row: SequenceState) -> bool:
         """Give a new row its slot and the blocks of its prompt."""
         slot, prompt, params = self._free[-1], row.prompt, row.sampling
         row.slot = slot
@@ -449,23 +449,21 @@ class GenerationScheduler:
         self._joins.append(Join(slot, params, prompt))
         return True
 
-    def _start(self, row: GeneratingRow) -> bool:
+    def _start(self, row: SequenceState) -> bool:
         """Blocks for all tokens of a row, those of a known prefix among them; the last token always runs."""
         slot, pool = row.slot, self.pool
         length = int(self._length[slot])
-        keys, found = [], []
-        if self.limits.prefixes and (row.scored or row.sampling.prompt_logprobs is None):
-            keys = prefix_keys(
-                self._tokens[slot, : length - 1], pool.block_size, _SALT + row.request.cache_salt
-            )
-            found = pool.match(keys)
+        keys = PrefixKeys(row.request, row.row, pool.block_size)
+        found: list[int] = []
+        if self.limits.prefix_caching and (row.scored or row.sampling.prompt_logprobs is None):
+            found = pool.match(keys.extend(self._tokens[slot, : length - 1]))
         needed = pool.blocks_for(length) - len(found)
         spare = min(len(self._running), pool.num_blocks // 64)  # so that it need not give way at once
         rest = pool.allocate(needed) if needed + spare <= pool.available else None
         if rest is None:
             pool.release(found)
             return False
-        row.blocks, row.keys = [], keys
+        row.blocks, row.prefix_keys = [], keys
         self._held[slot], self._published[slot] = 0, len(found)
         self._hold_all(row, found + rest)
         self._done[slot] = len(found) * pool.block_size
@@ -525,7 +523,7 @@ class GenerationScheduler:
                 self.broken[row.request.id] = error
         return tuple(out)
 
-    def _accepted(self, row: GeneratingRow, constraint: Constraint, token: int) -> bool:
+    def _accepted(self, row: SequenceState, constraint: Constraint, token: int) -> bool:
         """Whether the row's text is complete with this token."""
         try:
             constraint.accept(token)
@@ -550,7 +548,7 @@ class GenerationScheduler:
                     into[begin : begin + count] = some if some.ndim == 1 else some[:, : into.shape[1]]
             at += count
 
-    def _handed_out(self, row: GeneratingRow) -> _Extra:
+    def _handed_out(self, row: SequenceState) -> _Extra:
         """What was asked about a prompt, with the first token after it."""
         if row.scored or row.sampling.prompt_logprobs is None:
             return _NOTHING
@@ -585,14 +583,14 @@ class GenerationScheduler:
             self._named = slots, epochs
         return self._names
 
-    def _finish(self, row: GeneratingRow) -> None:
+    def _finish(self, row: SequenceState) -> None:
         rows = self._left[row.request.id]
         rows.remove(row)
         if not rows:
             del self._left[row.request.id]
         self._drop(row)
 
-    def _drop(self, row: GeneratingRow) -> None:
+    def _drop(self, row: SequenceState) -> None:
         """Free all that a row has; whatever of it is on its way is ignored when it comes."""
         if row.slot < 0:
             self._waiting.remove(row)
@@ -613,7 +611,7 @@ class GenerationScheduler:
         if slot not in self._leaves:
             self._leaves.append(slot)
 
-    def _join_again(self, row: GeneratingRow) -> None:
+    def _join_again(self, row: SequenceState) -> None:
         """The sampler may have counted tokens that nobody saw."""
         start, end = int(self._prompt[row.slot]), int(self._known[row.slot])
         output = self._tokens[row.slot, start:end].copy()
@@ -622,11 +620,11 @@ class GenerationScheduler:
         if row.slot not in self._leaves:
             self._leaves.append(row.slot)
 
-    def _pause(self, row: GeneratingRow) -> None:
+    def _pause(self, row: SequenceState) -> None:
         """Take a row's blocks; it begins again with all its tokens as prompt."""
         self._running.remove(row.slot)
         self.pool.release(row.blocks)
-        row.blocks, row.keys = [], []
+        row.blocks, row.prefix_keys = [], None
         self._held[row.slot] = self._done[row.slot] = 0
         self._visit[row.slot] += 1
         _insert(self._paused, row)
@@ -640,10 +638,10 @@ class GenerationScheduler:
         for i in np.flatnonzero(live & (ends // size > self._published[slots])).tolist():
             slot, full = int(slots[i]), int(ends[i]) // size
             row = self._rows[slot]
-            assert row is not None
-            extend_keys(row.keys, self._tokens[slot, : full * size], size, _SALT + row.request.cache_salt)
+            assert row is not None and row.prefix_keys is not None
+            keys = row.prefix_keys.extend(self._tokens[slot, : full * size])
             for block in range(int(self._published[slot]), full):
-                self.pool.publish(row.blocks[block], row.keys[block])
+                self.pool.publish(row.blocks[block], keys[block])
             self._published[slot] = full
 
     def _hold(self, slot: int, blocks: list[int]) -> None:
@@ -651,13 +649,13 @@ class GenerationScheduler:
         assert row is not None
         self._hold_all(row, blocks)
 
-    def _hold_all(self, row: GeneratingRow, blocks: list[int]) -> None:
+    def _hold_all(self, row: SequenceState, blocks: list[int]) -> None:
         at = len(row.blocks)
         row.blocks += blocks
         self._tables[row.slot, at : len(row.blocks)] = blocks
         self._held[row.slot] = len(row.blocks)
 
-    def _set_stops(self, slot: int, params: SamplingParams) -> None:
+    def _set_stops(self, slot: int, params: SamplerParams) -> None:
         stops = (*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids))
         if len(stops) > self._stops.shape[1]:
             wider = np.full((len(self._stops), len(stops)), -1, dtype=np.int32)
@@ -679,14 +677,14 @@ class GenerationScheduler:
         assert row is not None
         return row.place
 
-    def _check(self, request: Request, params: SamplingParams) -> None:
-        longest, limit = int(request.lengths.max(initial=0)), self.limits.length
+    def _check(self, request: Request, params: SamplerParams) -> None:
+        longest, limit = int(request.lengths.max(initial=0)), self.limits.max_length
         if request.num_rows == 0 or int(request.lengths.min()) == 0:
             raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")
         for name in ("logprobs", "prompt_logprobs"):
-            if (asked := getattr(params, name)) is not None and not 0 <= asked <= self.limits.vocabulary:
-                raise BadValue(f"{name} is {asked}; use 0 to {self.limits.vocabulary}", param=name)
-        check_sampling(params, self.limits.vocabulary)
+            if (asked := getattr(params, name)) is not None and not 0 <= asked <= self.limits.vocab_size:
+                raise BadValue(f"{name} is {asked}; use 0 to {self.limits.vocab_size}", param=name)
+        check_sampling(params, self.limits.vocab_size)
         if params.max_tokens < 1:
             raise BadValue(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
         if params.min_tokens > params.max_tokens:
@@ -705,13 +703,13 @@ _Extra = tuple[Ints | None, NDArray[np.float32] | None, Ints | None]  # TokenLog
 _NOTHING: _Extra = (None, None, None)
 
 
-def _room_for_scores(row: GeneratingRow) -> TokenLogprobs:
+def _room_for_scores(row: SequenceState) -> TokenLogprobs:
     count, wide = len(row.prompt) - 1, 1 + (row.sampling.prompt_logprobs or 0)
     ids, values = np.zeros((count, wide), np.int32), np.zeros((count, wide), np.float32)
     return TokenLogprobs(ids, values, np.zeros(count, np.int32))
 
 
-def _insert(rows: list[GeneratingRow], row: GeneratingRow) -> None:
+def _insert(rows: list[SequenceState], row: SequenceState) -> None:
     bisect.insort(rows, row, key=lambda other: other.place)
 
 

@@ -1,251 +1,249 @@
-"""From a job to pieces of text: asks the engine, writes tokens as they come, ends rows at stop strings.
-
-What server, command line and offline use share; `Generates` is all that is asked of an engine.
+"""From a generation job to text: submits its requests, detokenises tokens as they arrive, ends sequences at
+stop strings. The server, the offline engines and the commands all generate through `stream_text`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import DeadlineExceeded, EngineError, PenstockError
-from penstock.inputs.generation import Job
+from penstock.handle import EngineHandle, Unsubscribe
+from penstock.inputs.generation import GenerationJob
 from penstock.outputs.detokenizer import Decodes, detokenizer
 from penstock.outputs.stops import StopStrings
-from penstock.types import GeneratedTokens, Ints, Request, Timings
-from penstock.wire.router import Leave, Listener, Parts
-
-
-class Generates(Protocol):
-    def listen(self, request: Request, listener: Listener) -> Leave:
-        """Have a request's rows continued. The listener is told what comes; once it leaves, which it does
-        in any case, what has not ended is cancelled."""
+from penstock.types import GeneratedTokens, Ints, Timings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Logprobs:
-    """Of some tokens: the chosen one first, then the likeliest."""
+class TokenLogprobs:
+    """Log probabilities of some tokens: the chosen token first, then the most likely ones."""
 
     ids: Ints  # [tokens, 1 + top]
     values: NDArray[np.float32]  # [tokens, 1 + top]
-    ranks: Ints | None  # [tokens]
+    ranks: Ints | None  # [tokens], of the chosen token, from 1
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
-    """What is new of one row."""
+class TextDelta:
+    """What is new of one sequence."""
 
-    row: int
+    row: int  # sequence number: prompt · n + copy
     text: str
     token_ids: list[int]
-    logprobs: Logprobs | None = None
-    finish: str | None = None
-    stop_reason: int | str | None = None  # the stop string or the named stop token that ended the row
-    prompt: Logprobs | None = None  # of the prompt's tokens after the first
-    timings: Timings | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None  # "stop" | "length", with the last delta
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended the sequence
+    prompt_logprobs: TokenLogprobs | None = (
+        None  # of the prompt's tokens after the first, with the first delta
+    )
+    timings: Timings | None = None  # with the last delta
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has nothing but text."""
-        return self.finish is None and self.logprobs is None and self.prompt is None
+        """Whether it has text and token ids only."""
+        return self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
 
 
-class RowWriter:
-    """One row's text."""
+class SequenceText:
+    """The text of one sequence: detokenises, and looks for stop strings."""
 
-    def __init__(self, tokenizer: Decodes, job: Job, row: int) -> None:
+    def __init__(self, tokenizer: Decodes, job: GenerationJob, row: int) -> None:
         prompt = job.prompts[row // job.n]
         self.row = row
-        self.done = False
+        self.finished = False
         self._text = detokenizer(tokenizer, prompt[-8:].tolist(), job.skip_special_tokens)
         self._stops = StopStrings(job.stops, job.include_stop)
-        self._include = job.include_stop
+        self._include_stop = job.include_stop
         self._min_tokens = job.sampling.min_tokens
-        self._named = frozenset(job.sampling.stop_token_ids)
-        self._width = 1 + (job.sampling.logprobs or 0)
-        self._count = 0
-        # Tokens of the prompt whose log probabilities are awaited; nothing predicts the first.
-        self._unscored = 0 if job.sampling.prompt_logprobs is None else len(prompt) - 1
+        self._stop_token_ids = frozenset(job.sampling.stop_token_ids)
+        self._num_logprobs = 1 + (job.sampling.logprobs or 0)
+        self._num_tokens = 0
+        # Prompt tokens whose log probabilities are still to come; the first token has none.
+        self._num_unscored = 0 if job.sampling.prompt_logprobs is None else len(prompt) - 1
 
-    def push(self, number: int) -> Piece:
-        """One further token; the row goes on, as far as the engine knows."""
-        if self._unscored:
-            self._prompt_logprobs(None)
-        self._count += 1
-        text = self._text.push(number)
+    def push(self, token_id: int) -> TextDelta:
+        """Add one token. As far as the engine knows the sequence continues."""
+        if self._num_unscored:
+            self._take_prompt_logprobs(None)
+        self._num_tokens += 1
+        text = self._text.push(token_id)
         if not self._stops.wanted:
-            return Piece(self.row, text, [number])
-        shown, stop = self._stops.push(text, search=self._count > self._min_tokens)
-        self.done = stop is not None
-        return Piece(self.row, shown, [number], None, None if stop is None else "stop", stop)
+            return TextDelta(self.row, text, [token_id])
+        shown, stop = self._stops.push(text, search=self._num_tokens > self._min_tokens)
+        self.finished = stop is not None
+        return TextDelta(self.row, shown, [token_id], None, None if stop is None else "stop", stop)
 
-    def take(self, part: GeneratedTokens) -> Piece:
-        piece = Piece(self.row, "", [], finish=part.finish, timings=part.timings)
-        if self._unscored:
-            piece.prompt = self._prompt_logprobs(part)
+    def take(self, part: GeneratedTokens) -> TextDelta:
+        """Add tokens that come with more than their ids."""
+        delta = TextDelta(self.row, "", [], finish_reason=part.finish, timings=part.timings)
+        if self._num_unscored:
+            delta.prompt_logprobs = self._take_prompt_logprobs(part)
         ids = part.token_ids.tolist()
         if part.stop_token is not None and ids[-1:] != [part.stop_token]:
-            ids.append(part.stop_token)  # it was made, and counts, whether or not the engine hands it out
+            ids.append(part.stop_token)  # it was generated and counts, whether or not the engine returns it
         texts: list[str] = []
-        for at, number in enumerate(ids):
-            self._count += 1
-            piece.token_ids.append(number)
-            if part.stop_token is not None and at == len(ids) - 1 and not self._include:
-                break  # it ends the row, and is not shown
-            shown, stop = self._stops.push(self._text.push(number), search=self._count > self._min_tokens)
+        for at, token_id in enumerate(ids):
+            self._num_tokens += 1
+            delta.token_ids.append(token_id)
+            if part.stop_token is not None and at == len(ids) - 1 and not self._include_stop:
+                break  # it ends the sequence and is not shown
+            search = self._num_tokens > self._min_tokens
+            shown, stop = self._stops.push(self._text.push(token_id), search=search)
             texts.append(shown)
             if stop is not None:
-                piece.finish, piece.stop_reason = "stop", stop
+                delta.finish_reason, delta.stop_reason = "stop", stop
                 break
-        if piece.finish is not None and not isinstance(piece.stop_reason, str):
-            texts.append(self._ended(piece, part.stop_token))
-        self.done = piece.finish is not None
-        piece.text = "".join(texts)
-        piece.logprobs = _first(part, len(piece.token_ids), self._width)
-        return piece
+        if delta.finish_reason is not None and not isinstance(delta.stop_reason, str):
+            texts.append(self._finish(delta, part.stop_token))
+        self.finished = delta.finish_reason is not None
+        delta.text = "".join(texts)
+        delta.logprobs = _leading_logprobs(part, len(delta.token_ids), self._num_logprobs)
+        return delta
 
-    def _prompt_logprobs(self, part: GeneratedTokens | None) -> Logprobs:
-        """They come with the first part; answering without them would be wrong in silence."""
+    def _take_prompt_logprobs(self, part: GeneratedTokens | None) -> TokenLogprobs:
+        """They come with the first part; an answer without them would be silently wrong."""
         ids, values = (None, None) if part is None else (part.prompt_logprob_ids, part.prompt_logprobs)
-        if part is None or ids is None or values is None or len(ids) != self._unscored:
-            raise EngineError(f"the engine gave no log probabilities of the prompt of row {self.row}")
-        self._unscored = 0
-        return Logprobs(ids, values, part.prompt_ranks)
+        if part is None or ids is None or values is None or len(ids) != self._num_unscored:
+            raise EngineError(f"the engine returned no prompt log probabilities for sequence {self.row}")
+        self._num_unscored = 0
+        return TokenLogprobs(ids, values, part.prompt_ranks)
 
-    def _ended(self, piece: Piece, stop_token: int | None) -> str:
-        """The rest of the text; it may still complete a stop string."""
-        if stop_token in self._named:
-            piece.stop_reason = stop_token
-        shown, stop = self._stops.push(self._text.finish(), search=self._count > self._min_tokens)
+    def _finish(self, delta: TextDelta, stop_token: int | None) -> str:
+        """The rest of the text, which may still complete a stop string."""
+        if stop_token in self._stop_token_ids:
+            delta.stop_reason = stop_token
+        shown, stop = self._stops.push(self._text.finish(), search=self._num_tokens > self._min_tokens)
         if stop is not None:
-            piece.finish, piece.stop_reason = "stop", stop
+            delta.finish_reason, delta.stop_reason = "stop", stop
             return shown
         return shown + self._stops.finish()
 
 
-def _first(part: GeneratedTokens, count: int, width: int) -> Logprobs | None:
-    """The log probabilities of so many of the part's tokens, as many of each as were asked for."""
+def _leading_logprobs(part: GeneratedTokens, num_tokens: int, width: int) -> TokenLogprobs | None:
+    """The log probabilities of the part's first tokens, `width` of them for each."""
     if part.logprob_ids is None or part.logprobs is None:
         return None
-    ranks = None if part.ranks is None else part.ranks[:count]
-    return Logprobs(part.logprob_ids[:count, :width], part.logprobs[:count, :width], ranks)
+    ranks = None if part.ranks is None else part.ranks[:num_tokens]
+    return TokenLogprobs(part.logprob_ids[:num_tokens, :width], part.logprobs[:num_tokens, :width], ranks)
 
 
-async def write(engine: Generates, tokenizer: Decodes, job: Job) -> AsyncIterator[list[Piece]]:
-    """Pieces of the job's rows until all have ended. Closing it, at any point, cancels what still runs."""
-    writers = [RowWriter(tokenizer, job, row) for row in range(job.num_rows)]
-    left = len(writers)
+async def stream_text(
+    engine: EngineHandle, tokenizer: Decodes, job: GenerationJob
+) -> AsyncGenerator[list[TextDelta], None]:
+    """Deltas of the job's sequences until all have finished. Closing it cancels what still runs."""
+    sequences = [SequenceText(tokenizer, job, row) for row in range(job.num_rows)]
+    num_unfinished = len(sequences)
     inbox = _Inbox()
     try:
-        inbox.open(engine, job)
-        while left:
-            pieces = []
+        inbox.subscribe(engine, job)
+        while num_unfinished:
+            deltas = []
             for row, new in await inbox.next():
-                writer = writers[row]
-                if writer.done:
+                sequence = sequences[row]
+                if sequence.finished:
                     continue
-                pieces.append(piece := writer.push(new) if isinstance(new, int) else writer.take(new))
-                if piece.finish is not None:
-                    left -= 1
-                    if isinstance(piece.stop_reason, str):  # the engine does not know that it has ended
-                        inbox.ended(row)
-            if pieces:
-                yield pieces
+                delta = sequence.push(new) if isinstance(new, int) else sequence.take(new)
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    num_unfinished -= 1
+                    if isinstance(delta.stop_reason, str):  # the engine does not know that it has finished
+                        inbox.finish(row)
+            if deltas:
+                yield deltas
     finally:
         inbox.close()
 
 
 class _Inbox:
-    """What comes of a job's requests, for one task. All that has come since the last call is handed out
-    together, so a slow reader gets fewer, longer pieces."""
+    """Tokens of a job's requests, for one task. `next` returns all that arrived since the last call, so a
+    slow reader gets fewer and longer deltas."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._found: list[tuple[int, int | GeneratedTokens]] = []
+        self._arrived: list[tuple[int, int | GeneratedTokens]] = []
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._open: list[tuple[_Rows, Leave]] = []
+        self._subscriptions: list[tuple[_RequestRows, Unsubscribe]] = []
 
-    def open(self, engine: Generates, job: Job) -> None:
-        """Ask for all requests; late ones fail."""
+    def subscribe(self, engine: EngineHandle, job: GenerationJob) -> None:
+        """Submit all requests of the job and arm its deadline."""
         if job.deadline_s is not None:
-            whole = DeadlineExceeded(
-                f"not finished within the timeout of {job.deadline_s - job.arrival_s:g} s"
-            )
-            self._timer = self._loop.call_later(job.deadline_s - time.monotonic(), self.fail, whole)
+            timeout_s = job.deadline_s - job.arrival_s
+            late = DeadlineExceeded(f"not finished within the timeout of {timeout_s:g} s")
+            self._timer = self._loop.call_later(job.deadline_s - time.monotonic(), self.fail, late)
         for request, rows in job.requests():
-            listener = _Rows(self, rows)
-            self._open.append((listener, engine.listen(request, listener)))
+            listener = _RequestRows(self, rows)
+            self._subscriptions.append((listener, engine.stream(request, listener)))
 
     def put(self, row: int, new: int | GeneratedTokens) -> None:
-        self._found.append((row, new))
+        self._arrived.append((row, new))
         if self._waiter is not None:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """What came before it is still handed out."""
+        """`next` raises it once everything that arrived before it has been returned."""
         self._error = self._error or error
         self._wake()
 
     async def next(self) -> list[tuple[int, int | GeneratedTokens]]:
-        if not self._found and self._error is None:
+        if not self._arrived and self._error is None:
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if not self._found and self._error is not None:
+        if not self._arrived and self._error is not None:
             raise self._error
-        found, self._found = self._found, []
-        return found
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
-    def ended(self, row: int) -> None:
-        """Nobody wants more of this row: once all rows of its request have ended, so has the request."""
-        for listener, leave in self._open:
+    def finish(self, row: int) -> None:
+        """A stop string ended this sequence. A request is cancelled once all its sequences have finished."""
+        for listener, unsubscribe in self._subscriptions:
             listener.wanted.discard(row)
             if not listener.wanted:
-                leave()
+                unsubscribe()
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for _, leave in self._open:
-            leave()
+        for _, unsubscribe in self._subscriptions:
+            unsubscribe()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-class _Rows:
-    """One request's part of an inbox; its rows are some of the job's."""
+class _RequestRows:
+    """The `StreamListener` of one request, whose rows are some of the job's sequences."""
 
     def __init__(self, inbox: _Inbox, rows: list[int]) -> None:
         self.wanted = set(rows)
         self._inbox = inbox
         self._rows = rows
-        self._left = len(rows)
+        self._num_unfinished = len(rows)
 
     @property
-    def over(self) -> bool:
-        return self._left == 0
+    def finished(self) -> bool:
+        return self._num_unfinished == 0
 
-    def token(self, row: int, number: int) -> None:
-        self._inbox.put(self._rows[row], number)
+    def on_token(self, row: int, token_id: int) -> None:
+        self._inbox.put(self._rows[row], token_id)
 
-    def receive(self, parts: Parts | PenstockError) -> None:
-        if isinstance(parts, PenstockError):
-            self._left = 0
-            if self.wanted:
-                self._inbox.fail(parts)
-            return
-        self._left -= sum(part.finish is not None for part in parts)
+    def on_tokens(self, parts: list[GeneratedTokens]) -> None:
         for part in parts:
+            self._num_unfinished -= part.finish is not None
             self._inbox.put(self._rows[part.row], part)
+
+    def on_error(self, error: PenstockError) -> None:
+        self._num_unfinished = 0
+        if self.wanted:
+            self._inbox.fail(error)

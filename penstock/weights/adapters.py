@@ -55,8 +55,8 @@ class MergedSource(WeightSource):
     def prefix_of(self, *names: str) -> str:
         return self._inner.prefix_of(*names, *(_kept(name, "original") for name in names))
 
-    def finish(self, unneeded: Iterable[str]) -> None:
-        self._inner.finish(unneeded)
+    def finish(self, ignored_tensors: Iterable[str]) -> None:
+        self._inner.finish(ignored_tensors)
 
     def has_adapters(self, name: str) -> bool:
         return self._inner.has(_kept(name, "0.lora_A"))

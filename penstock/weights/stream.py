@@ -40,8 +40,8 @@ class WeightSource(ABC):
         """What stands before the first of `names` that is in this checkpoint, such as "bert."."""
 
     @abstractmethod
-    def finish(self, unneeded: Iterable[str]) -> None:
-        """Check that all was taken but names that contain one of `unneeded`."""
+    def finish(self, ignored_tensors: Iterable[str]) -> None:
+        """Check that all was taken but names that contain one of `ignored_tensors`."""
 
     def packed(self, name: str, shape: Sequence[int]) -> Tensor:
         """A tensor that is stored in fp8, as it is stored."""
@@ -114,8 +114,8 @@ class SafetensorsSource(WeightSource):
                 return min(found, key=len)
         raise ModelLoadError(f"{self._folder} has no tensor that ends in {names[0]!r}")
 
-    def finish(self, unneeded: Iterable[str]) -> None:
-        marks = tuple(unneeded)
+    def finish(self, ignored_tensors: Iterable[str]) -> None:
+        marks = tuple(ignored_tensors)
         left = sorted(name for name in self._left if not any(mark in name for mark in marks))
         if left:
             shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
@@ -152,7 +152,7 @@ class DummySource(WeightSource):
     def prefix_of(self, *names: str) -> str:
         return ""
 
-    def finish(self, unneeded: Iterable[str]) -> None:
+    def finish(self, ignored_tensors: Iterable[str]) -> None:
         return None
 
 

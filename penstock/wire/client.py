@@ -1,7 +1,7 @@
-"""The API process's side of the wire: submit a request, await its answer. Free of torch.
+"""The API process's side of the wire: an `EngineHandle` of an engine in another process. Free of torch.
 
-Requests of one turn of the event loop leave in one message. When the engine's process goes away, all
-that wait for it fail at once; the connection comes back by itself when a new engine listens.
+Requests that are submitted in one iteration of the event loop leave in one message. When the engine process
+exits, all pending requests fail at once. The connection returns by itself when a new engine listens.
 """
 
 from __future__ import annotations
@@ -12,61 +12,69 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.errors import EngineUnavailable
-from penstock.types import (
-    Comparison,
-    DecodedTokens,
-    Failure,
-    GeneratedTokens,
-    PooledOutput,
-    Request,
-    SequenceIds,
-)
+from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
+from penstock.types import Comparison, PooledOutput, Request, SequenceIds
 from penstock.wire.messages import (
-    Attached,
+    BlocksReleased,
     Cancel,
-    GivenBack,
     Hello,
+    MemoryMapped,
     Outcomes,
     Ready,
     decode_from_engine,
     encode,
+    last_decoded_rows,
+    merge_shared_frames,
     pack_comparison,
     pack_requests,
     unpack_outcomes,
-    with_shared,
 )
-from penstock.wire.router import Leave, Listener, Parts, Stream
-from penstock.wire.shared_memory import Window
+from penstock.wire.router import Subscribers
+from penstock.wire.shared_memory import MappedMemory, SharedMemoryInfo
 
 log = logging.getLogger("penstock.client")
 
 
-class EngineClient:
-    """`reason` tells, when asked, why the engine is not there; it stands in the 503."""
+class EngineClient(EngineHandle):
+    """The connection to one engine process."""
 
-    constrains = True  # rows may be made to follow a grammar
-
-    def __init__(self, address: str, reason: Callable[[], str] = lambda: "the engine is starting") -> None:
+    def __init__(
+        self, address: str, explain_unavailable: Callable[[], str] = lambda: "the engine is starting"
+    ) -> None:
+        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503."""
         self._address = address
-        self.reason = reason
-        self._waiters: dict[str, asyncio.Future[PooledOutput]] = {}
-        self._streams: dict[str, Listener] = {}
-        self._going_on: SequenceIds = ()  # the rows that the engine last named,
-        # and who hears of each; None: somebody has come or gone.
-        self._told: list[tuple[Callable[[int, int], None], int]] | None = None
+        self._explain_unavailable = explain_unavailable
+        self._subscribers = Subscribers()
+        self._last_rows: SequenceIds = ()  # of the last `DecodedTokens`; the engine does not repeat them
         self._outgoing: list[Request] = []
         self._cancelled: list[str] = []
         self._name = secrets.token_hex(8)
-        self._window: Window | None = None  # the engine's memory, where we could map it
-        self._given_back: deque[tuple[str, int]] = deque()
-        self.ready: Ready | None = None
+        self._memory: MappedMemory | None = None  # the engine's shared memory, if it could be mapped
+        self._released: deque[tuple[str, int]] = deque()  # memory and block, appended on any thread
+        self._engine: Ready | None = None  # None: not connected
+
+    @property
+    def ready(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def unavailable_reason(self) -> str:
+        return self._explain_unavailable() if self._engine is None else ""
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """The resolved settings of the engine; empty until it is ready."""
+        return {} if self._engine is None else self._engine.settings
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_requests=len(self._subscribers))
 
     def start(self) -> None:
         """Connect; call from the event loop."""
@@ -93,24 +101,16 @@ class EngineClient:
         self._fail_all("the server is closing")
         self._context.destroy(linger=0)
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiters) + len(self._streams)
-
     async def run(self, request: Request) -> PooledOutput:
-        """The answer to one request. Cancelling the caller cancels the request's rows."""
-        return await self._ask(request.id, lambda: self._enqueue(request))
+        return await self._await_output(request.id, lambda: self._enqueue(request))
 
     async def compare(self, comparison: Comparison) -> PooledOutput:
-        """The scores of vectors that the caller brought."""
-        return await self._ask(comparison.id, lambda: self._send(pack_comparison(comparison)))
+        return await self._await_output(comparison.id, lambda: self._send(pack_comparison(comparison)))
 
-    async def _ask(self, request_id: str, send: Callable[[], None]) -> PooledOutput:
-        """Register the waiter, then send."""
-        if self.ready is None:
-            raise EngineUnavailable(self.reason())
+    async def _await_output(self, request_id: str, send: Callable[[], None]) -> PooledOutput:
+        self._check_ready()
         future: asyncio.Future[PooledOutput] = self._loop.create_future()
-        self._waiters[request_id] = future
+        self._subscribers.add_future(request_id, future)
         send()
         try:
             return await future
@@ -118,37 +118,28 @@ class EngineClient:
             self._cancel(request_id)
             raise
         finally:
-            self._waiters.pop(request_id, None)
+            self._subscribers.remove_future(request_id)
+
+    def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
+        self._check_ready()
+        self._subscribers.add_listener(request.id, listener)
+        self._enqueue(request)
+
+        def unsubscribe() -> None:
+            removed = self._subscribers.remove_listener(request.id)
+            if removed is not None and not removed.finished:
+                self._cancel(request.id)
+
+        return unsubscribe
+
+    def _check_ready(self) -> None:
+        if self._engine is None:
+            raise EngineUnavailable(self._explain_unavailable())
 
     def _enqueue(self, request: Request) -> None:
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(request)
-
-    def listen(self, request: Request, listener: Listener) -> Leave:
-        """Have a request's rows continued; the listener is told as it comes."""
-        if self.ready is None:
-            raise EngineUnavailable(self.reason())
-        self._streams[request.id] = listener
-        self._told = None
-        self._enqueue(request)
-        return lambda: self._leave(request.id)
-
-    def _leave(self, request_id: str) -> None:
-        listener = self._streams.pop(request_id, None)
-        self._told = None
-        if listener is not None and not listener.over:
-            self._cancel(request_id)
-
-    async def generate(self, request: Request) -> AsyncIterator[list[GeneratedTokens]]:
-        """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
-        stream = Stream(request)
-        leave = self.listen(request, stream)
-        try:
-            async for parts in stream.parts():
-                yield parts
-        finally:
-            leave()
 
     def _cancel(self, request_id: str) -> None:
         if not self._cancelled:
@@ -164,120 +155,87 @@ class EngineClient:
         self._send([encode(Cancel(ids))])
 
     def _send(self, frames: list[Any]) -> None:
-        if self.ready is None:
-            return  # whoever waits has been told
+        if self._engine is None:
+            return  # all pending requests have failed
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:  # it is going away this very moment; the monitor will say so
+        except zmq.Again:  # the engine is just going away, which the monitor will report
             return
-        self._on_readable()  # a send may swallow the edge that announces a message
+        self._on_readable()  # a send may consume the edge that announces a received message
 
     def _on_readable(self) -> None:
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            header, *bulk = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             message = decode_from_engine(header.buffer)
             if isinstance(message, Ready):
-                self.ready = message
-                self._attach(message)
+                self._engine = message
+                self._map_memory(message.shared)
                 log.info("engine ready (process %d)", message.pid)
             elif isinstance(message, Outcomes):
-                self._settle(message, [frame.buffer for frame in bulk])
+                self._deliver(message, [frame.buffer for frame in frames])
 
-    def _attach(self, ready: Ready) -> None:
-        """Map the engine's memory and say so; what cannot be mapped is sent instead."""
-        shared, window = ready.shared, self._window
-        if shared is None:
-            self._window = None
+    def _map_memory(self, info: SharedMemoryInfo | None) -> None:
+        """Map the engine's shared memory and tell the engine. Without it, large outputs are sent."""
+        if info is None:
+            self._memory = None
             return
-        if window is None or window.name != shared.name:
+        if self._memory is None or self._memory.name != info.name:
             try:
-                self._window = Window(shared, self._give_back)
+                self._memory = MappedMemory(info, self._release_block)
             except (OSError, ValueError) as error:
-                self._window = None
-                log.warning("the engine's memory cannot be shared, answers are sent: %s", error)
+                self._memory = None
+                log.warning(
+                    "cannot map the engine's shared memory, large outputs are sent instead: %s", error
+                )
                 return
-        self._send([encode(Attached(shared.name, self._name, os.getpid()))])
-        self._flush_given_back()
+        self._send([encode(MemoryMapped(info.name, self._name, os.getpid()))])
+        self._flush_released()
 
-    def _give_back(self, shared: str, block: int) -> None:
-        """Nothing here reads this block any more; called on whatever thread that turned out."""
-        self._given_back.append((shared, block))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine will see us go
-            self._loop.call_soon_threadsafe(self._flush_given_back)
+    def _release_block(self, memory: str, block: int) -> None:
+        """Nothing in this process reads the block any more. Called on any thread."""
+        self._released.append((memory, block))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine will see that we have exited
+            self._loop.call_soon_threadsafe(self._flush_released)
 
-    def _flush_given_back(self) -> None:
-        if self.ready is None or not self._given_back:
-            return  # if it is the same engine that comes back, it is told then
-        given = [self._given_back.popleft() for _ in range(len(self._given_back))]
-        name = None if self.ready.shared is None else self.ready.shared.name
-        if blocks := [block for shared, block in given if shared == name]:
-            self._send([encode(GivenBack(str(name), blocks))])
+    def _flush_released(self) -> None:
+        if self._engine is None or not self._released:
+            return  # if the same engine comes back, it gets the message then
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        info = self._engine.shared
+        if info is not None and (blocks := [block for memory, block in released if memory == info.name]):
+            self._send([encode(BlocksReleased(info.name, blocks))])
 
-    def _settle(self, message: Outcomes, frames: list[Any]) -> None:
+    def _deliver(self, message: Outcomes, frames: list[Any]) -> None:
         if message.shared:
-            assert self._window is not None, "the engine shares only with those who have said that they can"
-            frames = with_shared(frames, message.shared, self._window.block)
-        outcomes = unpack_outcomes(message.items, frames, self._going_on)
-        by_request: dict[str, Parts] = {}
-        for outcome in outcomes:
-            if isinstance(outcome, DecodedTokens):
-                self._go_on(outcome)
-            elif isinstance(outcome, GeneratedTokens):
-                by_request.setdefault(outcome.id, []).append(outcome)
-        for request_id, parts in by_request.items():
-            if (stream := self._streams.get(request_id)) is not None:
-                stream.receive(parts)
-        for outcome in outcomes:
-            if isinstance(outcome, DecodedTokens | GeneratedTokens):
-                continue
-            if isinstance(outcome, Failure) and (stream := self._streams.get(outcome.id)) is not None:
-                stream.receive(outcome.error)
-                continue
-            future = self._waiters.get(outcome.id)
-            if future is None or future.done():
-                continue  # its client went away
-            if isinstance(outcome, PooledOutput):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome.error)
-
-    def _go_on(self, step: DecodedTokens) -> None:
-        """Tell each row's listener its token; who that is, is looked up when something has changed."""
-        if self._told is None or step.rows is not self._going_on:
-            self._going_on = step.rows
-            heard = [(self._streams.get(request_id), row) for request_id, row in step.rows]
-            self._told = [(_unheard if stream is None else stream.token, row) for stream, row in heard]
-        for (token, row), number in zip(self._told, step.token_ids.tolist(), strict=True):
-            token(row, number)
+            if self._memory is None:
+                raise RuntimeError("the engine sent a region of memory that this process has not mapped")
+            frames = merge_shared_frames(frames, message.shared, self._memory.read)
+        outcomes = unpack_outcomes(message.items, frames, self._last_rows)
+        self._last_rows = last_decoded_rows(outcomes, self._last_rows)
+        self._subscribers.deliver(outcomes)
 
     def _on_monitor(self) -> None:
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._greet()
+                self._send_hello()
             elif event == zmq.EVENT_DISCONNECTED:
-                self._on_readable()  # what it said before it went
-                self.ready = None
-                self._fail_all("the engine process stopped while this request was in flight")
+                self._on_readable()  # messages that it sent before
+                self._engine = None
+                self._fail_all(
+                    "the engine process stopped while this request was in flight; "
+                    "it is being restarted, try again"
+                )
 
-    def _greet(self) -> None:
-        """Ask the new engine whether it is ready; it answers as soon as it is."""
+    def _send_hello(self) -> None:
+        """Ask a new engine whether it is ready; it answers as soon as it is."""
         try:
             self._socket.send_multipart([encode(Hello())], zmq.NOBLOCK)
-        except zmq.Again:  # the handshake is done a moment before the socket can be written to
-            self._loop.call_later(0.005, self._greet)
+        except zmq.Again:  # the handshake ends shortly before the socket becomes writable
+            self._loop.call_later(0.005, self._send_hello)
         self._on_readable()
 
     def _fail_all(self, reason: str) -> None:
-        """Tell everyone who waits. The rows are lost; the client may send them again."""
-        lost = [future for future in self._waiters.values() if not future.done()]
-        if lost or self._streams:
-            log.warning("%s; %d requests fail", reason, len(lost) + len(self._streams))
-        for future in lost:
-            future.set_exception(EngineUnavailable(f"{reason}; it is being restarted, try again"))
-        for stream in self._streams.values():
-            stream.receive(EngineUnavailable(f"{reason}; it is being restarted, try again"))
-
-
-def _unheard(row: int, number: int) -> None:
-    """Its client went away."""
+        """Fail all pending requests. Their rows are lost; the client may send them again."""
+        if num_failed := self._subscribers.fail_all(reason):
+            log.warning("%d requests failed: %s", num_failed, reason)

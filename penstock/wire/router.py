@@ -1,99 +1,210 @@
-"""What comes back of a request piece by piece: from the engine's thread or message to a caller's loop."""
+"""Delivery of an engine's outcomes to the requests that await them.
+
+`OutcomeRouter` runs beside the engine: it divides the outcomes of a step among their owners, the connections
+of API processes or the event loops of this process. `Subscribers` runs on an event loop: it hands outcomes to
+the futures and listeners of single requests. A server has a router, a client has subscribers, and an engine
+in the caller's process has both.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from penstock.errors import PenstockError
-from penstock.types import DecodedTokens, GeneratedTokens, Ints, Request, SequenceIds
+from penstock.errors import EngineUnavailable, PenstockError
+from penstock.handle import StreamListener
+from penstock.types import (
+    DecodedTokens,
+    Failure,
+    GeneratedTokens,
+    Ints,
+    Outcome,
+    PooledOutput,
+    SequenceIds,
+)
 
-Parts = list[GeneratedTokens]
-Receive = Callable[[Parts | PenstockError], None]  # an error is the last that comes
-Told = list[DecodedTokens | GeneratedTokens]
-Hear = Callable[[Told | PenstockError], None]
-Share = tuple[SequenceIds, Ints]  # some of the rows that go on, and their places among all
-
-
-class Listener(Protocol):
-    """Who is told what comes of a request, on the thread of its loop."""
-
-    @property
-    def over(self) -> bool:
-        """Whether every row has ended, or the request has failed."""
-
-    def token(self, row: int, number: int) -> None:
-        """One further token of a row that goes on."""
-
-    def receive(self, parts: Parts | PenstockError) -> None: ...
+Owner = TypeVar("Owner", bound=Hashable)
 
 
-Leave = Callable[[], None]  # nobody listens any more: what is left of the request is cancelled
+class _OwnedSequences(NamedTuple):
+    """The sequences of a decode step that belong to one owner."""
+
+    rows: SequenceIds
+    indices: Ints | None  # their positions within the step; None: the owner has every sequence
 
 
-def parts_of(told: Told) -> Parts:
-    """The same, row by row."""
-    out: Parts = []
-    for some in told:
-        out += some.parts() if isinstance(some, DecodedTokens) else [some]
-    return out
+class OutcomeRouter(Generic[Owner]):
+    """Divides outcomes among the owners of their requests.
 
-
-class Division:
-    """Who is to hear of which rows that go on; kept, since most steps have the same rows."""
+    `add` and `remove` may be called on any thread; `route` is for the engine's thread alone.
+    """
 
     def __init__(self) -> None:
-        self._rows: SequenceIds = ()
-        self._shares: dict[Any, Share] = {}
+        self._owners: dict[str, Owner] = {}
+        self._divided: SequenceIds = ()  # the sequences that `_division` divides
+        self._division: dict[Owner, _OwnedSequences] = {}
 
-    def of(self, rows: SequenceIds, hears: Mapping[str, Any]) -> dict[Any, Share]:
-        """By who hears of each request; rows that nobody hears of are left out."""
-        if self._rows is not rows:
-            places: dict[Any, list[int]] = {}
-            for place, (request_id, _) in enumerate(rows):
-                if (who := hears.get(request_id)) is not None:
-                    places.setdefault(who, []).append(place)
-            self._shares = {
-                who: (tuple(rows[i] for i in own), np.array(own, dtype=np.int32))
-                for who, own in places.items()
-            }
-            self._rows = rows
-        return self._shares
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._owners
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def add(self, request_id: str, owner: Owner) -> None:
+        self._owners[request_id] = owner
+
+    def remove(self, request_id: str) -> None:
+        self._owners.pop(request_id, None)
+
+    def owner(self, request_id: str) -> Owner | None:
+        return self._owners.get(request_id)
+
+    def route(
+        self, outcomes: Iterable[Outcome], is_generating: Callable[[str], bool]
+    ) -> dict[Owner, list[Outcome]]:
+        """The outcomes of each owner, in order but for failures, which come last.
+
+        Finished requests are forgotten; `is_generating` tells whether a request has unfinished sequences.
+        Outcomes of requests without an owner are dropped.
+        """
+        routed: dict[Owner, list[Outcome]] = {}
+        finished: list[str] = []
+        failures: list[Failure] = []
+        for outcome in outcomes:
+            if isinstance(outcome, DecodedTokens):
+                for owner, decoded in self._divide(outcome):
+                    routed.setdefault(owner, []).append(decoded)
+                continue
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+                continue
+            if (found := self._owners.get(outcome.id)) is not None:
+                routed.setdefault(found, []).append(outcome)
+            if isinstance(outcome, PooledOutput) or outcome.finish is not None:
+                finished.append(outcome.id)
+        for failure in failures:
+            if (found := self._owners.pop(failure.id, None)) is not None:
+                routed.setdefault(found, []).append(failure)
+        for request_id in finished:
+            if not is_generating(request_id):
+                self._owners.pop(request_id, None)
+        return routed
+
+    def fail_all(self, reason: str) -> dict[Owner, list[Outcome]]:
+        """A failure for every request, because the engine is gone. All requests are forgotten."""
+        routed: dict[Owner, list[Outcome]] = {}
+        while self._owners:
+            request_id, owner = self._owners.popitem()
+            routed.setdefault(owner, []).append(Failure(request_id, EngineUnavailable(reason)))
+        return routed
+
+    def _divide(self, decoded: DecodedTokens) -> Iterable[tuple[Owner, DecodedTokens]]:
+        """The tokens of each owner. The division is kept while steps decode the same sequences."""
+        if self._divided is not decoded.rows:
+            self._division = self._divide_rows(decoded.rows)
+            self._divided = decoded.rows
+        for owner, (rows, indices) in self._division.items():
+            yield owner, decoded if indices is None else DecodedTokens(rows, decoded.token_ids[indices])
+
+    def _divide_rows(self, rows: SequenceIds) -> dict[Owner, _OwnedSequences]:
+        indices: dict[Owner, list[int]] = {}
+        for index, (request_id, _) in enumerate(rows):
+            if (owner := self._owners.get(request_id)) is not None:
+                indices.setdefault(owner, []).append(index)
+        if len(indices) == 1 and len(next(iter(indices.values()))) == len(rows):
+            return {owner: _OwnedSequences(rows, None) for owner in indices}
+        return {
+            owner: _OwnedSequences(tuple(rows[i] for i in own), np.array(own, dtype=np.int32))
+            for owner, own in indices.items()
+        }
 
 
-class Stream:
-    """Parts of one request for one task: a `Listener` that is read from."""
+class Subscribers:
+    """The requests of one event loop that await outcomes: futures of pooling, listeners of generation.
 
-    def __init__(self, request: Request) -> None:
-        self._id = request.id
-        self._queue: asyncio.Queue[Parts | PenstockError] = asyncio.Queue()
-        self._left = request.num_rows
+    Used on the thread of the loop alone.
+    """
 
-    @property
-    def over(self) -> bool:
-        return self._left == 0
+    def __init__(self) -> None:
+        self._futures: dict[str, asyncio.Future[PooledOutput]] = {}
+        self._listeners: dict[str, StreamListener] = {}
+        self._decoded: SequenceIds = ()  # the sequences of the last decode step,
+        # and the callback of each; None: the listeners have changed since.
+        self._callbacks: list[tuple[Callable[[int, int], None], int]] | None = None
 
-    def token(self, row: int, number: int) -> None:
-        self.receive([GeneratedTokens(self._id, row, np.array([number], dtype=np.int32))])
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._futures or request_id in self._listeners
 
-    def receive(self, parts: Parts | PenstockError) -> None:
-        self._queue.put_nowait(parts)
+    def __len__(self) -> int:
+        return len(self._futures) + len(self._listeners)
 
-    async def parts(self) -> AsyncIterator[Parts]:
-        """All parts that are there, whenever some are, until every row has ended."""
-        while self._left:
-            found = await self._queue.get()
-            while isinstance(found, list) and not self._queue.empty():
-                more = self._queue.get_nowait()
-                if isinstance(more, PenstockError):
-                    self._queue.put_nowait(more)
-                    break
-                found = found + more
-            if isinstance(found, PenstockError):
-                self._left = 0
-                raise found
-            self._left -= sum(part.finish is not None for part in found)
-            yield found
+    def add_future(self, request_id: str, future: asyncio.Future[PooledOutput]) -> None:
+        self._futures[request_id] = future
+
+    def remove_future(self, request_id: str) -> None:
+        self._futures.pop(request_id, None)
+
+    def add_listener(self, request_id: str, listener: StreamListener) -> None:
+        self._listeners[request_id] = listener
+        self._callbacks = None
+
+    def remove_listener(self, request_id: str) -> StreamListener | None:
+        self._callbacks = None
+        return self._listeners.pop(request_id, None)
+
+    def deliver(self, outcomes: Iterable[Outcome]) -> None:
+        """Hand outcomes out in order; those of requests that were removed are dropped."""
+        generated: dict[str, list[GeneratedTokens]] = {}  # by request
+        for outcome in outcomes:
+            if isinstance(outcome, GeneratedTokens):
+                generated.setdefault(outcome.id, []).append(outcome)
+                continue
+            if generated:
+                self._deliver_generated(generated)
+                generated = {}
+            if isinstance(outcome, DecodedTokens):
+                self._deliver_decoded(outcome)
+            elif isinstance(outcome, PooledOutput):
+                future = self._futures.get(outcome.id)
+                if future is not None and not future.done():
+                    future.set_result(outcome)
+            else:
+                self._fail(outcome.id, outcome.error)
+        self._deliver_generated(generated)
+
+    def fail_all(self, reason: str) -> int:
+        """Fail every unfinished request, because the engine is gone. Returns how many there were."""
+        pending = [request_id for request_id, future in self._futures.items() if not future.done()]
+        pending += [request_id for request_id, each in self._listeners.items() if not each.finished]
+        for request_id in pending:
+            self._fail(request_id, EngineUnavailable(reason))
+        return len(pending)
+
+    def _deliver_decoded(self, decoded: DecodedTokens) -> None:
+        """One call per sequence. Callbacks are looked up only when sequences or listeners have changed."""
+        if self._callbacks is None or decoded.rows is not self._decoded:
+            self._decoded = decoded.rows
+            listeners = [(self._listeners.get(request_id), row) for request_id, row in decoded.rows]
+            self._callbacks = [
+                (_drop_token if listener is None else listener.on_token, row) for listener, row in listeners
+            ]
+        for (on_token, row), token_id in zip(self._callbacks, decoded.token_ids.tolist(), strict=True):
+            on_token(row, token_id)
+
+    def _deliver_generated(self, generated: dict[str, list[GeneratedTokens]]) -> None:
+        for request_id, parts in generated.items():
+            if (listener := self._listeners.get(request_id)) is not None:
+                listener.on_tokens(parts)
+
+    def _fail(self, request_id: str, error: PenstockError) -> None:
+        if (listener := self._listeners.get(request_id)) is not None:
+            listener.on_error(error)
+        elif (future := self._futures.get(request_id)) is not None and not future.done():
+            future.set_exception(error)
+
+
+def _drop_token(row: int, token_id: int) -> None:
+    """The request was removed."""

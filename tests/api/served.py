@@ -13,13 +13,11 @@ from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
-from penstock.checkpoint.spec import describe, with_limit
+from penstock.checkpoint.spec import describe, with_max_model_len
 from penstock.config import EngineConfig, ServerConfig
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.processor import InputProcessor
-from penstock.inputs.tokenizer import Tokenizer
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
+from penstock.tasks.model import TextModel
 from penstock.types import PooledOutput, Request
 
 
@@ -57,17 +55,11 @@ def serving_here(
     config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
     described = describe(config)
     settings = settle(config, described)
-    spec = with_limit(described, settings.max_model_len)
-    tokenizer = Tokenizer(spec.path)
+    spec = with_max_model_len(described, settings.max_model_len)
     engine = LocalEngine(spec, settings)
     local = client(engine)
-    model = ServedModel(
-        spec=spec,
-        processor=InputProcessor(spec, tokenizer),
-        tokenizer=BatchTokenizer(tokenizer),
-        client=local,  # type: ignore[arg-type]
-        created_s=0,
-    )
+    text = TextModel(spec, chat_template=(server or {}).get("chat_template"))
+    model = ServedModel(text=text, engine=local, created_s=0)  # type: ignore[arg-type]
     state = ServerState(ServerConfig(**(server or {})), {spec.name: model})
     try:
         with TestClient(build_app(state)) as http:

@@ -20,10 +20,8 @@ from penstock.api.state import ServedModel, ServerState
 from penstock.checkpoint.spec import ModelSpec, describe
 from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import Cancelled
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.processor import InputProcessor
-from penstock.inputs.tokenizer import Tokenizer
 from penstock.outputs.encoders import LargeRow
+from penstock.tasks.model import TextModel
 from penstock.types import OutputDtype, PooledOutput, Request, Timings
 
 WIDTH = 1024
@@ -33,7 +31,7 @@ DTYPES = [OutputDtype.FLOAT32, OutputDtype.FLOAT16, OutputDtype.BFLOAT16, Output
 class NullClient:
     """Answers at once, with values that tell which row they are."""
 
-    ready: Any = object()
+    ready = True
 
     def start(self) -> None: ...
 
@@ -49,11 +47,10 @@ class NullClient:
 @pytest.fixture(scope="module")
 def app() -> Iterator[Any]:
     spec: ModelSpec = describe(EngineConfig(device="null"))
-    tokenizer = Tokenizer(spec.path)
-    batcher = BatchTokenizer(tokenizer)
-    model = ServedModel(spec, InputProcessor(spec, tokenizer), batcher, NullClient(), 0)  # type: ignore[arg-type]
+    text = TextModel(spec)
+    model = ServedModel(text, NullClient(), 0)  # type: ignore[arg-type]
     yield build_app(ServerState(ServerConfig(), {spec.name: model}))
-    batcher.close()
+    text.close()
 
 
 class Exchange:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +14,8 @@ import uvicorn
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.config import ServerConfig
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.processor import InputProcessor
-from penstock.inputs.tokenizer import Tokenizer
+from penstock.tasks.model import TextModel
+from tests.waiting import PATIENCE_S, wait_until
 from tests.writing import ScriptedEngine, text_spec
 
 
@@ -25,14 +23,8 @@ def state_of(
     folder: Path, engine: ScriptedEngine, server: dict[str, Any] | None = None, **spec: Any
 ) -> ServerState:
     described = text_spec(folder, **spec)
-    tokenizer = Tokenizer(folder)
-    model = ServedModel(
-        spec=described,
-        processor=InputProcessor(described, tokenizer),
-        tokenizer=BatchTokenizer(tokenizer),
-        client=engine,  # type: ignore[arg-type]
-        created_s=0,
-    )
+    text = TextModel(described, chat_template=(server or {}).get("chat_template"))
+    model = ServedModel(text=text, engine=engine, created_s=0)
     return ServerState(ServerConfig(**(server or {})), {described.name: model})
 
 
@@ -45,13 +37,11 @@ def on_a_port(state: ServerState) -> Iterator[str]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: server.started or not thread.is_alive())
+    assert server.started
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
         listener.close()

@@ -36,7 +36,10 @@ class Stub(ThreadingHTTPServer):
         self.bodies: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.connections = 0
-        self.active = self.most_active = 0
+        self.active = self.max_active = 0
+        self.last_writes_s: list[float] = []  # when the last part of each body was written
+        self.changed = threading.Condition(self.lock)  # `max_active` has grown, or the server is stopping
+        self.is_stopping = False
 
     @property
     def port(self) -> int:
@@ -78,13 +81,22 @@ class Handler(BaseHTTPRequestHandler):
             server.headers.append(dict(self.headers.items()))
             number = len(server.bodies)
             server.active += 1
-            server.most_active = max(server.most_active, server.active)
+            server.max_active = max(server.max_active, server.active)
+            server.changed.notify_all()
         try:
             time.sleep(server.behaviour.get("delay_s", 0.0))
+            self._wait_for_active(server.behaviour.get("answer_from_active", 0))
             self._answer(number, body)
         finally:
             with server.lock:
                 server.active -= 1
+
+    def _wait_for_active(self, count: int) -> None:
+        """Answer nothing before this number of requests has been in progress at once."""
+        with self.server.changed:
+            self.server.changed.wait_for(
+                lambda: self.server.max_active >= count or self.server.is_stopping, 60
+            )
 
     def _answer(self, number: int, body: dict[str, Any]) -> None:
         behaviour = self.server.behaviour
@@ -172,7 +184,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for event in events:
             self._chunk(f"data: {json.dumps(event)}\n\n")
-            time.sleep(self.server.behaviour.get("token_s", 0.0))
         usage = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": wanted}}
         self._chunk(f"data: {json.dumps(usage)}\n\n")
         self._chunk("data: [DONE]\n\n")
@@ -206,6 +217,7 @@ class Handler(BaseHTTPRequestHandler):
             if number:
                 self.wfile.flush()
                 time.sleep(self.server.behaviour.get("body_delay_s", 0.0))
+                self.server.last_writes_s.append(time.monotonic())
             self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n" if how == "chunked" else part)
         if how == "chunked":
             self.wfile.write(b"0\r\n\r\n")
@@ -221,6 +233,9 @@ def stub(**behaviour: Any) -> Iterator[Stub]:
     try:
         yield server
     finally:
+        with server.changed:
+            server.is_stopping = True
+            server.changed.notify_all()
         server.shutdown()
         server.server_close()
 

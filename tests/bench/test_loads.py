@@ -26,6 +26,7 @@ def loads() -> ModuleType:
     return module
 
 
+@pytest.mark.timeout(600)
 def test_generation_is_loaded_through_http_alone_and_beside_embeddings(tmp_path: Path) -> None:
     write("qwen3", tmp_path / "qwen3-4b")
     write("gritlm", tmp_path / "gritlm-7b")
@@ -35,7 +36,7 @@ def test_generation_is_loaded_through_http_alone_and_beside_embeddings(tmp_path:
     command += ["--only", "gen-greedy|gen-sampled|gritlm-both", "--output-len", "6", "--seconds", "1.6"]
     command += ["--api-server-count", "2", "--clients", "1", "--save", str(tmp_path / "table.md")]
     command += ["--serve-flags", "--device cpu --load-format auto --max-model-len 64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gen: ready after" in done.stdout and "gritlm-both: ready after" in done.stdout
     lines = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]
@@ -43,7 +44,8 @@ def test_generation_is_loaded_through_http_alone_and_beside_embeddings(tmp_path:
     for cells in (greedy, sampled, both):
         rate, tpot, ttft = cells[1:4]
         assert "failed" not in rate and float(rate.replace(",", "")) > 0, done.stdout
-        assert float(tpot) > 0 and float(ttft) > 0
+        assert float(ttft) > 0
+        assert float(tpot) >= 0  # on a busy machine all tokens of an answer can arrive at once
     assert greedy[6].startswith("≥ 24,000") and sampled[6].startswith("≥ 23,500")
     assert not greedy[8] and float(both[8].replace(",", "")) > 0, "embeddings were made meanwhile"
 

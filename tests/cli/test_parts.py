@@ -130,7 +130,7 @@ def test_an_unfinished_run_is_neither_dropped_nor_continued_unasked(output: Path
     with open_parts(output) as parts:
         add(parts, 0)
     with pytest.raises(
-        BadValue, match="unfinished run; go on with --resume, or start again with --overwrite"
+        BadValue, match="unfinished run; continue with --resume, or start again with --overwrite"
     ):
         check_output(output, resume=False, overwrite=False)
     with open_parts(output, overwrite=True) as parts:

@@ -91,7 +91,7 @@ def test_a_template_is_a_text_a_file_or_a_name(tmp_path: Path) -> None:
     file.write_text("a {query}\nb {document}\n")
     assert score_template(str(file)) == "a {query}\nb {document}"
     assert score_template("a {query}\\nb {document}") == "a {query}\nb {document}"
-    assert score_template("qwen3-reranker") == "qwen3-reranker" and score_template(None) is None
+    assert score_template("qwen3-reranker") == "qwen3-reranker"
 
 
 def test_what_is_wrong_is_said_in_a_line(folder: Path, documents: Path, tmp_path: Path) -> None:

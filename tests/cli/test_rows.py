@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.cli.flags import InputFormat
+from penstock.cli.formats import InputFormat
 from penstock.cli.rows import Chunk, Columns, choose_columns, open_source
 from penstock.errors import BadValue
 from tests.cli.runs import write_jsonl

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.cli.flags import OutputFormat
+from penstock.cli.formats import OutputFormat
 from penstock.cli.vectors import check_storable, vector_format
 from penstock.errors import BadValue
 from penstock.types import OutputDtype

@@ -41,8 +41,8 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def ner(folder: Path) -> Iterator[httpx.Client]:
-    with serving(str(folder), "--device", "cpu") as server, server.client() as http:
-        yield http
+    with serving(str(folder), "--device", "cpu", "--threads", "1") as server:
+        yield server.http
 
 
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -17,21 +15,19 @@ import transformers
 
 from penstock import Engine, SamplingParams
 from penstock.inputs.tokenizer import Tokenizer
-from tests.e2e.llama import write_llama
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server
 
 PROMPT = "the water was"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama"))
+def folder(llama_folder: Path) -> Path:
+    return llama_folder
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with serving(str(folder), "--device", "cpu", "--threads", "1", "--served-model-name", "llama") as running:
-        yield running
+def server(llama_server: Server) -> Server:
+    return llama_server
 
 
 @pytest.fixture
@@ -162,7 +158,7 @@ def test_bad_input_is_refused_with_its_name(
 ) -> None:
     if "guided_regex" in fields:
         pytest.importorskip("llguidance")
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT} | fields, timeout=30)
+    answer = server.http.post("/v1/completions", json={"prompt": PROMPT} | fields)
     assert answer.status_code == status and said in answer.json()["error"]["message"]
 
 
@@ -202,13 +198,8 @@ def test_the_greedy_token_is_the_likeliest(client: openai.OpenAI) -> None:
 
 def test_a_client_that_leaves_frees_its_rows(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=server.url) as http:
-        with http.stream("POST", "/v1/completions", json=body) as answer:
-            pieces = answer.iter_bytes()
-            next(pieces)
-            server.wait_for(lambda: server.metric("penstock_kv_blocks") > 0)
-        deadline = time.monotonic() + 10
-        names = ("penstock_running_rows", "penstock_requests_in_flight", "penstock_kv_blocks")
-        while any(server.metric(name) for name in names):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        pieces = answer.iter_bytes()
+        next(pieces)
+    for name in ("penstock_running_rows", "penstock_requests_in_flight", "penstock_kv_blocks"):
+        server.wait_for_metric(name, 0)

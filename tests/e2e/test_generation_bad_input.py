@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.llama import write_llama
-from tests.e2e.server import Server, serving
-from tests.writing import TEMPLATE
+from tests.e2e.server import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "the water was"
 LIMIT = 256
-STRICT = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system message, please') }}{% endif %}"
-    "{% if messages[0].role == 'tool' %}{{ messages[0].nothing.more }}{% endif %}" + TEMPLATE
-)
 HELD = ("penstock_kv_blocks", "penstock_running_rows", "penstock_requests_in_flight")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -30,28 +23,19 @@ def talk(role: str = "user", content: Any = "hi") -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = write_llama(tmp_path_factory.mktemp("llama"))
-    template = tmp_path_factory.mktemp("template") / "strict.jinja"
-    template.write_text(STRICT)
-    with serving(
-        str(folder), "--device", "cpu", "--threads", "1", "--chat-template", str(template)
-    ) as running:
-        yield running
+def server(llama_server: Server) -> Server:
+    return llama_server
 
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-        nothing_is_held(server)
+    yield server.http
+    check_nothing_is_held(server)
 
 
-def nothing_is_held(server: Server) -> None:
-    deadline = time.monotonic() + 20
-    while held := {name: value for name in HELD if (value := server.metric(name))}:
-        assert time.monotonic() < deadline, held
-        time.sleep(0.05)
+def check_nothing_is_held(server: Server) -> None:
+    for name in HELD:
+        server.wait_for_metric(name, 0)
 
 
 def refused(answer: httpx.Response, status: int, param: str | None, words: str) -> None:
@@ -161,12 +145,12 @@ def test_it_is_refused_with_the_field_and_a_reason(
     ):
         pytest.importorskip("llguidance")
     plain = {"prompt": PROMPT} if route == COMPLETIONS else {"messages": talk()}
-    answer = httpx.post(f"{server.url}{route}", json=plain | {"stream": stream} | body, timeout=60)
+    answer = server.http.post(route, json=plain | {"stream": stream} | body)
     refused(answer, 400, param, words)
 
 
 def test_after_all_this_nothing_is_held_and_texts_are_made(http: httpx.Client, server: Server) -> None:
-    nothing_is_held(server)
+    check_nothing_is_held(server)
     for route, asked in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": talk()})):
         answer = http.post(route, json=asked | {"max_tokens": 8, "ignore_eos": True})
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8

@@ -41,7 +41,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def post(server: Server, **body: object) -> httpx.Response:
-    return httpx.post(f"{server.url}/pooling", json={"input": TEXTS, **body}, timeout=60)
+    return server.http.post("/pooling", json={"input": TEXTS, **body})
 
 
 @pytest.mark.parametrize("kind", ["query", "document", None])
@@ -67,5 +67,5 @@ def test_bytes_hold_the_kept_vectors_alone(server: Server) -> None:
 
 
 def test_there_is_no_vector_for_a_whole_text(server: Server) -> None:
-    reply = httpx.post(f"{server.url}/v1/embeddings", json={"input": "oil"}, timeout=60)
+    reply = server.post("/v1/embeddings", input="oil")
     assert reply.status_code == 422 and "token_embed, score" in reply.text

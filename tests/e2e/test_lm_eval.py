@@ -6,19 +6,16 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import transformers
 
 from penstock.inputs.tokenizer import Tokenizer
-from tests.e2e.llama import write_llama
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server
 
 CONTEXTS = ["the water was", "Question: what feeds a turbine?\nAnswer:", "see 日本"]
 ENDINGS = [" long", " the water", "語のテキスト"]
@@ -26,16 +23,13 @@ Scored = tuple[float, bool]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama"))
+def folder(llama_folder: Path) -> Path:
+    return llama_folder
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with serving(
-        str(folder), "--device", "cpu", "--threads", "1", "--served-model-name", "served"
-    ) as running:
-        yield running
+def server(llama_server: Server) -> Server:
+    return llama_server
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +43,14 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def send(server: Server, route: str, body: dict[str, Any]) -> Any:
-    answer = httpx.post(f"{server.url}{route}", json=body, timeout=60)
+    answer = server.http.post(route, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def scoring(prompt: Any) -> dict[str, Any]:
     """The body of `loglikelihood`, of every kind."""
-    told = {"model": "served", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    told = {"model": "llama", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     return told | {"prompt": prompt}
 
 
@@ -127,7 +121,7 @@ def test_texts_are_made_until_a_stop_string(server: Server, model: Any, tokenize
     rows = [row.tolist() for row in tokenizer.encode(CONTEXTS, add_special_tokens=False)]
     body = {
         "prompt": rows,
-        "model": "served",
+        "model": "llama",
         "max_tokens": 24,
         "temperature": 0.0,
         "stop": ["\n\n", "<|im_end|>"],
@@ -145,7 +139,7 @@ def test_texts_are_made_until_a_stop_string(server: Server, model: Any, tokenize
 def test_a_conversation_is_answered(server: Server) -> None:
     body = {
         "messages": [{"role": "user", "content": "2 + 3 ="}],
-        "model": "served",
+        "model": "llama",
         "max_tokens": 16,
         "temperature": 0.0,
         "stop": ["\n", "="],
@@ -172,7 +166,7 @@ def test_lm_eval_runs_and_finds_what_transformers_finds(
     (own / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     settings = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (own / "tokenizer_config.json").write_text(json.dumps(settings))
-    told = f"model=served,base_url={server.url}/v1/completions,tokenizer={own},max_length=250"
+    told = f"model=llama,base_url={server.url}/v1/completions,tokenizer={own},max_length=250"
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--include_path", str(tasks)]
     command += ["--model_args", f"{told},tokenizer_backend=huggingface,num_concurrent=2", "--batch_size", "4"]
     command += ["--tasks", "penstock_choices,penstock_sums", "--limit", "6", "--log_samples"]

@@ -68,7 +68,7 @@ def test_requests_side_by_side_get_their_own_answers(judge: Server, scores: dict
         documents = [*DOCUMENTS[number % 5 :], *filler[number * 20 : number * 20 + 20]]
         body = {"query": QUERY, "documents": documents, "request_id": f"r{number}"}
         for _ in range(5):
-            response = httpx.post(f"{judge.url}/rerank", json=body, timeout=60)
+            response = judge.http.post("/rerank", json=body)
             found = {documents[row["index"]]: row["relevance_score"] for row in response.json()["results"]}
             if response.headers["x-request-id"] != f"r{number}" or len(found) != len(set(documents)):
                 wrong.append(response.text)
@@ -91,12 +91,12 @@ def test_vectors_of_the_caller_are_compared(judge: Server) -> None:
     draw = np.random.default_rng(3)
     query, documents = draw.standard_normal((3, 4)), [draw.standard_normal((n, 4)) for n in (2, 5, 1)]
     body = {"queries": [query.tolist()], "documents": [d.tolist() for d in documents], "request_id": "mine"}
-    response = httpx.post(f"{judge.url}/v1/maxsim", json=body, timeout=60)
+    response = judge.http.post("/v1/maxsim", json=body)
     expected = [float((query @ d.T).max(axis=1).sum()) for d in documents]
     answer = response.json()
     assert [row["score"] for row in answer["data"]] == pytest.approx(expected, abs=1e-4)
     assert answer["id"] == "maxsim-mine" and response.headers["x-request-id"] == "mine"
     body["documents"] = [[[1.0]]]
-    refused = httpx.post(f"{judge.url}/v1/maxsim", json=body, timeout=60)
+    refused = judge.http.post("/v1/maxsim", json=body)
     assert refused.status_code == 400 and "1 and 4 numbers" in refused.json()["error"]["message"]
-    assert httpx.post(f"{judge.url}/v1/maxsim", json={"queries": []}, timeout=60).status_code == 400
+    assert judge.post("/v1/maxsim", queries=[]).status_code == 400

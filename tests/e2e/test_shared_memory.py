@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import API, ENGINE, Server, serving
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 BODY = {"input": ["many words " * 300] * 12, "task": "token_embed", "truncate_prompt_tokens": -1}
@@ -67,7 +65,7 @@ def test_answers_of_every_kind_and_clients_that_leave_give_their_memory_back() -
             leave_early(server)
         check(http, "base64")
         slow.close()
-        server.wait_for(lambda: server.metric(GAUGE) == 0)
+        server.wait_for_metric(GAUGE, 0)
         assert folders() == before
     assert folders() == before
 
@@ -76,18 +74,11 @@ def test_nothing_is_left_of_an_engine_or_api_process_that_was_killed() -> None:
     before = folders()
     with serving("--device", "null", "--shared-memory-mb", "8") as server, server.client() as http:
         check(http, "base64")
-        (api,) = server.children("penstock.api.process")
-        os.kill(api, signal.SIGKILL)
-        server.wait_for(lambda: api not in server.children("penstock.api.process"))
-        server.wait_ready()
-        with server.client() as again:
-            check(again, "base64")
-            (engine,) = server.children("penstock.serving.engine_process")
-            os.kill(engine, signal.SIGKILL)
-            server.wait_for(lambda: engine not in server.children("penstock.serving.engine_process"))
+        for process in (API, ENGINE):
+            server.kill(process)
             server.wait_ready()
-            check(again, "base64")
-        server.wait_for(lambda: server.metric(GAUGE) == 0)
+            check(http, "base64")
+        server.wait_for_metric(GAUGE, 0)
     assert folders() == before
 
 

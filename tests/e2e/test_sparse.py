@@ -23,8 +23,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def sparse_http(folder: Path) -> Iterator[httpx.Client]:
-    with serving(str(folder), "--device", "cpu") as server, server.client() as client:
-        yield client
+    with serving(str(folder), "--device", "cpu", "--threads", "1") as server:
+        yield server.http
 
 
 def terms(row: list[dict[str, Any]]) -> list[tuple[int, str, float]]:
@@ -33,7 +33,7 @@ def terms(row: list[dict[str, Any]]) -> list[tuple[int, str, float]]:
 
 def test_both_routes_give_the_terms_of_offline_use(sparse_http: httpx.Client, folder: Path) -> None:
     with Engine(str(folder), device="cpu", threads=1) as engine:
-        expected = engine.sparse(TEXTS, top_k=4, min_weight=0.01, token_strings=True)
+        expected = engine.sparse_terms(TEXTS, top_k=4, min_weight=0.01)
     body = {"input": TEXTS, "top_k": 4, "min_weight": 0.01}
     answer = sparse_http.post("/v1/sparse", json=body).json()
     assert answer["object"] == "list" and answer["id"].startswith("sparse-") and answer["created"] > 0

@@ -45,7 +45,7 @@ def moods(folder: Path) -> Iterator[Server]:
 
 
 def post(server: Server, route: str, **body: object) -> httpx.Response:
-    return httpx.post(f"{server.url}{route}", json={"input": TEXTS, **body}, timeout=60)
+    return server.http.post(route, json={"input": TEXTS, **body})
 
 
 def test_classify_names_the_likeliest_label(moods: Server, engine: Engine) -> None:
@@ -122,7 +122,7 @@ def test_rows_of_several_tasks_share_one_step(engine: Engine) -> None:
 
     scheduler = Scheduler(Budget(1000, 100, 10_000))
     for task in (Task.EMBED, Task.CLASSIFY, Task.TOKEN_EMBED):
-        scheduler.add(engine._processor.prepare(task.value, TEXTS, PoolingParams(task)))
+        scheduler.add(engine.local.text.processor.prepare(task.value, TEXTS, PoolingParams(task)))
     plan = build_plan(scheduler.schedule())
     assert plan.num_rows == 3 * len(TEXTS)
     assert {variant.params.task for variant in plan.variants} == {Task.EMBED, Task.CLASSIFY, Task.TOKEN_EMBED}

@@ -21,7 +21,7 @@ def test_the_scheduler_knows_what_leaves_the_engine_for_a_token(
     params: PoolingParams, numbers: float
 ) -> None:
     with Engine(device="null") as engine:
-        scheduler = engine._engine._core.scheduler
+        scheduler = engine.local.engine.core.scheduler
         assert scheduler.token_bytes(params) == numbers * engine.spec.embed_dim
         cut = PoolingParams(params.task, dimensions=64, dtype=params.dtype)
         assert scheduler.token_bytes(cut) == numbers * 64

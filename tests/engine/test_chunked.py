@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,58 +12,8 @@ from hypothesis import strategies as st
 
 from penstock import Engine
 from penstock.errors import ConfigError
-from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
-
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "vocab_size": len(wordpiece_vocabulary()),
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "qwen3"
-    write_json(folder / "config.json", CONFIG)
-    wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def rows(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    return [random.integers(5, CONFIG["vocab_size"], n).tolist() for n in lengths]
-
-
-def engine(folder: Path, **options: Any) -> Engine:
-    return Engine(str(folder), device="cpu", load_format="dummy", **options)
-
-
-def chunked(folder: Path, **options: Any) -> Engine:
-    limits = {"max_num_batched_tokens": 48, "long_prefill_token_threshold": 13}
-    return engine(folder, enable_chunked_prefill=True, **(limits | options))
-
-
-def check_no_memory_is_held(used: Engine) -> None:
-    core = used._engine._core
-    assert core.scheduler.chunking is not None
-    pool = core.scheduler.chunking.pool
-    pool.check()
-    assert pool.available == pool.num_blocks
-    assert core.scheduler.line.tokens == core.scheduler.line.rows == 0
-
-
-LENGTHS = [1, 2, 12, 13, 14, 26, 27, 48, 49, 100, 200, 3, 13]
+from tests.checkpoints import write_bert
+from tests.engine.chunked import LENGTHS, check_no_memory_is_held, chunked, engine, rows
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "mean_sqrt_len"])
@@ -123,7 +72,7 @@ def test_a_cached_prefix_gives_the_vector_of_a_cold_one_and_is_counted(folder: P
     inputs = [prefix + row for row in rows([9, 20, 33], seed=6)]
     with engine(folder) as cold, chunked(folder, enable_prefix_caching=True) as warm:
         warm.embed([inputs[0]])
-        pool = warm._engine._core.scheduler.chunking.pool  # type: ignore[union-attr]
+        pool = warm.local.engine.core.scheduler.chunking.pool  # type: ignore[union-attr]
         before = pool.hit_tokens
         np.testing.assert_allclose(warm.embed(inputs), cold.embed(inputs), atol=1e-5)
         assert pool.hit_tokens - before >= 3 * 64

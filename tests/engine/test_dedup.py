@@ -38,7 +38,7 @@ def test_equal_rows_of_one_request_run_once() -> None:
     assert runner.launched[0].num_rows == 2
     runner.finish()
     assert values(core.step()) == {"a": expected_values(asked)}
-    assert core.twins is not None and core.twins.shared_rows == 2
+    assert core.dedup is not None and core.dedup.shared_rows == 2
 
 
 def test_a_request_follows_rows_of_another_that_is_in_flight() -> None:
@@ -78,7 +78,7 @@ def test_requests_that_are_alike_have_the_same_array_and_no_other_has() -> None:
 def test_offline_each_caller_has_an_array_of_its_own() -> None:
     with Engine(device="null") as engine:
         asked = [request(name, list(range(1, 30))) for name in "abc"]
-        futures = [engine._engine.submit(each) for each in asked]
+        futures = [engine.local.engine.submit(each) for each in asked]
         arrays = [future.result(timeout=60).values for future in futures]
         for i, array in enumerate(arrays):
             array[:] = i  # type: ignore[call-overload]

@@ -17,12 +17,14 @@ def run(turns: FairShare, kinds: str, steps: int, depth: int = 1) -> dict[bool, 
         generates, estimate = flights.pop(0)
         took = TOKEN_S if generates else POOL_S
         spent[generates] += took
-        turns.ended(generates, 128 if generates else 4096, estimate, took)
+        turns.succeeded(generates, 128 if generates else 4096, estimate, took)
 
     for _ in range(steps):
-        generates = turns.generates if len(kinds) == 2 else kinds == "g"
+        generates = turns.prefers_generation if len(kinds) == 2 else kinds == "g"
         others = len(kinds) == 2
-        flights.append((generates, turns.launched(generates, 128 if generates else 4096, others=others)))
+        flights.append(
+            (generates, turns.launched(generates, 128 if generates else 4096, other_has_work=others))
+        )
         if len(flights) >= depth:
             end()
     while flights:
@@ -40,8 +42,8 @@ def test_both_kinds_get_the_same_time_however_long_their_steps_are(depth: int) -
 def test_steps_that_take_no_time_take_turns() -> None:
     turns, order = FairShare(), []
     for _ in range(6):
-        order.append(generates := turns.generates)
-        turns.ended(generates, 1, turns.launched(generates, 1, others=True), 0.0)
+        order.append(generates := turns.prefers_generation)
+        turns.succeeded(generates, 1, turns.launched(generates, 1, other_has_work=True), 0.0)
     assert order == [True, False] * 3
 
 
@@ -56,7 +58,7 @@ def test_who_had_no_work_has_nothing_to_make_up_for(alone: str) -> None:
 def test_a_step_that_failed_is_not_held_against_its_kind() -> None:
     turns = FairShare()
     run(turns, "pg", 400)
-    before = list(turns._spent)
+    before = list(turns._spent_s)
     for _ in range(50):
-        turns.failed(False, turns.launched(False, 4096, others=True))
-    assert turns._spent == pytest.approx(before)
+        turns.failed(False, turns.launched(False, 4096, other_has_work=True))
+    assert turns._spent_s == pytest.approx(before)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.engine import grammars
-from penstock.engine.grammars import Grammars, Ways
+from penstock.engine.grammars import ConstraintFactory, Grammars
 from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull
 from penstock.types import Grammar, Request
@@ -47,7 +47,7 @@ class Slow:
     def hold(self, text: str) -> threading.Event:
         return self.gates.setdefault(text, threading.Event())
 
-    def __call__(self, grammar: Grammar) -> Ways:
+    def __call__(self, grammar: Grammar) -> ConstraintFactory:
         self.compiled.append(grammar.text)
         if grammar.text in self.gates:
             assert self.gates[grammar.text].wait(20)
@@ -89,9 +89,9 @@ def until(core: EngineCore, answers: Answers, condition: Callable[[], bool]) -> 
 
 
 def check_nothing_is_left(core: EngineCore) -> None:
-    assert not core.busy and core.lane is not None and core.grammars is not None
-    core.lane.check_integrity()
-    core.lane.pool.check_integrity()
+    assert not core.busy and core.generation is not None and core.grammars is not None
+    core.generation.check_integrity()
+    core.generation.pool.check_integrity()
     assert core.next_deadline_s() is None
 
 
@@ -102,7 +102,7 @@ def test_others_go_on_while_a_grammar_is_compiled(slow: Slow) -> None:
     core.add(asking("free", [[1, 2], [5]], 20))
     until(core, answers, lambda: len(answers.finished) == 2)
     assert answers.tokens == {("free", 0): continued([1, 2], 20), ("free", 1): continued([5], 20)}
-    assert core.busy and core.generates("bound") and core.lane is not None and not core.lane.busy
+    assert core.busy and core.generates("bound") and core.generation is not None and not core.generation.busy
     with pytest.raises(BadValue, match="already in use"):
         core.add(following("bound", "slow"))
     woken.clear()
@@ -128,7 +128,7 @@ def test_a_second_grammar_does_not_wait_for_the_first(slow: Slow) -> None:
 def test_equal_grammars_are_compiled_once_and_the_oldest_is_forgotten(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "MOST_KEPT", 2)
+    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
     core, answers, gate = core_with(slow), Answers(), slow.hold("one")
     for name in "abc":
         core.add(following(name, "one"))
@@ -187,7 +187,7 @@ def test_a_deadline_ends_the_wait(slow: Slow) -> None:
 
 
 def test_one_that_takes_too_long_is_refused(slow: Slow) -> None:
-    core, answers = core_with(slow, most_s=0.05), Answers()
+    core, answers = core_with(slow, max_compile_s=0.05), Answers()
     slow.hold("slow")
     core.add(following("a", "slow"))
     until(core, answers, lambda: "a" in answers.failed)
@@ -197,7 +197,7 @@ def test_one_that_takes_too_long_is_refused(slow: Slow) -> None:
 
 
 def test_too_many_that_wait_are_refused(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MOST_WAITING", 2)
+    monkeypatch.setattr(grammars, "MAX_WAITING", 2)
     core = core_with(slow)
     slow.hold("slow")
     core.add(following("a", "slow"))

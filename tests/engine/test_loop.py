@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from penstock.engine.loop import EngineCore, StepStats
-from penstock.engine.progress import rows_of
+from penstock.engine.progress import split_outputs
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull, RowFailed
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Budget, Scheduler, Share
+from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from penstock.types import (
     Failure,
     Outcome,
@@ -67,8 +67,8 @@ def test_token_values_of_a_step_reach_each_request_in_its_own_order(lengths: lis
     requests = [
         make_request(str(i), rows, first_token=100 * i, params=params) for i, rows in enumerate(lengths)
     ]
-    plan = build_plan([Share(r, np.arange(r.num_rows, dtype=np.int32)) for r in requests])
-    handed = rows_of(plan, [plan.token_ids[:, None]])
+    plan = build_plan([ScheduledRows(r, np.arange(r.num_rows, dtype=np.int32)) for r in requests])
+    handed = split_outputs(plan, [plan.token_ids[:, None]])
     assert [piece.request for piece, _ in handed] == requests
     for request, (_, (values,)) in zip(requests, handed, strict=True):
         assert np.concatenate(values)[:, 0].tolist() == request.token_ids.tolist()
@@ -305,7 +305,7 @@ def test_a_poisoned_request_over_several_steps_fails_once_and_stops() -> None:
     outcomes = run_to_the_end(core)
     assert list(failures(outcomes)) == ["bad"]
     assert answers(outcomes) == {"good": expected_values(neighbour)}
-    assert core.scheduler.line.tokens == 0
+    assert core.scheduler.queue.num_tokens == 0
 
 
 def test_the_failure_says_what_the_step_said() -> None:

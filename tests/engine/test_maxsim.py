@@ -72,5 +72,5 @@ def test_a_comparison_that_fails_fails_alone(engine: Engine) -> None:
     broken = make_comparison("broken", [[[1.0, 2.0]]], [[[1.0, 2.0]]])
     broken.pairs = np.array([7], dtype=np.int32)  # no such query
     with pytest.raises(Exception, match="the comparison failed"):
-        engine._engine.submit(broken).result(timeout=30)
+        engine.local.engine.submit(broken).result(timeout=30)
     assert engine.embed("still here").shape == (1, 384)

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from penstock import Engine
 from penstock.engine.loop import EngineCore
-from penstock.engine.recovery.oom import Pressure, halves, tokens_of_rows
+from penstock.engine.recovery.oom import TokenBackoff, halves, num_scheduled_tokens
 from penstock.errors import DeviceFailed, DeviceOutOfMemory, EngineUnavailable, RowFailed
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Failure, PooledOutput, PoolingParams, StepPlan, StepResult
+from tests.engine.chunked import LENGTHS, check_no_memory_is_held, chunked, rows
 from tests.engine.fakes import ManualRunner, compute, expected_values, make_core, run_to_the_end
-from tests.engine.test_chunked import LENGTHS, check_no_memory_is_held, chunked, folder, rows
-from tests.engine.test_pairs import PAIRS, TEXTS, run, score_request
+from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
 from tests.helpers import ints, make_request
-
-__all__ = ["folder"]
 
 
 class SmallRunner:
@@ -104,10 +102,10 @@ def test_steps_are_smaller_for_a_while_and_then_full_again() -> None:
     run_all(core, runner)
     assert runner.sizes[3:] == [40, 40], "the budget was lowered: nothing had to be tried again"
     runner.memory = 1000
-    core.add(make_request("third", [10] * 4 * Pressure.PATIENCE))
+    core.add(make_request("third", [10] * 4 * TokenBackoff.PATIENCE))
     run_all(core, runner)
     assert max(runner.sizes[5:]) == 80
-    assert core.scheduler.budget.tokens == 80
+    assert core.scheduler.budget.max_tokens == 80
 
 
 def test_a_lone_row_is_tried_again_when_nothing_else_holds_memory() -> None:
@@ -129,33 +127,33 @@ def test_nothing_is_launched_behind_a_step_that_has_just_failed() -> None:
 
 def test_halves_keep_every_row_once_and_queries_before_documents() -> None:
     request = score_request("s", [[1] * 4, [2] * 3, [3] * 9, [4] * 2, [5] * 6], ints([0, 1, 0]))
-    share = Share(request, ints([4, 2, 0, 3, 1]), stored=ints([3]))
-    other = Share(make_request("o", [3, 3]), ints([0, 1]))
+    share = ScheduledRows(request, ints([4, 2, 0, 3, 1]), cached_documents=ints([3]))
+    other = ScheduledRows(make_request("o", [3, 3]), ints([0, 1]))
     parts = halves([share, other])
     assert parts is not None
     first, second = parts
     assert [s.rows.tolist() for s in first] == [[0, 1, 4]]
     assert [s.rows.tolist() for s in second] == [[2, 3], [0, 1]]
-    assert first[0].stored is None and second[0].stored is not None
+    assert first[0].cached_documents is None and second[0].cached_documents is not None
 
 
 def test_a_row_is_cut_only_where_its_keys_are_kept() -> None:
     request = make_request("a", [10])
-    kept = Share(request, ints([0]), ints([2]), ints([9]), ([4, 5],))
+    kept = ScheduledRows(request, ints([0]), ints([2]), ints([9]), ([4, 5],))
     parts = halves([kept])
     assert parts is not None
     assert [(int(s.begins[0]), int(s.ends[0])) for p in parts for s in p if s.begins is not None] == [
         (2, 5),
         (5, 9),
     ]
-    assert tokens_of_rows(parts[0][0]).tolist() == [3]
-    assert halves([Share(request, ints([0]), ints([0]), ints([10]), (None,))]) is None
-    assert halves([Share(request, ints([0]))]) is None
+    assert num_scheduled_tokens(parts[0][0]).tolist() == [3]
+    assert halves([ScheduledRows(request, ints([0]), ints([0]), ints([10]), (None,))]) is None
+    assert halves([ScheduledRows(request, ints([0]))]) is None
 
 
 def limit_memory(engine: Engine, tokens: int) -> list[int]:
     """Make the engine's device too small for steps of more tokens; returns where refusals are noted."""
-    runner = engine._engine._core.runner
+    runner = engine.local.engine.core.runner
     launch, refused = runner.launch, []
 
     def small(plan: StepPlan) -> Future[StepResult]:
@@ -189,7 +187,7 @@ def test_no_row_reuses_a_prefix_whose_step_failed(folder: Path) -> None:
     with chunked(folder) as plain:
         expected = plain.embed([row])
     with chunked(folder, enable_prefix_caching=True, long_prefill_token_threshold=0) as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         launch = runner.launch
 
         def fail(plan: StepPlan) -> Future[StepResult]:
@@ -235,7 +233,7 @@ def test_a_lost_device_fails_all_requests_with_a_reason_and_runs_nothing_more() 
     assert sorted(outcome.id for outcome in outcomes) == ["0", "1", "2", "3"]
     assert all(isinstance(o, Failure) and o.error.status == 503 for o in outcomes)
     assert all(isinstance(o, Failure) and "illegal memory access" in o.error.message for o in outcomes)
-    assert core.broken is not None and not core.busy
+    assert core.device_failure is not None and not core.busy
     assert len(runner.launched) == 2
     assert run_to_the_end(core) == []
 
@@ -246,7 +244,7 @@ def test_a_lost_device_ends_an_offline_engine_with_the_reason() -> None:
         def lost(plan: StepPlan) -> Future[StepResult]:
             raise DeviceFailed("the device failed: gone")
 
-        engine._engine._core.runner.launch = lost  # type: ignore[method-assign]
+        engine.local.engine.core.runner.launch = lost  # type: ignore[method-assign]
         with pytest.raises(EngineUnavailable, match="gone"):
             engine.embed(["a"])
         with pytest.raises(EngineUnavailable, match="gone"):

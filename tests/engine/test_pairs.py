@@ -10,40 +10,15 @@ import pytest
 
 from penstock import Engine
 from penstock.errors import ConfigError
-from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
+from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_cross_encoder
-
-TEXTS = [
-    "what is a cat",
-    "who is king",
-    "a cat purrs",
-    "the king is dead",
-    "yellow",
-    "a cat",
-    "kings and cats",
-]
-PAIRS = np.array([0, 1, 1, 0, 0], dtype=np.int32)
-
-
-def score_request(name: str, rows: list[list[int]], pairs: Ints, **more: object) -> Request:
-    return Request(
-        name,
-        np.array([token for row in rows for token in row], dtype=np.int32),
-        np.array([len(row) for row in rows], dtype=np.int32),
-        PoolingParams(Task.SCORE),
-        pairs=pairs,
-        **more,  # type: ignore[arg-type]
-    )
+from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
 
 
 @pytest.fixture(scope="module", params=[{}, {"max_num_batched_tokens": 8}, {"document_cache_gb": 0.01}])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine(**request.param) as engine:
         yield engine
-
-
-def run(engine: Engine, request: Request) -> PooledOutput:
-    return engine._engine.submit(request).result(timeout=60)
 
 
 def test_pairs_are_scored_by_cosine_in_one_step_or_many(engine: Engine) -> None:
@@ -54,16 +29,16 @@ def test_pairs_are_scored_by_cosine_in_one_step_or_many(engine: Engine) -> None:
         answer = run(engine, score_request(name, rows, PAIRS))
         assert answer.values.shape == (5, 1)
         np.testing.assert_allclose(answer.values[:, 0], expected, atol=1e-5)
-    places = engine._engine._core.scheduler.places
+    places = engine.local.engine.core.scheduler.vector_cache
     assert places is not None and places.query_hits >= 2
     places.check_integrity()
-    if places.documents:
+    if places.keeps_documents:
         assert places.document_hits == 5
 
 
 def test_scores_and_vectors_share_a_step(engine: Engine) -> None:
     rows = engine.tokenize(TEXTS)
-    scores = engine._engine.submit(score_request("pairs", rows, PAIRS, cache_salt="mixed"))
+    scores = engine.local.engine.submit(score_request("pairs", rows, PAIRS, cache_salt="mixed"))
     vectors = engine.embed(TEXTS)
     expected = [vectors[q] @ vectors[2 + d] for d, q in enumerate(PAIRS)]
     np.testing.assert_allclose(scores.result(timeout=60).values[:, 0], expected, atol=1e-5)
@@ -75,9 +50,9 @@ def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:
         asked = score_request("many", rows, PAIRS)
         asked.pairs, asked.params = None, PoolingParams(Task.EMBED)
         asked.also = (PoolingParams(Task.TOKEN_EMBED), PoolingParams(Task.EMBED, dimensions=8))
-        launched = engine._engine._core.runner.launch
+        launched = engine.local.engine.core.runner.launch
         steps = []
-        engine._engine._core.runner.launch = lambda plan: (steps.append(plan), launched(plan))[1]  # type: ignore[method-assign]
+        engine.local.engine.core.runner.launch = lambda plan: (steps.append(plan), launched(plan))[1]  # type: ignore[method-assign]
         answer = run(engine, asked)
         assert len(steps) == 1 and steps[0].num_tokens == asked.num_tokens
         np.testing.assert_allclose(answer.values, engine.embed(TEXTS), atol=1e-6)

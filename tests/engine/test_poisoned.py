@@ -19,7 +19,7 @@ from penstock.errors import DeviceOutOfMemory, RowFailed
 from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.scheduler import Budget, Chunking, Scheduler
-from penstock.scheduler.vector_store import VectorPlaces
+from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import (
     Array,
     Failure,
@@ -34,11 +34,9 @@ from penstock.types import (
     StepResult,
     Task,
 )
-from tests.engine.test_chunked import check_no_memory_is_held, chunked, folder, rows
+from tests.engine.chunked import check_no_memory_is_held, chunked, rows
 from tests.generation.fakes import asking
 from tests.helpers import ints
-
-__all__ = ["folder"]
 
 BLOCK = 4
 PLACES = 64
@@ -144,7 +142,7 @@ def make_core(
 ) -> tuple[EngineCore, AsyncRunner]:
     runner = AsyncRunner(blocks, fails)
     chunking = Chunking(BlockPool(blocks, BLOCK), chunk, prefixes) if chunked else None
-    scheduler = Scheduler(Budget(tokens, 8, 10**9), chunking, VectorPlaces(PLACES, documents=True))
+    scheduler = Scheduler(Budget(tokens, 8, 10**9), chunking, VectorCache(PLACES, documents=True))
     core = EngineCore(
         runner,  # type: ignore[arg-type]
         scheduler,
@@ -192,10 +190,10 @@ def run(core: EngineCore, runner: AsyncRunner, turns: int = 5_000) -> dict[str, 
         runner.finish()
     core.step()
     core.check_integrity()
-    assert core.scheduler.places is not None
-    core.scheduler.places.check_integrity()
-    assert core.scheduler.line.tokens == core.scheduler.line.rows == len(core.scheduler.line) == 0
-    assert not core.scheduler.apart
+    assert core.scheduler.vector_cache is not None
+    core.scheduler.vector_cache.check_integrity()
+    assert core.scheduler.queue.num_tokens == core.scheduler.queue.num_rows == len(core.scheduler.queue) == 0
+    assert not core.scheduler.isolated
     return found
 
 
@@ -315,11 +313,11 @@ def test_rows_that_run_apart_wait_for_the_memory_of_rows_that_are_continued() ->
     runner, pool = BothRunner(24, fails), BlockPool(24, BLOCK)
     core = EngineCore(
         runner,  # type: ignore[arg-type]
-        Scheduler(Budget(16, 8, 10**9), Chunking(pool, 8), VectorPlaces(PLACES)),
+        Scheduler(Budget(16, 8, 10**9), Chunking(pool, 8), VectorCache(PLACES)),
         depth=2,
         clock=lambda: 1.0,
         share_identical=False,
-        lane=GenerationScheduler(pool, GenerationLimits(6, 16, 16, 60, 10**6, prefixes=False)),
+        generation=GenerationScheduler(pool, GenerationLimits(6, 16, 16, 60, 10**6, prefix_caching=False)),
     )
     asked = [request(name, [row]) for name, row in zip("ab", rows, strict=True)]
     for each in asked:
@@ -357,14 +355,14 @@ def test_a_real_model_gives_the_same_vectors_when_a_step_fails_on_its_way(
         futures = []
         for number, (row, task) in enumerate(asked):
             made = request(f"r{number}", [row], task)
-            futures.append(engine._engine.submit(made))
+            futures.append(engine.local.engine.submit(made))
         return [future.result(timeout=60).values for future in futures]
 
     with chunked(folder) as plain:
         wanted = submit(plain)
     options = {"enable_prefix_caching": prefixes, "long_prefill_token_threshold": 20}
     with chunked(folder, pipeline_depth=depth, **options) as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         run_step, steps = runner._run_on_cpu, iter(range(1000))
         gate = threading.Event()
 
@@ -437,7 +435,7 @@ def test_whatever_fails_every_answer_that_is_given_is_right(
 
     def cancel_when_due(number: int, plan: StepPlan) -> Exception | None:
         for i, when in cancelled.items():
-            if number == when and (name := f"r{i}") in core._progress:
+            if number == when and (name := f"r{i}") in core.pending:
                 due.append(name)
         return fails(number, plan)
 
@@ -448,7 +446,7 @@ def test_whatever_fails_every_answer_that_is_given_is_right(
     def cancelling() -> list[object]:
         outcomes = step()
         for name in due:
-            if name in core._progress and name not in {o.id for o in outcomes}:
+            if name in core.pending and name not in {o.id for o in outcomes}:
                 core.cancel(name)
                 gone.add(name)
         due.clear()

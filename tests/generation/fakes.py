@@ -20,7 +20,7 @@ from penstock.types import (
     PoolingParams,
     Request,
     SampledResult,
-    SamplingParams,
+    SamplerParams,
     StepPlan,
     StepResult,
     Task,
@@ -109,16 +109,16 @@ def make_core(
     prefixes: bool = True,
     fails: Callable[[StepPlan], bool] = lambda plan: False,
 ) -> EngineCore:
-    limits = GenerationLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes, apart=APART)
-    lane = GenerationScheduler(BlockPool(blocks, BLOCK), limits)
+    limits = GenerationLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes, separate_prefill=APART)
+    generation = GenerationScheduler(BlockPool(blocks, BLOCK), limits)
     runner = MemoryRunner(blocks, rows, fails)
     return EngineCore(
-        runner, Scheduler(Budget(tokens, rows, 10_000)), depth=depth, lane=lane, clock=lambda: 1.0
+        runner, Scheduler(Budget(tokens, rows, 10_000)), depth=depth, generation=generation, clock=lambda: 1.0
     )
 
 
 def asking(name: str, prompts: list[list[int]], count: int, **params: object) -> Request:
-    sampling = SamplingParams(max_tokens=count, temperature=0, **params)  # type: ignore[arg-type]
+    sampling = SamplerParams(max_tokens=count, temperature=0, **params)  # type: ignore[arg-type]
     flat = np.array([token for prompt in prompts for token in prompt], dtype=np.int32)
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
     return Request(name, flat, lengths, PoolingParams(Task.GENERATE), sampling=sampling)
@@ -159,6 +159,6 @@ def run(core: EngineCore, answers: Answers, steps: int = 10_000) -> None:
         if not core.busy:
             return
         answers.take(list(core.step()))
-        assert core.lane is not None
-        core.lane.check_integrity()
+        assert core.generation is not None
+        core.generation.check_integrity()
     assert not core.busy, "it never ends"

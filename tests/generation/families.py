@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from penstock import Engine, SamplingParams
+from penstock import AsyncEngine, Engine, SamplingParams
 from tests.parity.decoders import CAPPED, GEMMA, GPT2, LLAMA3, MOE, VOCABULARY, Family
 
 TOKENS = 70
@@ -82,9 +82,9 @@ def engine(folder: Path, **options: Any) -> Engine:
     return Engine(str(folder), device="cpu", **options)
 
 
-def check_nothing_is_held(used: Engine) -> None:
+def check_nothing_is_held(used: Engine | AsyncEngine) -> None:
     """After every call: all blocks and slots are free."""
-    core = used._engine._core
-    assert core.lane is not None and not core.lane.busy
+    core = used.local.engine.core
+    assert core.generation is not None and not core.generation.busy
     core.check_integrity()
-    core.lane.pool.check_integrity()
+    core.generation.pool.check_integrity()

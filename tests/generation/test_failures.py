@@ -66,8 +66,8 @@ def run(core: EngineCore, runner: LateRunner) -> Answers:
             break
         before = runner.steps
         answers.take(list(core.step()))
-        assert core.lane is not None
-        core.lane.check_integrity()
+        assert core.generation is not None
+        core.generation.check_integrity()
         if runner.waiting and runner.steps == before:
             runner.finish()
     assert not core.busy, "it never ends"

@@ -13,7 +13,8 @@ import transformers
 from penstock import Engine, SamplingParams
 from penstock.errors import BadValue
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import Grammar
+from penstock.types import SamplerParams
+from tests.generation.direct import generate
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
 from tests.writing import write_model
 
@@ -29,8 +30,8 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def params(number: int) -> SamplingParams:
-    return SamplingParams(max_tokens=50, seed=100 + number, ignore_eos=True, **ASKED[number])
+def params(number: int) -> SamplerParams:
+    return SamplerParams(max_tokens=50, seed=100 + number, ignore_eos=True, **ASKED[number])
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,11 @@ def params(number: int) -> SamplingParams:
 def test_seeded_rows_get_the_tokens_that_they_get_alone(tmp_path: Path, options: dict[str, Any]) -> None:
     folder, rows = write("qwen3", tmp_path / "qwen3"), prompts()
     with engine(folder, pipeline_depth=1) as used:
-        alone = [used.generate([row], params(i))[0].token_ids for i, row in enumerate(rows)]
+        alone = [generate(used, [row], params(i))[0].token_ids for i, row in enumerate(rows)]
     with engine(folder, **options) as used:
-        together = used.generate(rows, [params(i) for i in range(len(rows))])
+        together = generate(used, rows, [params(i) for i in range(len(rows))])
         check_nothing_is_held(used)
-        used._engine._core.runner.generator.sampler.plan.check_integrity()  # type: ignore[attr-defined]
+        used.local.engine.core.runner.generator.sampler.plan.check_integrity()  # type: ignore[attr-defined]
     assert [row.token_ids for row in together] == alone
     assert set(alone[5]) <= set(range(10, 30))
     assert 11 not in alone[6] and (12, 13) not in set(zip(alone[6], alone[6][1:], strict=False))
@@ -71,21 +72,20 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_offline_rows_follow_their_grammars_and_a_bad_one_ends_nothing_but_itself(texts: Path) -> None:
     pytest.importorskip("llguidance")
-    number = Grammar("regex", "[0-9]{3}-[a-c]{2}")
-    listed = Grammar(
-        "json", json.dumps({"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3})
-    )
+    listed = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
     with Engine(str(texts), device="cpu", pipeline_depth=2) as used:
         wanted = [
-            SamplingParams(max_tokens=60, seed=i, grammar=g) for i, g in enumerate((number, listed, None))
+            SamplingParams(max_tokens=60, seed=0, guided_regex="[0-9]{3}-[a-c]{2}"),
+            SamplingParams(max_tokens=60, seed=1, guided_json=listed),
+            SamplingParams(max_tokens=60, seed=2),
         ]
         first, second, free = used.generate(["a", "b", "c"], wanted)
         assert first.text[3] == "-" and first.text[:3].isdigit() and set(first.text[4:]) <= set("abc")
         assert set(json.loads(second.text)) <= {1, 2} and len(free.token_ids) > 0
         assert first.finish_reason == second.finish_reason == "stop"
-        for bad in (Grammar("regex", "(["), Grammar("json", "{"), Grammar("lark", "start: nowhere")):
+        for bad in ({"guided_regex": "(["}, {"guided_json": "{"}, {"guided_grammar": "start: nowhere"}):
             with pytest.raises(BadValue):
-                used.generate(["a"], SamplingParams(grammar=bad))
+                used.generate(["a"], SamplingParams(**bad))
         again = used.generate(["c"], wanted[2])[0]
         assert again.token_ids == free.token_ids
         check_nothing_is_held(used)

@@ -23,15 +23,16 @@ from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.types import GeneratedTokens, StepPlan
 from tests.generation import fakes
 from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
+from tests.helpers import ints
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
 
 
 def check_idle(core: EngineCore) -> None:
-    assert core.lane is not None and not core.busy
+    assert core.generation is not None and not core.busy
     core.check_integrity()
-    core.lane.pool.check_integrity()
-    assert core.lane.queued_tokens == 0 and core.lane.running == core.lane.waiting == 0
+    core.generation.pool.check_integrity()
+    assert core.generation.queued_tokens == 0 and core.generation.running == core.generation.waiting == 0
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["together", "apart"], scope="module")
@@ -54,8 +55,8 @@ def test_every_row_gets_the_tokens_it_would_get_alone(depth: int, prefixes: bool
         assert answers.tokens["a", row] == continued(prompt, 30)
         assert answers.tokens["b", len(PROMPTS) - 1 - row] == continued(prompt, 11)
     assert set(answers.finished.values()) == {"length"}
-    assert core.lane is not None
-    assert bool(core.lane.preempted) == (blocks < 100)
+    assert core.generation is not None
+    assert bool(core.generation.preempted) == (blocks < 100)
     check_idle(core)
 
 
@@ -83,14 +84,14 @@ def test_any_arrivals_cancellations_and_failures_leave_nothing_behind(data: st.D
         core.add(asking(str(number), prompts, count))
         for _ in range(choose(st.integers(0, 6))):
             answers.take(list(core.step()))
-            assert core.lane is not None
-            core.lane.check_integrity()
+            assert core.generation is not None
+            core.generation.check_integrity()
         if choose(st.booleans()):
             name = choose(st.sampled_from(sorted(asked)))
             core.cancel(name)
             cancelled.add(name)
-            assert core.lane is not None
-            core.lane.check_integrity()
+            assert core.generation is not None
+            core.generation.check_integrity()
     run(core, answers)
     for name, (prompts, count) in asked.items():
         for row, prompt in enumerate(prompts):
@@ -119,17 +120,17 @@ def test_prefixes_of_prompts_and_of_what_was_generated_are_reused_within_a_salt(
     core, answers = make_core(blocks=60), Answers()
     core.add(asking("a", [list(range(20))], 20))
     run(core, answers)
-    assert core.lane is not None
-    before = core.lane.pool.hit_tokens
+    assert core.generation is not None
+    before = core.generation.pool.hit_tokens
     core.add(asking("b", [list(range(20)) + answers.tokens["a", 0]], 5))
     run(core, answers)
-    assert core.lane.pool.hit_tokens - before >= 36
-    before = core.lane.pool.hit_tokens
+    assert core.generation.pool.hit_tokens - before >= 36
+    before = core.generation.pool.hit_tokens
     salted = asking("c", [list(range(20))], 5)
     salted.cache_salt = "other"
     core.add(salted)
     run(core, answers)
-    assert core.lane.pool.hit_tokens == before
+    assert core.generation.pool.hit_tokens == before
     assert answers.tokens["c", 0] == answers.tokens["a", 0][:5]
     check_idle(core)
 
@@ -142,7 +143,7 @@ def test_decoding_rows_go_before_prompts_which_fill_the_rest() -> None:
         answers.take(list(core.step()))
     core.add(asking("b", [list(range(30))], 2))
     answers.take(list(core.step()))
-    plan = core._flights[0].plan
+    plan = core._in_flight[0].plan
     assert plan.lengths.tolist() == ([10] if fakes.APART else [1, 1, 8])
     run(core, answers)
     check_idle(core)
@@ -220,7 +221,7 @@ def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
             assert isinstance(outcome, GeneratedTokens)
             if outcome.id not in order and ("first", 0) in answers.finished:
                 order.append(outcome.id)
-    assert core.lane is not None and core.lane.preempted
+    assert core.generation is not None and core.generation.preempted
     assert answers.tokens["first", 0] == continued([1] * 20, 30)
     assert answers.tokens["second", 0] == continued([2] * 20, 30)
     assert order[0] == "first"
@@ -232,7 +233,7 @@ def test_rows_begin_again_in_smaller_steps_when_memory_runs_out_and_nobody_is_bl
         make_core(fails=lambda plan: plan.num_tokens > 3, tokens=24, depth=2, blocks=60),
         Answers(),
     )
-    assert isinstance(core.runner, MemoryRunner) and core.lane is not None
+    assert isinstance(core.runner, MemoryRunner) and core.generation is not None
     core.runner.error = DeviceOutOfMemory("out of memory")
     prompts = [[1, 2, 3], [4], [5, 6], list(range(12))]
     core.add(asking("a", prompts[:2], 20))
@@ -245,7 +246,7 @@ def test_rows_begin_again_in_smaller_steps_when_memory_runs_out_and_nobody_is_bl
     for number in range(40):
         core.add(asking(f"c{number}", [[number]], 20))
     run(core, answers)
-    assert core.lane.limits.tokens == 24, "the budget comes back"
+    assert core.generation.limits.max_tokens == 24, "the budget comes back"
 
 
 def test_a_lost_device_fails_all_that_generate() -> None:
@@ -255,5 +256,21 @@ def test_a_lost_device_fails_all_that_generate() -> None:
     core.add(asking("a", [[1, 2], [3]], 20))
     core.add(asking("b", [[4]], 20))
     run(core, answers)
-    assert answers.failed.keys() == {"a", "b"} and core.broken is core.runner.error
+    assert answers.failed.keys() == {"a", "b"} and core.device_failure is core.runner.error
+    check_idle(core)
+
+
+def test_sequences_with_different_adapters_share_no_prefix_block() -> None:
+    core, answers = make_core(blocks=60), Answers()
+    assert core.generation is not None
+    pool = core.generation.pool
+    hits = []
+    for name, adapters in (("a", None), ("b", [0]), ("c", [1]), ("d", [1])):
+        request = asking(name, [list(range(20))], 3)
+        request.adapters = None if adapters is None else ints(adapters)
+        before = pool.hit_tokens
+        core.add(request)
+        run(core, answers)
+        hits.append(pool.hit_tokens - before)
+    assert hits == [0, 0, 0, 16]
     check_idle(core)

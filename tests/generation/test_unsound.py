@@ -15,16 +15,18 @@ from safetensors.torch import load_file, save_file
 from penstock import AsyncEngine, SamplingParams
 from penstock.errors import RowFailed
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import GeneratePlan, SampledResult
+from penstock.types import GeneratePlan, SampledResult, SamplerParams
 from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
+from tests.generation.direct import generate, request_of
 from tests.generation.fakes import Answers, asking, continued, make_core, run
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
+from tests.generation.streams import read_stream
 
 POISON = 399
 TOKENS = 30
-GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, bad_token_ids=((POISON,),))
-DRAWN = SamplingParams(
+GREEDY = SamplerParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, bad_token_ids=((POISON,),))
+DRAWN = SamplerParams(
     max_tokens=TOKENS, seed=3, top_k=20, ignore_eos=True, logprobs=2, bad_token_ids=((POISON,),)
 )
 SAID = "not finite"
@@ -53,17 +55,17 @@ def healthy() -> list[list[int]]:
 )
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_rows_beside_it_have_the_tokens_that_they_have_without_it(
-    folder: Path, options: dict[str, Any], params: SamplingParams
+    folder: Path, options: dict[str, Any], params: SamplerParams
 ) -> None:
     rows = healthy()
     with engine(folder, **options) as used:
-        alone = [row.token_ids for row in used.generate(rows, params)]
+        alone = [row.token_ids for row in generate(used, rows, params)]
         check_nothing_is_held(used)
 
         async def all_at_once() -> list[Any]:
             bad = [[*rows[4][:9], POISON], [POISON], rows[7] + [POISON, 7, 8]]
             asked = [*rows, *bad]
-            made = [used._requests([row], params, False, 0, "")[0] for row in asked]
+            made = [request_of(row, params) for row in asked]
             return await asyncio.gather(*(_read(used, one) for one in made), return_exceptions=True)
 
         got = asyncio.run(all_at_once())
@@ -72,12 +74,12 @@ def test_rows_beside_it_have_the_tokens_that_they_have_without_it(
         for error in got[len(rows) :]:
             assert isinstance(error, RowFailed) and SAID in str(error)
         check_nothing_is_held(used)
-        assert [row.token_ids for row in used.generate(rows, params)] == alone  # in the blocks that it had
+        assert [row.token_ids for row in generate(used, rows, params)] == alone  # in the blocks that it had
         check_nothing_is_held(used)
 
 
 async def _read(used: Any, request: Any) -> list[int]:
-    return [t async for parts in used._engine.generate(request) for p in parts for t in p.token_ids.tolist()]
+    return [t async for part in read_stream(used.local.engine, request) for t in part.token_ids.tolist()]
 
 
 def test_scores_of_a_prompt_that_are_not_finite_are_an_error(folder: Path) -> None:
@@ -90,39 +92,41 @@ def test_scores_of_a_prompt_that_are_not_finite_are_an_error(folder: Path) -> No
 
 def test_a_stream_ends_with_the_error(folder: Path) -> None:
     """It comes after what was sound: the model itself names the token that spoils it."""
-    forced = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logit_bias={POISON: 100.0})
+    forced = SamplingParams(
+        max_tokens=TOKENS, temperature=0, ignore_eos=True, logit_bias={str(POISON): 100.0}
+    )
 
     async def scene() -> None:
         async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as used:
             made: list[int] = []
             with pytest.raises(RowFailed, match=SAID):
-                async for part in used.generate([5, 6], forced):
-                    made += part.token_ids.tolist()
+                async for delta in used.generate_stream([5, 6], forced):
+                    made += delta.token_ids
             assert made == [POISON]
-            check_nothing_is_held(used._open())
+            check_nothing_is_held(used)
 
     asyncio.run(scene())
 
 
 def test_every_token_forbidden_is_an_error_too(folder: Path) -> None:
-    none = SamplingParams(max_tokens=3, allowed_token_ids=(7,), bad_token_ids=((7,),))
+    none = SamplerParams(max_tokens=3, allowed_token_ids=(7,), bad_token_ids=((7,),))
     with engine(folder) as used:
         with pytest.raises(RowFailed, match="no token may follow"):
-            used.generate([[5]], none)
+            generate(used, [[5]], none)
         check_nothing_is_held(used)
 
 
 def test_blocks_that_it_wrote_are_not_found_by_others(folder: Path) -> None:
     row = [5] * 40 + [POISON] + [6] * 40
     with engine(folder) as used:
-        lane = used._engine._core.lane
-        assert lane is not None
+        generation = used.local.engine.core.generation
+        assert generation is not None
         with pytest.raises(RowFailed):
-            used.generate([row], GREEDY)
-        before = lane.pool.hit_tokens
+            generate(used, [row], GREEDY)
+        before = generation.pool.hit_tokens
         with pytest.raises(RowFailed):
-            used.generate([row], GREEDY)
-        assert lane.pool.hit_tokens == before
+            generate(used, [row], GREEDY)
+        assert generation.pool.hit_tokens == before
         check_nothing_is_held(used)
 
 
@@ -145,20 +149,20 @@ def test_any_step_may_spoil_any_request(depth: int) -> None:
             for index, row in enumerate(rows):
                 made, wanted = answers.tokens.get((name, index), []), continued(row, 10)
                 assert made == wanted if name not in answers.failed else made == wanted[: len(made)]
-        assert core.lane is not None
-        core.lane.pool.check_integrity()
+        assert core.generation is not None
+        core.generation.pool.check_integrity()
 
 
 def _spoil(core: Any, prompt: list[int], after: int) -> None:
     """The row of this prompt has no token to give once it has given so many."""
-    launch, lane, given = core.runner.launch, core.lane, [0]
+    launch, generation, given = core.runner.launch, core.generation, [0]
 
     def spoiling(plan: GeneratePlan) -> Any:
         future = launch(plan)
         sample = plan.sample
         ids = future.result().token_ids.copy()
         for at, slot in enumerate(sample.sampled_slots.tolist()):
-            row = lane._rows[slot]
+            row = generation._rows[slot]
             if row is not None and row.prompt.tolist() == prompt:
                 given[0] += 1
                 if given[0] > after:

@@ -20,8 +20,8 @@ from penstock.layers.batch import reads_in_place
 from penstock.runner.buckets import TOKENS
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
-from penstock.types import OutputDtype, PoolingParams, Request, StepPlan, Task
+from penstock.scheduler.scheduler import ScheduledRows
+from penstock.types import OutputDtype, PoolingParams, PoolPlan, Request, Task
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
 from tests.helpers import ints
 
@@ -73,21 +73,21 @@ def engine(bert: Path) -> Iterator[Engine]:
 
 
 def runner_of(engine: Engine) -> ModelRunner:
-    runner = engine._engine._core.runner
+    runner = engine.local.engine.core.runner
     assert isinstance(runner, ModelRunner) and runner.graphs is not None
     return runner
 
 
-def plan_of(lengths: Sequence[int], *params: PoolingParams, seed: int = 0, **more: Any) -> StepPlan:
+def plan_of(lengths: Sequence[int], *params: PoolingParams, seed: int = 0, **more: Any) -> PoolPlan:
     tokens = np.random.default_rng(seed).integers(5, 100, sum(lengths)).astype(np.int32)
     shares = []
     for number, wanted in enumerate(params or (PoolingParams(),)):
         request = Request(str(number), tokens, ints(lengths), wanted, **more)
-        shares.append(Share(request, ints(range(len(lengths)))))
+        shares.append(ScheduledRows(request, ints(range(len(lengths)))))
     return build_plan(shares)
 
 
-def by_graph(runner: ModelRunner, plan: StepPlan) -> list[np.ndarray]:
+def by_graph(runner: ModelRunner, plan: PoolPlan) -> list[np.ndarray]:
     graphs = runner.graphs
     assert graphs is not None
     before = graphs.replays
@@ -97,14 +97,14 @@ def by_graph(runner: ModelRunner, plan: StepPlan) -> list[np.ndarray]:
     return values
 
 
-def eager(runner: ModelRunner, plan: StepPlan) -> list[np.ndarray]:
+def eager(runner: ModelRunner, plan: PoolPlan) -> list[np.ndarray]:
     with torch.inference_mode():
         outputs = runner._step(plan).outputs
         torch.cuda.synchronize()
         return [np.array(output) for output in outputs]
 
 
-def check(runner: ModelRunner, plan: StepPlan) -> None:
+def check(runner: ModelRunner, plan: PoolPlan) -> None:
     for mine, theirs in zip(by_graph(runner, plan), eager(runner, plan), strict=True):
         assert mine.shape == theirs.shape and np.isfinite(mine).all()
         a, b = mine.reshape(-1, mine.shape[-1]), theirs.reshape(-1, mine.shape[-1])
@@ -300,7 +300,7 @@ def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path
         leave(int(room * needed))
         held = torch.cuda.memory_reserved()
         try:
-            core = engine._engine._core
+            core = engine.local.engine.core
             with graphs.capture_on_first_use():
                 try:
                     got = runner.launch(plan).result().outputs[0]
@@ -316,7 +316,7 @@ def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path
             # The whole engine goes on, in smaller steps where the device is too small, and nobody fails.
             rows = [row.tolist() for row in np.split(plan.token_ids, 8)]
             np.testing.assert_allclose(engine.embed(rows), expected, atol=2e-2)
-            assert core.broken is None
+            assert core.device_failure is None
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         by_graph(runner, plan_of((16,) * 3))  # graphs are still to be had
@@ -324,7 +324,7 @@ def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path
 
 def test_enforce_eager_has_no_graphs(bert: Path) -> None:
     with Engine(str(bert), device="cuda", dtype="bfloat16", enforce_eager=True) as engine:
-        assert engine._engine._core.runner.graphs is None
+        assert engine.local.engine.core.runner.graphs is None
         assert np.isfinite(engine.embed([[5, 6, 7]])).all()
 
 
@@ -338,11 +338,11 @@ CUT: dict[str, Any] = {
 }
 
 
-def piece(length: int, begin: int, end: int, first_block: int | None, params: PoolingParams) -> Share:
+def piece(length: int, begin: int, end: int, first_block: int | None, params: PoolingParams) -> ScheduledRows:
     tokens = np.random.default_rng(length).integers(5, 100, length).astype(np.int32)
     table = None if first_block is None else tuple(range(first_block, first_block + -(-length // 16)))
     request = Request(str(length), tokens, ints([length]), params)
-    return Share(request, ints([0]), ints([begin]), ints([end]), (table,))
+    return ScheduledRows(request, ints([0]), ints([begin]), ints([end]), (table,))
 
 
 @pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.language import switch
-from penstock.kernels.thresholds import thresholds, thresholds_reference
+from penstock.kernels.language import set_kernel_devices
+from penstock.kernels.logit_thresholds import logit_thresholds, logit_thresholds_reference
 from penstock.sampling.plan import Column, packed_bits
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 from tests.helpers import ints
 
 pytestmark = [
@@ -24,15 +24,15 @@ pytestmark = [
 ]
 VOCAB, CUDA = 151_936, torch.device("cuda")
 KINDS = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.8, seed=3),
-    SamplingParams(temperature=0.8, seed=3, top_k=20, top_p=0.95),
-    SamplingParams(temperature=1.0, seed=4, top_p=0.9),  # of near Gaussian logits: tens of thousands
-    SamplingParams(temperature=1.0, seed=5, min_p=0.05, logprobs=5),
-    SamplingParams(temperature=0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5, top_p=0.8),
-    SamplingParams(temperature=0, bad_token_ids=((1, 2), (3,)), logit_bias={1: 40.0, 2: 39.0}),
-    SamplingParams(temperature=0, min_tokens=2, eos_token_ids=(9,), logit_bias={9: 50.0}),
-    SamplingParams(temperature=1.0, seed=7, allowed_token_ids=tuple(range(0, VOCAB, 1000))),
+    SamplerParams(temperature=0),
+    SamplerParams(temperature=0.8, seed=3),
+    SamplerParams(temperature=0.8, seed=3, top_k=20, top_p=0.95),
+    SamplerParams(temperature=1.0, seed=4, top_p=0.9),  # of near Gaussian logits: tens of thousands
+    SamplerParams(temperature=1.0, seed=5, min_p=0.05, logprobs=5),
+    SamplerParams(temperature=0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5, top_p=0.8),
+    SamplerParams(temperature=0, bad_token_ids=((1, 2), (3,)), logit_bias={1: 40.0, 2: 39.0}),
+    SamplerParams(temperature=0, min_tokens=2, eos_token_ids=(9,), logit_bias={9: 50.0}),
+    SamplerParams(temperature=1.0, seed=7, allowed_token_ids=tuple(range(0, VOCAB, 1000))),
 ]
 
 
@@ -40,7 +40,7 @@ KINDS = [
 def no_synchronization() -> Iterator[None]:
     yield
     torch.cuda.set_sync_debug_mode("default")
-    switch("cuda")
+    set_kernel_devices("cuda")
 
 
 def made() -> tuple[Sampler, np.ndarray, torch.Tensor]:
@@ -62,7 +62,7 @@ def test_kernels_give_the_tokens_of_plain_torch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     batches = [(torch.randn(len(KINDS), VOCAB, device=CUDA) * 2).to(dtype) for _ in range(4)]
     got = torch.stack(steps(*made(), batches))
-    switch()
+    set_kernel_devices()
     expected = torch.stack(steps(*made(), batches))
     # Sums of exponentials differ in their last bits: a nucleus may end one logit sooner.
     assert (got == expected).float().mean() > 0.94
@@ -108,7 +108,7 @@ def test_plain_rows_replay_in_a_graph_and_take_up_who_joins(filtered: bool) -> N
         got.append(out.tolist())
     assert got == expected
     captured.leave(1)
-    captured.join(1, SamplingParams(temperature=0), ints([1]))
+    captured.join(1, SamplerParams(temperature=0), ints([1]))
     captured.flush()
     graph.replay()
     assert out[1] == logits[1].argmax()
@@ -120,7 +120,7 @@ def test_thresholds_of_a_real_vocabulary(dtype: torch.dtype, spread: float) -> N
     torch.manual_seed(1)
     sampler = Sampler(VOCAB, 64, CUDA)
     for slot in range(64):
-        params = SamplingParams(
+        params = SamplerParams(
             temperature=0.5 + slot % 4 / 2,
             top_k=(0, 1, 20, 400, 5000)[slot % 5],
             top_p=(0.95, 0.5, 1.0)[slot % 3],
@@ -129,10 +129,12 @@ def test_thresholds_of_a_real_vocabulary(dtype: torch.dtype, spread: float) -> N
         sampler.join(slot, params, ints([1]))
     sampler.flush()
     logits = (torch.randn(64, VOCAB, device=CUDA) * spread).to(dtype)
-    got = thresholds(logits, torch.arange(64, device=CUDA, dtype=torch.int32), sampler.table)
+    got = logit_thresholds(logits, torch.arange(64, device=CUDA, dtype=torch.int32), sampler.table)
     table = sampler.table[:64]
     values = table[:, :6].contiguous().view(torch.float32)
-    expected = thresholds_reference(logits, values[:, 0], table[:, Column.TOP_K], values[:, 1], values[:, 2])
+    expected = logit_thresholds_reference(
+        logits, values[:, 0], table[:, Column.TOP_K], values[:, 1], values[:, 2]
+    )
     x = logits.float()
     kept, wanted = (x >= got[:, None]).sum(dim=1).double(), (x >= expected[:, None]).sum(dim=1).double()
     assert ((kept - wanted).abs() <= 2 + wanted * 2e-2).all()

@@ -216,6 +216,13 @@ def test_an_api_process_imports_nothing_of_the_engine() -> None:
     assert [name for name in ran.stdout.split() if name.startswith(ENGINE_ROOMS)] == []
 
 
+def test_of_the_wire_only_the_server_imports_the_engine() -> None:
+    users = {
+        found.module for found in inside() if room(found.module) == "wire" and room(found.target) == "engine"
+    }
+    assert users == {"penstock.wire.server"}
+
+
 def test_the_engine_loop_imports_no_sockets_and_no_processes() -> None:
     wrong = [
         str(found)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 
 from penstock.checkpoint.dense import DenseSpec
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.chunks import Chunker, ChunkOptions, divide, find_tokens, split_row
-from penstock.inputs.processor import InputOptions, InputProcessor
-from penstock.inputs.tokenizer import Tokenizer
+from penstock.inputs.processor import InputOptions
+from penstock.tasks.embed import EmbedInChunks
+from penstock.tasks.model import TextModel
 from penstock.types import Chunks, PoolingParams, Request, Task
 from tests.checkpoints import WORDS, wordpiece_tokenizer, wordpiece_vocabulary
 from tests.helpers import ints, make_spec
@@ -29,14 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_chunker(folder: Path, **changes: Any) -> Chunker:
+def make_model(folder: Path, **changes: Any) -> TextModel:
     tasks = (Task.EMBED, Task.TOKEN_EMBED)
-    spec = make_spec(**({"vocab_size": len(wordpiece_vocabulary()), "tasks": tasks} | changes))
-    return Chunker(InputProcessor(spec, Tokenizer(folder)))
+    spec = {"folder": str(folder), "vocab_size": len(wordpiece_vocabulary()), "tasks": tasks}
+    return TextModel(make_spec(**(spec | changes)))
 
 
 def prepare(
-    chunker: Chunker,
+    model: TextModel,
     inputs: Any,
     chunking: str,
     chunk_size: int | None = None,
@@ -44,7 +46,9 @@ def prepare(
     **options: Any,
 ) -> tuple[Request, Chunks | None]:
     how = ChunkOptions(chunking=chunking, chunk_size=chunk_size, chunk_spans=chunk_spans)
-    return chunker.prepare("id", inputs, PoolingParams(), InputOptions(**options), how)
+    task = EmbedInChunks(inputs=inputs, params=PoolingParams(), options=InputOptions(**options), chunking=how)
+    task.check(model)
+    return asyncio.run(task.chunked_request(model, "id"))
 
 
 def rows_of(request: Request) -> list[list[int]]:
@@ -83,7 +87,7 @@ def test_late_chunks_make_up_all_that_is_pooled(seed: int) -> None:
 
 
 def test_mean_splits_only_what_is_too_long(folder: Path) -> None:
-    request, chunks = prepare(make_chunker(folder), ["the water", LONG, "people"], "mean")
+    request, chunks = prepare(make_model(folder), ["the water", LONG, "people"], "mean")
     assert chunks is not None
     assert chunks.counts.tolist() == [1, 4, 1]
     assert chunks.weights.tolist() == [2, 13, 13, 12, 12, 1]
@@ -94,14 +98,13 @@ def test_mean_splits_only_what_is_too_long(folder: Path) -> None:
 
 def test_texts_that_fit_are_left_as_they_are(folder: Path) -> None:
     params = PoolingParams(dimensions=4)
-    request, chunks = make_chunker(folder).prepare(
-        "id", ["the water"], params, InputOptions(), ChunkOptions(chunking="mean")
-    )
+    task = EmbedInChunks(inputs=["the water"], params=params, chunking=ChunkOptions(chunking="mean"))
+    request, chunks = asyncio.run(task.chunked_request(make_model(folder), "id"))
     assert chunks is None and request.params == params
 
 
 def test_every_part_carries_the_prompt_which_weighs_nothing(folder: Path) -> None:
-    request, chunks = prepare(make_chunker(folder), LONG, "mean", prompt="search query: ")
+    request, chunks = prepare(make_model(folder), LONG, "mean", prompt="search query: ")
     head = RUST.encode("search query: ").ids[:-1]
     assert chunks is not None and chunks.weights.sum() == 50
     assert all(row[: len(head)] == head and row[-1] == SEP for row in rows_of(request))
@@ -109,11 +112,11 @@ def test_every_part_carries_the_prompt_which_weighs_nothing(folder: Path) -> Non
 
 def test_a_prompt_that_leaves_no_room_is_refused(folder: Path) -> None:
     with pytest.raises(BadValue, match="no room"):
-        prepare(make_chunker(folder), LONG, "mean", prompt=" ".join(WORDS[:14]) + " ")
+        prepare(make_model(folder), LONG, "mean", prompt=" ".join(WORDS[:14]) + " ")
 
 
 def test_token_ids_are_split_as_they_are(folder: Path) -> None:
-    request, chunks = prepare(make_chunker(folder), [list(range(5, 45))], "mean")
+    request, chunks = prepare(make_model(folder), [list(range(5, 45))], "mean")
     assert chunks is not None and chunks.counts.tolist() == [3]
     assert list(chain(*rows_of(request))) == list(range(5, 45))
 
@@ -121,7 +124,7 @@ def test_token_ids_are_split_as_they_are(folder: Path) -> None:
 def test_late_chunks_say_where_they_lie_in_the_text(folder: Path) -> None:
     text = "  The water, people GO to it"
     for prompt in (None, "search: "):
-        chunker = make_chunker(folder)
+        chunker = make_model(folder)
         request, chunks = prepare(chunker, ["oil", text], "late", 3, prompt=prompt)
         assert chunks is not None and chunks.chars is not None and chunks.spans is not None
         assert chunks.counts.tolist() == [1, 3]
@@ -138,41 +141,39 @@ def test_late_chunks_say_where_they_lie_in_the_text(folder: Path) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_late_chunks_of_a_cut_text_keep_their_places(folder: Path, side: str) -> None:
-    _, chunks = prepare(
-        make_chunker(folder), LONG, "late", 5, truncate_prompt_tokens=-1, truncation_side=side
-    )
+    _, chunks = prepare(make_model(folder), LONG, "late", 5, truncate_prompt_tokens=-1, truncation_side=side)
     assert chunks is not None and chunks.chars is not None
     words = " ".join(LONG[begin:end] for begin, end in chunks.chars.tolist()).split()
     assert words == (list(WORDS[:14]) if side == "right" else list(WORDS[36:50]))
 
 
 def test_prompts_that_the_model_leaves_out_belong_to_no_chunk(folder: Path) -> None:
-    chunker = make_chunker(folder, pooling=PoolingSpec(("mean",), include_prompt=False))
+    chunker = make_model(folder, pooling=PoolingSpec(("mean",), include_prompt=False))
     _, chunks = prepare(chunker, "the water", "late", 1, prompt="search query: ")
     assert chunks is not None and chunks.spans is not None
     assert chunks.spans.tolist() == [[4, 5], [5, 7]]
 
 
 def test_token_ids_have_late_chunks_without_characters(folder: Path) -> None:
-    _, chunks = prepare(make_chunker(folder), [[5, 6, 7]], "late", 2)
+    _, chunks = prepare(make_model(folder), [[5, 6, 7]], "late", 2)
     assert chunks is not None and chunks.spans is not None and chunks.chars is None
     assert chunks.spans.tolist() == [[0, 2], [2, 3]]
 
 
 def test_a_chunk_may_be_larger_than_any_text(folder: Path) -> None:
-    _, chunks = prepare(make_chunker(folder), "the water", "late", 2**70)
+    _, chunks = prepare(make_model(folder), "the water", "late", 2**70)
     assert chunks is not None and chunks.counts.tolist() == [1]
 
 
 def test_an_empty_text_is_one_late_chunk(folder: Path) -> None:
-    _, chunks = prepare(make_chunker(folder), "", "late")
+    _, chunks = prepare(make_model(folder), "", "late")
     assert chunks is not None and chunks.spans is not None and chunks.chars is not None
     assert chunks.spans.tolist() == [[0, 2]] and chunks.chars.tolist() == [[0, 0]]
 
 
 def test_letters_that_grow_in_lower_case_do_not_shift_the_places(folder: Path) -> None:
     text = "İİ to go"  # two letters that become four
-    _, chunks = prepare(make_chunker(folder, lower_case=True), text, "late", 1)
+    _, chunks = prepare(make_model(folder, lower_case=True), text, "late", 1)
     assert chunks is not None and chunks.chars is not None
     assert text[slice(*chunks.chars[-1].tolist())] == "go"
 
@@ -196,13 +197,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_bad_values_name_their_field(folder: Path, name: str) -> None:
     options, param, words = REFUSED[name]
     with pytest.raises(BadValue, match=words) as caught:
-        prepare(make_chunker(folder), LONG, **options)
+        prepare(make_model(folder), LONG, **options)
     assert caught.value.param == param
 
 
 def test_other_tasks_have_no_chunks(folder: Path) -> None:
     with pytest.raises(BadValue, match="token_embed"):
-        make_chunker(folder).check(
+        Chunker(make_model(folder).processor).check(
             PoolingParams(Task.TOKEN_EMBED), InputOptions(), ChunkOptions(chunking="mean")
         )
 
@@ -220,17 +221,17 @@ def test_late_chunks_need_mean_pooling_and_nothing_after_it(
     folder: Path, pooling: PoolingSpec, words: str
 ) -> None:
     with pytest.raises(NotPossible, match=words):
-        prepare(make_chunker(folder, pooling=pooling), "the water", "late")
+        prepare(make_model(folder, pooling=pooling), "the water", "late")
 
 
 def test_the_caller_may_say_where_the_chunks_are(folder: Path) -> None:
     text = "the water, people go"
     spans = [(0, 10), (11, 20)]
-    _, chunks = prepare(make_chunker(folder), ["oil", text], "late", chunk_spans=[[(0, 3)], spans])
+    _, chunks = prepare(make_model(folder), ["oil", text], "late", chunk_spans=[[(0, 3)], spans])
     assert chunks is not None and chunks.chars is not None and chunks.spans is not None
     assert chunks.spans.tolist() == [[0, 3], [0, 4], [4, 7]]
     assert chunks.chars.tolist()[1:] == [list(span) for span in spans]
-    _, part = prepare(make_chunker(folder), text, "late", chunk_spans=[[(4, 9)]], prompt="search: ")
+    _, part = prepare(make_model(folder), text, "late", chunk_spans=[[(4, 9)]], prompt="search: ")
     assert part is not None and part.spans is not None
     assert part.spans.tolist() == [[4, 5]]
 
@@ -262,10 +263,10 @@ def test_spans_that_cover_the_text_make_up_the_row(seed: int) -> None:
 )
 def test_spans_that_cannot_be_are_refused(folder: Path, spans: Any, words: str) -> None:
     with pytest.raises(BadValue, match=words) as caught:
-        prepare(make_chunker(folder), "the water", "late", chunk_spans=spans)
+        prepare(make_model(folder), "the water", "late", chunk_spans=spans)
     assert caught.value.param == "chunk_spans"
 
 
 def test_token_ids_have_no_spans(folder: Path) -> None:
     with pytest.raises(BadValue, match="token ids"):
-        prepare(make_chunker(folder), [[5, 6]], "late", chunk_spans=[[(0, 1)]])
+        prepare(make_model(folder), [[5, 6]], "late", chunk_spans=[[(0, 1)]])

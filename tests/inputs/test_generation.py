@@ -1,4 +1,4 @@
-"""Bodies' parameters become `SamplingParams`, or a refusal that names the field and what would do."""
+"""Bodies' parameters become `SamplerParams`, or a refusal that names the field and what would do."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadValue
-from penstock.inputs.generation import GenerationFields, TextInputs
+from penstock.inputs.generation import GenerationFields, GenerationInputs, JobOptions
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import Grammar, SamplingParams, Task
+from penstock.types import Grammar, SamplerParams, Task
 from tests.helpers import ints
 from tests.writing import LIMIT, text_spec, write_model
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> TextInputs:
+def text(tmp_path_factory: pytest.TempPathFactory) -> GenerationInputs:
     return made(tmp_path_factory.mktemp("model"))
 
 
 def made(
     folder: Path, kind: str = "byte bpe", config: dict[str, Any] | None = None, **generation: Any
-) -> TextInputs:
+) -> GenerationInputs:
     write_model(folder, kind, **generation)
-    return TextInputs(text_spec(folder, config=config or {}), Tokenizer(folder))
+    return GenerationInputs(text_spec(folder, config=config or {}), Tokenizer(folder))
 
 
 def fields(**given: Any) -> GenerationFields:
     return msgspec.convert(given, GenerationFields)
 
 
-def sampling(text: TextInputs, prompt: int = 3, **given: Any) -> SamplingParams:
-    how = {name: given.pop(name) for name in ("logprobs", "echo", "default_tokens") if name in given}
-    return text.sampling(fields(**given), [ints([1] * prompt)], **how)
+def sampling(text: GenerationInputs, prompt: int = 3, **given: Any) -> SamplerParams:
+    how = {name: given.pop(name) for name in ("logprobs", "echo", "default_max_tokens") if name in given}
+    return text.sampling(fields(**given), [ints([1] * prompt)], JobOptions(**how))
 
 
-def test_nothing_said_is_plain_sampling(text: TextInputs) -> None:
+def test_nothing_said_is_plain_sampling(text: GenerationInputs) -> None:
     eos = text.tokenizer.token_id("<|im_end|>")
-    assert sampling(text) == SamplingParams(max_tokens=16, eos_token_ids=(eos,))
+    assert sampling(text) == SamplerParams(max_tokens=16, eos_token_ids=(eos,))
 
 
-def test_everything_said_arrives(text: TextInputs) -> None:
+def test_everything_said_arrives(text: GenerationInputs) -> None:
     got = sampling(
         text, max_tokens=9, min_tokens=2, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=11,
         presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"5": 200, "7": -1},
         allowed_token_ids=[3, 4], stop_token_ids=[9], ignore_eos=True, prompt_logprobs=3, logprobs=20,
     )  # fmt: skip
-    assert got == SamplingParams(
+    assert got == SamplerParams(
         max_tokens=9, min_tokens=2, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=11,
         presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={5: 100, 7: -1},
         allowed_token_ids=(3, 4), stop_token_ids=(9,), ignore_eos=True, prompt_logprobs=3, logprobs=20,
@@ -95,7 +95,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:30] for _, words in BAD])
-def test_bad_values_are_refused_with_a_reason(text: TextInputs, given: dict[str, Any], words: str) -> None:
+def test_bad_values_are_refused_with_a_reason(
+    text: GenerationInputs, given: dict[str, Any], words: str
+) -> None:
     if any(name.startswith(("guided", "structured", "response")) for name in given):
         pytest.importorskip("llguidance")
     names = {name.split(".")[0] for name in given}
@@ -106,13 +108,13 @@ def test_bad_values_are_refused_with_a_reason(text: TextInputs, given: dict[str,
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], ["x"] * 3 + [str(i) for i in range(64)]])
-def test_stop_strings_are_checked(text: TextInputs, stop: Any) -> None:
+def test_stop_strings_are_checked(text: GenerationInputs, stop: Any) -> None:
     with pytest.raises(BadValue) as caught:
         text.job("r", [ints([1])], fields(stop=stop))
     assert caught.value.param == "stop"
 
 
-def test_what_means_the_same_is_the_same(text: TextInputs) -> None:
+def test_what_means_the_same_is_the_same(text: GenerationInputs) -> None:
     assert sampling(text, top_k=-1).top_k == 0
     assert sampling(text, temperature=0.001).temperature == 0.01
     assert sampling(text, temperature=0).temperature == 0
@@ -120,15 +122,15 @@ def test_what_means_the_same_is_the_same(text: TextInputs) -> None:
     assert text.job("r", [ints([1])], fields(stop="x")).stops == ("x",)
 
 
-def test_room_is_used_where_no_number_is_given(text: TextInputs) -> None:
-    assert sampling(text, prompt=LIMIT - 5, default_tokens=None).max_tokens == 5
+def test_room_is_used_where_no_number_is_given(text: GenerationInputs) -> None:
+    assert sampling(text, prompt=LIMIT - 5, default_max_tokens=None).max_tokens == 5
     assert sampling(text, prompt=LIMIT - 5).max_tokens == 5
-    assert sampling(text, default_tokens=None).max_tokens == LIMIT - 3
+    assert sampling(text, default_max_tokens=None).max_tokens == LIMIT - 3
     with pytest.raises(BadValue, match=f"the prompt has {LIMIT}"):
         sampling(text, prompt=LIMIT)
 
 
-def test_echo_alone_makes_one_token_and_scores_the_prompt(text: TextInputs) -> None:
+def test_echo_alone_makes_one_token_and_scores_the_prompt(text: GenerationInputs) -> None:
     got = sampling(text, max_tokens=0, echo=True, logprobs=1)
     assert (got.max_tokens, got.logprobs, got.prompt_logprobs) == (1, 1, 1)
 
@@ -136,13 +138,13 @@ def test_echo_alone_makes_one_token_and_scores_the_prompt(text: TextInputs) -> N
 def test_a_models_own_settings_are_the_defaults(tmp_path: Path) -> None:
     own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 40, "eos_token_id": [5, 7]}
     text = made(tmp_path, config={"eos_token_id": 9}, **own)
-    got = sampling(text, default_tokens=None)
+    got = sampling(text, default_max_tokens=None)
     assert (got.temperature, got.top_p, got.top_k, got.max_tokens) == (0.6, 0.95, 20, 40)
     assert got.eos_token_ids == (text.tokenizer.token_id("<|im_end|>"), 5, 7, 9)
     assert sampling(text, temperature=1.0, top_k=0).top_k == 0 and sampling(text).max_tokens == 16
 
 
-def test_bad_words_are_meant_with_and_without_a_space(text: TextInputs) -> None:
+def test_bad_words_are_meant_with_and_without_a_space(text: GenerationInputs) -> None:
     encode = text.tokenizer.encode
     bare, spaced = (ids.tolist() for ids in encode(["water", " water"], add_special_tokens=False))
     words = sampling(text, bad_words=["water"]).bad_token_ids
@@ -150,7 +152,7 @@ def test_bad_words_are_meant_with_and_without_a_space(text: TextInputs) -> None:
     assert (tuple(spaced) in words) == (len(spaced) == len(bare) and spaced[0] != bare[0])
 
 
-def test_prompts_are_texts_or_ids(text: TextInputs, tmp_path: Path) -> None:
+def test_prompts_are_texts_or_ids(text: GenerationInputs, tmp_path: Path) -> None:
     one, two = text.tokenizer.encode(["the water", "long"], add_special_tokens=False)
     for prompt, count in (
         ("the water", 1),
@@ -187,19 +189,19 @@ def test_a_prompt_has_no_end_token(tmp_path: Path) -> None:
         single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
     )
     rust.save(str(tmp_path / "tokenizer.json"))
-    ending = TextInputs(text.spec, Tokenizer(tmp_path))
+    ending = GenerationInputs(text.spec, Tokenizer(tmp_path))
     assert ending.tokenizer.encode(["the"])[0][-1] == end
     assert ending.rows("the", fields())[0].tolist() == text.rows("the", fields())[0].tolist()
 
 
-def test_long_prompts_are_cut_where_asked_for(text: TextInputs) -> None:
+def test_long_prompts_are_cut_where_asked_for(text: GenerationInputs) -> None:
     ids = [i % 50 for i in range(300)]
     assert text.rows(ids, fields(truncate_prompt_tokens=10))[0].tolist() == ids[-10:]
     assert text.rows(ids, fields(truncate_prompt_tokens=10, truncation_side="right"))[0].tolist() == ids[:10]
     assert len(text.rows(ids, fields(truncate_prompt_tokens=-1, max_tokens=20))[0]) == LIMIT - 20
 
 
-def test_rows_share_a_request_unless_seeds_or_stops_differ(text: TextInputs) -> None:
+def test_rows_share_a_request_unless_seeds_or_stops_differ(text: GenerationInputs) -> None:
     prompts = [ints([1, 2]), ints([3])]
     ((request, rows),) = text.job("r", prompts, fields(n=2)).requests()
     assert rows == [0, 1, 2, 3] and request.lengths.tolist() == [2, 2, 1, 1]
@@ -237,12 +239,12 @@ def test_rows_share_a_request_unless_seeds_or_stops_differ(text: TextInputs) -> 
     ],
 )
 def test_structured_outputs_have_many_spellings(
-    text: TextInputs, given: dict[str, Any], kind: str, part: str
+    text: GenerationInputs, given: dict[str, Any], kind: str, part: str
 ) -> None:
     pytest.importorskip("llguidance")
     grammar = sampling(text, **given).grammar
     assert isinstance(grammar, Grammar) and grammar.kind == kind and part in grammar.text
 
 
-def test_text_is_no_format(text: TextInputs) -> None:
+def test_text_is_no_format(text: GenerationInputs) -> None:
     assert sampling(text, response_format={"type": "text"}).grammar is None

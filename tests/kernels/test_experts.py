@@ -12,30 +12,30 @@ from torch import Tensor
 from penstock.kernels import experts as kernels
 from penstock.kernels import language
 from penstock.kernels.activation import act_reference
-from penstock.kernels.blockwise import GROUP, Blocks, plain_blocks, quantize_blocks
+from penstock.kernels.blockwise import GROUP, BlockQuantized, dequantize_blocks, quantize_blocks
 from penstock.kernels.experts import (
-    FP8_PLANS,
-    HALF_PLANS,
-    Plan,
+    FP8_TILINGS,
+    HALF_TILINGS,
+    ExpertTiling,
     Routes,
     Tile,
-    plan_for,
+    expert_tiling_for,
+    max_num_tiles,
     route,
     route_reference,
     run_experts,
-    tile_count,
 )
 from penstock.layers.moe import _product
 from penstock.layers.stored import ExpertStack
 from penstock.weights.stream import DummySource
 
 PLANS = {
-    "half": [plan for _, plan in HALF_PLANS],
-    "fp8": [plan for _, plan in FP8_PLANS]
+    "half": [plan for _, plan in HALF_TILINGS],
+    "fp8": [plan for _, plan in FP8_TILINGS]
     + [
-        Plan(16, Tile(64, GROUP, 4, 3), Tile(32, GROUP, 4, 3)),  # the second product quantises, too
-        Plan(16, Tile(64, GROUP, 4, 3, swap=True), Tile(128, GROUP, 4, 3), early=True),
-        Plan(32, Tile(128, GROUP, 4, 3), Tile(64, GROUP, 4, 3, swap=True)),
+        ExpertTiling(16, Tile(64, GROUP, 4, 3), Tile(32, GROUP, 4, 3)),  # the second product quantises, too
+        ExpertTiling(16, Tile(64, GROUP, 4, 3, swap=True), Tile(128, GROUP, 4, 3), early=True),
+        ExpertTiling(32, Tile(128, GROUP, 4, 3), Tile(64, GROUP, 4, 3, swap=True)),
     ],
 }
 
@@ -48,15 +48,15 @@ def on(monkeypatch: pytest.MonkeyPatch) -> None:
 class Case(NamedTuple):
     x: Tensor
     router: Tensor
-    gate_up: Tensor | Blocks
-    down: Tensor | Blocks
+    gate_up: Tensor | BlockQuantized
+    down: Tensor | BlockQuantized
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def stack(weight: Tensor, halves: int, device: torch.device) -> Blocks:
+def stack(weight: Tensor, halves: int, device: torch.device) -> BlockQuantized:
     """Blocks of each half of each expert's weight."""
     experts, outputs, inputs = weight.shape
     source = DummySource(0, torch.float32, device)
@@ -64,7 +64,7 @@ def stack(weight: Tensor, halves: int, device: torch.device) -> Blocks:
     for expert, both in enumerate(weight):
         for half, part in enumerate(both.chunk(halves)):
             made.put(expert, half, part)
-    assert isinstance(made.all, Blocks)
+    assert isinstance(made.all, BlockQuantized)
     return made.all
 
 
@@ -78,7 +78,7 @@ def make(
     *,
     fp8: bool = False,
 ) -> Case:
-    dtype = dtype or (torch.float32 if language.INTERPRETED else torch.bfloat16)
+    dtype = dtype or (torch.float32 if language.IS_INTERPRETED else torch.bfloat16)
     x, router = draw(tokens, hidden), draw(experts, hidden, seed=1)
     gate_up = draw(experts, 2 * inner, hidden, seed=2) * hidden**-0.5
     down = draw(experts, hidden, inner, seed=3) * inner**-0.5
@@ -130,7 +130,7 @@ def check_routes(routes: Routes, logits: Tensor, chosen: int, normalize: bool, r
     order = routes.order.long().cpu()
     assert torch.equal(order, of_slot.argsort(stable=True))
     sorted_experts, covered = of_slot[order], torch.zeros(tokens * chosen, dtype=torch.int32)
-    assert len(routes.tiles) == tile_count(tokens * chosen, experts, rows)
+    assert len(routes.tiles) == max_num_tiles(tokens * chosen, experts, rows)
     seen_end = False
     for expert, first, end, _ in routes.tiles.tolist():
         if expert == experts:
@@ -208,7 +208,7 @@ def test_the_plan_for_so_many_tokens_gives_what_torch_does(
 def test_halves_stay_near_what_is_computed_in_full(
     dtype: torch.dtype, fp8: bool, device: torch.device
 ) -> None:
-    if language.INTERPRETED and dtype == torch.bfloat16 and not fp8:
+    if language.IS_INTERPRETED and dtype == torch.bfloat16 and not fp8:
         pytest.skip("the interpreter multiplies no bfloat16")
     case = make(33, 8, 64, 48, device, dtype, fp8=fp8)
     wide = Case(*(each.float() if isinstance(each, Tensor) else each for each in case))
@@ -233,7 +233,7 @@ def test_the_residual_is_added_and_twice_the_same_is_the_same(device: torch.devi
 
 
 def test_a_tokens_answer_does_not_depend_on_its_neighbours(device: torch.device) -> None:
-    case, plan = make(30, 8, 48, 24, device), HALF_PLANS[0][1]
+    case, plan = make(30, 8, 48, 24, device), HALF_TILINGS[0][1]
     alone = [got_of(case._replace(x=row[None]), 3, True, plan=plan) for row in case.x]
     assert_near(torch.cat(alone), got_of(case, 3, True, plan=plan).float(), False)
 
@@ -243,9 +243,9 @@ def test_gate_and_up_have_scales_of_their_own_where_their_width_is_no_multiple(d
     made = stack(weight.to(device), 2, device)
     assert made.scales.shape == (3, 2, 2)
     for half, scale in ((0, 1.0), (1, 1000.0)):
-        own = Blocks(made.values[1, half * 40 : half * 40 + 40], made.scales[1, half : half + 1])
-        expected = plain_blocks(quantize_blocks(weight[1, half * 40 : half * 40 + 40].to(device)))
-        torch.testing.assert_close(plain_blocks(own), expected)
+        own = BlockQuantized(made.values[1, half * 40 : half * 40 + 40], made.scales[1, half : half + 1])
+        expected = dequantize_blocks(quantize_blocks(weight[1, half * 40 : half * 40 + 40].to(device)))
+        torch.testing.assert_close(dequantize_blocks(own), expected)
         assert float(expected.abs().max()) > scale
 
 
@@ -256,7 +256,7 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
 
 def test_tiles_are_as_many_as_the_worst_choice_needs() -> None:
     for slots, experts, rows in ((8, 128, 16), (1024, 128, 16), (65536, 128, 128), (5, 2, 16)):
-        count = tile_count(slots, experts, rows)
+        count = max_num_tiles(slots, experts, rows)
         one_each = min(slots, experts)
         left = slots - one_each  # each expert one row, and the rest so that every last tile has one
         assert count == one_each + left // rows
@@ -265,6 +265,6 @@ def test_tiles_are_as_many_as_the_worst_choice_needs() -> None:
 def test_plans_keep_to_what_the_products_ask_for() -> None:
     for tokens in (1, 128, 512, 8192):
         for fp8 in (False, True):
-            plan = plan_for(tokens, 8, 128, fp8=fp8)
+            plan = expert_tiling_for(tokens, 8, 128, fp8=fp8)
             assert plan.rows >= 16 and all(GROUP % tile.cols == 0 for tile in (plan.up, plan.down))
             assert not any(tile.swap and tile.cols < 64 for tile in (plan.up, plan.down))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
-from penstock.kernels.attention import attention_reference, flash_rows, short_rows
+from penstock.kernels.attention import attention_reference, flash_attention, short_attention
 from penstock.kernels.pooling import METHODS, pool, pool_reference
 from penstock.kvcache.store import KVCache, KVStore
 from penstock.layers import attention
@@ -24,7 +24,7 @@ from penstock.runner.capture import Work
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, PoolPlan, Task
 from penstock.weights.stream import open_weights
 from tests.helpers import ints, make_request, make_spec
@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def only_interpreted() -> None:
-    if not language.INTERPRETED:
+    if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_graphs.py replays real graphs")
 
 
@@ -57,7 +57,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every layer by its kernels, attention too, which asks for a CUDA tensor otherwise; memory that is not
     written holds NaN."""
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, batch: Any, kind: Any = None, *_: Any, **__: Any
@@ -75,7 +75,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch, "empty", poisoned)
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
@@ -91,7 +91,7 @@ def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
 def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> PoolPlan:
     wanted = params or (PoolingParams(),)
     requests = [make_request(str(i), lengths, params=p) for i, p in enumerate(wanted)]
-    return build_plan([Share(request, ints(range(len(lengths)))) for request in requests])
+    return build_plan([ScheduledRows(request, ints(range(len(lengths)))) for request in requests])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,7 +137,7 @@ def test_attention_takes_empty_rows_and_never_reads_beyond_the_last(causal: bool
     qkv[30:] = NAN
     query, key, value = qkv.split([2, 2, 2], dim=1)
     cu = torch.tensor([0, 7, 30, 30, 30, 30], dtype=torch.int32)
-    own = short_rows if longest <= 64 else flash_rows
+    own = short_attention if longest <= 64 else flash_attention
     got = own(query, key, value, cu, max_length=longest, scale=0.25, causal=causal)
     expected = attention_reference(query[:30], key[:30], value[:30], cu[:3], scale=0.25, causal=causal)
     torch.testing.assert_close(got[:30], expected, atol=1e-5, rtol=1e-5)
@@ -146,9 +146,9 @@ def test_attention_takes_empty_rows_and_never_reads_beyond_the_last(causal: bool
 @pytest.fixture
 def by_kernels() -> Iterator[None]:
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 BLOCK = 4
@@ -156,11 +156,11 @@ BLOCK = 4
 
 def cut(
     length: int, begin: int, end: int, table: tuple[int, ...] | None, number: int, params: PoolingParams
-) -> Share:
+) -> ScheduledRows:
     """One row's tokens from `begin` to `end`."""
     request = make_request(str(number), [length], params=params)
     request.token_ids[:] = (np.arange(length) * 7 + 31 * number) % 250
-    return Share(request, ints([0]), ints([begin]), ints([end]), (table,))
+    return ScheduledRows(request, ints([0]), ints([begin]), ints([end]), (table,))
 
 
 @pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])
@@ -204,7 +204,7 @@ def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParam
                 parts[number].append(np.array(outputs[0][ended.index(row)])[None])
     for number, length in ((0, 42), (1, 14), (2, 6)):
         whole = cut(length, 0, length, None, number, params)
-        (expected,) = runner._step(build_plan([Share(whole.request, ints([0]))])).outputs
+        (expected,) = runner._step(build_plan([ScheduledRows(whole.request, ints([0]))])).outputs
         np.testing.assert_allclose(np.concatenate(parts[number]), expected, atol=4e-3)
 
 

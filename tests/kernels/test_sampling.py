@@ -7,39 +7,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import thresholds as filters
-from penstock.kernels.language import switch
+from penstock.kernels import logit_thresholds as filters
+from penstock.kernels.language import set_kernel_devices
+from penstock.kernels.logit_thresholds import logit_thresholds, logit_thresholds_reference
 from penstock.kernels.sampling import (
-    NOTHING,
-    PART,
-    ROUNDS,
-    UNSOUND,
-    WIDTH,
-    choose,
-    choose_reference,
-    logsum,
-    logsum_reference,
+    ALL_TOKENS_MASKED,
+    NON_FINITE_LOGITS,
+    PHILOX_ROUNDS,
+    SLOT_TABLE_WIDTH,
+    TOKENS_PER_PROGRAM,
+    logsumexp_and_ranks,
+    logsumexp_and_ranks_reference,
     philox_reference,
+    sample_tokens,
+    sample_tokens_reference,
 )
-from penstock.kernels.thresholds import thresholds, thresholds_reference
 from penstock.sampling import plan
 from penstock.sampling.plan import Column, SlotPlan
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 from tests.helpers import ints
-from tests.sampling.test_plan import KINDS, SLOTS, Driver
+from tests.sampling.driver import KINDS, SLOTS, Driver
 
-VOCAB = PART + 905  # two parts, the second one ragged
+VOCAB = TOKENS_PER_PROGRAM + 905  # two parts, the second one ragged
 
 
 @pytest.fixture
 def kernels(device: torch.device) -> Iterator[None]:
-    switch("cuda", "cpu")
+    set_kernel_devices("cuda", "cpu")
     yield
-    switch("cuda")
+    set_kernel_devices("cuda")
 
 
-def slots_table(params: list[SamplingParams], device: torch.device, vocab: int = VOCAB) -> Tensor:
+def slots_table(params: list[SamplerParams], device: torch.device, vocab: int = VOCAB) -> Tensor:
     slots = SlotPlan(vocab, len(params), seed=3)
     for slot, one in enumerate(params):
         slots.join(slot, one, 0)
@@ -51,7 +51,7 @@ def settings(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def test_kernels_number_the_columns_as_the_plan_does() -> None:
-    assert WIDTH == plan.WIDTH == Column.MIN_TOKENS + 1
+    assert SLOT_TABLE_WIDTH == plan.WIDTH == Column.MIN_TOKENS + 1
     names = ("TEMPERATURE", "TOP_P", "MIN_P", "REPETITION", "PRESENCE", "FREQUENCY", "KEY")
     assert [Column[name] for name in names] == list(range(7))
     rest = ("STREAM", "TOP_K", "COUNT_ROW", "MASK_ROW", "WORK_ROW", "MIN_TOKENS")
@@ -73,7 +73,7 @@ def test_noise_is_philox() -> None:
             counter = np.uint64(token // 4096 * 1024 + token % 1024)
             c = [counter, positions[row], keys[row, 2], keys[row, 3]]
             k = [keys[row, 0], keys[row, 1]]
-            for _ in range(ROUNDS):
+            for _ in range(PHILOX_ROUNDS):
                 first, second = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
                 shift = np.uint64(32)
                 c = [second >> shift ^ c[1] ^ k[0], second & low, first >> shift ^ c[3] ^ k[1], first & low]
@@ -85,7 +85,7 @@ def test_noise_is_philox() -> None:
 def test_the_choice_equals_the_reference(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     params = [
-        SamplingParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))
+        SamplerParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))
     ]
     table = slots_table(params, device)
     logits = (torch.randn(5, VOCAB + 9, device=device) * 2).to(dtype)[:, :VOCAB]  # rows lie apart
@@ -95,20 +95,20 @@ def test_the_choice_equals_the_reference(dtype: torch.dtype, device: torch.devic
     positions = torch.tensor([0, 5, 2, 9, 1, 0], device=device, dtype=torch.int32)
     bounds = torch.tensor([float("-inf"), 9.0, 1.0, 2.5, float("-inf")], device=device)
     for thresholds_ in (None, bounds):
-        expected = choose_reference(logits, values[at, 0], keys[at], positions[at], thresholds_)
+        expected = sample_tokens_reference(logits, values[at, 0], keys[at], positions[at], thresholds_)
         before = positions.clone()
-        got = choose(logits, order, table, positions, thresholds=thresholds_)
+        got = sample_tokens(logits, order, table, positions, thresholds=thresholds_)
         assert got.tolist() == expected.tolist()
         assert (positions - before).tolist() == [1, 1, 1, 1, 1, 0]
 
 
 def test_equal_logits_give_the_first(device: torch.device) -> None:
-    table = slots_table([SamplingParams(temperature=0)] * 2, device)
+    table = slots_table([SamplerParams(temperature=0)] * 2, device)
     logits = torch.zeros(2, VOCAB, device=device)
     logits[1, [700, 4500, 4999]] = 1.0
     slots = torch.arange(2, device=device, dtype=torch.int32)
     positions = torch.zeros(3, device=device, dtype=torch.int32)
-    assert choose(logits, slots, table, positions).tolist() == [0, 700]
+    assert sample_tokens(logits, slots, table, positions).tolist() == [0, 700]
 
 
 SPOILT = [float("nan"), float("inf")]
@@ -121,7 +121,7 @@ def test_a_row_that_is_not_finite_is_told_and_others_are_as_they_were(
     dtype: torch.dtype, value: float, whole: bool, device: torch.device
 ) -> None:
     torch.manual_seed(0)
-    params = [SamplingParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0, 3), (0.7, 4))]
+    params = [SamplerParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0, 3), (0.7, 4))]
     table, slots = slots_table(params, device), torch.arange(4, device=device, dtype=torch.int32)
     values, keys = settings(table, 4)
     logits = torch.randn(4, VOCAB, device=device).to(dtype)
@@ -129,22 +129,25 @@ def test_a_row_that_is_not_finite_is_told_and_others_are_as_they_were(
     bounds = torch.tensor([0.5, 0.5, float("nan"), float("nan")], device=device)
     for thresholds_ in (None, bounds):
         logits[2:] = torch.randn(2, VOCAB, device=device).to(dtype)
-        before = choose(logits, slots, table, zeros.clone(), thresholds=thresholds_)
+        before = sample_tokens(logits, slots, table, zeros.clone(), thresholds=thresholds_)
         logits[2:, slice(None) if whole else slice(4321, 4322)] = value
         last = zeros.clone()
-        got = choose(logits, slots, table, zeros.clone(), thresholds=thresholds_, last=last)
-        assert got.tolist() == [*before[:2].tolist(), UNSOUND, UNSOUND]
-        assert got.tolist() == choose_reference(logits, values[:, 0], keys, zeros[:4], thresholds_).tolist()
+        got = sample_tokens(logits, slots, table, zeros.clone(), thresholds=thresholds_, last=last)
+        assert got.tolist() == [*before[:2].tolist(), NON_FINITE_LOGITS, NON_FINITE_LOGITS]
+        assert (
+            got.tolist()
+            == sample_tokens_reference(logits, values[:, 0], keys, zeros[:4], thresholds_).tolist()
+        )
         assert last[:2].tolist() == before[:2].tolist()
         assert int(last.min()) >= 0 and int(last.max()) < VOCAB
 
 
 def test_a_row_of_which_nothing_is_left_is_told(device: torch.device) -> None:
-    table = slots_table([SamplingParams(temperature=0), SamplingParams(temperature=1)], device)
+    table = slots_table([SamplerParams(temperature=0), SamplerParams(temperature=1)], device)
     logits = torch.full((2, VOCAB), float("-inf"), device=device)
     slots = torch.arange(2, device=device, dtype=torch.int32)
     positions, last = (torch.zeros(3, device=device, dtype=torch.int32) for _ in range(2))
-    assert choose(logits, slots, table, positions, last=last).tolist() == [NOTHING] * 2
+    assert sample_tokens(logits, slots, table, positions, last=last).tolist() == [ALL_TOKENS_MASKED] * 2
     assert int(last.min()) >= 0 and int(last.max()) < VOCAB
 
 
@@ -157,7 +160,7 @@ def test_whatever_rows_ask_for_one_that_is_not_finite_is_told(device: torch.devi
     sound = (torch.randn(len(slots), VOCAB, generator=generator) * 3).to(device)
     found = []
     for kernels in (True, False):
-        switch(*(("cuda", "cpu") if kernels else ()))
+        set_kernel_devices(*(("cuda", "cpu") if kernels else ()))
         for value in SPOILT:
             for spoilt in range(len(EVERYTHING)):
                 sampler = Sampler(VOCAB, len(slots), device, seed=1)
@@ -166,25 +169,25 @@ def test_whatever_rows_ask_for_one_that_is_not_finite_is_told(device: torch.devi
                 logits = sound.clone()
                 logits[spoilt] = value
                 got = sampler(logits, slots, torch.from_numpy(slots).to(device)).token_ids.tolist()
-                assert got[spoilt] == UNSOUND and sum(token < 0 for token in got) == 1
+                assert got[spoilt] == NON_FINITE_LOGITS and sum(token < 0 for token in got) == 1
                 assert int(sampler.last.min()) >= 0 and int(sampler.last.max()) < VOCAB
                 found.append([*got[:spoilt], *got[spoilt + 1 :]])
     assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
 FILTERS = [
-    SamplingParams(top_k=1),
-    SamplingParams(top_k=20, temperature=0.7),
-    SamplingParams(top_k=1500),  # more than there are segments
-    SamplingParams(top_k=4900),  # and more than there is room for
-    SamplingParams(top_p=0.4),
-    SamplingParams(top_p=0.95, temperature=3.0),  # spans most of the row
-    SamplingParams(top_p=0.9, temperature=0.2),
-    SamplingParams(min_p=0.1),
-    SamplingParams(top_k=50, top_p=0.8),
-    SamplingParams(top_k=50, top_p=0.8, min_p=0.05, temperature=1.5),
-    SamplingParams(top_p=0.7, min_p=1e-9, temperature=2.0),
-    SamplingParams(top_p=0.0),
+    SamplerParams(top_k=1),
+    SamplerParams(top_k=20, temperature=0.7),
+    SamplerParams(top_k=1500),  # more than there are segments
+    SamplerParams(top_k=4900),  # and more than there is room for
+    SamplerParams(top_p=0.4),
+    SamplerParams(top_p=0.95, temperature=3.0),  # spans most of the row
+    SamplerParams(top_p=0.9, temperature=0.2),
+    SamplerParams(min_p=0.1),
+    SamplerParams(top_k=50, top_p=0.8),
+    SamplerParams(top_k=50, top_p=0.8, min_p=0.05, temperature=1.5),
+    SamplerParams(top_p=0.7, min_p=1e-9, temperature=2.0),
+    SamplerParams(top_p=0.0),
 ]
 
 
@@ -200,12 +203,12 @@ def test_thresholds_keep_what_sorting_keeps(
     logits = (torch.randn(rows + 1, VOCAB, device=device) * spread).to(dtype)
     logits[:, 100:200] = float("-inf")
     slots = torch.arange(rows + 1, device=device, dtype=torch.int32)  # the last asks for nothing
-    got = thresholds(logits, slots, table)
+    got = logit_thresholds(logits, slots, table)
     assert got[-1] == float("-inf")
     values, _ = settings(table, rows)
     x = logits[:rows].float()
     top_k = table[:rows, Column.TOP_K]
-    expected = thresholds_reference(x, values[:, 0], top_k, values[:, 1], values[:, 2])
+    expected = logit_thresholds_reference(x, values[:, 0], top_k, values[:, 1], values[:, 2])
     kept, wanted = x >= got[:rows, None], x >= expected[:, None]
     probability = (x / values[:, :1]).softmax(dim=1)
     for row in range(rows):
@@ -227,25 +230,28 @@ def test_sums_and_ranks_equal_the_reference(dtype: torch.dtype, device: torch.de
     logits = (torch.randn(4, VOCAB, device=device) * 3).to(dtype)
     rows = torch.tensor([2, 0], device=device)
     chosen = torch.stack((logits[2].argmax(), torch.tensor(4999, device=device))).int()
-    got, expected = logsum(logits, rows, chosen), logsum_reference(logits, rows, chosen)
+    got, expected = (
+        logsumexp_and_ranks(logits, rows, chosen),
+        logsumexp_and_ranks_reference(logits, rows, chosen),
+    )
     torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=1e-6)
     assert got[1].tolist() == expected[1].tolist()
     assert dtype != torch.float32 or got[1][0] == 1
 
 
 EVERYTHING = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.8, seed=4),
-    SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=-0.2),
-    SamplingParams(temperature=0, logit_bias={5: 30.0, 4990: 29.0, 7: -3.0}, frequency_penalty=1.0),
-    SamplingParams(
+    SamplerParams(temperature=0),
+    SamplerParams(temperature=0.8, seed=4),
+    SamplerParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=-0.2),
+    SamplerParams(temperature=0, logit_bias={5: 30.0, 4990: 29.0, 7: -3.0}, frequency_penalty=1.0),
+    SamplerParams(
         temperature=0, bad_token_ids=((9,), (1, 2), (3, 3, 3, 3)), logit_bias={1: 40, 2: 39, 9: 99}
     ),
-    SamplingParams(temperature=1, seed=9, allowed_token_ids=tuple(range(3, 5000, 7)), top_k=12),
-    SamplingParams(temperature=0, min_tokens=3, eos_token_ids=(11,), logit_bias={11: 50.0}, logprobs=2),
-    SamplingParams(temperature=0, bad_token_ids=((3, 3, 3, 3),), logit_bias={3: 44.0, 8: 40.0}),
-    SamplingParams(temperature=0.9, seed=1, top_p=0.6, min_p=0.01, repetition_penalty=1.2, logprobs=0),
-    SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(4000,), allowed_token_ids=(4000, 4001)),
+    SamplerParams(temperature=1, seed=9, allowed_token_ids=tuple(range(3, 5000, 7)), top_k=12),
+    SamplerParams(temperature=0, min_tokens=3, eos_token_ids=(11,), logit_bias={11: 50.0}, logprobs=2),
+    SamplerParams(temperature=0, bad_token_ids=((3, 3, 3, 3),), logit_bias={3: 44.0, 8: 40.0}),
+    SamplerParams(temperature=0.9, seed=1, top_p=0.6, min_p=0.01, repetition_penalty=1.2, logprobs=0),
+    SamplerParams(temperature=0, min_tokens=2, stop_token_ids=(4000,), allowed_token_ids=(4000, 4001)),
 ]
 
 
@@ -274,7 +280,7 @@ def test_a_batch_that_asks_for_everything_gives_the_tokens_of_plain_torch(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     got, scores = run(6, device, dtype)
-    switch()
+    set_kernel_devices()
     expected, wanted = run(6, device, dtype)
     assert got == expected
     for one, other in zip(scores, wanted, strict=True):
@@ -305,5 +311,5 @@ def come_and_go(seed: int) -> dict[int, list[int]]:
 @pytest.mark.usefixtures("kernels")
 def test_rows_that_come_and_go_have_the_tokens_of_plain_torch(seed: int) -> None:
     got = come_and_go(seed)
-    switch()
+    set_kernel_devices()
     assert got == come_and_go(seed)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.layers.conv import RowConv
-from tests.layers.test_attention import ordered_batch
+from tests.layers.inputs import ordered_batch
 
 
 @pytest.mark.parametrize(("kernel", "groups"), [(1, 1), (3, 1), (5, 2)])

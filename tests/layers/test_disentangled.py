@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.layers import disentangled
 from penstock.layers.disentangled import Distances, DistanceTerms, attend_disentangled, log_bucket
-from tests.layers.test_attention import ordered_batch
+from tests.layers.inputs import ordered_batch
 
 CPU = torch.device("cpu")
 HEADS, DIM, SPAN = 3, 8, 8

@@ -1,36 +1,39 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.config import EngineConfig, Machine, Resolved, resolve
+from penstock.config import EngineConfig, Machine, ModelFacts, Resolved, resolve
 from penstock.engine.loop import EngineCore
-from penstock.errors import BadValue, Cancelled, EngineUnavailable
+from penstock.errors import BadValue, EngineUnavailable
 from penstock.offline import local
 from penstock.offline.local import LocalEngine
 from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.types import Outcome, PooledOutput, Request
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values
+from tests.generation.fakes import asking, continued, make_core
+from tests.generation.streams import QueuedTokens, read_stream
 from tests.helpers import make_request, make_spec
 
-SETTINGS = resolve(EngineConfig(device="null"), model_limit=16, machine=Machine(cpus=1, cuda=False))
-WAIT_S = 5
+SETTINGS = resolve(EngineConfig(device="null"), ModelFacts(max_model_len=16), Machine(cpus=1, cuda=False))
+WAIT_S = 30
 
 
 @pytest.fixture
-def open_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[ManualRunner | PoisonedRunner], LocalEngine]]:
-    """Makes a local engine around a fake runner; steps hold up to 100 tokens."""
+def open_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[EngineCore], LocalEngine]]:
+    """Makes a local engine around a core."""
     opened: list[LocalEngine] = []
 
-    def make(runner: ManualRunner | PoisonedRunner) -> LocalEngine:
+    def make(core: EngineCore) -> LocalEngine:
         def build(spec: ModelSpec, settings: Resolved, wake: Callable[[], None]) -> EngineCore:
-            return EngineCore(runner, Scheduler(Budget(100, 100, 10**9)), wake=wake)
+            core.wake = wake
+            return core
 
         monkeypatch.setattr(local, "build_core", build)
         opened.append(LocalEngine(make_spec(), SETTINGS))
@@ -42,6 +45,14 @@ def open_engine(
         engine._inbox.put(None)
 
 
+@pytest.fixture
+def open_engine(
+    open_core: Callable[[EngineCore], LocalEngine],
+) -> Callable[[ManualRunner | PoisonedRunner], LocalEngine]:
+    """Makes a local engine around a fake runner; steps hold up to 100 tokens."""
+    return lambda runner: open_core(EngineCore(runner, Scheduler(Budget(100, 100, 10**9))))
+
+
 def at_once() -> PoisonedRunner:
     return PoisonedRunner(set(), "never")
 
@@ -51,14 +62,14 @@ def values(future: Future[PooledOutput]) -> list[list[float]]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
+    for _ in range(3000):
         if condition():
             return
         threading.Event().wait(0.01)
-    raise AssertionError("it never happened")
+    raise AssertionError("the condition never became true")
 
 
-def test_threads_that_submit_together_each_get_their_own_answer(
+def test_threads_that_submit_at_the_same_time_get_their_own_outputs(
     open_engine: Callable[[PoisonedRunner], LocalEngine],
 ) -> None:
     engine = open_engine(at_once())
@@ -76,28 +87,11 @@ def test_threads_that_submit_together_each_get_their_own_answer(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_S)
     assert wrong == []
 
 
-def test_a_cancelled_request_is_told_so_and_others_go_on(
-    open_engine: Callable[[ManualRunner], LocalEngine],
-) -> None:
-    runner = ManualRunner()
-    engine = open_engine(runner)
-    gone = engine.submit(make_request("gone", [4]))
-    wait_until(lambda: bool(runner.flights))
-    kept = engine.submit(make_request("kept", [2]))
-    engine.cancel("gone")
-    with pytest.raises(Cancelled):
-        gone.result(WAIT_S)
-    runner.finish()
-    wait_until(lambda: bool(runner.flights))
-    runner.finish()
-    assert kept.result(WAIT_S).id == "kept"
-
-
-def test_closing_finishes_what_was_submitted(open_engine: Callable[[ManualRunner], LocalEngine]) -> None:
+def test_close_finishes_submitted_requests(open_engine: Callable[[ManualRunner], LocalEngine]) -> None:
     runner = ManualRunner()
     engine = open_engine(runner)
     future = engine.submit(make_request("a", [4]))
@@ -112,7 +106,7 @@ def test_closing_finishes_what_was_submitted(open_engine: Callable[[ManualRunner
         engine.submit(make_request("b", [4]))
 
 
-def test_a_request_that_arrives_just_before_the_end_is_answered_or_refused(
+def test_a_request_submitted_during_the_last_step_is_answered(
     open_engine: Callable[[PoisonedRunner], LocalEngine],
 ) -> None:
     engine = open_engine(at_once())
@@ -128,16 +122,16 @@ def test_a_request_that_arrives_just_before_the_end_is_answered_or_refused(
     engine._core.step = step_with_a_late_arrival  # type: ignore[method-assign]
     engine._inbox.put(None)
     wait_until(lambda: bool(late))
-    engine._thread.join(1)
+    engine._thread.join(WAIT_S)
     assert late[0].done()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_caller_that_gives_up_while_its_answer_is_handed_over_does_not_end_the_engine(
+def test_the_engine_survives_a_caller_that_cancels_its_future_during_delivery(
     open_engine: Callable[[PoisonedRunner], LocalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class GivesUp(Future[PooledOutput]):
-        """Cancelled by its caller right after the engine looked whether it is done."""
+    class CancelledDuringDelivery(Future[PooledOutput]):
+        """Is cancelled by its caller right after the engine has checked whether it is done."""
 
         def done(self) -> bool:
             was_done = super().done()
@@ -145,15 +139,14 @@ def test_a_caller_that_gives_up_while_its_answer_is_handed_over_does_not_end_the
             return was_done
 
     engine = open_engine(at_once())
-    monkeypatch.setattr(local, "Future", GivesUp)
+    monkeypatch.setattr(local, "Future", CancelledDuringDelivery)
     engine.submit(make_request("first", [2]))
     monkeypatch.setattr(local, "Future", Future)
-    threading.Event().wait(0.1)
     request = make_request("second", [3])
     assert values(engine.submit(request)) == expected_values(request)
 
 
-def test_an_id_that_is_in_use_is_refused_and_the_first_caller_is_answered(
+def test_a_request_id_in_use_is_refused_and_the_first_request_is_answered(
     open_engine: Callable[[ManualRunner], LocalEngine],
 ) -> None:
     runner = ManualRunner()
@@ -163,17 +156,17 @@ def test_an_id_that_is_in_use_is_refused_and_the_first_caller_is_answered(
     with pytest.raises(BadValue, match="already in use"):
         engine.submit(make_request("same", [2])).result(WAIT_S)
     runner.finish()
-    assert first.result(1).id == "same"
+    assert first.result(WAIT_S).id == "same"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_when_the_engine_breaks_all_who_wait_are_told_why(
+def test_all_requests_fail_with_the_reason_when_the_engine_stops(
     open_engine: Callable[[ManualRunner], LocalEngine],
 ) -> None:
     runner = ManualRunner()
     engine = open_engine(runner)
     futures = [engine.submit(make_request(str(i), [4])) for i in range(3)]
-    wait_until(lambda: len(engine._core._progress) == 3)
+    wait_until(lambda: len(engine._core.pending) == 3)
 
     def broken(request: Request) -> None:
         raise RuntimeError("the core is broken")
@@ -185,3 +178,199 @@ def test_when_the_engine_breaks_all_who_wait_are_told_why(
             future.result(WAIT_S)
     with pytest.raises(EngineUnavailable):
         engine.submit(make_request("later", [4]))
+    engine._thread.join(WAIT_S)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def test_event_loops_of_several_threads_get_their_own_outputs(
+    open_engine: Callable[[PoisonedRunner], LocalEngine],
+) -> None:
+    engine = open_engine(at_once())
+    wrong: list[str] = []
+
+    async def run_all(thread: int) -> None:
+        requests = [
+            make_request(f"{thread}-{number}", [1 + number % 7, 3], first_token=1000 * thread + number)
+            for number in range(50)
+        ]
+        outputs = await asyncio.gather(*map(engine.run, requests))
+        wrong.extend(
+            request.id
+            for request, output in zip(requests, outputs, strict=True)
+            if output.id != request.id or output.values.tolist() != expected_values(request)
+        )
+
+    threads = [threading.Thread(target=lambda i=i: asyncio.run(run_all(i))) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert wrong == [] and engine.stats().num_requests == 0
+
+
+def test_an_engine_is_ready_until_it_is_closed(open_engine: Callable[[PoisonedRunner], LocalEngine]) -> None:
+    engine = open_engine(at_once())
+    assert engine.ready and engine.unavailable_reason == ""
+    engine.close()
+    assert not engine.ready and engine.unavailable_reason == "the engine is closed"
+    with pytest.raises(EngineUnavailable, match="the engine is closed"):
+        asyncio.run(engine.run(make_request("a", [4])))
+
+
+def test_outputs_of_deduplicated_requests_may_be_written_to(
+    open_engine: Callable[[ManualRunner], LocalEngine],
+) -> None:
+    runner = ManualRunner()
+    engine = open_engine(runner)
+
+    async def scene() -> None:
+        tasks = [asyncio.create_task(engine.run(make_request(name, [4]))) for name in ("a", "b")]
+        await until(lambda: len(engine._core._progress) == 2)
+        runner.finish()
+        first, second = await asyncio.gather(*tasks)
+        first.values[:] = -1.0
+        assert second.values.tolist() == expected_values(make_request("b", [4]))
+
+    asyncio.run(scene())
+    assert len(runner.launched) == 1
+
+
+def test_cancelling_a_task_cancels_its_request_alone_and_frees_the_id(
+    open_engine: Callable[[ManualRunner], LocalEngine],
+) -> None:
+    runner = ManualRunner()
+    engine = open_engine(runner)
+
+    async def scene() -> None:
+        task = asyncio.create_task(engine.run(make_request("same", [4])))
+        await until(lambda: bool(runner.flights))
+        other = asyncio.create_task(engine.run(make_request("other", [2])))
+        await until(lambda: engine.stats().num_requests == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: engine.stats().num_requests == 1)
+        runner.finish()
+        await until(lambda: bool(runner.flights))
+        runner.finish()
+        assert (await other).id == "other"
+        again = make_request("same", [2], first_token=50)
+        output = asyncio.create_task(engine.run(again))
+        await until(lambda: bool(runner.flights))
+        runner.finish()
+        assert (await output).values.tolist() == expected_values(again)
+
+    asyncio.run(scene())
+
+
+def test_the_id_of_a_cancelled_request_stays_in_use_until_the_engine_confirms(
+    open_engine: Callable[[ManualRunner], LocalEngine],
+) -> None:
+    """Or an output that is already on its way would reach the next request of the same id."""
+    runner = ManualRunner()
+    engine = open_engine(runner)
+
+    async def scene() -> None:
+        task = asyncio.create_task(engine.run(make_request("same", [4])))
+        await until(lambda: bool(runner.flights))
+        runner.finish()
+        wait_until(lambda: engine.stats().num_requests == 0)  # the output is queued; this loop has not run
+        task.cancel()
+        while not task.done():
+            with pytest.raises(BadValue, match="already in use"):
+                await engine.run(make_request("same", [2]))
+            await asyncio.sleep(0)
+        (recipient,) = engine._loops.values()
+        await until(lambda: "same" not in recipient)
+
+    asyncio.run(scene())
+
+
+def test_a_stream_gives_every_token_and_one_left_early_frees_its_blocks(
+    open_core: Callable[[EngineCore], LocalEngine],
+) -> None:
+    core = make_core(blocks=60)
+    engine = open_core(core)
+
+    async def read(name: str, prompts: list[list[int]], count: int) -> None:
+        tokens: list[list[int]] = [[] for _ in prompts]
+        async for part in read_stream(engine, asking(name, prompts, count)):
+            tokens[part.row] += part.token_ids.tolist()
+        assert tokens == [continued(prompt, count) for prompt in prompts]
+
+    async def leave(name: str) -> None:
+        stream = read_stream(engine, asking(name, [[9, 9], [8]], 50))
+        await anext(stream)
+        await stream.aclose()
+
+    async def scene() -> None:
+        async with asyncio.timeout(WAIT_S):
+            reads = [read(f"r{i}", [[i], [i, 5]], 8 + 5 * i) for i in range(6)]
+            await asyncio.gather(*reads, *(leave(f"l{i}") for i in range(4)))
+        with pytest.raises(BadValue, match="max_tokens is 0"):
+            await anext(read_stream(engine, asking("refused", [[6]], 0)))
+        await until(lambda: not core.busy and engine.stats().num_requests == 0)
+
+    asyncio.run(scene())
+    core.check_integrity()
+    assert core.generation is not None
+    core.generation.pool.check_integrity()
+
+
+def test_a_step_reaches_all_streams_of_a_loop_with_one_wakeup(
+    open_core: Callable[[EngineCore], LocalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(blocks=60)
+    steps_with_outcomes = 0
+    step = core.step
+
+    def counted_step() -> list[Outcome]:
+        nonlocal steps_with_outcomes
+        outcomes = step()
+        steps_with_outcomes += bool(outcomes)
+        return outcomes
+
+    core.step = counted_step  # type: ignore[method-assign]
+    engine = open_core(core)
+    wakeups: list[str] = []
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        call_soon_threadsafe = loop.call_soon_threadsafe
+
+        def counted(callback: Any, *args: Any) -> Any:
+            wakeups.append(threading.current_thread().name)
+            return call_soon_threadsafe(callback, *args)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        requests = [asking(f"r{i}", [[i], [i, 5]], 20) for i in range(3)]
+        listeners = [QueuedTokens(request) for request in requests]
+        leaves = [engine.stream(*each) for each in zip(requests, listeners, strict=True)]
+        await until(lambda: all(listener.finished for listener in listeners))
+        for leave in leaves:
+            leave()
+
+    asyncio.run(scene())
+    assert 0 < wakeups.count("penstock-engine") == steps_with_outcomes
+
+
+def test_a_closed_event_loop_does_not_stop_the_engine(
+    open_engine: Callable[[ManualRunner], LocalEngine],
+) -> None:
+    runner = ManualRunner()
+    engine = open_engine(runner)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(engine.run(make_request("orphan", [4])))
+    loop.run_until_complete(until(lambda: bool(runner.flights)))
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    runner.finish()
+    future = engine.submit(make_request("next", [2]))
+    wait_until(lambda: bool(runner.flights))
+    runner.finish()
+    assert future.result(WAIT_S).id == "next"

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import AsyncEngine, Engine
 from penstock.errors import BadValue, NotPossible
-from penstock.offline import engine as offline
+from penstock.tasks import run as task_run
 from penstock.types import PoolingParams, Request, Task
 from tests.checkpoints import WORDS, write_bert, write_cross_encoder
 
@@ -41,7 +41,7 @@ def test_a_score_does_not_depend_on_what_else_is_asked(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = engine.score(QUERY, DOCUMENTS)
-    monkeypatch.setattr(offline, "WINDOW", 7)
+    monkeypatch.setattr(task_run, "WINDOW_ROWS", 7)
     np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS), whole, atol=1e-5)
     backwards = engine.score(QUERY, DOCUMENTS[::-1])[::-1]
     np.testing.assert_allclose(backwards, whole, atol=1e-5)
@@ -59,9 +59,9 @@ def test_the_best_come_first_and_equals_keep_their_order(engine: Engine) -> None
 
 def test_classes_and_scores_are_the_same_head(engine: Engine) -> None:
     """Rows of both tasks in one step; a score is the one label's probability."""
-    request = engine._processor.prepare("a", ["a word"], PoolingParams(Task.CLASSIFY))
+    request = engine.local.text.processor.prepare("a", ["a word"], PoolingParams(Task.CLASSIFY))
     score = Request("b", request.token_ids, request.lengths, PoolingParams(Task.SCORE))
-    found = [engine._engine.submit(each).result().values for each in (request, score)]
+    found = [engine.local.engine.submit(each).result().values for each in (request, score)]
     np.testing.assert_allclose(found[0], found[1], atol=1e-6)
 
 

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from penstock.errors import BadValue, ModelLoadError, NotPossible
-from penstock.inputs.multi_task import want_also
 from penstock.inputs.processor import InputOptions
 from penstock.offline.engine import Engine
 from penstock.outputs.tokens import token_rows
+from penstock.tasks.multi_task import want_more_outputs
 from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_json
 from tests.parity.colbert import DIM, LATE, bert_tokenizer, worst
@@ -145,8 +145,8 @@ def test_queries_and_documents_of_many_calls_share_steps(tmp_path: Path) -> None
         for number, (kind, text) in enumerate(jobs):
             options = InputOptions(input_type=kind)
             params = PoolingParams(Task.TOKEN_EMBED)
-            request = ours._processor.prepare(f"r{number}", text, params, options)
-            futures.append((request, ours._engine.submit(request)))
+            request = ours.local.text.processor.prepare(f"r{number}", text, params, options)
+            futures.append((request, ours.local.engine.submit(request)))
         for (kind, text), (request, future) in zip(jobs, futures, strict=True):
             vectors = token_rows(request, future.result(60).values)
             assert worst(vectors, reference.encode([text], query=kind == "query")) <= 1e-5
@@ -229,10 +229,10 @@ def test_scores_are_the_references(name: str, options: dict[str, Any], tmp_path:
         np.testing.assert_allclose(ours.score(TEXTS, TEXTS[::-1]), several, atol=2e-4)
         best = ours.rerank(TEXTS[1], documents, top_n=3)
         assert [row.index for row in best] == np.argsort(-np.array(expected), kind="stable")[:3].tolist()
-        places = ours._engine._core.scheduler.places
+        places = ours.local.engine.core.scheduler.vector_cache
         assert places is not None and places.query_hits > 0
         places.check_integrity()
-        if places.documents:
+        if places.keeps_documents:
             assert places.document_hits > len(TEXTS)
 
 
@@ -245,7 +245,7 @@ def test_an_instruction_has_no_place_in_a_late_model(tmp_path: Path) -> None:
 def test_a_salt_keeps_queries_apart(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
     with engine(tmp_path) as ours:
-        places = ours._engine._core.scheduler.places
+        places = ours.local.engine.core.scheduler.vector_cache
         assert places is not None
         for salt, hits in (("a", 0), ("b", 0), ("a", 1)):
             ours.score("who is there?", ["a", "b"], cache_salt=salt)
@@ -256,6 +256,6 @@ def test_tasks_that_read_texts_in_different_ways_are_asked_for_one_at_a_time(tmp
     LATE["stanford"].write(tmp_path)
     with engine(tmp_path) as ours:
         assert list(ours.outputs(["a"], ["token_embed"])) == ["token_embed"]
-        request = ours._processor.prepare("r", ["a"], PoolingParams(Task.TOKEN_EMBED))
-        with pytest.raises(NotPossible, match="one at a time"):
-            want_also(ours._processor, request, [PoolingParams(Task.EMBED)])
+        request = ours.local.text.processor.prepare("r", ["a"], PoolingParams(Task.TOKEN_EMBED))
+        with pytest.raises(NotPossible, match="one task at a time"):
+            want_more_outputs(ours.local.text, request, [PoolingParams(Task.EMBED)])

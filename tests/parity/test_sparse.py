@@ -19,10 +19,10 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
 from penstock import AsyncEngine, Engine
-from penstock.engine.progress import rows_of
+from penstock.engine.progress import split_outputs
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_m3 as write_whole_m3
 from tests.parity.reference import FAMILIES, Vectors, make_texts, with_head, write_transformer
@@ -119,9 +119,9 @@ def test_top_k_and_min_weight_keep_the_heaviest_terms_in_order(tmp_path: Path) -
         whole = engine.sparse(TEXTS)
         few = engine.sparse(TEXTS, top_k=5)
         heavy = engine.sparse(TEXTS, min_weight=1.0)
-        named = engine.sparse(TEXTS[:2], top_k=3, token_strings=True)
+        named = engine.sparse_terms(TEXTS[:2], top_k=3)
         strings = [
-            [engine._processor.tokenizer.token_strings([number])[0] for number in list(row)[:3]]
+            [engine.local.text.processor.tokenizer.token_strings([number])[0] for number in list(row)[:3]]
             for row in few[:2]
         ]
     for all_, five, one in zip(whole, few, heavy, strict=True):
@@ -158,14 +158,16 @@ def test_a_step_of_mixed_rows_gives_each_what_it_gives_alone(tmp_path: Path) -> 
     folder = write_masked_lm(tmp_path, "roberta")
     kinds = (PoolingParams(Task.SPARSE, top_k=300), PoolingParams(), PoolingParams(Task.SPARSE, top_k=7))
     with open_engine(folder, **SPLADE) as engine:
-        runner = engine._engine._core.runner
-        requests = [engine._processor.prepare(str(i), TEXTS[i::3], kind) for i, kind in enumerate(kinds)]
-        shares = [Share(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
+        runner = engine.local.engine.core.runner
+        requests = [
+            engine.local.text.processor.prepare(str(i), TEXTS[i::3], kind) for i, kind in enumerate(kinds)
+        ]
+        shares = [ScheduledRows(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
         plan = build_plan(shares)
-        mixed = rows_of(plan, runner.launch(plan).result().outputs)
+        mixed = split_outputs(plan, runner.launch(plan).result().outputs)
         for share, (_, (values,)) in zip(shares, mixed, strict=True):
             plan = build_plan([share])
-            ((_, (alone,)),) = rows_of(plan, runner.launch(plan).result().outputs)
+            ((_, (alone,)),) = split_outputs(plan, runner.launch(plan).result().outputs)
             np.testing.assert_allclose(values[..., -1], alone[..., -1], atol=2e-5)
             assert values.shape == alone.shape
 

@@ -75,7 +75,7 @@ def test_the_tensors_of_a_step_that_did_not_fit_are_let_go() -> None:
 
 def test_a_runner_names_the_faults_of_its_steps() -> None:
     with Engine(device="cpu") as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         assert isinstance(runner, ModelRunner)
 
         def full(plan: StepPlan) -> StepResult:

@@ -20,7 +20,7 @@ def test_a_trace_holds_the_steps_after_the_first_and_what_they_ran(tmp_path: Pat
         Engine(device="cpu") as plain,
         Engine(device="cpu", profile=str(tmp_path), profile_steps=3) as engine,
     ):
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         assert isinstance(runner, ProfiledRunner)
         for number in range(SKIP):
             engine.embed([f"warm {number}"])
@@ -42,7 +42,7 @@ def test_a_trace_holds_the_steps_after_the_first_and_what_they_ran(tmp_path: Pat
 
 def test_a_window_that_is_still_open_is_written_at_the_end(tmp_path: Path) -> None:
     with Engine(device="cpu", profile=str(tmp_path / "new"), profile_steps=100) as engine:
-        runner = engine._engine._core.runner
+        runner = engine.local.engine.core.runner
         assert isinstance(runner, ProfiledRunner)
         runner.again()
         engine.embed(["a"])
@@ -57,4 +57,4 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_without_it_the_runner_is_the_plain_one() -> None:
     with Engine(device="cpu") as engine:
-        assert not isinstance(engine._engine._core.runner, ProfiledRunner)
+        assert not isinstance(engine.local.engine.core.runner, ProfiledRunner)

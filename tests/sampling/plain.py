@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 
 Floats = NDArray[np.float64]
 
 
-def edited(logits: Floats, params: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
+def edited(logits: Floats, params: SamplerParams, prompt: list[int], output: list[int]) -> Floats:
     x = logits.astype(np.float64).copy()
     if params.allowed_token_ids is not None:
         x[[token for token in range(len(x)) if token not in params.allowed_token_ids]] = -np.inf
@@ -30,7 +30,7 @@ def edited(logits: Floats, params: SamplingParams, prompt: list[int], output: li
     return x
 
 
-def distribution(logits: Floats, params: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
+def distribution(logits: Floats, params: SamplerParams, prompt: list[int], output: list[int]) -> Floats:
     """[vocab], what the next token is drawn from; logits must differ from each other."""
     x = edited(logits, params, prompt, output)
     if params.temperature == 0:

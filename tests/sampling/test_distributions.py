@@ -9,32 +9,32 @@ import torch
 
 from penstock.kernels.sampling import gumbel_reference
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 from tests.helpers import ints
 from tests.sampling.plain import distribution
 
 VOCAB, ROWS, STEPS = 40, 256, 12
 PROMPT = [3, 3, 5, 20]
 CASES = {
-    "temperature": SamplingParams(temperature=0.7),
-    "hot": SamplingParams(temperature=1.8),
-    "top-k": SamplingParams(top_k=7),
-    "top-k, cold": SamplingParams(top_k=5, temperature=0.5),
-    "top-k off": SamplingParams(top_k=-1),
-    "top-p": SamplingParams(top_p=0.6),
-    "min-p": SamplingParams(min_p=0.15, temperature=1.3),
-    "all filters": SamplingParams(top_k=9, top_p=0.8, min_p=0.02, temperature=1.2),
-    "repetition": SamplingParams(repetition_penalty=1.7),
-    "presence and frequency": SamplingParams(presence_penalty=0.6, frequency_penalty=-0.4),
-    "penalties and filters": SamplingParams(repetition_penalty=0.8, frequency_penalty=0.5, top_p=0.85),
-    "bias and allowed": SamplingParams(logit_bias={2: 2.0, 9: -1.0}, allowed_token_ids=tuple(range(1, 30))),
-    "bad words": SamplingParams(bad_token_ids=((4,), (7, 6), (6, 1))),
-    "min tokens": SamplingParams(min_tokens=9, eos_token_ids=(0,), stop_token_ids=(8,)),
+    "temperature": SamplerParams(temperature=0.7),
+    "hot": SamplerParams(temperature=1.8),
+    "top-k": SamplerParams(top_k=7),
+    "top-k, cold": SamplerParams(top_k=5, temperature=0.5),
+    "top-k off": SamplerParams(top_k=-1),
+    "top-p": SamplerParams(top_p=0.6),
+    "min-p": SamplerParams(min_p=0.15, temperature=1.3),
+    "all filters": SamplerParams(top_k=9, top_p=0.8, min_p=0.02, temperature=1.2),
+    "repetition": SamplerParams(repetition_penalty=1.7),
+    "presence and frequency": SamplerParams(presence_penalty=0.6, frequency_penalty=-0.4),
+    "penalties and filters": SamplerParams(repetition_penalty=0.8, frequency_penalty=0.5, top_p=0.85),
+    "bias and allowed": SamplerParams(logit_bias={2: 2.0, 9: -1.0}, allowed_token_ids=tuple(range(1, 30))),
+    "bad words": SamplerParams(bad_token_ids=((4,), (7, 6), (6, 1))),
+    "min tokens": SamplerParams(min_tokens=9, eos_token_ids=(0,), stop_token_ids=(8,)),
 }
 OUTPUT = [7, 7, 6]  # what every row has sampled before
 
 
-def draw(params: SamplingParams, logits: torch.Tensor, seeded: bool) -> np.ndarray:
+def draw(params: SamplerParams, logits: torch.Tensor, seeded: bool) -> np.ndarray:
     """Counts [vocab] of the next token after OUTPUT, each row and step an independent draw."""
     sampler = Sampler(VOCAB, ROWS, torch.device("cpu"), seed=11)
     slots = np.arange(ROWS, dtype=np.int32)
@@ -63,7 +63,7 @@ def test_tokens_are_distributed_as_the_reference_says(case: str, seeded: bool) -
 
 def test_a_wrong_distribution_is_noticed() -> None:
     logits = torch.from_numpy(np.random.default_rng(4).normal(size=VOCAB) * 1.5).float()
-    expected = distribution(logits.double().numpy(), SamplingParams(temperature=0.85), PROMPT, OUTPUT)
+    expected = distribution(logits.double().numpy(), SamplerParams(temperature=0.85), PROMPT, OUTPUT)
     assert chi_square(draw(CASES["temperature"], logits, False), expected) > 6
 
 
@@ -93,7 +93,7 @@ def test_rows_without_a_seed_never_share_their_noise() -> None:
     seen = []
     for _ in range(3):
         for slot in range(8):
-            sampler.join(slot, SamplingParams(), ints([1]))
+            sampler.join(slot, SamplerParams(), ints([1]))
         slots = np.arange(8, dtype=np.int32)
         for _ in range(2):
             seen += sampler(torch.zeros(8, 5000), slots, torch.from_numpy(slots)).token_ids.tolist()

@@ -17,66 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import BadValue
 from penstock.sampling.plan import Need, SlotPlan, packed_bits
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 from tests.helpers import ints
 from tests.runner.trap import DeepTrap, Trap
+from tests.sampling.driver import CPU, KINDS, SLOTS, VOCAB, Driver, logits_of
 from tests.sampling.plain import edited
-
-VOCAB, SLOTS = 37, 6
-CPU = torch.device("cpu")
-KINDS = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.9, seed=5),
-    SamplingParams(temperature=1.4, seed=5, top_k=6, top_p=0.8),
-    SamplingParams(temperature=1.0, seed=8, min_p=0.1, logprobs=3),
-    SamplingParams(temperature=0, repetition_penalty=1.6, presence_penalty=0.3, logprobs=0),
-    SamplingParams(temperature=1.0, seed=1, frequency_penalty=0.8),
-    SamplingParams(
-        temperature=0, bad_token_ids=((3,), (5, 9), (9, 5, 2, 1)), logit_bias={5: 2.0, 9: 2.0, 2: 2.0}
-    ),
-    SamplingParams(temperature=1.0, seed=2, allowed_token_ids=(1, 2, 3, 30)),
-    SamplingParams(temperature=0, min_tokens=2, eos_token_ids=(4, 999), logit_bias={4: 9.0}),
-    SamplingParams(temperature=0, min_tokens=3, stop_token_ids=tuple(range(0, 37, 2))),
-]
-
-
-def logits_of(request: int, history: list[int]) -> torch.Tensor:
-    """A model whose logits depend on the request and on all that was sampled."""
-    seed = hash((request, *history)) % 2**32
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB) * 2).float()
-
-
-class Driver:
-    """Requests that join, sample and leave; the batch is any order of those that take part."""
-
-    def __init__(self) -> None:
-        self.sampler = Sampler(VOCAB, SLOTS, CPU, seed=77)
-        self.slot_of: dict[int, int] = {}
-        self.history: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[Any]] = {}
-
-    def join(self, request: int) -> None:
-        slot = min(set(range(SLOTS)) - set(self.slot_of.values()))
-        before = self.history.setdefault(request, [])
-        self.sampler.join(slot, KINDS[request], ints([1, 2, request]), ints(before))
-        self.slot_of[request] = slot
-
-    def leave(self, request: int) -> None:
-        self.sampler.leave(self.slot_of.pop(request))
-        self.sampler.plan.check_integrity()
-
-    def step(self, requests: list[int]) -> None:
-        slots = ints([self.slot_of[request] for request in requests])
-        logits = torch.stack([logits_of(request, self.history[request]) for request in requests])
-        sampled = self.sampler(logits, slots, torch.from_numpy(slots))
-        for request, token in zip(requests, sampled.token_ids.tolist(), strict=True):
-            self.history[request].append(token)
-        if sampled.logprob_rows is not None:
-            assert sampled.logprobs is not None
-            for place, row in enumerate(sampled.logprob_rows.tolist()):
-                width = 1 + (KINDS[requests[row]].logprobs or 0)
-                ids, values = sampled.logprobs.ids[place, :width], sampled.logprobs.values[place, :width]
-                self.logprobs.setdefault(requests[row], []).append((ids.tolist(), values.tolist()))
 
 
 def alone(request: int, steps: int) -> Driver:
@@ -141,7 +86,7 @@ class Recorder(TorchDispatchMode):
 def test_rows_that_ask_for_nothing_cost_a_maximum_of_the_model_s_own_logits() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     for slot in range(SLOTS):
-        sampler.join(slot, SamplingParams(temperature=0), ints([1]))
+        sampler.join(slot, SamplerParams(temperature=0), ints([1]))
     slots = np.arange(SLOTS, dtype=np.int32)
     at, logits = torch.from_numpy(slots), torch.randn(SLOTS, VOCAB).bfloat16()
     sampler(logits, slots, at)
@@ -173,7 +118,7 @@ def test_nothing_is_sent_while_nobody_comes_or_goes(kind: int) -> None:
         sampler(torch.randn(3, VOCAB), slots, at)
     assert sampler.uploads == before
     sampler.leave(0)
-    sampler.join(0, SamplingParams(temperature=0), ints([1]))
+    sampler.join(0, SamplerParams(temperature=0), ints([1]))
     sampler(torch.randn(3, VOCAB), slots, at)
     assert sampler.uploads > before
 
@@ -181,9 +126,9 @@ def test_nothing_is_sent_while_nobody_comes_or_goes(kind: int) -> None:
 def test_only_the_rows_that_ask_are_copied() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     for slot in range(SLOTS):
-        sampler.join(slot, SamplingParams(temperature=0), ints([1]))
+        sampler.join(slot, SamplerParams(temperature=0), ints([1]))
     sampler.leave(3)
-    sampler.join(3, SamplingParams(temperature=0, logit_bias={2: 1.0}), ints([1]))
+    sampler.join(3, SamplerParams(temperature=0, logit_bias={2: 1.0}), ints([1]))
     slots, logits = np.arange(SLOTS, dtype=np.int32), torch.randn(SLOTS, VOCAB).bfloat16()
     with Recorder() as seen:
         sampler(logits, slots, torch.from_numpy(slots))
@@ -193,7 +138,7 @@ def test_only_the_rows_that_ask_are_copied() -> None:
 
 def test_counts_are_kept_for_rows_that_use_them_and_given_back() -> None:
     sampler = Sampler(VOCAB, 64, CPU)
-    penal = SamplingParams(temperature=0, presence_penalty=1.0)
+    penal = SamplerParams(temperature=0, presence_penalty=1.0)
     for turn in range(40):
         slot = turn % 64
         sampler.join(slot, penal, ints([turn % VOCAB]))
@@ -206,8 +151,8 @@ def test_counts_are_kept_for_rows_that_use_them_and_given_back() -> None:
 
 def test_min_tokens_end_their_edits_when_they_are_reached() -> None:
     plan = SlotPlan(VOCAB, 4, seed=0)
-    plan.join(1, SamplingParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 0)
-    plan.join(2, SamplingParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 3)
+    plan.join(1, SamplerParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 0)
+    plan.join(2, SamplerParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 3)
     needs = [plan.step(ints([1, 2])) for _ in range(5)]
     assert needs == [Need.ENTRIES] * 3 + [Need.NOTHING] * 2
 
@@ -215,7 +160,7 @@ def test_min_tokens_end_their_edits_when_they_are_reached() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.01])
 def test_a_row_does_not_end_before_its_min_tokens(temperature: float) -> None:
     sampler = Sampler(VOCAB, 4, CPU)
-    params = SamplingParams(temperature=temperature, min_tokens=2, eos_token_ids=(4,), stop_token_ids=(6,))
+    params = SamplerParams(temperature=temperature, min_tokens=2, eos_token_ids=(4,), stop_token_ids=(6,))
     sampler.join(1, params, ints([1]))
     logits = torch.zeros(1, VOCAB)
     logits[0, [4, 6, 9]] = torch.tensor([9.0, 8.0, 7.0])
@@ -225,8 +170,8 @@ def test_a_row_does_not_end_before_its_min_tokens(temperature: float) -> None:
 
 def test_a_mask_says_what_may_come_next_and_agrees_with_allowed_ids() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
-    sampler.join(0, SamplingParams(temperature=0), ints([1]))
-    sampler.join(1, SamplingParams(temperature=0, allowed_token_ids=(3, 4)), ints([1]))
+    sampler.join(0, SamplerParams(temperature=0), ints([1]))
+    sampler.join(1, SamplerParams(temperature=0, allowed_token_ids=(3, 4)), ints([1]))
     slots, at = ints([0, 1]), torch.tensor([0, 1])
     logits = torch.arange(VOCAB).float().expand(2, -1)
     assert sampler(logits, slots, at).token_ids.tolist() == [36, 4]
@@ -244,12 +189,12 @@ def test_a_mask_says_what_may_come_next_and_agrees_with_allowed_ids() -> None:
 def test_a_longer_bad_word_joins_without_loss_of_what_others_remember() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     bias = {5: 9.0, 6: 8.0}
-    sampler.join(0, SamplingParams(temperature=0, bad_token_ids=((5, 5, 5),), logit_bias=bias), ints([5, 5]))
+    sampler.join(0, SamplerParams(temperature=0, bad_token_ids=((5, 5, 5),), logit_bias=bias), ints([5, 5]))
     zeros, tokens = torch.zeros(1, VOCAB), []
     for step in range(8):
         if step == 5:
             word = (7,) * 20
-            sampler.join(1, SamplingParams(temperature=0, bad_token_ids=(word,)), ints([1]))
+            sampler.join(1, SamplerParams(temperature=0, bad_token_ids=(word,)), ints([1]))
         tokens += sampler(zeros, ints([0]), torch.tensor([0])).token_ids.tolist()
     assert tokens == [5, 5, 6, 5, 5, 6, 5, 5], "prompts do not count"
 
@@ -257,34 +202,34 @@ def test_a_longer_bad_word_joins_without_loss_of_what_others_remember() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_of_the_model_s_own_distribution(dtype: torch.dtype) -> None:
     sampler = Sampler(VOCAB, 4, CPU)
-    sampler.join(0, SamplingParams(temperature=0), ints([1]))
-    sampler.join(2, SamplingParams(temperature=0.1, seed=1, logprobs=4, logit_bias={9: 50.0}), ints([1]))
-    sampler.join(3, SamplingParams(temperature=0, logprobs=-1), ints([1]))
+    sampler.join(0, SamplerParams(temperature=0), ints([1]))
+    sampler.join(2, SamplerParams(temperature=0.1, seed=1, logprobs=4, logit_bias={9: 50.0}), ints([1]))
+    sampler.join(3, SamplerParams(temperature=0, logprobs=-1), ints([1]))
     logits = (torch.randn(3, VOCAB) * 3).to(dtype)
     slots = ints([2, 0, 3])
     got = sampler(logits, slots, torch.from_numpy(slots))
     assert got.logprob_rows is not None and got.logprob_rows.tolist() == [0, 2]
-    assert got.logprobs is not None
+    assert got.logprob_ids is not None and got.logprobs is not None and got.ranks is not None
     expected = logits.float().log_softmax(dim=1)
-    assert got.logprobs.ids[:, 0].tolist() == [9, int(logits[2].argmax())]
+    assert got.logprob_ids[:, 0].tolist() == [9, int(logits[2].argmax())]
     for place, row in enumerate((0, 2)):
-        wanted = expected[row][got.logprobs.ids[place].long()]
+        wanted = expected[row][got.logprob_ids[place].long()]
         torch.testing.assert_close(got.logprobs.values[place], wanted, atol=1e-4, rtol=0)
         assert (got.logprobs.values[place, 1:].diff() <= 0).all()
     assert got.logprobs.values.shape == (2, 1 + VOCAB)
-    assert got.logprobs.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
+    assert got.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
 
 
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias has token 37"),
-        (SamplingParams(allowed_token_ids=(-1,)), "allowed_token_ids has token -1"),
-        (SamplingParams(allowed_token_ids=()), "allowed_token_ids is empty"),
-        (SamplingParams(bad_token_ids=((1, 99),)), "bad_words has token 99"),
+        (SamplerParams(logit_bias={VOCAB: 1.0}), "logit_bias has token 37"),
+        (SamplerParams(allowed_token_ids=(-1,)), "allowed_token_ids has token -1"),
+        (SamplerParams(allowed_token_ids=()), "allowed_token_ids is empty"),
+        (SamplerParams(bad_token_ids=((1, 99),)), "bad_words has token 99"),
     ],
 )
-def test_tokens_outside_the_vocabulary_are_refused(params: SamplingParams, words: str) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(params: SamplerParams, words: str) -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     with pytest.raises(BadValue, match=words):
         sampler.join(0, params, ints([1]))
@@ -293,11 +238,11 @@ def test_tokens_outside_the_vocabulary_are_refused(params: SamplingParams, words
 
 def test_a_slot_is_held_by_one_row() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
-    sampler.join(0, SamplingParams(), ints([1]))
+    sampler.join(0, SamplerParams(), ints([1]))
     with pytest.raises(ValueError, match="slot 0 is held by another row"):
-        sampler.join(0, SamplingParams(), ints([1]))
+        sampler.join(0, SamplerParams(), ints([1]))
     with pytest.raises(ValueError, match=r"slot 4 is not in 0 … 3"):
-        sampler.join(4, SamplingParams(), ints([1]))
+        sampler.join(4, SamplerParams(), ints([1]))
     with pytest.raises(ValueError, match="slot 1 is held by no row"):
         sampler.leave(1)
     with pytest.raises(ValueError, match=r"logits are \(1, 5\), not \(1, 37\)"):

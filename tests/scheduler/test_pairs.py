@@ -10,8 +10,8 @@ import pytest
 
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.ragged import neighbours, tokens_of
-from penstock.scheduler.scheduler import Budget, Scheduler, Share
-from penstock.scheduler.vector_store import VectorPlaces
+from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
+from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import PairPlan, PoolingParams, Request, Task, Variant
 
 
@@ -66,13 +66,13 @@ def scored(pairs: PairPlan, vectors: list[Any], store: dict[int, Any]) -> list[A
     return found
 
 
-def expected(shares: list[Share]) -> list[Any]:
+def expected(shares: list[ScheduledRows]) -> list[Any]:
     found = []
     for stored in (False, True):
         for share in shares:
             request = share.request
             assert request.pairs is not None
-            rows = share.stored if stored else share.rows
+            rows = share.cached_documents if stored else share.rows
             for row in [] if rows is None else rows.tolist():
                 if row >= request.num_queries:
                     query = int(request.pairs[row - request.num_queries])
@@ -85,7 +85,7 @@ def expected(shares: list[Share]) -> list[Any]:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_document_is_scored_once_against_its_query(late: bool, reuse: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    scheduler = Scheduler(Budget(24, 8, 1 << 20), places=VectorPlaces(400, documents=True, reuse=reuse))
+    scheduler = Scheduler(Budget(24, 8, 1 << 20), vector_cache=VectorCache(400, documents=True, reuse=reuse))
     requests = [random_request(rng, str(i), late) for i in range(12)]
     store: dict[int, Any] = {}
     seen = 0
@@ -98,8 +98,8 @@ def test_every_document_is_scored_once_against_its_query(late: bool, reuse: bool
         assert scored(variant.pairs, step_vectors(plan, variant), store) == expected(shares)
         seen += len(variant.pairs.pair_queries)
         for share in shares:
-            if scheduler.line.find(share.request.id) is None:
-                scheduler.ended(share.request, well=True)
+            if scheduler.queue.find(share.request.id) is None:
+                scheduler.finish(share.request, succeeded=True)
     assert seen == sum(request.num_rows - request.num_queries for request in requests)
 
 

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.errors import QueueFull
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.scheduler import Budget, Scheduler, Share
+from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from penstock.types import Request
 from tests.helpers import make_request
 
-BUDGET = Budget(tokens=32, rows=5, queued_tokens=200)
+BUDGET = Budget(max_tokens=32, max_rows=5, max_queued_tokens=200)
 STEP_S = 0.25
 
 
@@ -54,7 +54,7 @@ def test_every_request_is_finished_within_the_steps_that_its_place_in_line_allow
         make_request(str(i), arrival.lengths, priority=arrival.priority, arrival_s=now)
         for i, (arrival, now) in enumerate(zip(stream, clock, strict=True))
     ]
-    scheduler = Scheduler(Budget(BUDGET.tokens, BUDGET.rows, 10**9))
+    scheduler = Scheduler(Budget(BUDGET.max_tokens, BUDGET.max_rows, 10**9))
     joined: dict[str, int] = {}
     finished: dict[str, int] = {}
     rows_run = dict.fromkeys((request.id for request in requests), 0)
@@ -113,7 +113,7 @@ class Line(RuleBasedStateMachine):
         deadline = None if timeout_s is None else self.now_s + timeout_s
         request = make_request(name, lengths, priority=priority, arrival_s=self.now_s, deadline_s=deadline)
         queued = sum(expected.tokens for expected in self.waiting.values())
-        room = not queued or queued + request.num_tokens <= BUDGET.queued_tokens
+        room = not queued or queued + request.num_tokens <= BUDGET.max_queued_tokens
         try:
             self.scheduler.add(request)
             assert room
@@ -156,9 +156,9 @@ class Line(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_right(self) -> None:
-        line = self.scheduler.line
-        assert line.tokens == sum(expected.tokens for expected in self.waiting.values())
-        assert line.rows == sum(len(expected.rows) for expected in self.waiting.values())
+        line = self.scheduler.queue
+        assert line.num_tokens == sum(expected.tokens for expected in self.waiting.values())
+        assert line.num_rows == sum(len(expected.rows) for expected in self.waiting.values())
         assert {waiting.request.id for waiting in line} == self.waiting.keys()
         assert len(line) == len(self.waiting)
         assert all(name in line for name in self.waiting)
@@ -170,11 +170,11 @@ class Line(RuleBasedStateMachine):
         self.the_books_are_right()
 
     @staticmethod
-    def _check_budget(shares: list[Share]) -> None:
+    def _check_budget(shares: list[ScheduledRows]) -> None:
         rows = sum(len(share.rows) for share in shares)
         tokens = sum(int(share.request.lengths[share.rows].sum()) for share in shares)
-        assert rows <= BUDGET.rows
-        assert tokens <= BUDGET.tokens or rows == 1
+        assert rows <= BUDGET.max_rows
+        assert tokens <= BUDGET.max_tokens or rows == 1
 
 
 Line.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

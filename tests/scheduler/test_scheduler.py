@@ -4,25 +4,26 @@ import pytest
 
 from penstock.errors import QueueFull
 from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.scheduler import Budget, Chunking, Scheduler, Share
-from penstock.types import PoolingParams, Request, Task
-from tests.helpers import make_request
+from penstock.scheduler.scheduler import Budget, Chunking, ScheduledRows, Scheduler
+from penstock.types import PoolingParams, Request, SamplerParams, Task
+from tests.helpers import ints, make_request
 
 
 def scheduler_of(tokens: int = 100, rows: int = 100, queued_tokens: int = 10**9) -> Scheduler:
     return Scheduler(Budget(tokens, rows, queued_tokens))
 
 
-def ids(shares: list[Share]) -> list[str]:
+def ids(shares: list[ScheduledRows]) -> list[str]:
     return [share.request.id for share in shares]
 
 
-def lengths(share: Share) -> list[int]:
+def lengths(share: ScheduledRows) -> list[int]:
     return share.request.lengths[share.rows].tolist()
 
 
-def drain(scheduler: Scheduler) -> list[list[Share]]:
+def drain(scheduler: Scheduler) -> list[list[ScheduledRows]]:
     steps = []
     while shares := scheduler.schedule():
         steps.append(shares)
@@ -172,7 +173,7 @@ def test_cancelling_an_unknown_request_changes_nothing() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("a", [10]))
     assert not scheduler.cancel("stranger")
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (10, 1, 1)
 
 
 def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
@@ -181,7 +182,7 @@ def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
     scheduler.schedule()
     assert scheduler.cancel("a")
     assert scheduler.schedule() == []
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (0, 0, 0)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (0, 0, 0)
 
 
 def expired_ids(scheduler: Scheduler, now_s: float) -> list[str]:
@@ -231,12 +232,12 @@ def test_an_id_that_is_used_again_does_not_inherit_the_old_deadline() -> None:
 
 def test_the_next_deadline_is_the_earliest_of_those_who_wait() -> None:
     scheduler = scheduler_of()
-    assert scheduler.line.next_deadline_s() is None
+    assert scheduler.queue.next_deadline_s() is None
     scheduler.add(make_request("a", [10], deadline_s=7.0))
     scheduler.add(make_request("b", [10], deadline_s=3.0))
-    assert scheduler.line.next_deadline_s() == 3.0
+    assert scheduler.queue.next_deadline_s() == 3.0
     scheduler.cancel("b")
-    assert scheduler.line.next_deadline_s() == 7.0
+    assert scheduler.queue.next_deadline_s() == 7.0
 
 
 def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
@@ -244,7 +245,7 @@ def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
     for number in range(1000):
         scheduler.add(make_request(str(number), [10], deadline_s=1e6 + number))
         scheduler.schedule()
-    assert len(scheduler.line._deadlines) < 200
+    assert len(scheduler.queue._deadlines) < 200
 
 
 def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
@@ -253,8 +254,8 @@ def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
     with pytest.raises(QueueFull, match="60 tokens are waiting and at most 100"):
         scheduler.add(make_request("b", [41]))
     scheduler.add(make_request("c", [40]))
-    assert scheduler.line.tokens == 100
-    assert "b" not in scheduler.line
+    assert scheduler.queue.num_tokens == 100
+    assert "b" not in scheduler.queue
 
 
 def test_an_empty_line_takes_a_request_of_any_size() -> None:
@@ -270,7 +271,7 @@ def test_the_line_takes_requests_again_once_it_has_moved() -> None:
         scheduler.add(make_request("b", [50]))
     scheduler.schedule()
     scheduler.add(make_request("b", [50]))
-    assert scheduler.line.tokens == 100
+    assert scheduler.queue.num_tokens == 100
 
 
 def test_a_refused_request_leaves_no_trace() -> None:
@@ -280,7 +281,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
     with pytest.raises(QueueFull):
         scheduler.add(refused)
     assert expired_ids(scheduler, 2.0) == []
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (10, 1, 1)
 
 
 def test_large_rows_are_chosen_so_that_they_fill_the_step_behind_the_first_in_line() -> None:
@@ -327,7 +328,7 @@ def test_a_row_beyond_the_bound_runs_whole_and_lets_no_other_in(chunked: bool) -
     scheduler = limited(chunked)
     scheduler.add(make_request("a", [30, 2], params=TOKENS))
     assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[30]], [[2]]]
-    assert scheduler.line.tokens == scheduler.line.rows == 0
+    assert scheduler.queue.num_tokens == scheduler.queue.num_rows == 0
 
 
 def test_a_row_that_is_cut_by_the_step_goes_on_whatever_leaves_it() -> None:
@@ -343,3 +344,45 @@ def test_further_outputs_of_a_row_count_too() -> None:
     request.also = (TOKENS, TOKENS)
     scheduler.add(request)
     assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[5]], [[5]]]
+
+
+def prefix_caching_scheduler(pool: BlockPool) -> Scheduler:
+    return Scheduler(Budget(100, 100, 10**9), Chunking(pool, 100, prefix_caching=True))
+
+
+def run_with_prefixes(scheduler: Scheduler, request: Request) -> tuple[int, ...]:
+    """Run a request of one row whole; the number of its tokens that came from the prefix cache."""
+    request.reuse_prefix = True
+    scheduler.add(request)
+    (step,) = drain(scheduler)
+    assert step[0].begins is not None
+    return tuple(step[0].begins.tolist())
+
+
+def test_rows_of_equal_tokens_share_the_blocks_of_their_prefix() -> None:
+    scheduler = prefix_caching_scheduler(BlockPool(64, 4))
+    assert run_with_prefixes(scheduler, make_request("a", [17])) == (0,)
+    assert run_with_prefixes(scheduler, make_request("b", [17])) == (16,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("adapters", [0]), ("adapters", [1]), ("type_ids", [1] * 17), ("keys", [9])], ids=str
+)
+def test_rows_whose_hidden_states_differ_share_no_prefix_block(name: str, value: list[int]) -> None:
+    scheduler = prefix_caching_scheduler(BlockPool(64, 4))
+    run_with_prefixes(scheduler, make_request("a", [17]))
+    for again, cached in (("b", 0), ("c", 16)):
+        request = make_request(again, [17])
+        setattr(request, name, ints(value))
+        assert run_with_prefixes(scheduler, request) == (cached,)
+
+
+def test_rows_that_generate_share_no_prefix_block_with_rows_that_are_pooled() -> None:
+    pool = BlockPool(64, 4)
+    run_with_prefixes(prefix_caching_scheduler(pool), make_request("a", [17]))
+    generation = GenerationScheduler(pool, GenerationLimits(4, 100, 100, 64, 1000))
+    request = make_request("b", [17], params=PoolingParams(Task.GENERATE))
+    request.sampling = SamplerParams(max_tokens=2)
+    generation.add(request)
+    assert generation.schedule(0.0) is not None
+    assert pool.hit_tokens == 0

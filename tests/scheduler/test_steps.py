@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.scheduler.steps import StepRows, generation_plan
-from penstock.types import Join, SamplingParams
+from penstock.types import Join, SamplerParams
 
 
 def assert_same(got: Any, wanted: Any, where: str = "plan") -> None:
@@ -42,7 +42,7 @@ def test_steps_of_one_token_a_row_are_planned_as_any_other(data: st.DataObject) 
         generator.integers(0, 5, len(rows), dtype=np.int32),
         generator.integers(0, 5, len(rows), dtype=np.int32),
     )
-    join = Join(rows[0], SamplingParams(), np.array([1], dtype=np.int32))
+    join = Join(rows[0], SamplerParams(), np.array([1], dtype=np.int32))
     given: dict[str, Any] = {
         "known": begins + generator.integers(0, 2, len(rows), dtype=np.int32),
         "wants": generator.integers(-1, 3, len(rows), dtype=np.int32),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.api.endpoint import Call, Reply, Streamed, streamed
-from penstock.api.generation import TextFields, Writing, begin, events
-from penstock.api.work import json_reply
+from penstock.api.generation import Generation, TextFields, begin, events
+from penstock.api.replies import json_reply
 from penstock.errors import BadValue
 from penstock.inputs.chat import part_texts
-from penstock.inputs.generation import TextInputs
 from penstock.outputs.logprobs import chat_content, prompt_entries
-from penstock.tasks.text_stream import Piece
-from penstock.types import Ints
+from penstock.tasks.generate import ChatPrompt, Generate
+from penstock.tasks.text_stream import TextDelta
 
 
 class ChatRequest(TextFields, kw_only=True):
@@ -35,36 +34,35 @@ class ChatRequest(TextFields, kw_only=True):
 
 
 async def chat_completions(call: Call, body: ChatRequest) -> Reply | Streamed:
-    """Answers a conversation through the model's chat template; `stream` gives the text while it comes."""
+    """Reply to a conversation through the model's chat template; `stream` sends text while it is
+    generated."""
     messages = [_checked(message, index) for index, message in enumerate(body.messages)]
 
-    def rows(text: TextInputs) -> list[Ints]:
-        return text.chat_row(
-            messages,
-            body,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=body.add_special_tokens,
-            more=body.chat_template_kwargs,
-        )
-
-    logprobs = _top(body)
-    writing = await begin(call, body, rows, kind="chatcmpl", logprobs=logprobs, default_tokens=None)
+    source = ChatPrompt(
+        messages=messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    logprobs = _top_logprobs(body)
+    task = Generate(source=source, fields=body, logprobs=logprobs, default_max_tokens=None)
+    generation = await begin(call, body, task, kind="chatcmpl")
     role = "assistant" if body.add_generation_prompt else str(messages[-1]["role"])
-    said = _echoed(messages[-1], role) if body.echo else ""
-    choices = [_Choice(writing, index, role, said, logprobs) for index in range(writing.job.num_rows)]
+    echo = _echoed(messages[-1], role) if body.echo else ""
+    choices = [_Choice(generation, index, role, echo, logprobs) for index in range(generation.job.num_rows)]
     if body.stream:
-        return await streamed(events(writing, "chat.completion.chunk", choices))
-    async for pieces in writing.pieces():
-        for piece in pieces:
-            choices[piece.row].take(piece)
+        return await streamed(events(generation, "chat.completion.chunk", choices))
+    async for deltas in generation.deltas():
+        for delta in deltas:
+            choices[delta.row].take(delta)
     content = {
-        **writing.head("chat.completion"),
-        "choices": [choice.shaped() for choice in choices],
-        "usage": writing.usage,
+        **generation.head("chat.completion"),
+        "choices": [choice.whole() for choice in choices],
+        "usage": generation.usage,
     }
     if body.prompt_logprobs is not None:
-        content["prompt_logprobs"] = choices[0].prompt_scores or [None]
+        content["prompt_logprobs"] = choices[0].prompt_logprobs or [None]
     return json_reply(content)
 
 
@@ -79,7 +77,7 @@ def _checked(message: dict[str, Any], index: int) -> dict[str, Any]:
     return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
-def _top(body: ChatRequest) -> int | None:
+def _top_logprobs(body: ChatRequest) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
         raise BadValue("top_logprobs needs logprobs: true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
@@ -90,59 +88,61 @@ def _echoed(message: dict[str, Any], role: str) -> str:
 
 
 class _Choice:
-    """One choice as it grows."""
+    """One choice of the answer, as it is generated."""
 
-    def __init__(self, writing: Writing, index: int, role: str, said: str, logprobs: int | None) -> None:
-        self._writing = writing
+    def __init__(
+        self, generation: Generation, index: int, role: str, echo: str, num_logprobs: int | None
+    ) -> None:
+        self._generation = generation
         self._index = index
         self._role = role
-        self._text = [said] if said else []
-        self._top = logprobs
-        self._content: list[dict[str, Any]] = []
-        self._began = False
-        self._finish: str | None = None
+        self._text = [echo] if echo else []
+        self._num_logprobs = num_logprobs
+        self._logprobs: list[dict[str, Any]] = []
+        self._has_begun = False
+        self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
-        self.prompt_scores: list[dict[str, Any] | None] | None = None
+        self.prompt_logprobs: list[dict[str, Any] | None] | None = None
 
-    def take(self, piece: Piece) -> None:
-        self._text.append(piece.text)
-        self._finish, self._stop_reason = piece.finish, piece.stop_reason
-        if self._top is not None and piece.logprobs is not None:
-            raw, scores = self._writing.tokenizer.token_raw, piece.logprobs
-            self._content += chat_content(scores.ids, scores.values, self._writing.name, raw, self._top)
-        if piece.prompt is not None:
-            name = self._writing.tokenizer.token_text
-            self.prompt_scores = prompt_entries(
-                piece.prompt.ids, piece.prompt.values, piece.prompt.ranks, name
+    def take(self, delta: TextDelta) -> None:
+        self._text.append(delta.text)
+        self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+        tokenizer = self._generation.tokenizer
+        if self._num_logprobs is not None and (scores := delta.logprobs) is not None:
+            name, raw = self._generation.token_name, tokenizer.token_raw
+            self._logprobs += chat_content(scores.ids, scores.values, name, raw, self._num_logprobs)
+        if (prompt := delta.prompt_logprobs) is not None:
+            self.prompt_logprobs = prompt_entries(
+                prompt.ids, prompt.values, prompt.ranks, tokenizer.token_text
             )
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The event's choices: first the role alone, then what is new."""
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """The choices of the delta's events: first the role alone, then what is new."""
         out: list[dict[str, Any]] = []
-        if not self._began:
-            self._began = True
-            out.append({"index": self._index, "delta": {"role": self._role, "content": ""}, **_OPEN})
-        self.take(piece)
-        text, content = "".join(self._text), self._content
-        self._text, self._content = [], []
-        if text or content or piece.finish is not None:
-            delta = {"content": text} if text or piece.finish is None else {}
-            chunk = {"index": self._index, "delta": delta}
-            chunk["logprobs"] = {"content": content} if content else None
-            out.append({**chunk, "finish_reason": piece.finish, "stop_reason": piece.stop_reason})
+        if not self._has_begun:
+            self._has_begun = True
+            out.append({"index": self._index, "delta": {"role": self._role, "content": ""}, **_UNFINISHED})
+        self.take(delta)
+        text, logprobs = "".join(self._text), self._logprobs
+        self._text, self._logprobs = [], []
+        if text or logprobs or delta.finish_reason is not None:
+            content = {"content": text} if text or delta.finish_reason is None else {}
+            chunk = {"index": self._index, "delta": content}
+            chunk["logprobs"] = {"content": logprobs} if logprobs else None
+            out.append({**chunk, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
         return out
 
     def plain(self, text: str) -> dict[str, Any]:
-        return {"index": self._index, "delta": {"content": text}, **_OPEN, "stop_reason": None}
+        return {"index": self._index, "delta": {"content": text}, **_UNFINISHED, "stop_reason": None}
 
-    def shaped(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         return {
             "index": self._index,
             "message": {"role": self._role, "content": "".join(self._text)},
-            "logprobs": None if self._top is None else {"content": self._content},
-            "finish_reason": self._finish,
+            "logprobs": None if self._num_logprobs is None else {"content": self._logprobs},
+            "finish_reason": self._finish_reason,
             "stop_reason": self._stop_reason,
         }
 
 
-_OPEN = {"logprobs": None, "finish_reason": None}
+_UNFINISHED = {"logprobs": None, "finish_reason": None}

@@ -9,8 +9,9 @@ from typing import Literal
 import msgspec
 
 from penstock.api.endpoint import Call, Reply
-from penstock.api.work import check_rows, json_reply
-from penstock.errors import BadValue, DeadlineExceeded
+from penstock.api.replies import json_reply
+from penstock.api.run import check_num_rows, check_timeout
+from penstock.errors import DeadlineExceeded
 from penstock.inputs.vectors import make_comparison
 
 Matrix = list[list[float]] | str  # rows of numbers, or base64 of them
@@ -35,9 +36,8 @@ async def maxsim(call: Call, body: MaxsimRequest) -> Reply:
     """The late-interaction score of each document."""
     call.request_id = body.request_id
     model = call.state.model(body.model)
-    check_rows(call, body.documents)
-    if body.timeout is not None and not 0 < body.timeout < 86_400:
-        raise BadValue(f"timeout is {body.timeout}; use seconds above 0 and below 86400", param="timeout")
+    check_num_rows(call, len(body.documents), "documents")
+    check_timeout(body.timeout)
     began = time.monotonic()
     comparison = await asyncio.to_thread(
         make_comparison,
@@ -53,7 +53,7 @@ async def maxsim(call: Call, body: MaxsimRequest) -> Reply:
     call.tokenize_s = time.monotonic() - began
     try:
         async with asyncio.timeout(body.timeout):
-            answer = await model.client.compare(comparison)
+            answer = await model.engine.compare(comparison)
     except TimeoutError:
         raise DeadlineExceeded(f"not finished within the timeout of {body.timeout} s") from None
     call.device_s = answer.timings.device_s

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
 import orjson
 
+from penstock.api.embeddings import vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields, InputFields, agreed
-from penstock.api.longtext import answer_chunked, run_chunked
-from penstock.api.multi_task import answer_several
-from penstock.api.work import check_rows, head_of, json_reply, note_phases, run_task, sparse_terms
+from penstock.api.replies import list_reply, sparse_terms, timed_encoding
+from penstock.api.run import check_num_rows, run
+from penstock.api.state import ServedModel
 from penstock.errors import BadValue
-from penstock.inputs.multi_task import refuse_generation
-from penstock.outputs.sparse import check_min_weight
+from penstock.outputs.encoders import encode_rows
+from penstock.tasks.classify import Classify
+from penstock.tasks.multi_task import MultiTask
+from penstock.tasks.sparse import Sparse
 from penstock.types import PoolingParams, Task
 
 
@@ -42,34 +44,76 @@ class ClassifyRequest(InputFields, kw_only=True):
 
 
 async def pooling(call: Call, body: PoolingRequest) -> Reply:
-    """The values of any task: a row for each text, or a matrix with a row for each token."""
+    """Run any task: a row of values for each text, or a matrix with a row for each token."""
+    model = call.state.model(body.model)
     if isinstance(body.task, list):
-        if body.min_weight is not None:
-            check_min_weight(body.min_weight)
-        return await answer_several(call, body, body.task, body.top_k, body.min_weight or 0.0)
-    task = body.task or call.state.model(body.model).spec.tasks[0]
+        return await _multi_task(call, body, model, body.task)
+    task = body.task or model.spec.tasks[0]
     params = msgspec.structs.replace(body.params(task), top_k=body.top_k)
-    refuse_generation(task)
     if task is Task.SPARSE:
-        if body.chunking != "none":
-            raise BadValue("chunking is for task 'embed'; task 'sparse' has none", param="chunking")
-        if body.encoding_format != "float":
-            raise BadValue("task 'sparse' answers as float only", param="encoding_format")
+        _refuse_for_sparse(body)
         return await _sparse_reply(call, body, params, body.min_weight or 0.0, "pooling", "data")
-    if task is Task.SCORE:
-        raise BadValue("task 'score' is of pairs; use /score or /rerank", param="task")
     if body.min_weight is not None:
         raise BadValue(f"min_weight means nothing to task {task.value!r}", param="min_weight")
-    result = await run_chunked(call, body, params)
-    return answer_chunked(call, body, result, prefix="pool", item=_pooling_items)
+    return await vectors(call, body, model, params, prefix="pool", items=_pooling_items)
+
+
+def _refuse_for_sparse(body: PoolingRequest) -> None:
+    if body.chunking != "none":
+        raise BadValue("chunking is for task 'embed'; task 'sparse' has none", param="chunking")
+    if body.encoding_format != "float":
+        raise BadValue("task 'sparse' answers as float only", param="encoding_format")
 
 
 def _pooling_items(rows: list[Any]) -> list[dict[str, Any]]:
     return [{"index": i, "object": "pooling", "data": row} for i, row in enumerate(rows)]
 
 
+async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, tasks: list[Task]) -> Reply:
+    """Several outputs of one forward pass: each row's data is an object with a field for each task."""
+    if not tasks:
+        raise BadValue("task is an empty list; name at least one", param="task")
+    if body.chunking != "none":
+        raise BadValue("chunking is for task 'embed' alone", param="chunking")
+    if body.encoding_format == "bytes":
+        raise BadValue("several tasks answer as float or base64, not as bytes", param="encoding_format")
+    first, *more = [_task_params(body, task) for task in tasks]
+    task = MultiTask(
+        inputs=body.input,
+        params=first,
+        options=body.options(),
+        allows_empty_text=False,
+        more=tuple(more),
+        min_weight=body.min_weight or 0.0,
+    )
+    result = await run(call, body, model, task)
+    with timed_encoding(call):
+        columns = [
+            sparse_terms(model.text, column)
+            if params.task is Task.SPARSE
+            else encode_rows(list(column), body.encoding_format, params.dtype, body.endianness)
+            for params, column in zip(task.all_params, result.value, strict=True)
+        ]
+        names = [each.value for each in tasks]
+        data = [
+            {"index": i, "object": "pooling", "data": dict(zip(names, row, strict=True))}
+            for i, row in enumerate(zip(*columns, strict=True))
+        ]
+        return list_reply(call, body, result, "pool", data)
+
+
+def _task_params(body: PoolingRequest, task: Task) -> PoolingParams:
+    """The body's fields as far as the task has them."""
+    params = body.params(task)
+    if task not in (Task.EMBED, Task.TOKEN_EMBED):
+        params = msgspec.structs.replace(params, dimensions=None, dtype=PoolingParams().dtype)
+    if task is Task.SPARSE:
+        return msgspec.structs.replace(params, top_k=body.top_k, normalize=None)
+    return params
+
+
 async def sparse(call: Call, body: SparseRequest) -> Reply:
-    """The tokens that matter to each text and their weights, heaviest first."""
+    """Weigh the tokens of each text, heaviest first."""
     params = PoolingParams(Task.SPARSE, top_k=body.top_k)
     return await _sparse_reply(call, body, params, body.min_weight, "sparse", "sparse")
 
@@ -77,33 +121,36 @@ async def sparse(call: Call, body: SparseRequest) -> Reply:
 async def _sparse_reply(
     call: Call, body: InputFields, params: PoolingParams, min_weight: float, kind: str, field: str
 ) -> Reply:
-    """`kind` names the rows' objects, `field` where their terms stand."""
-    check_min_weight(min_weight)
-    result = await run_task(call, body, params)
-    began = time.monotonic()
-    rows = sparse_terms(result, params.top_k, min_weight)
-    data = [{"object": kind, "index": index, field: terms} for index, terms in enumerate(rows)]
-    head = head_of(body, result, "pool" if kind == "pooling" else kind)
-    reply = json_reply({"object": "list", **head, "data": data, "usage": result.usage})
-    note_phases(call, began)
-    return reply
+    """`kind` names the rows' objects, `field` the list of their terms."""
+    model = call.state.model(body.model)
+    task = Sparse(
+        inputs=body.input,
+        params=params,
+        options=body.options(),
+        allows_empty_text=False,
+        min_weight=min_weight,
+    )
+    result = await run(call, body, model, task)
+    with timed_encoding(call):
+        rows = sparse_terms(model.text, result.value)
+        data = [{"object": kind, "index": index, field: terms} for index, terms in enumerate(rows)]
+        return list_reply(call, body, result, "pool" if kind == "pooling" else kind, data)
 
 
 async def classify(call: Call, body: ClassifyRequest) -> Reply:
-    """The likeliest label of each text, and the probabilities of all."""
+    """Classify each text: its most likely label, and the probabilities of all labels."""
+    model = call.state.model(body.model)
     params = PoolingParams(Task.CLASSIFY, normalize=agreed(body.normalize, body.use_activation))
-    result = await run_task(call, body, params)
-    began = time.monotonic()
-    labels, values = result.model.spec.labels, result.answer.values
-    best = values.argmax(axis=1).tolist()
-    data = [
-        {"index": i, "label": labels[best[i]], "probs": row, "num_classes": len(labels)}
-        for i, row in enumerate(values)
-    ]
-    head = head_of(body, result, "classify")
-    reply = json_reply({"object": "list", **head, "data": data, "usage": result.usage})
-    note_phases(call, began)
-    return reply
+    task = Classify(inputs=body.input, params=params, options=body.options(), allows_empty_text=False)
+    result = await run(call, body, model, task)
+    with timed_encoding(call):
+        labels, values = model.spec.labels, result.value
+        best = values.argmax(axis=1).tolist()
+        data = [
+            {"index": i, "label": labels[best[i]], "probs": row, "num_classes": len(labels)}
+            for i, row in enumerate(values)
+        ]
+        return list_reply(call, body, result, "classify", data)
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -131,14 +178,14 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
         raise BadValue("give either prompt or input", param="prompt")
     given = body.prompt if body.prompt is not None else body.input
     texts = [given] if isinstance(given, str) else list(given or [])
-    check_rows(call, texts)
+    check_num_rows(call, len(texts))
     if not texts:
         raise BadValue("input is empty; give at least one text", param="input")
-    rows = await model.tokenizer.encode(texts, body.add_special_tokens)
-    tokenizer = model.tokenizer.tokenizer
+    rows = await model.text.batcher.encode(texts, body.add_special_tokens)
+    tokenizer = model.text.tokenizer
     answers = []
     for row in rows:
-        answer = {"count": len(row), "max_model_len": model.spec.limit, "tokens": row}
+        answer = {"count": len(row), "max_model_len": model.spec.max_model_len, "tokens": row}
         if body.return_token_strs:
             answer["token_strs"] = tokenizer.token_strings(row.tolist())
         answers.append(answer)
@@ -156,10 +203,10 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
         if not isinstance(row, list) or not all(isinstance(i, int) for i in row):
             raise BadValue(f"tokens {index} is not a list of token ids", param="tokens")
         ids = [int(i) for i in row if isinstance(i, int)]
-        if any(not 0 <= i < model.tokenizer.tokenizer.vocab_size for i in ids):
+        if any(not 0 <= i < model.text.tokenizer.vocab_size for i in ids):
             raise BadValue(f"tokens {index} holds an id that the tokenizer does not know", param="tokens")
         checked.append(ids)
-    texts = [model.tokenizer.tokenizer.decode(ids, body.skip_special_tokens) for ids in checked]
+    texts = [model.text.tokenizer.decode(ids, body.skip_special_tokens) for ids in checked]
     content = (
         {"prompt": texts[0]} if rows[0] is body.tokens else {"data": [{"prompt": text} for text in texts]}
     )

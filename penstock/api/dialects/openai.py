@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import orjson
 
+from penstock.api.embeddings import vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
-from penstock.api.longtext import answer_chunked, run_chunked
 from penstock.errors import BadValue
 from penstock.inputs.processor import InputOptions
 from penstock.types import Task
 
 
 class EmbeddingsRequest(ChunkFields, kw_only=True):
-    """Body of `POST /v1/embeddings`. `task` is another name of `adapter`, as clients of Jina's models say."""
+    """Body of `POST /v1/embeddings`. Clients of Jina's models call the `adapter` field `task`."""
 
     task: str | None = None
 
@@ -28,24 +29,24 @@ class EmbeddingsRequest(ChunkFields, kw_only=True):
 
 
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
-    """Vectors for texts or token ids."""
-    result = await run_chunked(call, body, body.params(Task.EMBED))
-    return answer_chunked(call, body, result, prefix="embd", item=embedding_items)
+    """Embed texts or token ids."""
+    model = call.state.model(body.model)
+    return await vectors(call, body, model, body.params(Task.EMBED), prefix="embd", items=embedding_items)
 
 
-def embedding_items(rows: list[object]) -> list[dict[str, object]]:
+def embedding_items(rows: list[Any]) -> list[dict[str, Any]]:
     return [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
 
 
 async def models(call: Call) -> Reply:
-    """The models that this server holds."""
+    """List the models that this server holds."""
     data = [
         {
             "id": name,
             "object": "model",
             "created": model.created_s,
             "owned_by": "penstock",
-            "max_model_len": model.spec.limit,
+            "max_model_len": model.spec.max_model_len,
             "tasks": [task.value for task in model.spec.tasks],
             "dimensions": model.spec.embed_dim,
         }

@@ -22,8 +22,8 @@ async def health(call: Call) -> Reply:
 async def ready(call: Call) -> Reply:
     """The engine can serve now; 503 with the reason otherwise."""
     for model in call.state.models.values():
-        if model.client.ready is None:
-            raise EngineUnavailable(model.client.reason())
+        if not model.engine.ready:
+            raise EngineUnavailable(model.engine.unavailable_reason)
     return Reply(b'{"status":"ready"}')
 
 

@@ -3,23 +3,24 @@ the engine, however many documents it has."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
+from numpy.typing import NDArray
 
 from penstock.api.endpoint import Call, Reply
-from penstock.api.work import Result, Scheduled, check_rows, head_of, json_reply, note_phases, run_request
+from penstock.api.replies import json_reply, list_reply, timed_encoding
+from penstock.api.run import Result, Scheduled, run
 from penstock.errors import BadValue, PenstockError
 from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
-from penstock.inputs.pairs import check_pairs, finish_pairs, prepare_pairs
 from penstock.outputs.ranking import best, check_top_n
-from penstock.types import Array, PoolingParams, Task
+from penstock.tasks.score import Score
+from penstock.types import PoolingParams, Task
 
 Document = str | dict[str, Any]
 Side = str | dict[str, Any] | list[Document]
+Scores = NDArray[Any]
 SEARCH_UNIT = 100  # documents that Cohere counts as one search
 
 
@@ -95,81 +96,62 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
     queries, documents = _texts(first, "queries"), _texts(second, "documents")
     for index, query in enumerate(queries):
         _check_query(query, f"query {index}", "queries")
-    result = await run_pairs(
-        call, body, make_pairs(queries, documents), body.options(), activate=body.use_activation
-    )
-    began = time.monotonic()
-    rows = [
-        {"index": index, "object": "score", "score": value} for index, value in enumerate(scores_of(result))
-    ]
-    head = head_of(body, result, "score")
-    reply = json_reply({"object": "list", **head, "data": rows, "usage": result.usage})
-    note_phases(call, began)
-    return reply
+    pairs = make_pairs(queries, documents)
+    result = await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
+    with timed_encoding(call):
+        data = [
+            {"index": index, "object": "score", "score": value} for index, value in enumerate(result.value)
+        ]
+        return list_reply(call, body, result, "score", data)
 
 
 async def rerank(call: Call, body: RerankRequest) -> Reply:
     """The documents from best to worst."""
     result = await _ranked(call, body)
-    began = time.monotonic()
-    head = head_of(body, result, "rerank")
-    meta = {"billed_units": {"search_units": _search_units(body)}}
-    reply = json_reply({**head, "results": _results(body, result), "usage": result.usage, "meta": meta})
-    note_phases(call, began)
-    return reply
+    with timed_encoding(call):
+        head = result.head(body, "rerank")
+        meta = {"billed_units": {"search_units": _search_units(body)}}
+        return json_reply({**head, "results": _results(body, result), "usage": result.usage, "meta": meta})
 
 
 async def cohere_rerank(call: Call, body: CohereRerankRequest) -> Reply:
     """The documents from best to worst, as Cohere's v2 answers."""
     result = await _ranked(call, body)
-    began = time.monotonic()
-    meta = {
-        "api_version": {"version": "2"},
-        "billed_units": {"search_units": _search_units(body)},
-        "tokens": {"input_tokens": result.request.num_tokens},
-    }
-    name = head_of(body, result, "rerank")["id"]
-    reply = json_reply({"id": name, "results": _results(body, result), "meta": meta})
-    note_phases(call, began)
-    return reply
+    with timed_encoding(call):
+        meta = {
+            "api_version": {"version": "2"},
+            "billed_units": {"search_units": _search_units(body)},
+            "tokens": {"input_tokens": result.request.num_tokens},
+        }
+        name = result.head(body, "rerank")["id"]
+        return json_reply({"id": name, "results": _results(body, result), "meta": meta})
 
 
 def cohere_error(error: PenstockError) -> dict[str, Any]:
     return {"message": error.message}
 
 
+class PairBody(Scheduled, Protocol):
+    model: str | None
+
+
 async def run_pairs(
-    call: Call, body: Scheduled, pairs: list[Pair], options: PairOptions, *, activate: bool | None
-) -> Result:
-    """Tokenise off the event loop, score in the engine. Values are [documents, 1]."""
-    call.request_id = body.request_id
-    began = time.monotonic()
-    model = call.state.model(getattr(body, "model", None))
-    params = PoolingParams(Task.SCORE, normalize=activate)
-    check_pairs(model.processor, params, options)
-    check_rows(call, pairs, "documents")
-    work = partial(prepare_pairs, model.processor, call.state.next_id(), pairs, params, options)
-    request = await model.tokenizer.call(work)
-    call.tokenize_s = time.monotonic() - began
-    answer = await run_request(call, model, request, body)
-    return Result(model, request, finish_pairs(model.spec, pairs, request, answer))
+    call: Call, body: PairBody, pairs: list[Pair], options: PairOptions, *, activate: bool | None
+) -> Result[Scores]:
+    """Score pairs. Scores stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
+    task = Score(pairs=pairs, params=PoolingParams(Task.SCORE, normalize=activate), options=options)
+    return await run(call, body, call.state.model(body.model), task, rows_name="documents")
 
 
-def scores_of(result: Result) -> Array:
-    """NumPy scalars, which the encoder writes as the short decimals of a float32."""
-    values: Array = result.answer.values[:, 0]
-    return values
-
-
-async def _ranked(call: Call, body: RerankRequest) -> Result:
+async def _ranked(call: Call, body: RerankRequest) -> Result[Scores]:
     check_top_n(body.top_n)
     _check_query(body.query, "query", "query")
     pairs = make_pairs(body.query, _texts(body.documents, "documents"))
     return await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
 
 
-def _results(body: RerankRequest, result: Result) -> list[dict[str, Any]]:
-    scores = scores_of(result)
+def _results(body: RerankRequest, result: Result[Scores]) -> list[dict[str, Any]]:
+    scores = result.value
     rows: list[dict[str, Any]] = []
     for index in best(scores, body.top_n):
         row = {"index": index, "relevance_score": scores[index]}

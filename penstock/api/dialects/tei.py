@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Literal
 
 import msgspec
 
-from penstock.api.dialects.ranking import run_pairs, scores_of
+from penstock.api.dialects.ranking import run_pairs
 from penstock.api.endpoint import Call, Dialect, Reply
-from penstock.api.work import json_reply, note_phases
+from penstock.api.replies import json_reply, timed_encoding
 from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockError, QueueFull
 from penstock.inputs.pair_options import PairOptions, make_pairs
 from penstock.inputs.pairs import score_kind
@@ -67,19 +66,17 @@ async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
     options = _options(body.truncate, body.truncation_direction)
     activate = False if body.raw_scores else None
     result = await run_pairs(call, body, make_pairs(body.query, body.texts), options, activate=activate)
-    began = time.monotonic()
-    scores = scores_of(result)
-    rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in best(scores)]
-    if body.return_text:
-        rows = [{**row, "text": body.texts[row["index"]]} for row in rows]
-    reply = json_reply(rows)
-    note_phases(call, began)
-    return reply
+    with timed_encoding(call):
+        scores = result.value
+        rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in best(scores)]
+        if body.return_text:
+            rows = [{**row, "text": body.texts[row["index"]]} for row in rows]
+        return json_reply(rows)
 
 
 async def similarity(call: Call, body: SimilarityRequest) -> Reply:
     """How alike a sentence and others are, by the vectors of an embedder."""
-    model, told = call.state.model(body.model), body.parameters or SimilarityParameters()
+    model, parameters = call.state.model(body.model), body.parameters or SimilarityParameters()
     if score_kind(model.spec) != "bi":
         raise NotPossible(
             f"model {model.spec.name} has no sentence vectors to compare; use /rerank", param="model"
@@ -88,13 +85,13 @@ async def similarity(call: Call, body: SimilarityRequest) -> Reply:
         raise BadValue("source_sentence is an empty text", param="inputs")
     if not body.inputs.sentences:
         raise BadValue("sentences is empty; give at least one text", param="inputs")
-    options = _options(told.truncate, told.truncation_direction, told.prompt_name, alike=True)
+    options = _options(
+        parameters.truncate, parameters.truncation_direction, parameters.prompt_name, alike=True
+    )
     pairs = make_pairs(body.inputs.source_sentence, body.inputs.sentences)
     result = await run_pairs(call, body, pairs, options, activate=None)
-    began = time.monotonic()
-    reply = json_reply(scores_of(result))
-    note_phases(call, began)
-    return reply
+    with timed_encoding(call):
+        return json_reply(result.value)
 
 
 def _options(

@@ -14,16 +14,16 @@ from penstock.bench.kernels.cases import Case, Place, size
 from penstock.kernels.sampling import gumbel_reference
 from penstock.sampling.plan import Column
 from penstock.sampling.sampler import Sampler
-from penstock.types import SamplingParams
+from penstock.types import SamplerParams
 
 KINDS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "plain": SamplingParams(temperature=0.8),
-    "top-k": SamplingParams(temperature=0.8, top_k=50),
-    "top-p": SamplingParams(temperature=0.8, top_p=0.95),
-    "top-k/top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95),
-    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2),
-    "logprobs": SamplingParams(temperature=0.0, logprobs=5),
+    "greedy": SamplerParams(temperature=0.0),
+    "plain": SamplerParams(temperature=0.8),
+    "top-k": SamplerParams(temperature=0.8, top_k=50),
+    "top-p": SamplerParams(temperature=0.8, top_p=0.95),
+    "top-k/top-p": SamplerParams(temperature=0.8, top_k=50, top_p=0.95),
+    "penalties": SamplerParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2),
+    "logprobs": SamplerParams(temperature=0.0, logprobs=5),
 }
 _PROMPT = 64  # tokens that a row has seen
 
@@ -44,7 +44,7 @@ def sampling(place: Place) -> Iterator[Case]:
         )
 
 
-def _sampler(logits: Tensor, params: SamplingParams) -> tuple[Callable[[], Tensor], Tensor | None]:
+def _sampler(logits: Tensor, params: SamplerParams) -> tuple[Callable[[], Tensor], Tensor | None]:
     """A call of the sampler, and the noise of its first step, which the reference is given for nothing."""
     rows, vocab = logits.shape
     sampler = Sampler(vocab, rows, logits.device)
@@ -65,7 +65,7 @@ def _sampler(logits: Tensor, params: SamplingParams) -> tuple[Callable[[], Tenso
     return run, torch.cat([gumbel_reference(key[None], at[:1] * 0, vocab) for key in keys])
 
 
-def one_by_one(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> Tensor:
+def one_by_one(logits: Tensor, params: SamplerParams, noise: Tensor | None) -> Tensor:
     x = logits.float()
     if params.logprobs is not None:
         logprobs = x.log_softmax(dim=1)
@@ -84,7 +84,7 @@ def one_by_one(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> 
     return (x + noise).argmax(dim=1).int()
 
 
-def _filtered(x: Tensor, params: SamplingParams) -> Tensor:
+def _filtered(x: Tensor, params: SamplerParams) -> Tensor:
     falling = x.sort(dim=1, descending=True).values
     if params.top_k:
         falling = falling.masked_fill(falling < falling[:, params.top_k - 1, None], float("-inf"))

@@ -43,34 +43,29 @@ def need(module: str, package: str) -> Any:
 def model_folder(options: EngineOptions) -> Path:
     from penstock.checkpoint.find import find
 
-    return find(options.model, None)
+    return find(options.config.model, None)
 
 
 def torch_device(options: EngineOptions) -> str:
     torch = need("torch", "torch")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    if options.device != "auto":
-        return options.device
+    if options.config.threads:
+        torch.set_num_threads(options.config.threads)
+    if options.config.device != "auto":
+        return options.config.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def torch_dtype(options: EngineOptions) -> Any:
     torch = need("torch", "torch")
-    return torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
+    return torch.float32 if options.config.dtype == "auto" else getattr(torch, options.config.dtype)
 
 
 class PenstockEmbedder:
     def __init__(self, options: EngineOptions) -> None:
         from penstock import Engine
 
-        self._engine = Engine(
-            options.model,
-            device=options.device,
-            dtype=options.dtype,
-            quantization=options.quantization,
-            threads=options.threads,
-        )
+        config = options.config
+        self._engine = Engine(**{name: getattr(config, name) for name in config.__struct_fields__})
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         return self._engine.embed(list(texts), truncate_prompt_tokens=-1, progress=False)
@@ -104,7 +99,7 @@ class VllmEmbedder:
     def __init__(self, options: EngineOptions) -> None:
         unquantised(options, "vllm")
         library = need("vllm", "vllm")
-        dtype = {} if options.dtype == "auto" else {"dtype": options.dtype}
+        dtype = {} if options.config.dtype == "auto" else {"dtype": options.config.dtype}
         self._model = library.LLM(model=str(model_folder(options)), runner="pooling", **dtype)
         self._cut = {"truncate_prompt_tokens": -1}
 
@@ -117,12 +112,14 @@ class VllmEmbedder:
 
 
 def unquantised(options: EngineOptions, name: str) -> None:
-    if options.quantization is not None:
-        raise BadValue(f"--quantization {options.quantization} is not for {name}", param="quantization")
+    if options.config.quantization is not None:
+        raise BadValue(
+            f"--quantization {options.config.quantization} is not for {name}", param="quantization"
+        )
 
 
 def cpu_threads(options: EngineOptions) -> int:
-    return options.threads or available_cpus()
+    return options.config.threads or available_cpus()
 
 
 def _transformers(options: EngineOptions) -> Embedder:

@@ -23,11 +23,11 @@ _OUTPUT = "last_hidden_state"
 class OnnxEmbedder(PaddedEmbedder):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        if options.device not in ("auto", "cpu") or options.dtype not in ("auto", "float32"):
+        if options.config.device not in ("auto", "cpu") or options.config.dtype not in ("auto", "float32"):
             raise BadValue("onnxruntime is measured on the CPU in float32 or int8")
         self._runtime = need("onnxruntime", "onnxruntime")
         file = onnx_file(self.folder)
-        if options.quantization == "int8":
+        if options.config.quantization == "int8":
             file = self._int8(file)
         settings = self._runtime.SessionOptions()
         settings.intra_op_num_threads = cpu_threads(options)

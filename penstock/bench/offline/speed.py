@@ -9,7 +9,6 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from penstock.bench.datasets.item import Item
@@ -50,7 +49,7 @@ def bench_throughput(
     num_warmups: int,
     output_json: str | None,
 ) -> int:
-    found, tokenizer = texts_for(texts, engine.model)
+    found, tokenizer = texts_for(texts, engine.config.model)
     tokens = sum(count_tokens([Item(text) for text in found], tokenizer))
 
     timed = take_turns(
@@ -71,7 +70,7 @@ def bench_latency(
 ) -> int:
     """One batch of `batch_size` texts over and over."""
     options = TextOptions(num_prompts=engine.batch_size, random_input_len=input_len)
-    found, _ = texts_for(options, engine.model)
+    found, _ = texts_for(options, engine.config.model)
 
     def warm(embedder: Embedder) -> None:
         for _ in range(num_iters_warmup):
@@ -123,11 +122,11 @@ def take_turns(
 
 def _for(name: EmbedderName, engine: EngineOptions, names: Sequence[EmbedderName]) -> EngineOptions:
     """Peers that know no int8 run beside those that do in their own precision."""
-    if engine.quantization is None or len(names) == 1:
+    if engine.config.quantization is None or len(names) == 1:
         return engine
     if name in (EmbedderName.PENSTOCK, EmbedderName.ONNXRUNTIME):
         return engine
-    return msgspec.structs.replace(engine, quantization=None)
+    return engine.unquantized()
 
 
 def _throughput_table(timed: Sequence[Timed], texts: int, tokens: int) -> str:

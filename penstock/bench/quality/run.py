@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
-
 from penstock.bench.offline.embedders import Embedder, open_embedder
 from penstock.bench.options import EmbedderName, EngineOptions, QualityOptions, QualityTask
 from penstock.bench.quality.data import Judged, Pairs, read_beir, read_pairs
@@ -37,7 +35,7 @@ def bench_quality(backend: EmbedderName, engine: EngineOptions, options: Quality
         with _subject(backend, engine, options) as subject:
             _embedding(results, subject, engine, options, pairs, judged)
     else:
-        _ranking(results, options, judged)
+        _ranking(results, engine, options, judged)
     say(_table(results))
     save_figures(options.output_json, {"task": options.task.value, "figures": results})
     missed = _missed(results, options)
@@ -56,7 +54,7 @@ def _embedding(
 ) -> None:
     if options.reference is not None:
         texts = [*(pairs.left if pairs else []), *(judged.documents.values() if judged else [])]
-        reference = open_embedder(options.reference, msgspec.structs.replace(engine, quantization=None))
+        reference = open_embedder(options.reference, engine.unquantized())
         results[f"against {options.reference}"] = agreement(subject, reference, texts[:_REFERENCE_TEXTS])
         reference.close()
     if pairs is not None:
@@ -65,13 +63,15 @@ def _embedding(
         results["retrieval"] = retrieval(subject, judged, options.query_prompt, options.document_prompt)
 
 
-def _ranking(results: dict[str, Figures], options: QualityOptions, judged: Judged | None) -> None:
+def _ranking(
+    results: dict[str, Figures], engine: EngineOptions, options: QualityOptions, judged: Judged | None
+) -> None:
     if judged is None or options.base_url is None:
         raise BadValue(f"--task {options.task} needs --beir FOLDER and --base-url URL of a server")
     if options.candidates not in ("bm25", "judged"):
         raise BadValue(f"--candidates {options.candidates!r} is unknown; use bm25 or judged")
     offered = candidates(judged, options.candidates, options.top_k)
-    server = ServerClient(options.base_url, options.served_model_name, options.header)
+    server = ServerClient(options.base_url, engine.config.served_model_name, options.header)
     try:
         if options.task is QualityTask.RERANK:
             results["reranking"] = reranking(server, judged, offered)
@@ -88,7 +88,7 @@ def _subject(
     """A running server where --base-url names one, else an engine in this process."""
     subject: Embedder | ServerClient
     if options.base_url is not None:
-        subject = ServerClient(options.base_url, options.served_model_name, options.header)
+        subject = ServerClient(options.base_url, engine.config.served_model_name, options.header)
     else:
         subject = open_embedder(backend, engine)
     try:

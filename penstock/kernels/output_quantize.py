@@ -6,17 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import jit, power_of_2, tl, warps_for
+from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl
 
 
-def to_bytes_reference(vectors: Tensor, signed: bool) -> Tensor:
+def to_int8_reference(vectors: Tensor, signed: bool) -> Tensor:
     """Each vector scaled so that its largest component is ±127, rounded; unsigned plus 128. [n, width]."""
     largest = vectors.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
     scaled = (vectors * (127.0 / largest)).round()
     return scaled.to(torch.int8) if signed else (scaled + 128).to(torch.uint8)
 
 
-def to_bits_reference(vectors: Tensor, signed: bool) -> Tensor:
+def to_binary_reference(vectors: Tensor, signed: bool) -> Tensor:
     """The sign of each component, eight to a byte, the first in the highest bit; signed less 128."""
     rows, width = vectors.shape
     bits = F.pad((vectors > 0).to(torch.uint8), (0, -width % 8)).view(rows, -1, 8)
@@ -25,7 +25,7 @@ def to_bits_reference(vectors: Tensor, signed: bool) -> Tensor:
     return (packed.to(torch.int16) - 128).to(torch.int8) if signed else packed
 
 
-@jit(loose=("stride",))
+@jit(unspecialized=("stride",))
 def _to_bytes(
     vectors: tl.tensor,
     out: tl.tensor,
@@ -45,11 +45,11 @@ def _to_bytes(
     tl.store(out + row * WIDTH + cols, value.to(out.dtype.element_ty), mask=inside)
 
 
-def to_bytes(vectors: Tensor, signed: bool) -> Tensor:
+def to_int8(vectors: Tensor, signed: bool) -> Tensor:
     """As the reference, of fp32; rows may lie apart."""
     rows, width = vectors.shape
     out = torch.empty((rows, width), dtype=torch.int8 if signed else torch.uint8, device=vectors.device)
-    block = power_of_2(width)
+    block = next_power_of_2(width)
     if rows:
         _to_bytes[(rows,)](
             vectors,
@@ -58,12 +58,12 @@ def to_bytes(vectors: Tensor, signed: bool) -> Tensor:
             WIDTH=width,
             BLOCK=block,
             SIGNED=signed,
-            num_warps=warps_for(block),
+            num_warps=num_warps_for(block),
         )
     return out
 
 
-@jit(loose=("stride",))
+@jit(unspecialized=("stride",))
 def _to_bits(
     vectors: tl.tensor,
     out: tl.tensor,
@@ -84,12 +84,12 @@ def _to_bits(
     tl.store(out + row * BYTES + byte, packed.to(out.dtype.element_ty), mask=byte < BYTES)
 
 
-def to_bits(vectors: Tensor, signed: bool) -> Tensor:
+def to_binary(vectors: Tensor, signed: bool) -> Tensor:
     """As the reference, of fp32; rows may lie apart."""
     rows, width = vectors.shape
     size = -(-width // 8)
     out = torch.empty((rows, size), dtype=torch.int8 if signed else torch.uint8, device=vectors.device)
-    block = power_of_2(size)
+    block = next_power_of_2(size)
     if rows:
         _to_bits[(rows,)](
             vectors,
@@ -99,6 +99,6 @@ def to_bits(vectors: Tensor, signed: bool) -> Tensor:
             BYTES=size,
             BLOCK=block,
             SIGNED=signed,
-            num_warps=warps_for(8 * block),
+            num_warps=num_warps_for(8 * block),
         )
     return out

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, fused, jit, tl
+from penstock.kernels.language import cdiv, jit, tl, use_kernel
 
 _BLOCK = 128
 
 
-@jit(loose=("tokens", "slots", "count"))
+@jit(unspecialized=("tokens", "slots", "count"))
 def _feed(
     tokens: tl.tensor, slots: tl.tensor, last: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
@@ -20,12 +20,12 @@ def _feed(
     tl.store(tokens + place, token, mask=slot >= 0)
 
 
-def feed_tokens(
+def insert_sampled_tokens(
     tokens: Tensor,  # int32 [n], overwritten where a slot is named
     slots: Tensor,  # int32 [n]; -1: the token is the plan's own
     last: Tensor,  # int32 [slots], the newest token of each
 ) -> None:
-    if fused(tokens):
+    if use_kernel(tokens):
         count = len(tokens)
         _feed[(cdiv(count, _BLOCK),)](tokens, slots, last, count, BLOCK=_BLOCK, num_warps=4)
         return

@@ -1,13 +1,18 @@
-"""Places of vectors: none is lost or given twice, what ended well is found again, what is in use stays."""
+"""Places of vectors: none is lost or given twice, what succeeded is found again, what is in use
+stays."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduler.vector_store import VectorPlaces, vector_counts
+from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import PoolingParams, Request, Task
+from tests.helpers import ints
 
 
 def request(name: str, queries: list[list[int]], documents: list[list[int]], **more: object) -> Request:
@@ -23,48 +28,57 @@ def request(name: str, queries: list[list[int]], documents: list[list[int]], **m
 
 
 def test_a_query_that_ended_well_is_found_again() -> None:
-    places = VectorPlaces(16)
+    places = VectorCache(16)
     first = places.hold(request("a", [[1, 2, 3]], [[9]]))
     assert first is not None and not first.ready.any() and first.starts[1] == -1
     again = places.hold(request("b", [[1, 2, 3]], [[8]]))
     assert again is not None and not again.ready.any(), "the first is not known to be good yet"
-    places.release("a", well=True)
-    places.release("b", well=False)
+    places.release("a", succeeded=True)
+    places.release("b", succeeded=False)
     hit = places.hold(request("c", [[1, 2, 3]], [[7]]))
     assert hit is not None and hit.ready.tolist() == [True, False]
     assert hit.starts[0] == first.starts[0]
-    assert (places.query_hits, places.query_asked) == (1, 3)
+    assert (places.query_hits, places.query_lookups) == (1, 3)
     places.check_integrity()
 
 
 def test_what_failed_is_not_found() -> None:
-    places = VectorPlaces(16)
+    places = VectorCache(16)
     places.hold(request("a", [[1, 2, 3]], [[9]]))
-    places.release("a", well=False)
+    places.release("a", succeeded=False)
     held = places.hold(request("b", [[1, 2, 3]], [[9]]))
     assert held is not None and not held.ready.any()
 
 
-def test_salts_and_attended_keys_keep_queries_apart() -> None:
-    places = VectorPlaces(64)
-    places.hold(request("a", [[1, 2]], [[9]]))
-    places.release("a", well=True)
-    for more in (
+@pytest.mark.parametrize(
+    "more",
+    [
         {"cache_salt": "x"},
-        {"keys": np.array([1, 1], dtype=np.int32)},
-        {"adapters": np.array([1, 1], dtype=np.int32)},
-    ):
-        held = places.hold(request("b", [[1, 2]], [[9]], **more))
-        assert held is not None and not held.ready.any()
-        places.release("b", well=False)
+        {"keys": [1, 1]},
+        {"adapters": [1, 1]},
+        {"type_ids": [0, 0, 1]},
+        {"skip": [1, 0]},
+        {"keep": [1, 0, 1]},
+    ],
+    ids=str,
+)
+def test_rows_of_other_content_share_no_vectors(more: dict[str, Any]) -> None:
+    cache = VectorCache(64, documents=True)
+    changes = {name: ints(value) if isinstance(value, list) else value for name, value in more.items()}
+    cache.hold(request("a", [[1, 2]], [[9]]))
+    cache.release("a", succeeded=True)
+    for name, cached in (("b", [False, False]), ("c", [True, True])):
+        held = cache.hold(request(name, [[1, 2]], [[9]], **changes))
+        assert held is not None and held.ready.tolist() == cached
+        cache.release(name, succeeded=True)
 
 
 def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
-    places = VectorPlaces(4, documents=True)
+    places = VectorCache(4, documents=True)
     held = places.hold(request("a", [[1, 2, 3]], [[5, 6]]))
     assert held is not None and held.starts.tolist() == [0, -1]
     assert places.hold(request("b", [[4, 4]], [[5]])) is None
-    places.release("a", well=True)
+    places.release("a", succeeded=True)
     held = places.hold(request("b", [[4, 4]], [[5]]))  # the idle query makes room
     assert held is not None and (held.starts >= 0).all()
     places.check_integrity()
@@ -73,7 +87,7 @@ def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
 def test_rows_without_a_counting_token_have_no_vectors() -> None:
     asked = request("a", [[1]], [[5, 6], [7]], keep=np.array([1, 0, 0, 1], dtype=np.int32))
     assert vector_counts(asked).tolist() == [1, 0, 1]
-    assert VectorPlaces(8, documents=True).hold(asked) is not None
+    assert VectorCache(8, documents=True).hold(asked) is not None
 
 
 ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size=1, max_size=3)
@@ -86,26 +100,26 @@ ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size=1,
 def test_no_place_is_lost_or_given_twice(
     steps: list[tuple[list[list[int]], list[list[int]], bool, bool]], size: int
 ) -> None:
-    places = VectorPlaces(size, documents=True)
+    places = VectorCache(size, documents=True)
     held: dict[str, dict[int, int]] = {}
-    for number, (queries, documents, end_one, well) in enumerate(steps):
+    for number, (queries, documents, end_one, succeeded) in enumerate(steps):
         if (got := places.hold(asked := request(f"r{number}", queries, documents))) is not None:
             held[asked.id] = {int(s): int(n) for s, n in zip(got.starts, got.lengths, strict=True) if s >= 0}
         if end_one and held:
             name = next(iter(held))
             del held[name]
-            places.release(name, well=well)
+            places.release(name, succeeded=succeeded)
         places.check_integrity()
     for name in list(held):
-        places.release(name, well=True)
+        places.release(name, succeeded=True)
     places.check_integrity()
 
 
 def test_without_reuse_nothing_is_found_again() -> None:
-    places = VectorPlaces(16, reuse=False)
+    places = VectorCache(16, reuse=False)
     places.hold(request("a", [[1, 2, 3]], [[9]]))
-    places.release("a", well=True)
+    places.release("a", succeeded=True)
     held = places.hold(request("b", [[1, 2, 3]], [[9]]))
     assert held is not None and not held.ready.any()
-    places.release("b", well=True)
+    places.release("b", succeeded=True)
     places.check_integrity()

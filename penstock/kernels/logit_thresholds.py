@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, power_of_2, tl
-from penstock.kernels.sampling import PART, WIDTH, as_float, read_row
+from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
+from penstock.kernels.sampling import SLOT_TABLE_WIDTH, TOKENS_PER_PROGRAM, load_float, load_logits
 
 _SEGMENT = 256  # tokens of which the largest logit is kept
 _KEPT = 4096  # candidates of a row, before its threshold is sought in the whole row
 _REACH = 12.0  # of a top-p row: candidates lie at most so far below the largest, in units of temperature
 
 
-def thresholds_reference(
+def logit_thresholds_reference(
     logits: Tensor,  # [rows, vocab]
     temperatures: Tensor,  # [rows]
     top_k: Tensor,  # [rows], 0: all
@@ -59,7 +59,7 @@ def _weight(x, most, temperature):  # type: ignore[no-untyped-def]
     return (tl.where(x > float("-inf"), e, 0.0) * 1099511627776.0).to(tl.int64)
 
 
-@jit(loose=("slots", "stride", "parts"))
+@jit(unspecialized=("slots", "stride", "parts"))
 def _peaks(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -79,12 +79,12 @@ def _peaks(
     program = tl.program_id(0)
     row = program // parts
     line = table + tl.load(slots + row) * WIDTH
-    temperature = as_float(line)
-    if (tl.load(line + 10) > 0) | (as_float(line + 1) < 1.0) | (as_float(line + 2) > 0.0):
+    temperature = load_float(line)
+    if (tl.load(line + 10) > 0) | (load_float(line + 1) < 1.0) | (load_float(line + 2) > 0.0):
         segment = tl.arange(0, SEGMENTS)
         cols = (program % parts) * SEGMENTS * SEGMENT + segment[:, None] * SEGMENT
         cols = cols + tl.arange(0, SEGMENT)[None, :]
-        x = read_row(logits, stride, row, work, tl.load(line + 13), cols, cols < VOCAB, VOCAB, EDITED)
+        x = load_logits(logits, stride, row, work, tl.load(line + 13), cols, cols < VOCAB, VOCAB, EDITED)
         peak = tl.max(x, axis=1)
         most = tl.max(peak, axis=0)
         e = tl.where(x > float("-inf"), tl.exp((x - most) / temperature), 0.0)
@@ -92,7 +92,7 @@ def _peaks(
         tl.store(sums + program, tl.sum(tl.sum(e, axis=1), axis=0))
 
 
-@jit(loose=("slots", "segments"))
+@jit(unspecialized=("slots", "segments"))
 def _cut(
     slots: tl.tensor,
     table: tl.tensor,
@@ -109,13 +109,13 @@ def _cut(
     row = tl.program_id(0)
     line = table + tl.load(slots + row) * WIDTH
     top_k = tl.load(line + 10)
-    top_p = as_float(line + 1)
-    min_p = as_float(line + 2)
+    top_p = load_float(line + 1)
+    min_p = load_float(line + 2)
     if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
         cols = tl.arange(0, BLOCK)
         peak = tl.load(peaks + row * segments + cols, mask=cols < segments, other=float("-inf"))
         most = tl.max(peak, axis=0)
-        temperature = as_float(line)
+        temperature = load_float(line)
         cut = float("-inf")
         if min_p > 0.0:
             cut = most + temperature * tl.log(min_p)
@@ -140,7 +140,7 @@ def _cut(
         tl.store(found + row, 0)
 
 
-@jit(loose=("slots", "stride", "parts"))
+@jit(unspecialized=("slots", "stride", "parts"))
 def _gather(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -163,13 +163,13 @@ def _gather(
     program = tl.program_id(0)
     row = program // parts
     line = table + tl.load(slots + row) * WIDTH
-    if (tl.load(line + 10) > 0) | (as_float(line + 1) < 1.0):
+    if (tl.load(line + 10) > 0) | (load_float(line + 1) < 1.0):
         cut = tl.load(cuts + row)
         peak = tl.load(peaks + program * SEGMENTS + tl.arange(0, SEGMENTS))
         if (tl.max(peak, axis=0) >= cut) & (tl.load(found + row) <= KEPT):
             cols = (program % parts) * SEGMENTS * SEGMENT + tl.arange(0, SEGMENTS * SEGMENT)
             inside = cols < VOCAB
-            x = read_row(logits, stride, row, work, tl.load(line + 13), cols, inside, VOCAB, EDITED)
+            x = load_logits(logits, stride, row, work, tl.load(line + 13), cols, inside, VOCAB, EDITED)
             taken = (inside & (x >= cut)).to(tl.int32)
             first = tl.atomic_add(found + row, tl.sum(taken, axis=0))
             at = first + tl.cumsum(taken, axis=0) - 1
@@ -193,13 +193,13 @@ def _source(  # type: ignore[no-untyped-def]
 ):
     inside = cols < size
     if whole:
-        x = read_row(logits, stride, row, work, work_row, cols, inside, VOCAB, EDITED)
+        x = load_logits(logits, stride, row, work, work_row, cols, inside, VOCAB, EDITED)
     else:
         x = tl.load(candidates + row * KEPT + cols, mask=inside, other=float("-inf"))
     return x
 
 
-@jit(loose=("slots", "stride", "parts"))
+@jit(unspecialized=("slots", "stride", "parts"))
 def _thresholds(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -229,11 +229,11 @@ def _thresholds(
     row = tl.program_id(0)
     line = table + tl.load(slots + row) * WIDTH
     top_k = tl.load(line + 10)
-    top_p = as_float(line + 1)
-    min_p = as_float(line + 2)
+    top_p = load_float(line + 1)
+    min_p = load_float(line + 2)
     base = float("-inf")
     if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
-        temperature = as_float(line)
+        temperature = load_float(line)
         most = tl.load(tops + row)
         work_row = tl.load(line + 13)
         shift = SHIFT
@@ -369,11 +369,11 @@ def _thresholds(
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of fp32, where the logit has fewer
 
 
-def thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tensor | None = None) -> Tensor:
+def logit_thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tensor | None = None) -> Tensor:
     """As the reference, for rows whose slots ask for a filter; −inf for others."""
     rows, vocab = logits.shape
     device = logits.device
-    parts, inner = cdiv(vocab, PART), PART // _SEGMENT
+    parts, inner = cdiv(vocab, TOKENS_PER_PROGRAM), TOKENS_PER_PROGRAM // _SEGMENT
     peaks = torch.empty((rows, parts * inner), dtype=torch.float32, device=device)
     sums = torch.empty((rows, parts), dtype=torch.float32, device=device)
     tops, cuts, out = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
@@ -382,7 +382,7 @@ def thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tensor | N
     if not rows:
         return out
     edited = peaks if work is None else work
-    shape = {"VOCAB": vocab, "WIDTH": WIDTH, "EDITED": work is not None, "SEGMENTS": inner}
+    shape = {"VOCAB": vocab, "WIDTH": SLOT_TABLE_WIDTH, "EDITED": work is not None, "SEGMENTS": inner}
     read = (logits, logits.stride(0), slots, table, edited)
     _peaks[(rows * parts,)](*read, peaks, sums, parts, SEGMENT=_SEGMENT, num_warps=8, **shape)
     _cut[(rows,)](
@@ -394,8 +394,8 @@ def thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tensor | N
         found,
         parts * inner,
         _REACH,
-        BLOCK=power_of_2(parts * inner),
-        WIDTH=WIDTH,
+        BLOCK=next_power_of_2(parts * inner),
+        WIDTH=SLOT_TABLE_WIDTH,
         num_warps=4,
     )
     _gather[(rows * parts,)](
@@ -411,7 +411,7 @@ def thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tensor | N
         candidates,
         out,
         parts,
-        PARTS=power_of_2(parts),
+        PARTS=next_power_of_2(parts),
         KEPT=_KEPT,
         SHIFT=_UNUSED_BITS.get(logits.dtype, 0),
         num_warps=16,

@@ -1,0 +1,71 @@
+"""Embeddings for every dialect that has them: whole texts, and texts in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import ChunkFields
+from penstock.api.replies import Items, vector_reply
+from penstock.api.run import Result, run
+from penstock.api.state import ServedModel
+from penstock.errors import BadValue
+from penstock.outputs.encoders import encode_rows
+from penstock.tasks.embed import ChunkedEmbeddings, EmbedInChunks
+from penstock.tasks.multi_task import pooling_task
+from penstock.types import Chunks, PoolingParams
+
+
+async def vectors(
+    call: Call, body: ChunkFields, model: ServedModel, params: PoolingParams, *, prefix: str, items: Items
+) -> Reply:
+    """The values of a pooling task, in the chunks that the body asks for."""
+    body.chunk_options().check()
+    if body.chunking != "none":
+        return await _in_chunks(call, body, model, params, prefix=prefix, items=items)
+    task = pooling_task(model.text, body.input, params, body.options(), allows_empty_text=False)
+    result = await run(call, body, model, task)
+    return vector_reply(call, body, result, prefix=prefix, items=items)
+
+
+async def _in_chunks(
+    call: Call, body: ChunkFields, model: ServedModel, params: PoolingParams, *, prefix: str, items: Items
+) -> Reply:
+    task = EmbedInChunks(
+        inputs=body.input,
+        params=params,
+        options=body.options(),
+        allows_empty_text=False,
+        chunking=body.chunk_options(),
+    )
+    if body.chunking == "late" and body.encoding_format == "bytes":
+        raise BadValue("chunking 'late' answers as float or base64, not as bytes", param="encoding_format")
+    result = await run(call, body, model, task)
+    (embeddings,) = result.value
+    texts = Result(result.model, result.request, result.output, embeddings.vectors)
+    if embeddings.chunks is None or embeddings.chunks.spans is None:
+        return vector_reply(call, body, texts, prefix=prefix, items=items)
+    chunks = _chunk_items(body, embeddings, embeddings.chunks)
+
+    def with_chunks(rows: list[Any]) -> list[dict[str, Any]]:
+        return [{**item, "chunks": own} for item, own in zip(items(rows), chunks, strict=True)]
+
+    return vector_reply(call, body, texts, prefix=prefix, items=with_chunks)
+
+
+def _chunk_items(
+    body: ChunkFields, embeddings: ChunkedEmbeddings, chunks: Chunks
+) -> list[list[dict[str, Any]]]:
+    """For each text its chunks: vector, tokens and characters."""
+    vectors = encode_rows(
+        list(embeddings.chunk_vectors), body.encoding_format, body.embed_dtype, body.endianness
+    )
+    tokens = [] if chunks.spans is None else chunks.spans.tolist()
+    chars = [(None, None)] * len(tokens) if chunks.chars is None else chunks.chars.tolist()
+    parts = zip(vectors, tokens, chars, strict=True)
+    return [[_chunk(index, *next(parts)) for index in range(count)] for count in chunks.counts.tolist()]
+
+
+def _chunk(index: int, vector: Any, tokens: list[int], chars: Any) -> dict[str, Any]:
+    where = {"start_token": tokens[0], "end_token": tokens[1], "start_char": chars[0], "end_char": chars[1]}
+    return {"index": index, "embedding": vector, **where}

@@ -1,0 +1,86 @@
+"""Replies with vectors: JSON numbers, base64 or bytes, whichever the caller asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import orjson
+
+from penstock.api.body import json_body
+from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import VectorFields
+from penstock.api.run import Result
+from penstock.outputs.encoders import LARGE, LargeRow, as_bytes, encode_rows
+from penstock.outputs.sparse import SparseRow
+from penstock.tasks.model import TextModel
+
+OCTETS = b"application/octet-stream"
+Items = Callable[[list[Any]], list[dict[str, Any]]]  # shapes encoded rows as the dialect's items
+
+
+def json_reply(content: Any) -> Reply:
+    return Reply(json_body(content))
+
+
+@contextmanager
+def timed_encoding(call: Call) -> Iterator[None]:
+    """Counts the time of the block as encoding, and records the phases of the request."""
+    began = time.monotonic()
+    yield
+    call.encode_s = time.monotonic() - began
+    call.metrics.phases(
+        tokenize_s=call.tokenize_s, queue_s=call.queue_s, device_s=call.device_s, encode_s=call.encode_s
+    )
+
+
+def vector_reply(call: Call, body: VectorFields, result: Result[Any], *, prefix: str, items: Items) -> Reply:
+    """The rows of a result in the encoding that the caller chose."""
+    with timed_encoding(call):
+        head, rows = result.head(body, prefix), list(result.value)
+        if body.encoding_format == "bytes":
+            return _bytes_reply(body, result, rows, head)
+        encoded = encode_rows(rows, body.encoding_format, body.embed_dtype, body.endianness)
+        return json_reply({"object": "list", **head, "data": items(encoded), "usage": result.usage})
+
+
+def list_reply(call: Call, body: Any, result: Result[Any], prefix: str, data: list[dict[str, Any]]) -> Reply:
+    """A list of items under `data`, with the usual head and usage."""
+    head = result.head(body, prefix)
+    return json_reply({"object": "list", **head, "data": data, "usage": result.usage})
+
+
+def sparse_terms(model: TextModel, rows: list[SparseRow]) -> list[list[dict[str, Any]]]:
+    """Weights stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
+    return [
+        [
+            {"token_id": token_id, "token": token, "weight": weight}
+            for token_id, token, weight in zip(
+                ids, model.tokenizer.token_strings(ids), row.weights, strict=True
+            )
+        ]
+        for row in rows
+        for ids in (row.ids.tolist(),)
+    ]
+
+
+def _bytes_reply(body: VectorFields, result: Result[Any], rows: list[Any], head: dict[str, Any]) -> Reply:
+    """The values alone as the body; the `metadata` header describes them."""
+    data, at = [], 0
+    for index, row in enumerate(rows):
+        place = {"start": at, "end": at + row.nbytes, "shape": list(row.shape)}
+        kind = {"embed_dtype": body.embed_dtype.value, "endianness": body.endianness}
+        data.append({"index": index, **kind, **place})
+        at += row.nbytes
+    metadata = orjson.dumps({"object": "list", **head, "data": data, "usage": result.usage})
+    whole = result.value
+    if not isinstance(whole, np.ndarray):  # the engine's array, unless tokens were left out of the answer
+        values = result.output.values
+        whole = values if at == values.nbytes else np.concatenate(rows)
+    headers = [(b"metadata", metadata)]
+    if at >= LARGE:
+        return Reply([LargeRow(whole, "bytes", body.embed_dtype, body.endianness)], OCTETS, headers=headers)
+    return Reply(as_bytes(whole, body.endianness), OCTETS, headers=headers)

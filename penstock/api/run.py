@@ -1,0 +1,87 @@
+"""Runs a task for a request: limits, metrics, timeouts. What all dialects share between body and reply."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from penstock.api.endpoint import Call
+from penstock.api.state import ServedModel
+from penstock.errors import BadValue
+from penstock.inputs.processor import MAX_PRIORITY
+from penstock.tasks.run import PoolingTask, Scheduling, finish, submit
+from penstock.types import PooledOutput, Request
+
+R = TypeVar("R")
+MAX_TIMEOUT_S = 86_400
+
+
+class Scheduled(Protocol):
+    """The fields of a body that say when it runs and what it is called."""
+
+    priority: int
+    timeout: float | None
+    request_id: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result(Generic[R]):
+    """What a task gave, beside the request that it belongs to."""
+
+    model: ServedModel
+    request: Request
+    output: PooledOutput
+    value: R
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {"prompt_tokens": self.request.num_tokens, "total_tokens": self.request.num_tokens}
+
+    def head(self, body: Scheduled, prefix: str) -> dict[str, Any]:
+        """The fields that begin most answers."""
+        name = f"{prefix}-{body.request_id or self.request.id}"
+        return {"id": name, "created": int(time.time()), "model": self.model.spec.name}
+
+
+async def run(
+    call: Call, body: Scheduled, model: ServedModel, task: PoolingTask[R], *, rows_name: str = "input"
+) -> Result[R]:
+    """Prepare, submit and finish a task, no longer than the caller is willing to wait."""
+    call.request_id = body.request_id
+    task.check(model.text)
+    check_num_rows(call, task.num_rows, rows_name)
+    scheduling = scheduling_of(call, body)
+    began = time.monotonic()
+    prepared = await task.prepare(model.text, call.state.next_id())
+    request = prepared.request
+    call.tokenize_s = time.monotonic() - began
+    call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
+    output = await submit(model.engine, request, scheduling)
+    call.queue_s = max(0.0, output.timings.queue_s - call.tokenize_s)  # the engine counts from the arrival
+    call.device_s = output.timings.device_s
+    return Result(model, request, output, await finish(prepared, output))
+
+
+def check_num_rows(call: Call, num_rows: int, name: str = "input") -> None:
+    limit = call.state.config.max_rows
+    if num_rows > limit:
+        raise BadValue(f"{name} has {num_rows} rows; one request takes at most {limit}", param=name)
+
+
+def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
+    """Priority and timeout of a body, checked; the operator's timeout where the caller gives none."""
+    if abs(body.priority) > MAX_PRIORITY:
+        raise BadValue(
+            f"priority is {body.priority}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
+        )
+    timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
+    check_timeout(timeout_s)
+    return Scheduling(priority=body.priority, arrival_s=call.began_s, timeout_s=timeout_s)
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s < MAX_TIMEOUT_S:
+        raise BadValue(
+            f"timeout is {timeout_s}; use seconds above 0 and below {MAX_TIMEOUT_S}", param="timeout"
+        )

@@ -1,0 +1,170 @@
+"""Turns groups of option declarations into a command, and prints its help.
+
+A group declares flags once. A command names its groups and receives one object for each of them:
+
+    @with_options(RerankOptions, ENGINE)
+    def rerank(options: RerankOptions, engine: EngineFields) -> None: ...
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol, get_type_hints
+
+import msgspec
+from typer.core import TyperCommand
+from typer.models import OptionInfo
+
+_WIDEST_NAME = 24  # columns; the help of a flag with a longer name begins on the next line
+_LAST_PANELS = (  # after a command's own, in this order
+    "Model",
+    "Server",
+    "Scheduling",
+    "Memory",
+    "Generation",
+    "Observability",
+    "Accepted without effect",
+)
+
+
+class OptionGroup(Protocol):
+    """Flags that belong together, and the value that a command receives for them."""
+
+    def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
+        """Typer parameters of these flags. `taken` holds the names that other options of the command use."""
+
+    def build(self, values: dict[str, Any]) -> Any:
+        """The command's argument. `values` holds the parsed values of all flags of the command."""
+
+
+class StructGroup:
+    """A frozen struct of which each field is a flag, annotated with `typer.Option` or `typer.Argument`."""
+
+    def __init__(self, struct: type[msgspec.Struct]) -> None:
+        self._struct = struct
+        self._hints = get_type_hints(struct, include_extras=True)
+        self._parameters = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_default(field),
+                annotation=self._hints[field.name],
+            )
+            for field in msgspec.structs.fields(struct)
+        ]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for field in self._struct.__struct_fields__ for name in self._names(field)}
+
+    def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
+        return self._parameters
+
+    def build(self, values: dict[str, Any]) -> Any:
+        return self._struct(**{name: values[name] for name in self._struct.__struct_fields__})
+
+    def _names(self, field: str) -> tuple[str, ...]:
+        return _option_names(field, self._hints[field])
+
+
+@cache
+def _struct_group(struct: type[msgspec.Struct]) -> StructGroup:
+    return StructGroup(struct)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return inspect.Parameter.empty
+
+
+def _option_names(parameter: str, hint: Any) -> tuple[str, ...]:
+    for info in getattr(hint, "__metadata__", ()):
+        if isinstance(info, OptionInfo) and info.param_decls:
+            return tuple(name for decl in info.param_decls for name in decl.split("/"))
+    return ("--" + parameter.replace("_", "-"),)
+
+
+def with_options(
+    *groups: type[msgspec.Struct] | OptionGroup,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the flags of `groups`.
+
+    The decorated function takes the value of each group in order, then its own parameters by name.
+    """
+    made = [_struct_group(group) if isinstance(group, type) else group for group in groups]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = list(inspect.signature(function).parameters.values())[len(made) :]
+        hints = get_type_hints(function, include_extras=True)
+        taken = {name for parameter in own for name in _option_names(parameter.name, hints[parameter.name])}
+        taken |= {name for group in made if isinstance(group, StructGroup) for name in group.names}
+        parameters = [parameter for group in made for parameter in group.parameters(frozenset(taken))]
+        parameters += [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+            for parameter in own
+        ]
+
+        def command(**values: Any) -> Any:
+            built = [group.build(values) for group in made]
+            return function(*built, **{parameter.name: values[parameter.name] for parameter in own})
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+class Command(TyperCommand):
+    """A command that prints its flags by group and truncates no name, however narrow the terminal is."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                is_argument = param.param_type_name == "argument"
+                title = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+                sections.setdefault(title, []).append(record)
+        for title in sorted(sections, key=_panel_rank):
+            with formatter.section(title):
+                formatter.write_dl(sections[title], col_max=_WIDEST_NAME)
+
+
+def _panel_rank(title: str) -> int:
+    if title in _LAST_PANELS:
+        return _LAST_PANELS.index(title) + 1
+    return -1 if title == "Arguments" else 0
+
+
+class MultiValueCommand(Command):
+    """Lets one flag take several values, `--goodput e2el:200 ttft:50`, as argparse programs do.
+
+    For commands without positional arguments only.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        repeatable = {
+            name for param in self.params if getattr(param, "multiple", False) for name in param.opts
+        }
+        return super().parse_args(ctx, repeat_flags(args, repeatable))
+
+
+def repeat_flags(args: list[str], repeatable: set[str]) -> list[str]:
+    """Repeat a repeatable flag before each of its further values."""
+    out: list[str] = []
+    flag, values = "", 0
+    for arg in args:
+        if arg.startswith("-"):
+            flag, values = (arg if arg in repeatable else ""), 0
+        elif flag:
+            values += 1
+            if values > 1:
+                out.append(flag)
+        out.append(arg)
+    return out

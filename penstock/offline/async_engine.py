@@ -1,0 +1,554 @@
+"""`AsyncEngine`: a model in this process for asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.config import Resolved
+from penstock.errors import BadValue
+from penstock.inputs.chunks import Chunking, ChunkOptions
+from penstock.inputs.generation import DEFAULT_TOKENS, SamplingParams
+from penstock.inputs.pair_options import make_pairs
+from penstock.inputs.processor import InputOptions, Inputs, num_inputs
+from penstock.inputs.vectors import comparison_of
+from penstock.offline.keywords import (
+    InputKeywords,
+    PairKeywords,
+    Unpack,
+    explicit_signature,
+    input_options,
+    pair_options,
+)
+from penstock.offline.open import DescribedModel, LocalModel
+from penstock.offline.progress import progress_bar
+from penstock.outputs.entities import Aggregation, Entity
+from penstock.outputs.ranking import check_top_n
+from penstock.outputs.sparse import SparseRow, Term, with_tokens
+from penstock.tasks.classify import Classify, TokenClassify
+from penstock.tasks.embed import ChunkedEmbeddings, Embed, EmbedInChunks, TextChunks
+from penstock.tasks.entities import FindEntities
+from penstock.tasks.generate import ChatPrompt, Completion, Generate, Message, TextPrompts
+from penstock.tasks.multi_task import MultiTask
+from penstock.tasks.reward import Reward, StepRewards, rewards_steps
+from penstock.tasks.run import PoolingTask, Scheduling, TaskRunner, request_ids
+from penstock.tasks.score import RankedDocument, Score, rank
+from penstock.tasks.sparse import Sparse
+from penstock.tasks.text_stream import TextDelta
+from penstock.tasks.token_embed import TokenEmbed
+from penstock.types import OutputDtype, PoolingParams, Task
+
+R = TypeVar("R")
+Texts = str | Sequence[str]
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+
+
+class AsyncEngine:
+    """A model in this process. Calls from many tasks share the engine's steps.
+
+    `model` is a folder, a hub id, or nothing for the embedded default; `config` are fields of `EngineConfig`.
+    Use it as `async with AsyncEngine(...) as engine`. Cancelling a call cancels its rows.
+    """
+
+    def __init__(self, model: str | None = None, **config: Any) -> None:
+        self._model, self._config = model, config
+        self._local: LocalModel | None = None
+
+    @classmethod
+    def over(cls, local: LocalModel) -> AsyncEngine:
+        """An engine over a model that has been opened already."""
+        engine = cls()
+        engine._use(local)
+        return engine
+
+    def _use(self, local: LocalModel) -> None:
+        self._local = local
+        self._ids = request_ids("local")
+        self._runner = TaskRunner(local.text, local.engine, self._ids)
+
+    async def __aenter__(self) -> AsyncEngine:
+        if self._local is None:
+            described = await asyncio.to_thread(DescribedModel.of, self._model, self._config)
+            self._use(await asyncio.to_thread(described.load))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Finish what was submitted, then release the model."""
+        if self._local is not None:
+            local, self._local = self._local, None
+            await asyncio.to_thread(local.close)
+
+    @property
+    def local(self) -> LocalModel:
+        """The opened model: its description, settings, text side and engine handle."""
+        if self._local is None:
+            raise RuntimeError("the engine is not open; use `async with AsyncEngine(...) as engine`")
+        return self._local
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.local.spec
+
+    @property
+    def settings(self) -> Resolved:
+        return self.local.settings
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of a classifier's outputs."""
+        return self.spec.labels
+
+    @explicit_signature
+    async def embed(
+        self,
+        texts: Inputs,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        dtype: str = "float32",
+        chunking: Chunking = "none",
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> NDArray[Any]:
+        """One vector a text, as an array [texts, dimensions].
+
+        A text beyond the model's limit is an error unless `truncate_prompt_tokens` is set (-1 cuts at the
+        limit) or `chunking="mean"`, which splits it into parts that fit and averages their vectors, weighted
+        by tokens. `progress` shows a bar; by default for long calls on a terminal only.
+        """
+        params = PoolingParams(Task.EMBED, dimensions, normalize, output_dtype(dtype))
+        given = input_options(options)
+        if chunking == "none":
+            task = Embed(inputs=texts, params=params, options=given)
+            return await self._run(task, priority, progress)
+        if chunking == "late":
+            raise BadValue("late chunking gives several vectors a text; use embed_chunks", param="chunking")
+        how = ChunkOptions(chunking=chunking)
+        long = EmbedInChunks(inputs=texts, params=params, options=given, chunking=how)
+        windows: list[ChunkedEmbeddings] = await self._run(long, priority, progress)
+        return _concatenated([window.vectors for window in windows])
+
+    @explicit_signature
+    async def embed_chunks(
+        self,
+        texts: Inputs,
+        *,
+        chunk_size: int | None = None,
+        chunk_spans: Sequence[Sequence[tuple[int, int]]] | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        dtype: str = "float32",
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> list[TextChunks]:
+        """Late chunking: each text runs whole, and its chunks are pooled separately, so that a chunk's vector
+        knows its context.
+
+        Chunks have `chunk_size` tokens (256 by default), or are the `chunk_spans` of each text, in
+        characters.
+        """
+        params = PoolingParams(Task.EMBED, dimensions, normalize, output_dtype(dtype))
+        how = ChunkOptions(chunking="late", chunk_size=chunk_size, chunk_spans=chunk_spans)
+        task = EmbedInChunks(inputs=texts, params=params, options=input_options(options), chunking=how)
+        windows = await self._run(task, priority, progress)
+        return [text for window in windows for text in window.by_text()]
+
+    @explicit_signature
+    async def token_embed(
+        self,
+        texts: Inputs,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        dtype: str = "float32",
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> list[NDArray[Any]]:
+        """One vector a token: for each text an array [tokens, dimensions], special tokens included.
+
+        A late-interaction model reads texts as documents and leaves out the tokens of its skip list;
+        `input_type="query"` makes them queries.
+        """
+        params = PoolingParams(Task.TOKEN_EMBED, dimensions, normalize, output_dtype(dtype))
+        task = TokenEmbed(inputs=texts, params=params, options=input_options(options))
+        return await self._run(task, priority, progress)
+
+    @explicit_signature
+    async def classify(
+        self,
+        texts: Inputs,
+        *,
+        use_activation: bool = True,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> NDArray[Any]:
+        """The probability of each of `labels`, [texts, labels]; logits without `use_activation`."""
+        params = PoolingParams(Task.CLASSIFY, normalize=use_activation)
+        task = Classify(inputs=texts, params=params, options=input_options(options))
+        return await self._run(task, priority, progress)
+
+    @explicit_signature
+    async def token_classify(
+        self,
+        texts: Inputs,
+        *,
+        use_activation: bool = True,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> list[NDArray[Any]]:
+        """The probability of each label for each token: for each text an array [tokens, labels]."""
+        params = PoolingParams(Task.TOKEN_CLASSIFY, normalize=use_activation)
+        task = TokenClassify(inputs=texts, params=params, options=input_options(options))
+        return await self._run(task, priority, progress)
+
+    @explicit_signature
+    async def entities(
+        self,
+        texts: Inputs,
+        *,
+        aggregation: Aggregation = "simple",
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> list[list[Entity]]:
+        """The entities that a token classifier finds in each text, with their character offsets.
+
+        `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbours with one tag, and
+        `first`, `average`, `max` choose one label for each word first.
+        """
+        task = FindEntities(inputs=texts, options=input_options(options), aggregation=aggregation)
+        return await self._run(task, priority, progress)
+
+    @explicit_signature
+    async def reward(
+        self,
+        texts: Inputs,
+        *,
+        use_activation: bool | None = None,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> NDArray[Any] | list[NDArray[Any]]:
+        """A reward model's outputs for each text, [texts, outputs].
+
+        A process reward model judges steps: for each text an array [steps, labels].
+        """
+        params, given = PoolingParams(Task.REWARD, normalize=use_activation), input_options(options)
+        if rewards_steps(self.local.text):
+            return await self._run(
+                StepRewards(inputs=texts, params=params, options=given), priority, progress
+            )
+        return await self._run(Reward(inputs=texts, params=params, options=given), priority, progress)
+
+    @explicit_signature
+    async def sparse(
+        self,
+        texts: Inputs,
+        *,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> list[dict[int, float]]:
+        """The tokens that matter to each text: {token id: weight}, heaviest first.
+
+        `top_k` keeps the heaviest terms (at most 1,024 by default); `min_weight` drops lighter ones.
+        """
+        rows = await self._sparse_rows(texts, top_k, min_weight, priority, progress, input_options(options))
+        return [row.as_dict() for row in rows]
+
+    @explicit_signature
+    async def sparse_terms(
+        self,
+        texts: Inputs,
+        *,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> list[list[Term]]:
+        """As `sparse`, with token strings: for each text a list of `Term(token_id, token, weight)`."""
+        rows = await self._sparse_rows(texts, top_k, min_weight, priority, progress, input_options(options))
+        return with_tokens(rows, self.local.text.tokenizer.token_strings)
+
+    async def _sparse_rows(
+        self,
+        texts: Inputs,
+        top_k: int | None,
+        min_weight: float,
+        priority: int,
+        progress: bool | None,
+        options: InputOptions,
+    ) -> list[SparseRow]:
+        params = PoolingParams(Task.SPARSE, top_k=top_k)
+        task = Sparse(inputs=texts, params=params, options=options, min_weight=min_weight)
+        return await self._run(task, priority, progress)
+
+    @explicit_signature
+    async def outputs(
+        self,
+        texts: Inputs,
+        tasks: Sequence[str],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[InputKeywords],
+    ) -> dict[str, Any]:
+        """Several tasks from one forward pass: {task: what the method of that name returns}."""
+        if not tasks:
+            raise BadValue("tasks is empty; name at least one", param="tasks")
+        first, *more = [_task_params(task, dimensions, normalize, top_k) for task in tasks]
+        given = input_options(options)
+        task = MultiTask(inputs=texts, params=first, options=given, more=tuple(more), min_weight=min_weight)
+        columns = await self._run(task, priority, progress)
+        return {name: _plain(column) for name, column in zip(tasks, columns, strict=True)}
+
+    @explicit_signature
+    async def score(
+        self,
+        queries: Texts,
+        documents: Texts,
+        *,
+        use_activation: bool | None = None,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[PairKeywords],
+    ) -> NDArray[Any]:
+        """How well each document answers its query, [documents]: one query for all, or one for each document.
+
+        Cross-encoders read each pair together, embedders compare vectors. `use_activation=False` gives raw
+        scores; by default they are as the model's configuration says.
+        """
+        params = PoolingParams(Task.SCORE, normalize=use_activation)
+        pairs = make_pairs(queries, documents)
+        task = Score(pairs=pairs, params=params, options=pair_options(options))
+        return await self._run(task, priority, progress)
+
+    @explicit_signature
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        use_activation: bool | None = None,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[PairKeywords],
+    ) -> list[RankedDocument]:
+        """The documents from best to worst, at most `top_n`; equal scores keep the caller's order."""
+        check_top_n(top_n)
+        scores = await self.score(
+            query,
+            list(documents),
+            use_activation=use_activation,
+            priority=priority,
+            progress=progress,
+            **options,
+        )
+        return rank(scores, documents, top_n)
+
+    async def maxsim(
+        self,
+        queries: Any,
+        documents: Sequence[Any],
+        *,
+        query_scales: Sequence[Any] | None = None,
+        document_scales: Sequence[Any] | None = None,
+    ) -> NDArray[Any]:
+        """Late-interaction scores of token vectors that the caller has, [documents].
+
+        `queries` is one matrix [tokens, dim] for all documents, or a list with one for each; `documents` is a
+        list of matrices. Vectors are float32, float16, or int8 with optional scales, one for each vector.
+        """
+        comparison = comparison_of(next(self._ids), queries, documents, query_scales, document_scales)
+        output = await self.local.engine.compare(comparison)
+        return output.values[:, 0]
+
+    async def generate(
+        self,
+        prompts: Inputs,
+        sampling: Sampling = None,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+    ) -> list[Completion]:
+        """What follows each prompt, a text or its token ids, as the server's `/v1/completions` generates it.
+
+        `sampling` is for all prompts, or a list with one for each. With `n` above 1 a prompt's completions
+        stand next to each other.
+        """
+        local, scheduling = self.local, Scheduling(priority=priority)
+        calls = _generate_calls(prompts, sampling, add_special_tokens)
+        runs = [call.run(local.text, local.engine, next(self._ids), scheduling) for call in calls]
+        if len(runs) == 1:
+            return await runs[0]
+        groups = await _all(runs)
+        return [replace(each, prompt_index=at) for at, group in enumerate(groups) for each in group]
+
+    async def generate_stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """The text that follows one prompt, as it is generated. Closing the iterator cancels the rest."""
+        inputs: Any = prompt if isinstance(prompt, str) else [list(prompt)]
+        source = TextPrompts(prompts=inputs, add_special_tokens=add_special_tokens)
+        async with aclosing(self._stream(_generate(source, sampling), priority)) as stream:
+            async for delta in stream:
+                yield delta
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> list[Completion]:
+        """The reply to a conversation, through the model's chat template, as `/v1/chat/completions` generates
+        it."""
+        call = _chat(messages, sampling, chat_template_kwargs)
+        local, scheduling = self.local, Scheduling(priority=priority)
+        return await call.run(local.text, local.engine, next(self._ids), scheduling)
+
+    async def chat_stream(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """The reply as it is generated. Closing the iterator cancels the rest."""
+        call = _chat(messages, sampling, chat_template_kwargs)
+        async with aclosing(self._stream(call, priority)) as stream:
+            async for delta in stream:
+                yield delta
+
+    async def tokenize(self, texts: Texts, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each text."""
+        given = [texts] if isinstance(texts, str) else list(texts)
+        return [row.tolist() for row in await self.local.text.batcher.encode(given, add_special_tokens)]
+
+    async def detokenize(
+        self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
+    ) -> list[str]:
+        """The text of each list of token ids."""
+        decode = self.local.text.tokenizer.decode
+        return [decode(list(row), skip_special_tokens) for row in rows]
+
+    async def _run(self, task: PoolingTask[R], priority: int, progress: bool | None) -> R:
+        with progress_bar(task.num_rows, progress) as advance:
+            return await self._open_runner().run(task, Scheduling(priority=priority), advance)
+
+    def _open_runner(self) -> TaskRunner:
+        _ = self.local  # refuses an engine that is not open
+        return self._runner
+
+    async def _stream(self, call: Generate, priority: int) -> AsyncGenerator[TextDelta, None]:
+        local, scheduling = self.local, Scheduling(priority=priority)
+        stream = call.stream(local.text, local.engine, next(self._ids), scheduling)
+        async with aclosing(stream):
+            async for deltas in stream:
+                for delta in deltas:
+                    yield delta
+
+
+def output_dtype(name: str) -> OutputDtype:
+    try:
+        return OutputDtype(name)
+    except ValueError:
+        raise BadValue(f"dtype {name!r} is unknown; use {', '.join(OutputDtype)}", param="dtype") from None
+
+
+def _generate(source: TextPrompts | ChatPrompt, sampling: SamplingParams | None) -> Generate:
+    params = SamplingParams() if sampling is None else sampling
+    default = DEFAULT_TOKENS if isinstance(source, TextPrompts) else None
+    return Generate(source=source, fields=params, logprobs=params.logprobs, default_max_tokens=default)
+
+
+def _generate_calls(prompts: Inputs, sampling: Sampling, add_special_tokens: bool) -> list[Generate]:
+    """One call for all prompts, or one for each where they have their own parameters."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [_generate(TextPrompts(prompts=prompts, add_special_tokens=add_special_tokens), sampling)]
+    rows: list[Any] = [prompts] if num_inputs(prompts) == 1 and not _is_nested(prompts) else list(prompts)
+    if len(sampling) != len(rows):
+        raise BadValue(f"{len(sampling)} sampling parameters for {len(rows)} prompts", param="sampling")
+    sources = (TextPrompts(prompts=row, add_special_tokens=add_special_tokens) for row in rows)
+    return [_generate(source, params) for source, params in zip(sources, sampling, strict=True)]
+
+
+def _is_nested(prompts: Inputs) -> bool:
+    """Whether the prompts are a list of texts or of token id lists, even if of one."""
+    return not isinstance(prompts, str) and len(prompts) > 0 and hasattr(prompts[0], "__len__")
+
+
+def _chat(
+    messages: Sequence[Message],
+    sampling: SamplingParams | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Generate:
+    return _generate(ChatPrompt(messages=messages, template_kwargs=template_kwargs), sampling)
+
+
+async def _all(runs: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+    """The results of all; the first failure cancels the others."""
+    tasks = [asyncio.ensure_future(run) for run in runs]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _task_params(
+    task: str, dimensions: int | None, normalize: bool | None, top_k: int | None
+) -> PoolingParams:
+    """The parameters as far as the task has them."""
+    try:
+        kind = Task(task)
+    except ValueError:
+        raise BadValue(f"task {task!r} is unknown; use {', '.join(Task)}", param="task") from None
+    if kind in (Task.EMBED, Task.TOKEN_EMBED):
+        return PoolingParams(kind, dimensions, normalize)
+    if kind is Task.SPARSE:
+        return PoolingParams(kind, top_k=top_k)
+    return PoolingParams(kind, normalize=normalize)
+
+
+def _plain(column: Any) -> Any:
+    """Sparse rows as dicts, as `sparse` returns them; all else as it is."""
+    if isinstance(column, list) and column and isinstance(column[0], SparseRow):
+        return [row.as_dict() for row in column]
+    return column
+
+
+def _concatenated(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,68 @@
+"""Opens a model in this process: finds its files, settles the configuration, loads it on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.checkpoint.spec import ModelSpec, describe, with_max_model_len
+from penstock.config import EngineConfig, Resolved, from_mapping
+from penstock.offline.local import LocalEngine
+from penstock.runner.load import settle
+from penstock.tasks.model import TextModel
+
+UNLIMITED = 2**62  # tokens: a caller in this process waits instead of being refused
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DescribedModel:
+    """What is known of a model before its weights are loaded."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    settings: Resolved
+
+    @classmethod
+    def of(cls, model: str | None, options: Mapping[str, Any]) -> DescribedModel:
+        """`options` are fields of `EngineConfig`; `model` there is used if none is named here."""
+        named = options if model is None else {**options, "model": model}
+        config = from_mapping(EngineConfig, dict(named))
+        described = describe(config)
+        settings = settle(config, described)
+        return cls(config, with_max_model_len(described, settings.max_model_len), settings)
+
+    def load(self, text: TextModel | None = None) -> LocalModel:
+        """Load the weights. `text` is the model's text side, where the caller has made it already."""
+        text = TextModel(self.spec) if text is None else text
+        settings = msgspec.structs.replace(self.settings, max_queued_tokens=UNLIMITED)
+        return LocalModel(self.spec, self.settings, text, LocalEngine(self.spec, settings))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalModel:
+    """A model loaded in this process."""
+
+    spec: ModelSpec
+    settings: Resolved
+    text: TextModel
+    engine: LocalEngine
+
+    def close(self) -> None:
+        """Finish what was submitted, then release the device."""
+        self.text.close()
+        self.engine.close()
+
+
+@contextmanager
+def open_model(options: Mapping[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
+    """A loaded model for the duration of a block; `options` are fields of `EngineConfig`."""
+    described = DescribedModel.of(None, options)
+    local = described.load(TextModel(described.spec, chat_template=chat_template))
+    try:
+        yield local
+    finally:
+        local.close()

@@ -1,0 +1,112 @@
+"""Embeddings: one vector a text, whole or in chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BadValue
+from penstock.inputs.chunks import Chunker, ChunkOptions
+from penstock.inputs.processor import split_inputs
+from penstock.outputs.chunks import combine
+from penstock.tasks.model import TextModel
+from penstock.tasks.rows import MatrixTask, TextTask, split_windows
+from penstock.tasks.run import Prepared
+from penstock.types import Chunks, Ints, PooledOutput, PoolingParams, Request
+
+
+class Embed(MatrixTask):
+    """One vector a text, [texts, dimensions]. A text beyond the model's limit is an error unless it is
+    cut."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextChunks:
+    """One text in late chunks."""
+
+    vector: NDArray[Any]  # [dim], of the whole text
+    vectors: NDArray[Any]  # [chunks, dim]
+    tokens: Ints  # [chunks, 2], first and end token of each chunk within the row that the model reads
+    chars: Ints | None  # [chunks, 2], first and end character within the text; None for token ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkedEmbeddings:
+    """Vectors of texts that were embedded in chunks. `chunks` is None if every text was one row."""
+
+    vectors: NDArray[Any]  # [texts, dim]
+    chunk_vectors: NDArray[Any]  # [chunks, dim]
+    chunks: Chunks | None = None
+
+    def by_text(self) -> list[TextChunks]:
+        """The chunks of each text; for late chunking, where a text's chunks have spans."""
+        chunks = self.chunks
+        if chunks is None or chunks.spans is None:
+            raise ValueError("these texts have no spans: they were not chunked late")
+        cuts = np.cumsum(chunks.counts)[:-1]
+        chars = [None] * len(chunks.counts) if chunks.chars is None else np.split(chunks.chars, cuts)
+        vectors, spans = np.split(self.chunk_vectors, cuts), np.split(chunks.spans, cuts)
+        return [TextChunks(*each) for each in zip(self.vectors, vectors, spans, chars, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EmbedInChunks(TextTask[list[ChunkedEmbeddings]]):
+    """Texts of any length: `mean` combines rows that fit, `late` pools parts of one row.
+
+    The result has an entry for each window of the call.
+    """
+
+    chunking: ChunkOptions
+
+    def check(self, model: TextModel) -> None:
+        Chunker(model.processor).check(self.params, self.options, self.chunking)
+        model.processor.check(self.params)
+        spans = self.chunking.chunk_spans
+        if spans is not None and len(spans) != self.num_rows:
+            raise BadValue(
+                f"chunk_spans has {len(spans)} lists for {self.num_rows} texts; give one list for each text",
+                param="chunk_spans",
+            )
+
+    async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[ChunkedEmbeddings]]:
+        request, chunks = await self.chunked_request(model, request_id)
+        finish = partial(_finish, model, chunks, self.params)
+        return Prepared(request, finish, is_slow_to_finish=chunks is not None)
+
+    async def chunked_request(self, model: TextModel, request_id: str) -> tuple[Request, Chunks | None]:
+        chunker, options = Chunker(model.processor), self.options
+        texts, rows = split_inputs(self.inputs, allow_empty_text=self.allows_empty_text)
+        special = options.add_special_tokens
+        prompted = model.processor.with_prompt(texts or [], options)
+        if self.chunking.chunking == "late":
+            if texts is None:
+                return chunker.late_ids(request_id, rows, options, self.chunking)
+            located = await model.batcher.locate(prompted, special)
+            return chunker.late(request_id, texts, located, options, self.chunking)
+        if texts is not None:
+            rows = await model.batcher.encode(prompted, special)
+        return chunker.mean(request_id, rows, self.params, options, from_text=texts is not None)
+
+    def windows(self, size: int) -> Iterator[EmbedInChunks]:
+        spans = None if self.chunking.chunk_spans is None else iter(self.chunking.chunk_spans)
+        for window in split_windows(self.inputs, size):
+            own = None if spans is None else list(itertools.islice(spans, len(window)))
+            yield replace(self, inputs=window, chunking=replace(self.chunking, chunk_spans=own))
+
+    def merge(self, parts: Sequence[list[ChunkedEmbeddings]]) -> list[ChunkedEmbeddings]:
+        return [each for part in parts for each in part]
+
+
+def _finish(
+    model: TextModel, chunks: Chunks | None, params: PoolingParams, output: PooledOutput
+) -> list[ChunkedEmbeddings]:
+    if chunks is None:
+        return [ChunkedEmbeddings(output.values, output.values)]
+    texts, vectors = combine(output.values, chunks, params, model.spec.pooling.normalize)
+    return [ChunkedEmbeddings(texts, vectors, chunks)]

@@ -1,0 +1,54 @@
+"""Entities: the spans that a token classifier finds in each text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from penstock.errors import BadValue
+from penstock.inputs.offsets import TokenOffsets, join_with_offsets, texts_only
+from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
+from penstock.tasks.model import TextModel
+from penstock.tasks.rows import ListTask
+from penstock.tasks.run import Prepared
+from penstock.types import PooledOutput, PoolingParams, Request, Task
+
+_PARAMS = PoolingParams(Task.TOKEN_CLASSIFY)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FindEntities(ListTask[list[Entity]]):
+    """The entities of each text, with their label, score and place."""
+
+    params: PoolingParams = _PARAMS
+    aggregation: Aggregation = "simple"
+
+    def check(self, model: TextModel) -> None:
+        super().check(model)
+        if self.aggregation not in AGGREGATIONS:
+            raise BadValue(
+                f"aggregation {self.aggregation!r} is unknown; use {', '.join(AGGREGATIONS)}",
+                param="aggregation",
+            )
+
+    async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[list[Entity]]]:
+        texts = texts_only(self.inputs, allow_empty_text=self.allows_empty_text)
+        prompted = model.processor.with_prompt(texts, self.options)
+        located = await model.batcher.locate(prompted, self.options.add_special_tokens)
+        request, offsets = join_with_offsets(
+            model.processor, request_id, texts, located, self.params, self.options
+        )
+        return Prepared(request, partial(self._entities, model, request, offsets))
+
+    def _entities(
+        self, model: TextModel, request: Request, offsets: TokenOffsets, output: PooledOutput
+    ) -> list[list[Entity]]:
+        return find_entities(
+            offsets.texts,
+            output.values,
+            request.lengths,
+            offsets.chars,
+            offsets.words,
+            model.spec.labels,
+            self.aggregation,
+        )

@@ -1,0 +1,164 @@
+"""Generation: prompts or a conversation in, completions out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from penstock.handle import EngineHandle
+from penstock.inputs.generation import (
+    DEFAULT_TOKENS,
+    GenerationFields,
+    GenerationInputs,
+    GenerationJob,
+    JobOptions,
+    grammar_of,
+)
+from penstock.tasks.model import TextModel
+from penstock.tasks.run import DEFAULT_SCHEDULING, Scheduling
+from penstock.tasks.text_stream import TextDelta, TokenLogprobs, stream_text
+from penstock.types import Ints, Timings
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPrompts:
+    """Texts or token ids to be continued."""
+
+    prompts: Any
+    add_special_tokens: bool = True
+
+    def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> list[Ints]:
+        return inputs.rows(self.prompts, fields, self.add_special_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A conversation, rendered by the model's chat template."""
+
+    messages: Sequence[Message]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # chat templates write them out
+    template_kwargs: Mapping[str, Any] | None = None
+
+    def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> list[Ints]:
+        text = inputs.chat.template.render(
+            self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            more=self.template_kwargs,
+        )
+        return inputs.rows(text, fields, self.add_special_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """One call: what to continue, and how."""
+
+    source: TextPrompts | ChatPrompt
+    fields: GenerationFields
+    logprobs: int | None = None
+    echo: bool = False
+    default_max_tokens: int | None = DEFAULT_TOKENS  # None: as many as fit
+
+    async def prepare(
+        self, model: TextModel, request_id: str, scheduling: Scheduling = DEFAULT_SCHEDULING
+    ) -> GenerationJob:
+        """Check everything, render and tokenise, off the event loop."""
+        inputs = model.generation
+        if self.fields.structured:  # compiling may take long, and others wait for the tokenizer's thread
+            await asyncio.to_thread(grammar_of, self.fields)
+        return await model.batcher.call(partial(self._job, inputs, request_id, scheduling))
+
+    def _job(self, inputs: GenerationInputs, request_id: str, scheduling: Scheduling) -> GenerationJob:
+        rows = self.source.rows(inputs, self.fields)
+        arrival_s = time.monotonic() if scheduling.arrival_s is None else scheduling.arrival_s
+        options = JobOptions(
+            logprobs=self.logprobs,
+            echo=self.echo,
+            default_max_tokens=self.default_max_tokens,
+            priority=scheduling.priority,
+            arrival_s=arrival_s,
+            deadline_s=None if scheduling.timeout_s is None else arrival_s + scheduling.timeout_s,
+        )
+        return inputs.job(request_id, rows, self.fields, options)
+
+    async def stream(
+        self,
+        model: TextModel,
+        engine: EngineHandle,
+        request_id: str,
+        scheduling: Scheduling = DEFAULT_SCHEDULING,
+    ) -> AsyncGenerator[list[TextDelta], None]:
+        """New text as it is generated. Closing the iterator cancels what still runs."""
+        job = await self.prepare(model, request_id, scheduling)
+        async with aclosing(stream_text(engine, model.tokenizer, job)) as stream:
+            async for deltas in stream:
+                yield deltas
+
+    async def run(
+        self,
+        model: TextModel,
+        engine: EngineHandle,
+        request_id: str,
+        scheduling: Scheduling = DEFAULT_SCHEDULING,
+    ) -> list[Completion]:
+        """The completions of all prompts, each prompt's `n` next to each other."""
+        job = await self.prepare(model, request_id, scheduling)
+        parts: list[list[TextDelta]] = [[] for _ in range(job.num_rows)]
+        async with aclosing(stream_text(engine, model.tokenizer, job)) as stream:
+            async for deltas in stream:
+                for delta in deltas:
+                    parts[delta.row].append(delta)
+        return [Completion.of(deltas, job.n) for deltas in parts]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What was generated for one prompt."""
+
+    text: str
+    token_ids: list[int]  # all generated tokens, the one that ended the text included
+    finish_reason: str  # "stop" | "length"
+    stop_reason: int | str | None  # the stop string or stop token id that ended the text
+    prompt_index: int = 0
+    index: int = 0  # which of the prompt's `n`
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, where asked for
+    prompt_logprobs: TokenLogprobs | None = None
+    timings: Timings = field(default_factory=Timings)
+
+    @classmethod
+    def of(cls, deltas: Sequence[TextDelta], n: int) -> Completion:
+        """One sequence from its deltas, the last of which has the finish reason."""
+        last = deltas[-1]
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            finish_reason=last.finish_reason or "length",
+            stop_reason=last.stop_reason,
+            prompt_index=last.row // n,
+            index=last.row % n,
+            logprobs=_joined([delta.logprobs for delta in deltas if delta.logprobs is not None]),
+            prompt_logprobs=deltas[0].prompt_logprobs,
+            timings=last.timings or Timings(),
+        )
+
+
+def _joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs | None:
+    if not parts:
+        return None
+    ranks = [part.ranks for part in parts if part.ranks is not None]
+    return TokenLogprobs(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        np.concatenate(ranks) if len(ranks) == len(parts) else None,
+    )

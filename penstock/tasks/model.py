@@ -1,0 +1,31 @@
+"""`TextModel`: the text side of one model, which every task prepares its requests with. Free of torch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from penstock.checkpoint.spec import ModelSpec
+from penstock.inputs.batcher import BatchTokenizer
+from penstock.inputs.generation import GenerationInputs
+from penstock.inputs.processor import InputProcessor
+from penstock.inputs.tokenizer import Tokenizer
+
+
+class TextModel:
+    """A model's description, its tokenizer and its input rules."""
+
+    def __init__(self, spec: ModelSpec, *, chat_template: str | None = None) -> None:
+        """`chat_template` replaces the model's own: Jinja source, or the name of one of its templates."""
+        self.spec = spec
+        self.tokenizer = Tokenizer(spec.path)
+        self.processor = InputProcessor(spec, self.tokenizer)
+        self.batcher = BatchTokenizer(self.tokenizer)
+        self._chat_template = chat_template
+
+    @cached_property
+    def generation(self) -> GenerationInputs:
+        """Prompts and sampling parameters; `NotPossible` if the model does not generate."""
+        return GenerationInputs(self.spec, self.tokenizer, self._chat_template)
+
+    def close(self) -> None:
+        self.batcher.close()

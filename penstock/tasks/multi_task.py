@@ -1,0 +1,123 @@
+"""Several outputs of the same texts from one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import BadValue, NotPossible
+from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, Inputs
+from penstock.outputs.sparse import check_min_weight, sparse_rows
+from penstock.outputs.steps import check_steps, step_rows
+from penstock.outputs.tokens import token_rows
+from penstock.tasks.classify import Classify, TokenClassify
+from penstock.tasks.embed import Embed
+from penstock.tasks.model import TextModel
+from penstock.tasks.reward import Reward, StepRewards, rewards_steps
+from penstock.tasks.rows import TextTask
+from penstock.tasks.sparse import Sparse
+from penstock.tasks.token_embed import TokenEmbed
+from penstock.types import Array, PooledOutput, PoolingParams, Request, Task
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MultiTask(TextTask[list[Any]]):
+    """The rows of each output, in the order of `all_params`; `params` is the first of them."""
+
+    more: tuple[PoolingParams, ...] = ()
+    min_weight: float = 0.0
+
+    @property
+    def all_params(self) -> tuple[PoolingParams, ...]:
+        return (self.params, *self.more)
+
+    def check(self, model: TextModel) -> None:
+        tasks = [params.task for params in self.all_params]
+        if len(set(tasks)) != len(tasks):
+            raise BadValue("task names one task twice", param="task")
+        for task in tasks:
+            refuse_generation(task)
+        check_min_weight(self.min_weight)
+        for params in self.all_params:
+            model.processor.check(params)
+
+    async def request(self, model: TextModel, request_id: str) -> Request:
+        request = await super().request(model, request_id)
+        want_more_outputs(model, request, self.more)
+        if any(params.steps for params in request.wants):
+            check_steps(request, model.spec.step_tag)
+        return request
+
+    def finish(self, model: TextModel, request: Request, output: PooledOutput) -> list[Any]:
+        outputs = zip(request.wants, self.all_params, (output.values, *output.more), strict=True)
+        return [self._rows(model, request, settled, given, array) for settled, given, array in outputs]
+
+    def _rows(
+        self, model: TextModel, request: Request, settled: PoolingParams, given: PoolingParams, array: Array
+    ) -> Any:
+        if settled.task is Task.SPARSE:
+            special = model.tokenizer.special_ids
+            return sparse_rows(request, array, special, given.top_k, self.min_weight, settled)
+        if settled.steps:
+            return step_rows(request, array, model.spec.step_tag)
+        return token_rows(request, array) if settled.per_token else array
+
+    def merge(self, parts: Sequence[list[Any]]) -> list[Any]:
+        return [_merge_rows(column) for column in zip(*parts, strict=True)]
+
+
+def _merge_rows(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in part]
+    return np.concatenate(parts)
+
+
+def want_more_outputs(model: TextModel, request: Request, more: Sequence[PoolingParams]) -> None:
+    """Ask for further outputs of a request's rows. It may reuse a cached prefix only if all of them can."""
+    processor = model.processor
+    if processor.late is not None and more:
+        raise NotPossible(
+            f"model {processor.spec.name} reads texts differently for each task; ask for one task at a time",
+            param="task",
+        )
+    request.also = tuple(processor.settled(params) for params in more)
+    if request.keep is None and any(params.task is Task.TOKEN_EMBED for params in more):
+        request.keep = processor.kept(request.lengths)
+    last_token_only = all(map(processor.reads_last_token_only, request.also))
+    request.reuse_prefix = request.reuse_prefix and last_token_only
+
+
+def refuse_generation(task: Task) -> None:
+    if task is Task.GENERATE:
+        raise BadValue("task 'generate' continues prompts; use /v1/completions", param="task")
+
+
+_TASKS: dict[Task, type[TextTask[Any]]] = {
+    Task.EMBED: Embed,
+    Task.TOKEN_EMBED: TokenEmbed,
+    Task.CLASSIFY: Classify,
+    Task.TOKEN_CLASSIFY: TokenClassify,
+    Task.SPARSE: Sparse,
+    Task.REWARD: Reward,
+}
+
+
+def pooling_task(
+    model: TextModel,
+    inputs: Inputs,
+    params: PoolingParams,
+    options: InputOptions = DEFAULT_OPTIONS,
+    *,
+    allows_empty_text: bool = True,
+) -> TextTask[Any]:
+    """The task that `params` name, over texts or token ids."""
+    refuse_generation(params.task)
+    if params.task is Task.SCORE:
+        raise BadValue("task 'score' takes pairs; use /score or /rerank", param="task")
+    kind = _TASKS[params.task]
+    if params.task is Task.REWARD and rewards_steps(model):
+        kind = StepRewards
+    return kind(inputs=inputs, params=params, options=options, allows_empty_text=allows_empty_text)

@@ -1,0 +1,143 @@
+"""How a task runs: prepare a request, submit it to an engine, finish its output.
+
+A task is one call: its inputs and options. `prepare` tokenises and returns the request together with the
+function that turns the engine's arrays into the task's result. Nobody else knows how a task is prepared or
+finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from penstock.errors import DeadlineExceeded
+from penstock.handle import EngineHandle
+from penstock.tasks.model import TextModel
+from penstock.types import PooledOutput, Request
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+WINDOW_ROWS = 2048  # inputs that are tokenised and submitted together
+MAX_WINDOWS_IN_FLIGHT = 2  # the engine runs one while the next is tokenised
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared(Generic[R_co]):
+    """A request that can be submitted, and how its output becomes the task's result."""
+
+    request: Request
+    finish: Callable[[PooledOutput], R_co]
+    is_slow_to_finish: bool = False  # then an event loop finishes it on another thread
+
+
+class PoolingTask(Protocol[R]):
+    @property
+    def num_rows(self) -> int:
+        """How many inputs the call has."""
+
+    def check(self, model: TextModel) -> None:
+        """Refuse what the model cannot do, before any work is spent on it."""
+
+    async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
+        """Tokenise and lay out the rows; texts that take long are tokenised off the event loop."""
+
+    def windows(self, size: int) -> Iterator[PoolingTask[R]]:
+        """The same task over at most `size` inputs at a time."""
+
+    def merge(self, parts: Sequence[R]) -> R:
+        """The result of the whole from those of its windows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """When a request runs: its priority (lower runs sooner), arrival and timeout."""
+
+    priority: int = 0
+    arrival_s: float | None = None  # monotonic clock; None: when it is submitted
+    timeout_s: float | None = None  # counted from the arrival
+
+
+DEFAULT_SCHEDULING = Scheduling()
+
+
+async def submit(engine: EngineHandle, request: Request, scheduling: Scheduling) -> PooledOutput:
+    """Run a request; `DeadlineExceeded` once its timeout has passed."""
+    request.priority = scheduling.priority
+    request.arrival_s = time.monotonic() if scheduling.arrival_s is None else scheduling.arrival_s
+    if scheduling.timeout_s is None:
+        return await engine.run(request)
+    request.deadline_s = request.arrival_s + scheduling.timeout_s
+    left_s = request.deadline_s - time.monotonic()
+    try:
+        async with asyncio.timeout(left_s):
+            return await engine.run(request)
+    except TimeoutError:
+        raise DeadlineExceeded(f"not finished within the timeout of {scheduling.timeout_s:g} s") from None
+
+
+async def finish(prepared: Prepared[R], output: PooledOutput) -> R:
+    if prepared.is_slow_to_finish:
+        return await asyncio.to_thread(prepared.finish, output)
+    return prepared.finish(output)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskRunner:
+    """Runs tasks of any size on one model: large calls in windows, in order."""
+
+    model: TextModel
+    engine: EngineHandle
+    request_ids: Iterator[str]
+
+    async def run(
+        self,
+        task: PoolingTask[R],
+        scheduling: Scheduling = DEFAULT_SCHEDULING,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> R:
+        """The task's result. `on_progress` is called with the number of inputs that each window completes."""
+        task.check(self.model)
+        if task.num_rows <= WINDOW_ROWS:
+            result = await self._run_window(task, scheduling)
+            if on_progress is not None:
+                on_progress(task.num_rows)
+            return result
+        parts: list[R] = []
+        running: deque[tuple[Prepared[R], int, asyncio.Task[PooledOutput]]] = deque()
+
+        async def complete_oldest() -> None:
+            prepared, num_rows, submitted = running[0]
+            parts.append(await finish(prepared, await submitted))
+            running.popleft()
+            if on_progress is not None:
+                on_progress(num_rows)
+
+        try:
+            for window in task.windows(WINDOW_ROWS):
+                if len(running) == MAX_WINDOWS_IN_FLIGHT:
+                    await complete_oldest()
+                prepared = await window.prepare(self.model, next(self.request_ids))
+                submitted = asyncio.ensure_future(submit(self.engine, prepared.request, scheduling))
+                running.append((prepared, window.num_rows, submitted))
+                await asyncio.sleep(0)  # lets the request leave before the next window is tokenised
+            while running:
+                await complete_oldest()
+        finally:
+            for _, _, submitted in running:  # none, unless one of them failed
+                submitted.cancel()
+            await asyncio.gather(*(each[2] for each in running), return_exceptions=True)
+        return task.merge(parts)
+
+    async def _run_window(self, task: PoolingTask[R], scheduling: Scheduling) -> R:
+        prepared = await task.prepare(self.model, next(self.request_ids))
+        return await finish(prepared, await submit(self.engine, prepared.request, scheduling))
+
+
+def request_ids(prefix: str) -> Iterator[str]:
+    return (f"{prefix}-{number}" for number in itertools.count())
