@@ -56,7 +56,7 @@ class DebertaLayer:
             query, key, value = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
             context = attend_disentangled(query, key, value, batch, self.terms, self.scale)
         if self.last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, fed = add_norm(self.out, self.attention_norm, context, hidden)
         return add_norm(self.mlp, self.output_norm, fed, hidden)
 

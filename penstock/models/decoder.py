@@ -106,14 +106,14 @@ class DecoderAttention:
 
     def __call__(self, hidden: Activations, batch: Batch, angles: Angles) -> Tensor:
         """What `out` projects, [tokens, heads · dim]."""
-        kind = self.generating if batch.generates else self.kind
+        kind = self.generating if batch.is_generation else self.kind
         keep = None
-        if batch.memory is not None and self.rotary.keeps(self.head_dim):
-            keep = batch.memory.keeps(self.layer, capped=kind.softcap is not None)
+        if batch.kv is not None and self.rotary.keeps(self.head_dim):
+            keep = batch.kv.write_target(self.layer, capped=kind.softcap is not None)
         query, key, value = self.rotary.fused(
             self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms, keep
         )
-        return attend(query, key, value, batch, kind, layer=self.layer, kept=keep is not None)
+        return attend(query, key, value, batch, kind, layer=self.layer, kv_written=keep is not None)
 
 
 class DecoderLayer:
@@ -146,7 +146,7 @@ class DecoderLayer:
         """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
         out, context = self.attention.out, self.attention(normed, batch, angles)
         if self.last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         if self.after_attention is None or self.after_mlp is None:
             hidden, normed = join_norm(out, self.mlp_norm, context, hidden)
             return join_norm(self.mlp, behind, normed, hidden)

@@ -113,10 +113,10 @@ class EncoderLayer:
         self, hidden: Tensor, fed: Activations, batch: Batch, bias: ScoreBias | None
     ) -> tuple[Tensor, Activations]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
-        qkv, between, middle, last = batch.places(self.widths, hidden)
+        qkv, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         context = attend_fused(self.qkv(fed, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
-        if self.last and batch.needed is not None:
-            context, hidden = batch.finished(context, hidden)
+        if self.last and batch.output_tokens is not None:
+            context, hidden = batch.select_outputs(context, hidden)
             between = middle = last = None
         hidden, fed = add_norm(self.out, self.attention_norm, context, hidden, between)
         return add_norm(partial(self.mlp, middle=middle), self.output_norm, fed, hidden, last)

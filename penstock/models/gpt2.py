@@ -50,7 +50,7 @@ class GPT2Layer:
         query, key, value = qkv.view(qkv.shape[0], 3, self.heads, -1).unbind(1)
         context = attend(query, key, value, batch, self.kind, layer=self.layer)
         if self.last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
         return join_norm(self.mlp, behind, normed, hidden)
 

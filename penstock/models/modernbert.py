@@ -60,7 +60,7 @@ class ModernBertLayer:
         query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
         context = attend(query, key, value, batch, self.attention)
         if self.last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
         return join_norm(self.mlp, behind, normed, hidden)
 

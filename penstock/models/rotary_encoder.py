@@ -102,14 +102,14 @@ class RotaryEncoderLayer:
         self, hidden: Tensor, fed: Activations, batch: Batch, angles: Angles | None
     ) -> tuple[Tensor, Activations]:
         """`fed` is `hidden` as the first product reads it; so are the two that come back."""
-        place, between, middle, last = batch.places(self.widths, hidden)
+        place, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         qkv = self.qkv(fed, out=place)
         if self.rotary is None or angles is None:
             context = attend_fused(qkv, self.heads, batch)
         else:
             context = attend(*self.rotary.fused(qkv, self.heads, angles), batch)
-        if self.last and batch.needed is not None:
-            context, hidden = batch.finished(context, hidden)
+        if self.last and batch.output_tokens is not None:
+            context, hidden = batch.select_outputs(context, hidden)
             between = middle = last = None
         hidden, fed = add_norm(self.out, self.attention_norm, context, hidden, between)
         return add_norm(partial(self.mlp, middle=middle), self.output_norm, fed, hidden, last)
