@@ -41,7 +41,7 @@ from request_path import Figures, table
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.bench.load.sse import TokenStream
-from penstock.checkpoint.spec import describe, with_limit
+from penstock.checkpoint.spec import describe, with_max_model_len
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore
@@ -160,7 +160,7 @@ def make_engine(
 ) -> EngineCore:
     spec = describe(config)
     settings = settle(config, spec)
-    core = build_core(with_limit(spec, settings.max_model_len), settings, server.wake, metrics.step)
+    core = build_core(with_max_model_len(spec, settings.max_model_len), settings, server.wake, metrics.step)
     core.runner = WordRunner(words_of(config.model), step_s)  # type: ignore[assignment]
     return core
 
@@ -169,7 +169,7 @@ def make_app(config: EngineConfig, client: EngineClient) -> Any:
     spec = describe(config)
     tokenizer = Tokenizer(spec.path)
     model = ServedModel(
-        spec=with_limit(spec, config.max_model_len or spec.limit),
+        spec=with_max_model_len(spec, config.max_model_len or spec.max_model_len),
         processor=InputProcessor(spec, tokenizer),
         tokenizer=BatchTokenizer(tokenizer),
         client=client,
@@ -207,9 +207,9 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     spent, metrics = Spent(), EngineMetrics("bench")
     server = EngineServer("inproc://unused")
     core = make_engine(config, 0.0, server, metrics)
-    lane: Any = core.lane
-    lane.schedule = spent.wrapped("lane.schedule", lane.schedule)
-    lane.collect = spent.wrapped("lane.collect", lane.collect)
+    generation: Any = core.generation
+    generation.schedule = spent.wrapped("generation.schedule", generation.schedule)
+    generation.collect = spent.wrapped("generation.collect", generation.collect)
     down, up = Wire(), Wire()
     server._socket, server._core = down, core  # type: ignore[assignment]
     client = EngineClient("inproc://unused")
@@ -228,14 +228,14 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
             message = decode_to_engine(header)
             assert isinstance(message, Submit)
             assert not server._submit(b"api", message, frame)
-            taken += len(message.entries)
+            taken += len(message.requests)
 
     steps = 0
     while not all(task.done() for task in tasks):
         outcomes = spent.timed("core.step, all of it", core.step)
         if outcomes:
             spent.timed("answer (route, pack)", server._send_outcomes, outcomes)
-        spent.timed("metrics", metrics.turn, core)
+        spent.timed("metrics", metrics.publish, core)
         while down.sent:
             _, *frames = down.sent.popleft()
             up.inbox.append(frames)
@@ -274,7 +274,7 @@ def engine_process() -> None:
     server, metrics = EngineServer(launch.address), EngineMetrics("bench")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     core = make_engine(launch.engine, order["step_s"], server, metrics)
-    server.serve(core, Ready(os.getpid(), {}), metrics.turn)
+    server.serve(core, Ready(os.getpid(), {}), metrics.publish)
 
 
 @contextmanager

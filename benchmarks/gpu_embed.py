@@ -19,7 +19,7 @@ import torch
 
 from penstock import Engine
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request
 
 SHAPES = ((1, 32), (64, 32), (16, 256), (64, 256), (32, 500))
@@ -29,7 +29,7 @@ def step_ms(engine: Engine, rows: int, length: int, repeats: int = 30) -> float:
     """Device time of one step of `rows` × `length` tokens, from plan to vectors."""
     tokens = np.random.default_rng(0).integers(1000, 20000, rows * length).astype(np.int32)
     request = Request("bench", tokens, np.full(rows, length, dtype=np.int32))
-    plan = build_plan([Share(request, np.arange(rows, dtype=np.int32))])
+    plan = build_plan([ScheduledRows(request, np.arange(rows, dtype=np.int32))])
     runner = engine.local.engine.core.runner
     for _ in range(5):
         runner.launch(plan).result()
@@ -55,7 +55,7 @@ def main() -> None:
         began = time.perf_counter()
         with Engine(folder, device="cuda", load_format="dummy") as engine:
             loaded_s = time.perf_counter() - began
-            limit = engine.spec.limit
+            limit = engine.spec.max_model_len
             for rows, length in SHAPES:
                 if length <= limit:
                     ms = step_ms(engine, rows, length)

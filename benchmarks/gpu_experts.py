@@ -27,21 +27,21 @@ from torch import Tensor
 
 from penstock.kernels import experts as kernels
 from penstock.kernels import language
-from penstock.kernels.activation import KINDS
+from penstock.kernels.activation import ACTIVATION_CODES
 from penstock.kernels.blockwise import (
     GROUP,
-    Blocks,
-    Grouped,
-    block_product,
+    BlockQuantized,
+    GroupQuantized,
+    block_matmul,
     quantize_blocks,
     quantize_groups,
 )
 from penstock.kernels.experts import (
-    Plan,
+    ExpertTiling,
     Routes,
     Tile,
-    expert_product,
-    plan_for,
+    expert_matmul,
+    expert_tiling_for,
     route,
     route_reference,
     run_experts,
@@ -181,20 +181,20 @@ def short(tile: Tile) -> str:
 
 class Layer(NamedTuple):
     router: Tensor
-    gate_up: Tensor | Blocks
-    down: Tensor | Blocks
+    gate_up: Tensor | BlockQuantized
+    down: Tensor | BlockQuantized
 
 
 def make_layer(bench: Bench, form: str) -> Layer:
     hidden, inner, experts, _ = bench.sizes
     router = bench.random(experts, hidden, scale=hidden**-0.5)
-    made: list[Tensor | Blocks] = []
+    made: list[Tensor | BlockQuantized] = []
     for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
         weights = [bench.random(outputs, inputs, scale=inputs**-0.5) for _ in range(experts)]
         if form == "fp8":
             blocks = [quantize_blocks(weight) for weight in weights]
             made.append(
-                Blocks(
+                BlockQuantized(
                     torch.stack([b.values.view(torch.uint8) for b in blocks]).view(FP8),
                     torch.stack([b.scales for b in blocks]),
                 )
@@ -216,7 +216,7 @@ def reference(bench: Bench, layer: Layer, x: Tensor, logits: Tensor) -> Tensor:
     return out
 
 
-def check(bench: Bench, layer: Layer, x: Tensor, plan: Plan) -> float:
+def check(bench: Bench, layer: Layer, x: Tensor, plan: ExpertTiling) -> float:
     """The least cosine of a token's answer with the reference's."""
     logits = F.linear(x.float(), layer.router.float())  # no two equal, or either may be chosen
     options: dict[str, Any] = {"chosen": bench.sizes.chosen, "normalize": True, "act": "silu"}
@@ -239,10 +239,10 @@ class Parts(NamedTuple):
     """What the products of one set of tokens read and write."""
 
     x: Tensor
-    early: Grouped | None
+    early: GroupQuantized | None
     routes: Routes
     plain: Tensor
-    grouped: Grouped | None
+    grouped: GroupQuantized | None
     said: Tensor
 
 
@@ -260,12 +260,14 @@ def parts_of(bench: Bench, layer: Layer, x: Tensor, rows: int, form: str) -> Par
     )
 
 
-def best_plan(bench: Bench, layer: Layer, xs: list[Tensor], rows: int, form: str, used: Plan) -> Plan:
+def best_plan(
+    bench: Bench, layer: Layer, xs: list[Tensor], rows: int, form: str, used: ExpertTiling
+) -> ExpertTiling:
     """The fastest of the candidates with so many rows a tile, by the times of each product alone."""
     ups, downs = (FP8_TILES if form == "fp8" else HALF_TILES)[rows]
     if rows == used.rows:
         ups, downs = (used.up, *ups), (used.down, *downs)
-    chosen, silu, name = bench.sizes.chosen, KINDS["silu"], f"{form} {len(xs[0])}×{rows}"
+    chosen, silu, name = bench.sizes.chosen, ACTIVATION_CODES["silu"], f"{form} {len(xs[0])}×{rows}"
     sets = [parts_of(bench, layer, x, rows, form) for x in xs]
     first: dict[tuple[Tile, bool], float] = {}
     wide = form == "fp8" and rows >= 64  # where rows are quantised early, if at all
@@ -277,7 +279,7 @@ def best_plan(bench: Bench, layer: Layer, xs: list[Tensor], rows: int, form: str
             def up(part: Parts, tile: Tile = tile, early: bool = early) -> None:
                 into = part.plain if form != "fp8" or tile.cols < GROUP else part.grouped
                 rows_in = part.early if early else part.x
-                expert_product(rows_in, layer.gate_up, into, part.routes, rows, tile, chosen, silu)
+                expert_matmul(rows_in, layer.gate_up, into, part.routes, rows, tile, chosen, silu)
 
             label = f"{name} up {short(tile)} {'early' if early else ''}"
             first[tile, early] = bench.us(label, [lambda part=part, up=up: up(part) for part in sets])
@@ -289,7 +291,7 @@ def best_plan(bench: Bench, layer: Layer, xs: list[Tensor], rows: int, form: str
 
             def down(part: Parts, tile: Tile = tile, early: bool = early) -> None:
                 given = part.grouped if early else part.plain
-                expert_product(given, layer.down, part.said, part.routes, rows, tile, chosen, None)
+                expert_matmul(given, layer.down, part.said, part.routes, rows, tile, chosen, None)
 
             label = f"{name} down {short(tile)} {'early' if early else ''}"
             second[tile, early] = bench.us(label, [lambda part=part, down=down: down(part) for part in sets])
@@ -314,7 +316,7 @@ def best_plan(bench: Bench, layer: Layer, xs: list[Tensor], rows: int, form: str
         for order in [sorted(times, key=lambda key: times[key])[:3]]
     ]
     bench.say(f"    rows {rows}: up {shown[0]} || down {shown[1]}")
-    return Plan(rows, up[0], down[0], up[1])
+    return ExpertTiling(rows, up[0], down[0], up[1])
 
 
 def block(bench: Bench, form: str, counts: list[int], *, only_used: bool) -> None:
@@ -326,7 +328,7 @@ def block(bench: Bench, form: str, counts: list[int], *, only_used: bool) -> Non
     )
     for tokens in counts:
         xs = [bench.random(tokens, sizes.hidden) for _ in range(SETS)]
-        used = plan_for(tokens, sizes.chosen, sizes.experts, fp8=form == "fp8")
+        used = expert_tiling_for(tokens, sizes.chosen, sizes.experts, fp8=form == "fp8")
         try:
             near = check(bench, layer, xs[0][:2048], used)
         except Exception as error:
@@ -335,9 +337,9 @@ def block(bench: Bench, form: str, counts: list[int], *, only_used: bool) -> Non
         ours = bench.us(f"{form} {tokens} block", [partial(mlp, x) for x in xs])
         library = float("nan")
         if form == "half" and not bench.smoke:
-            language.switch()
+            language.set_kernel_devices()
             library = bench.us(f"{tokens} library", [partial(mlp, x) for x in xs])
-            language.switch("cuda")
+            language.set_kernel_devices("cuda")
         logits = [F.linear(x, layer.router) for x in xs]
         routes = [partial(route, one, sizes.chosen, True, used.rows) for one in logits]
         routing = bench.us("route", routes)
@@ -362,7 +364,7 @@ def block(bench: Bench, form: str, counts: list[int], *, only_used: bool) -> Non
         )
 
 
-def mlp_by(bench: Bench, layer: Layer, x: Tensor, plan: Plan) -> Tensor:
+def mlp_by(bench: Bench, layer: Layer, x: Tensor, plan: ExpertTiling) -> Tensor:
     return run_experts(
         x,
         F.linear(x, layer.router),
@@ -378,7 +380,7 @@ def mlp_by(bench: Bench, layer: Layer, x: Tensor, plan: Plan) -> Tensor:
 def _sum_us(bench: Bench, tokens: int) -> float:
     hidden, chosen = bench.sizes.hidden, bench.sizes.chosen
     said, out = bench.random(tokens * chosen, hidden), bench.random(tokens, hidden)
-    return bench.us("sum", [lambda: kernels.sum_slots(said, None, out, chosen)] * SETS)
+    return bench.us("sum", [lambda: kernels.sum_expert_outputs(said, None, out, chosen)] * SETS)
 
 
 def dense(bench: Bench, counts: list[int], **_: Any) -> None:
@@ -392,9 +394,9 @@ def dense(bench: Bench, counts: list[int], **_: Any) -> None:
             times = [
                 bench.us(f"{name} {tokens} bf16", [partial(F.linear, x, w) for w in weights]),
                 bench.us(f"{name} {tokens} rows", [partial(r, x) for r in rows]),
-                bench.us(f"{name} {tokens} blocks", [partial(block_product, x, b) for b in blocks]),
+                bench.us(f"{name} {tokens} blocks", [partial(block_matmul, x, b) for b in blocks]),
             ]
-            near = F.cosine_similarity(block_product(x, blocks[0]).float(), F.linear(x, weights[0]).float())
+            near = F.cosine_similarity(block_matmul(x, blocks[0]).float(), F.linear(x, weights[0]).float())
             said = " | ".join(f"{one:.1f}" for one in times)
             bench.say(f"  {name} {tokens:>5} | {said} | {float(near.min()):.4f}")
 
@@ -411,7 +413,7 @@ def main() -> None:
     bench = Bench(options.smoke, options.seconds)
     if options.smoke:
         allow_loaded_bounds()
-        language.switch("cpu")
+        language.set_kernel_devices("cpu")
     counts = [3, 40] if options.smoke else [int(count) for count in options.tokens.split(",")]
     began = time.perf_counter()
     with torch.inference_mode():

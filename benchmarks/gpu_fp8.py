@@ -29,11 +29,16 @@ from texts import natural_texts
 from torch import Tensor
 
 from penstock import Engine
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
-from penstock.kernels.activation import bias_act_, bias_act_quantized, gated, gated_quantized
+from penstock.kernels.activation import (
+    bias_act_,
+    bias_act_quantized,
+    gated_activation,
+    gated_activation_quantized,
+)
 from penstock.kernels.norm import add_norm, add_norm_quantized
-from penstock.kernels.quantize import quantize
+from penstock.kernels.quantize import quantize_rows
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8 import Fp8Linear
 from penstock.models.registry import build_model
@@ -98,7 +103,7 @@ def products(bench: Bench) -> None:
 
 def _product(bench: Bench, name: str, tokens: int, inputs: int, outputs: int) -> None:
     weight, x = bench.random(outputs, inputs, scale=inputs**-0.5), bench.random(tokens, inputs)
-    layer, made = Fp8Linear(weight, None), quantize(x)
+    layer, made = Fp8Linear(weight, None), quantize_rows(x)
     times = [
         bench.ms(lambda: F.linear(x, weight)),
         bench.ms(lambda: layer(x)),
@@ -118,7 +123,9 @@ def passes(bench: Bench) -> None:
         _norm(bench, tokens, width, rms)
         _gate(bench, tokens, inner) if rms else _gelu(bench, tokens, inner)
         x = bench.random(tokens, width)
-        bench.row("quantise alone", f"{tokens:,} × {width}", "", f"{bench.ms(partial(quantize, x)):.3f}", "")
+        bench.row(
+            "quantise alone", f"{tokens:,} × {width}", "", f"{bench.ms(partial(quantize_rows, x)):.3f}", ""
+        )
 
 
 def _norm(bench: Bench, tokens: int, width: int, rms: bool) -> None:
@@ -126,7 +133,7 @@ def _norm(bench: Bench, tokens: int, width: int, rms: bool) -> None:
     args = (bench.random(tokens, width), bench.random(tokens, width), weight, None if rms else weight, 1e-5)
     times = (
         bench.ms(lambda: add_norm(*args, rms=rms, keep=rms)),
-        bench.ms(lambda: quantize(add_norm(*args, rms=rms, keep=rms)[1])),
+        bench.ms(lambda: quantize_rows(add_norm(*args, rms=rms, keep=rms)[1])),
         bench.ms(lambda: add_norm_quantized(*args, rms=rms, post=not rms)),
     )
     name = f"residual + {'RMS' if rms else 'layer'} norm"
@@ -136,9 +143,9 @@ def _norm(bench: Bench, tokens: int, width: int, rms: bool) -> None:
 def _gate(bench: Bench, tokens: int, width: int) -> None:
     x = bench.random(tokens, 2 * width)
     times = (
-        bench.ms(lambda: gated(x, "silu", True)),
-        bench.ms(lambda: quantize(gated(x, "silu", True))),
-        bench.ms(lambda: gated_quantized(x, "silu", True)),
+        bench.ms(lambda: gated_activation(x, "silu", True)),
+        bench.ms(lambda: quantize_rows(gated_activation(x, "silu", True))),
+        bench.ms(lambda: gated_activation_quantized(x, "silu", True)),
     )
     bench.row("SwiGLU", f"{tokens:,} × {width}", *(f"{ms:.3f}" for ms in times))
 
@@ -147,7 +154,7 @@ def _gelu(bench: Bench, tokens: int, width: int) -> None:
     x, bias = bench.random(tokens, width), bench.random(width)
     times = (
         bench.ms(lambda: bias_act_(x, bias, "gelu")),
-        bench.ms(lambda: quantize(bias_act_(x, bias, "gelu"))),
+        bench.ms(lambda: quantize_rows(bias_act_(x, bias, "gelu"))),
         bench.ms(lambda: bias_act_quantized(x, bias, "gelu")),
     )
     bench.row("bias + GELU", f"{tokens:,} × {width}", *(f"{ms:.3f}" for ms in times))
@@ -275,7 +282,7 @@ def main() -> None:
     bench = Bench(options.smoke)
     if options.smoke:
         allow_loaded_bounds()
-        language.switch("cpu")
+        language.set_kernel_devices("cpu")
     for name in options.only.split(","):
         began = time.perf_counter()
         try:

@@ -6,47 +6,76 @@ python benchmarks/gpu_generate.py FOLDER [--load-format dummy] [--requests 128] 
 from __future__ import annotations
 
 import argparse
-import queue
+import asyncio
 import time
 
 import numpy as np
 
-from penstock import Engine, SamplingParams
-from penstock.wire.router import parts_of
+from penstock import Engine
+from penstock.errors import PenstockError
+from penstock.types import GeneratedTokens, PoolingParams, Request, SamplerParams, Task
 
 
-def measure(engine: Engine, rows: list[list[int]], params: SamplingParams) -> tuple[float, float, float]:
+class TokenTimes:
+    """When the tokens of one request arrived; a `StreamListener`."""
+
+    def __init__(self) -> None:
+        self.first_s = 0.0
+        self.last_s = 0.0
+        self.num_tokens = 0
+        self.error: PenstockError | None = None
+        self.done = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        return self.done.is_set()
+
+    def on_token(self, row: int, token_id: int) -> None:
+        self.last_s = time.perf_counter()
+        self.first_s = self.first_s or self.last_s
+        self.num_tokens += 1
+
+    def on_tokens(self, parts: list[GeneratedTokens]) -> None:
+        for part in parts:
+            for token_id in part.token_ids.tolist():
+                self.on_token(part.row, token_id)
+            if part.finish is not None:
+                self.done.set()
+
+    def on_error(self, error: PenstockError) -> None:
+        self.error = error
+        self.done.set()
+
+
+async def stream_all(engine: Engine, rows: list[list[int]], params: SamplerParams) -> list[TokenTimes]:
+    times = [TokenTimes() for _ in rows]
+    leaves = []
+    for number, row in enumerate(rows):
+        token_ids = np.array(row, dtype=np.int32)
+        lengths = np.array([len(row)], dtype=np.int32)
+        request = Request(f"row-{number}", token_ids, lengths, PoolingParams(Task.GENERATE), sampling=params)
+        leaves.append(engine.local.engine.stream(request, times[number]))
+    for each in times:
+        await each.done.wait()
+        if each.error is not None:
+            raise each.error
+    for leave in leaves:
+        leave()
+    return times
+
+
+def measure(engine: Engine, rows: list[list[int]], params: SamplerParams) -> tuple[float, float, float]:
     """Tokens a second, median seconds to the first token, median seconds between two."""
-    inbox: queue.SimpleQueue[tuple[int, float, int, bool]] = queue.SimpleQueue()
-    requests = engine._requests(rows, [params] * len(rows), False, 0, "")
-    began = time.perf_counter()
-    for number, request in enumerate(requests):
-
-        def receive(parts: object, number: int = number) -> None:
-            now = time.perf_counter()
-            if isinstance(parts, Exception):
-                raise parts
-            assert isinstance(parts, list)
-            for part in parts:
-                inbox.put((number, now, len(part.token_ids), part.finish is not None))
-
-        engine._engine.stream_all(
-            [request], lambda told: receive(told if isinstance(told, Exception) else parts_of(told))
-        )
-    first, last, counts = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
-    left = len(rows)
-    while left:
-        number, now, tokens, ended = inbox.get()
-        first[number] = first[number] or now
-        last[number] = now
-        counts[number] += tokens
-        left -= ended
-    took = last.max() - began
+    start_s = time.perf_counter()
+    times = asyncio.run(stream_all(engine, rows, params))
+    first, last = np.array([each.first_s for each in times]), np.array([each.last_s for each in times])
+    counts = np.array([each.num_tokens for each in times])
     between = (last - first) / np.maximum(counts - 1, 1)
-    return float(counts.sum() / took), float(np.median(first - began)), float(np.median(between))
+    rate = counts.sum() / (last.max() - start_s)
+    return float(rate), float(np.median(first - start_s)), float(np.median(between))
 
 
-def profile(engine: Engine, rows: list[list[int]], params: SamplingParams) -> None:
+def profile(engine: Engine, rows: list[list[int]], params: SamplerParams) -> None:
     """Device time of each kernel in a step, on average, and how long the device had nothing to do."""
     import torch
     from torch.profiler import ProfilerActivity
@@ -84,7 +113,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     how = {"temperature": 1.0, "top_p": 0.95, "top_k": 50} if given.sampled else {"temperature": 0.0}
-    params = SamplingParams(max_tokens=given.output, ignore_eos=True, **how)  # type: ignore[arg-type]
+    params = SamplerParams(max_tokens=given.output, ignore_eos=True, **how)  # type: ignore[arg-type]
     length = given.input + given.output
     began = time.perf_counter()
     with Engine(
@@ -97,13 +126,13 @@ def main() -> None:
         print(f"ready in {time.perf_counter() - began:.1f} s")
         draw = np.random.default_rng(0)
         rows = draw.integers(10, engine.spec.vocab_size - 10, (given.requests, given.input)).tolist()
-        warm = SamplingParams(max_tokens=8, ignore_eos=True, **how)  # type: ignore[arg-type]
+        warm = SamplerParams(max_tokens=8, ignore_eos=True, **how)  # type: ignore[arg-type]
         measure(engine, rows, warm)
         for _ in range(given.repeat):
             rate, first, between = measure(engine, rows, params)
             print(f"{rate:10.0f} tok/s   first {first * 1e3:7.1f} ms   each {between * 1e3:7.2f} ms")
         if given.profile:
-            few = SamplingParams(max_tokens=given.output // 4, ignore_eos=True, **how)  # type: ignore[arg-type]
+            few = SamplerParams(max_tokens=given.output // 4, ignore_eos=True, **how)  # type: ignore[arg-type]
             profile(engine, rows, few)
 
 

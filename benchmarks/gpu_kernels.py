@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import (
     activation,
     attention,
@@ -45,7 +45,7 @@ from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request, StepPlan
 from penstock.weights.stream import DummySource
 
@@ -176,11 +176,11 @@ def worst(got: Tensor, expected: Tensor) -> float:
 def kernels(on: bool) -> Iterator[None]:
     before = language._devices
     if not on:
-        language.switch()
+        language.set_kernel_devices()
     try:
         yield
     finally:
-        language.switch(*before)
+        language.set_kernel_devices(*before)
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def launches(bench: Bench) -> None:
         "add": bound(torch.add, x, residual),
         "layer_norm": bound(F.layer_norm, x, (768,), weight, weight),
         "our add + norm": bound(norm.add_norm, x, residual, weight, weight, 1e-5, rms=False),
-        "our short rows": bound(attention.short_rows, *qkv, cu, max_length=8, scale=0.1),
+        "our short rows": bound(attention.short_attention, *qkv, cu, max_length=8, scale=0.1),
     }
     if bench.device.type == "cuda":
         calls["varlen_attn"] = bound(library, *qkv, cu, 8, False)
@@ -296,8 +296,8 @@ def activations(bench: Bench) -> None:
     for tokens, inner, act in ((16380, 14336, "silu"), (8192, 3072, "silu"), (16000, 1152, "gelu")):
         x = bench.random(bench.size(tokens, 4), 2 * inner)
         error = worst(
-            activation.gated(x, act, gate_first=True),
-            activation.gated_reference(x.float(), act, gate_first=True),
+            activation.gated_activation(x, act, gate_first=True),
+            activation.gated_activation_reference(x.float(), act, gate_first=True),
         )
 
         def plain(x: Tensor = x, act: str = act) -> Tensor:
@@ -305,7 +305,7 @@ def activations(bench: Bench) -> None:
             return activation.act_reference(gate, act).mul_(up)
 
         times = {
-            "kernel": bench.us(lambda: activation.gated(x, act, gate_first=True)),  # noqa: B023
+            "kernel": bench.us(lambda: activation.gated_activation(x, act, gate_first=True)),  # noqa: B023
             "torch": bench.us(plain),
         }
         bench.report(f"{act} · up", f"{len(x)} × {inner}", times, 3 * len(x) * inner * 2, error)
@@ -328,7 +328,7 @@ def gates(bench: Bench) -> None:
             times = {
                 "kernel": bench.us(bound(made, x)),
                 "product, activation": bench.us(
-                    lambda: activation.gated(F.linear(x, weight), "silu", True)  # noqa: B023
+                    lambda: activation.gated_activation(F.linear(x, weight), "silu", True)  # noqa: B023
                 ),
             }
             taken = "" if made.serves(x) else ", not taken"
@@ -353,16 +353,16 @@ def rotations(bench: Bench) -> None:
         wide = None if norms is None else rotary.HeadNorms(norms.query.float(), norms.key.float(), 1e-6)
         picked = [table.index_select(0, positions)[:, None] for table in (cos, sin)]
         heads = (queries, keys)
-        expected = rotary.rotate_fused_reference(qkv.float(), heads, *picked, size=dim, norms=wide)
-        got = rotary.rotate_fused_(qkv.clone(), heads, positions, cos, sin, size=dim, norms=norms)
+        expected = rotary.rotate_qkv_reference(qkv.float(), heads, *picked, size=dim, norms=wide)
+        got = rotary.rotate_qkv_(qkv.clone(), heads, positions, cos, sin, size=dim, norms=norms)
         error = max(worst(a, b) for a, b in zip(got, expected, strict=True))
         work, halves = qkv.clone(), [table.to(BF16) for table in picked]
 
         def ours(a: Any = (work, heads, positions, cos, sin), dim: int = dim, norms: Any = norms) -> Any:
-            return rotary.rotate_fused_(*a, size=dim, norms=norms)
+            return rotary.rotate_qkv_(*a, size=dim, norms=norms)
 
         def plain(a: Any = (qkv, heads, *halves), dim: int = dim, norms: Any = norms) -> Any:
-            return rotary.rotate_fused_reference(*a, size=dim, norms=norms)
+            return rotary.rotate_qkv_reference(*a, size=dim, norms=norms)
 
         times = {"kernel": bench.us(ours), "torch": bench.us(plain)}
         moved = 2 * tokens * (queries + keys) * dim * 2
@@ -423,15 +423,15 @@ def sparse(bench: Bench) -> None:
     width = bench.size(30522, 300)
     cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=bench.device)
     logits = bench.random(sum(lengths), width)
-    expected = splade.reduce_reference(logits, cu, logs=1, reduce="max")
-    error = worst(splade.reduce_rows(logits, cu, logs=1, reduce="max"), expected)
+    expected = splade.splade_pool_reference(logits, cu, logs=1, reduce="max")
+    error = worst(splade.splade_pool(logits, cu, logs=1, reduce="max"), expected)
 
     def plain() -> Tensor:
         parts = [part.amax(dim=0) for part in logits.split(lengths)]
-        return splade.squashed(torch.stack(parts), 1)
+        return splade.log1p_relu(torch.stack(parts), 1)
 
     times = {
-        "kernel": bench.us(lambda: splade.reduce_rows(logits, cu, logs=1, reduce="max")),
+        "kernel": bench.us(lambda: splade.splade_pool(logits, cu, logs=1, reduce="max")),
         "torch": bench.us(plain),
     }
     bench.report("SPLADE max", f"{len(logits)} × {width}", times, logits.numel() * 2, error)
@@ -441,8 +441,8 @@ def sparse(bench: Bench) -> None:
 def casts(bench: Bench) -> None:
     vectors = bench.random(bench.size(4096, 4), 768, dtype=torch.float32)
     for name, ours, plain in (
-        ("int8", cast.to_bytes, cast.to_bytes_reference),
-        ("binary", cast.to_bits, cast.to_bits_reference),
+        ("int8", cast.to_int8, cast.to_int8_reference),
+        ("binary", cast.to_binary, cast.to_binary_reference),
     ):
         error = float((ours(vectors, True).int() - plain(vectors, True).int()).abs().max())
         times = {
@@ -483,13 +483,15 @@ def attentions(bench: Bench) -> None:
         expected = padded(query, key, value, rows, causal, torch.float32)
         routes: dict[str, Callable[[], Tensor]] = {}
         args = (query, key, value, cu)
-        if length <= attention.SHORT:
+        if length <= attention.MAX_SHORT_LENGTH:
             for warps in (1, 2, 4) if length > 16 else (1, 2):
-                routes[f"short/{warps}w"] = bound(attention.short_rows, *args, **options, warps=warps)
+                routes[f"short/{warps}w"] = bound(attention.short_attention, *args, **options, warps=warps)
         for tiles in TILES[dim]:
             if (not bench.smoke or tiles is TILES[dim][0]) and (length > 32 or tiles[0] == 64):
                 name = "flash/" + "-".join(map(str, tiles))
-                routes[name] = bound(attention.flash_rows, *args, **options, tiles=attention.Tiles(*tiles))
+                routes[name] = bound(
+                    attention.flash_attention, *args, **options, tiles=attention.FlashTiling(*tiles)
+                )
         if bench.device.type == "cuda":
             routes["varlen_attn"] = bound(library, *args, length, causal)
             for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
@@ -572,7 +574,7 @@ def make_runner(architecture: str, config: dict[str, Any], device: torch.device,
 def plan_of(lengths: list[int], vocabulary: int) -> StepPlan:
     tokens = np.random.default_rng(0).integers(5, vocabulary, sum(lengths)).astype(np.int32)
     request = Request("bench", tokens, np.array(lengths, dtype=np.int32))
-    return build_plan([Share(request, np.arange(len(lengths), dtype=np.int32))])
+    return build_plan([ScheduledRows(request, np.arange(len(lengths), dtype=np.int32))])
 
 
 def least_cosine(a: Tensor, b: Tensor) -> float:
@@ -629,7 +631,7 @@ def _model(
     for rows, length in shapes:
         plan = plan_of([length] * rows, config["vocab_size"])
         found = {}
-        for way in WAYS if length > attention.SHORT else ("kernels", "torch"):
+        for way in WAYS if length > attention.MAX_SHORT_LENGTH else ("kernels", "torch"):
             with kernels(way != "torch"), own_attention(way == "kernels + flash"):
                 vectors = runner.forward(plan)[0].clone()
                 found[way] = (vectors, *_step_ms(bench, runner, plan))
@@ -684,8 +686,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     bench = Bench(options.smoke)
-    if options.smoke and language.INTERPRETED:
-        language.switch("cpu")
+    if options.smoke and language.IS_INTERPRETED:
+        language.set_kernel_devices("cpu")
         allow_loaded_bounds()
     for name in options.only.split(","):
         began = time.perf_counter()

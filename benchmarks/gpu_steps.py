@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, models
 from penstock import Engine
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request, StepPlan
 
 SHAPES = ((1, 32), (8, 32), (64, 32), (16, 256), (64, 256), (32, 500), (2, 2048))
@@ -82,7 +82,7 @@ def write_folder(parent: Path, name: str) -> Path:
 def plan_of(rows: int, length: int) -> StepPlan:
     tokens = np.random.default_rng(0).integers(1000, 20000, rows * length).astype(np.int32)
     request = Request("bench", tokens, np.full(rows, length, dtype=np.int32))
-    return build_plan([Share(request, np.arange(rows, dtype=np.int32))])
+    return build_plan([ScheduledRows(request, np.arange(rows, dtype=np.int32))])
 
 
 def median_ms(call: Callable[[], float], seconds: float = 0.25, least: int = 8) -> float:
@@ -142,7 +142,7 @@ def run(name: str, folder: Path) -> list[str]:
         first = f"loaded in {loaded_s:.1f} s with {len(graphs.captured)} graphs in {graphs.capture_s:.2f} s"
         print(f"{name}: {first}", flush=True)
         for rows, length in SHAPES:
-            if length > engine.spec.limit:
+            if length > engine.spec.max_model_len:
                 continue
             try:
                 lines.append(_line(name, runner, rows, length))

@@ -27,7 +27,7 @@ torch.cuda.is_available = lambda: True  # only so that the kernels are defined
 torch.Tensor.is_cuda = True  # type: ignore[assignment, method-assign, misc]
 
 from penstock.kernels import gate_up, language, launch, norm
-from penstock.kernels.attention import flash_rows
+from penstock.kernels.attention import flash_attention
 from penstock.layers import build
 from penstock.layers.attention import attend_fused
 from penstock.layers.batch import Batch
@@ -36,8 +36,8 @@ from penstock.layers.linear import Linear
 from penstock.models.decoder import qwen3
 from penstock.models.encoder import bert, roberta
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Budget, Scheduler, Share
-from penstock.scheduler.vector_store import VectorPlaces
+from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
+from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import PoolingParams, Request, Task
 
 gate_up._programs = lambda device: 0  # there is no device to ask
@@ -71,6 +71,7 @@ QWEN3 = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "hidden_act": "silu",
+    "is_causal": True,
 }
 MODELS = {"BERT-base": (bert, BERT), "XLM-R-large": (roberta, XLMR), "Qwen3-0.6B": (qwen3, QWEN3)}
 
@@ -126,11 +127,11 @@ def bare_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
 
 def take_launches() -> None:
     launch.Kernel.run = lambda self, *args, **options: Nothing()  # type: ignore[method-assign]
-    launch._where = lambda: (0, 0)
+    launch.current_device_and_stream = lambda: (0, 0)  # type: ignore[assignment]
     F.linear = product  # type: ignore[assignment]
     torch.mm = bare_product  # type: ignore[assignment]
     torch.addmm = torch._addmm_activation = added_product  # type: ignore[assignment, misc]
-    language.switch("cuda", "cpu")
+    language.set_kernel_devices("cuda", "cpu")
     build.make_linear = lambda weight, bias, act, quantization: Linear(weight, bias, act)
 
 
@@ -150,7 +151,7 @@ def ints(size: int) -> torch.Tensor:
 
 def batch_of(lengths: list[int]) -> Batch:
     request = Request("", np.zeros(sum(lengths), dtype=np.int32), np.array(lengths, dtype=np.int32))
-    plan = build_plan([Share(request, np.arange(len(lengths), dtype=np.int32))])
+    plan = build_plan([ScheduledRows(request, np.arange(len(lengths), dtype=np.int32))])
     tokens, rows = plan.num_tokens, plan.num_rows
     return Batch(
         token_ids=ints(tokens),
@@ -193,7 +194,7 @@ def parts(rounds: int) -> dict[str, float]:
             lambda: norm.add_norm(hidden, hidden, weight, weight, 1e-5, rms=False, keep=False), rounds
         ),
         "flash_rows": clock(
-            lambda: flash_rows(*own, batch.cu_lengths, max_length=70, scale=0.125, out=hidden), rounds
+            lambda: flash_attention(*own, batch.cu_lengths, max_length=70, scale=0.125, out=hidden), rounds
         ),
         "attention": clock(lambda: attend_fused(qkv, 16, batch), rounds),
         "layer": clock(lambda: layer(hidden, hidden, batch, None), rounds),
@@ -204,8 +205,8 @@ def scores(rounds: int) -> dict[str, float]:
     """Steps of 4,096 tokens while 64 requests wait, each of a query and a document that are scored late."""
     rng, numbers = np.random.default_rng(0), count()
     params = PoolingParams(task=Task.SCORE, late=True)
-    places = VectorPlaces(1 << 16, documents=True, reuse=False)
-    scheduler = Scheduler(Budget(TOKENS, 1024, 1 << 24), places=places)
+    cache = VectorCache(1 << 16, documents=True, reuse=False)
+    scheduler = Scheduler(Budget(TOKENS, 1024, 1 << 24), vector_cache=cache)
     spent: dict[str, list[int]] = {"joining": [], "filling a step": [], "its plan": [], "ending": []}
 
     def join() -> int:
@@ -226,9 +227,9 @@ def scores(rounds: int) -> dict[str, float]:
         at.append(time.perf_counter_ns())
         build_plan(shares)
         at.append(time.perf_counter_ns())
-        ended = [share.request for share in shares if scheduler.line.find(share.request.id) is None]
+        ended = [share.request for share in shares if scheduler.queue.find(share.request.id) is None]
         for request in ended:
-            scheduler.ended(request, well=True)
+            scheduler.finish(request, succeeded=True)
         at.append(time.perf_counter_ns())
         for name, began, end in zip(list(spent)[1:], at, at[1:], strict=False):
             spent[name].append(end - began)

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request, StepPlan
 from penstock.weights.stream import DummySource
 
@@ -79,7 +79,7 @@ def make(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[ModelRun
     tokens = np.random.default_rng(0).integers(1000, 20000, case.rows * case.length).astype(np.int32)
     skip = np.full(case.rows, case.skip, dtype=np.int32) if case.skip else None
     request = Request("bench", tokens, np.full(case.rows, case.length, dtype=np.int32), skip=skip)
-    plan = build_plan([Share(request, np.arange(case.rows, dtype=np.int32))])
+    plan = build_plan([ScheduledRows(request, np.arange(case.rows, dtype=np.int32))])
     return ModelRunner(model, Pooler(spec, model.heads, []), device, 1), plan
 
 
@@ -89,13 +89,13 @@ def compare(case: Case, device: torch.device, dtype: torch.dtype, seconds: float
     answers = {}
     until = time.perf_counter() + seconds
     while len(times[True]) < 5 or time.perf_counter() < until:
-        for narrows in times:
-            runner.model.narrows = narrows
+        for prunes_last_layer in times:
+            runner.model.prunes_last_layer = prunes_last_layer
             result = runner.launch(plan).result()
-            times[narrows].append(result.device_s * 1000)
-            answers[narrows] = torch.from_numpy(result.outputs[0].copy())
+            times[prunes_last_layer].append(result.device_s * 1000)
+            answers[prunes_last_layer] = torch.from_numpy(result.outputs[0].copy())
     runner.close()
-    every, read = (statistics.median(times[narrows][2:]) for narrows in (False, True))
+    every, read = (statistics.median(times[prunes_last_layer][2:]) for prunes_last_layer in (False, True))
     least = float(torch.cosine_similarity(answers[False], answers[True]).min())
     shape = f"{case.rows} × {case.length}"
     return f"| {case.name} | {shape} | {every:.2f} | {read:.2f} | {every / read - 1:+.1%} | {least:.6f} |"

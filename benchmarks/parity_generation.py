@@ -28,10 +28,11 @@ HEAD = (
 PROSE = f"""\
 ## Generation
 
-Each row continues 8 prompts greedily, by {TOKENS} tokens each and beyond the end token, in fp32 and all at
-once. transformers reads each text whole and says for every token whether it is the likeliest after all
-before it (which by induction makes the text the one that its own `generate` gives), and how likely it is.
-The bar: all are, and log probabilities differ by at most {BAR:g}.
+For each row, Penstock continues 8 prompts greedily, all in one batch, by {TOKENS} tokens each, past the end
+token, in fp32. transformers then reads each whole text and says for every token whether it is the
+likeliest one after the tokens before it, and how likely it is. If every token is the likeliest, the text is
+the one that its own `generate` would give. The bar: every token is the likeliest, and log probabilities
+differ by at most {BAR:g}.
 """
 
 

@@ -36,8 +36,8 @@ from torch import nn  # noqa: E402
 
 from benchmarks import parity_generation  # noqa: E402
 from penstock import __version__  # noqa: E402
+from penstock.checkpoint.families import FAMILIES  # noqa: E402
 from penstock.checkpoint.find import package_folder  # noqa: E402
-from penstock.models.registry import FAMILIES  # noqa: E402
 from penstock.types import PoolingParams, Request, Task  # noqa: E402
 from tests.helpers import ints  # noqa: E402
 from tests.parity.encoders import dense_terms, opened  # noqa: E402
@@ -230,7 +230,7 @@ HEAD = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    prefix = FAMILIES[row.family][0] + "*" if row.family in FAMILIES else ""
+    prefix = FAMILIES[row.family].class_prefix + "*" if row.family in FAMILIES else ""
     return (
         f"{row.family} ({prefix})" if prefix else row.family,
         row.task.value,
@@ -252,19 +252,20 @@ PROSE = """\
 
     {command}
 
-Each row reads one checkpoint twice: by Penstock, and by the library that wrote it, which runs every
-row alone and in fp32. Weights are seeded and random unless the row says real; rows have 1 to 200
-tokens. Where a family has several layouts (names of tensors, forms of config.json, options), the row
-has the worst of them. Cosines are of vectors (embed), of each token's hidden state (token_embed), of
-logits before the activation (classify, token_classify), and of the weights of the whole vocabulary
-(sparse: SPLADE's formula on the masked-language head).
+Each table row compares Penstock with the library that wrote the checkpoint. The library runs every
+text alone and in fp32. Weights are random and seeded unless the row says "real weights"; texts have 1
+to 200 tokens. Where a family has several layouts (names of tensors, forms of config.json, options), the
+row shows the worst of them. Cosines are those of vectors (embed), of each token's hidden state
+(token_embed), of logits before the activation (classify, token_classify), and of the weights of the
+whole vocabulary (sparse: SPLADE's formula on the masked-language head).
 
-The bar: cosine ≥ {fp32} in fp32 and ≥ {bf16} in bf16. bf16 is Penstock in bf16 against the *fp32*
-reference, so it holds the rounding of the weights too; beside it stand the reference in bf16 against
-itself in fp32 on the same rows, and the root mean square of our difference over the reference's own. A
-comparison that rounding takes below the bar (logits that nearly cancel, states of a deep decoder) must be
-as near as the reference's own bf16: by the worst row ("{as_worst}"), or else over all rows, with a ratio
-of at most {ratio} ("{as_all}"). By the worst row alone, the latter miss.
+The bar is a cosine of at least {fp32} in fp32 and {bf16} in bf16. The bf16 columns compare Penstock in
+bf16 with the *fp32* reference, so they include the rounding of the weights. Two more columns put that in
+proportion: the reference in bf16 against itself in fp32 on the same texts, and the root mean square of
+Penstock's difference divided by the reference's own. Rounding can take a comparison below the bar (logits
+that nearly cancel, states of a deep decoder). It must then be as near as the reference's own bf16: for
+the worst text ("{as_worst}"), or else over all texts, with a ratio of at most {ratio} ("{as_all}").
+Measured by the worst text alone, the latter miss.
 """
 
 

@@ -83,18 +83,18 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
 
     def whole(frames: list[Any]) -> None:
         message: Any = decode_to_engine(frames[0])
-        add_all(unpack_requests(message.entries, frames[1]))
+        add_all(unpack_requests(message.requests, frames[1]))
         core.step()
         outcomes = core.step()
         pack_outcomes(outcomes)
-        metrics.turn(core)
+        metrics.publish(core)
         assert len(outcomes) == count
 
     for turn in range(turns):
         header, bulk = pack_requests(requests_of(count, rng, turn))
         frame = bytes(bulk)
         message: Any = timed("receive: decode the header", lambda header=header: decode_to_engine(header))
-        requests = timed("receive: unpack", lambda m=message, f=frame: unpack_requests(m.entries, f))
+        requests = timed("receive: unpack", lambda m=message, f=frame: unpack_requests(m.requests, f))
         timed("take on", lambda r=requests: add_all(r))
         for request in requests:
             apart.add(request)
@@ -103,7 +103,7 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
         timed("launch turn (schedule, plan, null step)", core.step)
         outcomes = timed("collect turn (hand out)", core.step)
         timed("answer: pack", lambda o=outcomes: pack_outcomes(o))
-        timed("metrics of a turn", lambda: metrics.turn(core))
+        timed("metrics of a turn", lambda: metrics.publish(core))
         header, bulk = pack_requests(requests_of(count, rng, turn))
         timed("whole turn", lambda f=[header, bytes(bulk)]: whole(f))
     return {name: statistics.median(each) / count * 1e6 for name, each in spent.items()}

@@ -1,11 +1,17 @@
-"""Counts kept in plain numbers and handed to Prometheus a few times a second: its values lie in files that
-all processes share, and writing there for every request would cost more than the request."""
+"""Metrics that are counted in plain numbers and handed to Prometheus a few times a second.
+
+In a server with several processes, Prometheus keeps its values in files that all processes share. Writing to
+them for every request would cost more than the request.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Any, Protocol
 
 from prometheus_client import Counter, Histogram
+
+_INTERNALS = ("_upper_bounds", "_buckets", "_sum")  # of a histogram; see `BucketWriter`
 
 
 class BufferedCounter:
@@ -22,17 +28,37 @@ class BufferedCounter:
             self._count = 0.0
 
 
-class BufferedHistogram:
-    """A histogram, its labels given. Whole buckets are added at a time, which the library has no name for."""
+class BufferedHistogram(Protocol):
+    """A histogram with its labels given."""
+
+    def observe(self, value: float) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class BucketWriter:
+    """Counts observations by bucket and adds whole buckets to the histogram.
+
+    prometheus_client has no public way to add more than one observation at a time. All use of its internals
+    is in this class; `supports` tells whether the installed release has them.
+    """
+
+    @staticmethod
+    def supports(histogram: Histogram) -> bool:
+        if not all(hasattr(histogram, name) for name in _INTERNALS):
+            return False
+        values: list[Any] = [histogram._sum, *histogram._buckets]
+        has_all_buckets = len(histogram._buckets) == len(histogram._upper_bounds)
+        return has_all_buckets and all(callable(getattr(value, "inc", None)) for value in values)
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
-        self._bounds = histogram._upper_bounds
-        self._counts = [0] * len(self._bounds)
+        self._upper_bounds = histogram._upper_bounds
+        self._counts = [0] * len(self._upper_bounds)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self._counts[bisect_left(self._upper_bounds, value)] += 1
         self._sum += value
 
     def flush(self) -> None:
@@ -45,24 +71,44 @@ class BufferedHistogram:
             self._sum = 0.0
 
 
+class ObservationList:
+    """Keeps observations and makes them one by one: slower, but through the public interface alone."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._values: list[float] = []
+
+    def observe(self, value: float) -> None:
+        self._values.append(value)
+
+    def flush(self) -> None:
+        values, self._values = self._values, []
+        for value in values:
+            self._histogram.observe(value)
+
+
+def buffered_histogram(histogram: Histogram) -> BufferedHistogram:
+    return BucketWriter(histogram) if BucketWriter.supports(histogram) else ObservationList(histogram)
+
+
 class BufferedMetrics:
-    """The tallies of one process, by metric and labels; each is made when first asked for."""
+    """The buffered metrics of one process, by metric and labels. Each is made when it is first used."""
 
     def __init__(self) -> None:
         self._counters: dict[tuple[Counter, tuple[str, ...]], BufferedCounter] = {}
         self._histograms: dict[tuple[Histogram, tuple[str, ...]], BufferedHistogram] = {}
 
     def counter(self, metric: Counter, *labels: str) -> BufferedCounter:
-        if (tally := self._counters.get((metric, labels))) is None:
-            tally = BufferedCounter(metric.labels(*labels) if labels else metric)
-            self._counters[metric, labels] = tally
-        return tally
+        if (buffered := self._counters.get((metric, labels))) is None:
+            buffered = BufferedCounter(metric.labels(*labels) if labels else metric)
+            self._counters[metric, labels] = buffered
+        return buffered
 
     def histogram(self, metric: Histogram, *labels: str) -> BufferedHistogram:
-        if (tally := self._histograms.get((metric, labels))) is None:
-            tally = BufferedHistogram(metric.labels(*labels) if labels else metric)
-            self._histograms[metric, labels] = tally
-        return tally
+        if (buffered := self._histograms.get((metric, labels))) is None:
+            buffered = buffered_histogram(metric.labels(*labels) if labels else metric)
+            self._histograms[metric, labels] = buffered
+        return buffered
 
     def flush(self) -> None:
         for counter in self._counters.values():

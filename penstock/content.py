@@ -1,42 +1,100 @@
-"""What makes two rows the same work: their tokens and everything that changes what a model sees of them."""
+"""Content identity: the one place that decides when two rows are the same work.
+
+Deduplication, the prefix cache and the vector cache all take their keys from here. The two tables below name
+every field of a `Request` that is content. New content, such as image patches, is added to one of them and to
+`PrefixKeys`; `tests/config/test_content.py` fails while a field of `Request` is in neither table.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from operator import attrgetter
+
 from penstock.types import Ints, Request
 
+TOKEN_FIELDS = ("type_ids", "keep")  # one number per token, beside `token_ids`
+ROW_FIELDS = ("skip", "keys", "adapters")  # one number per row
 
-def contents(request: Request) -> list[bytes]:
-    """One key for each row. Equal keys of requests with an equal `context` mean equal results."""
+Scope = tuple[object, ...]
+_optional_fields = attrgetter(*TOKEN_FIELDS, *ROW_FIELDS)
+
+
+def row_keys(request: Request) -> list[bytes]:
+    """One key per row. Equal keys of requests with an equal `scope` mean equal results."""
     if request.num_rows == 1:
-        return [_one(request)]
+        return [_only_row_key(request)]
     ends = request.starts + request.lengths
-    keys = _cut(request.token_ids, request.starts, ends)
-    for more in (request.type_ids, request.keep):
-        if more is not None:
-            keys = [key + part for key, part in zip(keys, _cut(more, request.starts, ends), strict=True)]
-    for numbers in (request.skip, request.keys, request.adapters):
-        if numbers is not None:
-            each = (n.to_bytes(4, "little", signed=True) for n in numbers.tolist())
+    keys = _slices(request.token_ids, request.starts, ends)
+    for name in TOKEN_FIELDS:
+        if (numbers := getattr(request, name)) is not None:
+            parts = _slices(numbers, request.starts, ends)
+            keys = [key + part for key, part in zip(keys, parts, strict=True)]
+    for name in ROW_FIELDS:
+        if (numbers := getattr(request, name)) is not None:
+            each = (number.to_bytes(4, "little", signed=True) for number in numbers.tolist())
             keys = [key + number for key, number in zip(keys, each, strict=True)]
     return keys
 
 
-def context(request: Request) -> tuple[object, ...]:
-    """What rows of different requests must share besides their contents."""
-    optional = (request.type_ids, request.keep, request.skip, request.keys, request.adapters)
-    return (request.cache_salt, *(array is not None for array in optional))
+def scope(request: Request) -> Scope:
+    """What two requests must share before their row keys may be compared."""
+    return (request.cache_salt, *[numbers is not None for numbers in _optional_fields(request)])
 
 
-def _one(request: Request) -> bytes:
-    """The key of an only row: all that the request has, in the same order."""
+class PrefixKeys:
+    """Keys of the full KV cache blocks of one row, which grows while it generates.
+
+    A key covers all tokens up to the end of its block and everything else that changes their hidden states:
+    type ids, adapter and key limit. It also covers the cache salt and whether the row generates or is pooled:
+    some models attend differently in the two. It leaves out `skip` and `keep`, which select outputs only.
+    """
+
+    __slots__ = ("_block_size", "_parent", "_type_ids", "keys")
+
+    def __init__(self, request: Request, row: int, block_size: int) -> None:
+        self.keys: list[bytes] = []
+        self._block_size = block_size
+        self._parent = _prefix_root(request, row)
+        self._type_ids = b""
+        if request.type_ids is not None:
+            start = int(request.starts[row])
+            self._type_ids = request.type_ids[start : start + int(request.lengths[row])].tobytes()
+
+    def extend(self, token_ids: Ints) -> list[bytes]:
+        """Add the keys of newly filled blocks and return all keys; `token_ids` are all tokens of the row."""
+        width = self._block_size * token_ids.itemsize
+        first = len(self.keys) * self._block_size
+        tokens = token_ids[first:].tobytes()
+        for at in range(0, len(tokens) - width + 1, width):
+            content = self._parent + tokens[at : at + width]
+            if self._type_ids:  # a generated token has none, which counts as 0
+                begin = len(self.keys) * width
+                content += self._type_ids[begin : begin + width].ljust(width, b"\0")
+            self._parent = hashlib.blake2b(content, digest_size=16).digest()
+            self.keys.append(self._parent)
+        return self.keys
+
+
+def _prefix_root(request: Request, row: int) -> bytes:
+    """What the keys of all blocks of a row start from: everything but its tokens."""
+    generates = request.sampling is not None
+    adapter = -1 if request.adapters is None else int(request.adapters[row])
+    key_limit = 0 if request.keys is None else int(request.keys[row])
+    has_types = request.type_ids is not None
+    root = f"{generates:d} {adapter} {key_limit} {has_types:d} {request.cache_salt}"
+    return hashlib.blake2b(root.encode(), digest_size=16).digest()
+
+
+def _only_row_key(request: Request) -> bytes:
+    """The key of a request's only row: all that the request has, in the order of `row_keys`."""
     key = request.token_ids.tobytes()
-    for more in (request.type_ids, request.keep, request.skip, request.keys, request.adapters):
-        if more is not None:
-            key += more.tobytes()
+    for numbers in _optional_fields(request):
+        if numbers is not None:
+            key += numbers.tobytes()
     return key
 
 
-def _cut(array: Ints, starts: Ints, ends: Ints) -> list[bytes]:
+def _slices(array: Ints, starts: Ints, ends: Ints) -> list[bytes]:
     raw, size = array.tobytes(), array.itemsize
     return [
         raw[begin:end] for begin, end in zip((starts * size).tolist(), (ends * size).tolist(), strict=True)

@@ -1,7 +1,7 @@
-"""`EngineHandle`: the one way in which servers, offline engines, commands and benchmarks talk to an engine.
+"""`EngineHandle`: how servers, offline engines, commands and benchmarks use an engine.
 
-An engine in this process (`offline.local`) and one in another process (`wire.client`) implement it; so can
-a group of replicas. Nothing here imports the engine, sockets or torch.
+`offline.local` implements it for an engine in this process, `wire.client` for one in another process; a group
+of replicas can implement it too. Nothing here imports the engine, sockets or torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StreamListener(Protocol):
         """Whether every sequence has finished, or the request has failed."""
 
     def on_token(self, row: int, token_id: int) -> None:
-        """One further token of a sequence that continues: what most steps give."""
+        """One further token of a sequence that continues. The most frequent call."""
 
     def on_tokens(self, parts: list[GeneratedTokens]) -> None:
         """Tokens with anything besides their ids: log probabilities, a finish reason."""
@@ -45,10 +45,13 @@ class EngineHandle(Protocol):
         """The output of a pooling request. Cancelling the caller's task cancels the request."""
 
     async def compare(self, comparison: Comparison) -> PooledOutput:
-        """Scores of vectors that the caller brings. Cancelling the caller's task drops the result."""
+        """Scores of given vectors. Cancelling the caller's task drops the result."""
 
     def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
-        """Generate; the listener is called as tokens arrive. Always unsubscribe, finished or not."""
+        """Generate; the listener is called as tokens arrive.
+
+        Always unsubscribe, even after the request has finished. Raises at once if the engine is unavailable.
+        """
 
     @property
     def ready(self) -> bool:
@@ -56,7 +59,7 @@ class EngineHandle(Protocol):
 
     @property
     def unavailable_reason(self) -> str:
-        """Why they cannot, in words for the user; empty when ready."""
+        """Why requests cannot be served, in words for the user; empty when ready."""
 
     def start(self) -> None:
         """Connect to the engine, where there is something to connect to. Called once, on the event loop."""

@@ -245,8 +245,8 @@ class RowSlice(NamedTuple):
     slots: Ints  # [n], row numbers within the step
     begins: Ints | None = None  # [n], first token of each row in this step; None: the rows run whole
     ends: Ints | None = None  # [n], one past the last
-    held: CachedVectors | None = None  # of requests with pairs
-    stored: Ints | None = None  # documents that are scored in this step without being run
+    cached: CachedVectors | None = None  # of requests with pairs
+    cached_documents: Ints | None = None  # documents that this step scores without running them
 
     @property
     def finished(self) -> Ints:

@@ -1,4 +1,4 @@
-"""Small makers of the engine's nouns, so that a test says only what matters to it."""
+"""Builders of requests and model descriptions, so that a test states only what matters to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.checkpoint.spec import ModelSpec, PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
+from penstock.checkpoint.spec import ModelSpec
 from penstock.types import Ints, PoolingParams, Request, Task
 
 
@@ -28,7 +29,7 @@ def make_request(
     skip: Sequence[int] | None = None,
     keys: Sequence[int] | None = None,
 ) -> Request:
-    """A request whose tokens count up from `first_token`, so that every token can be told apart."""
+    """A request whose tokens count up from `first_token`, so that every token is different."""
     total = sum(lengths)
     return Request(
         request_id,
@@ -55,8 +56,8 @@ def make_spec(**changes: Any) -> ModelSpec:
         "name": "test-model",
         "architecture": "BertModel",
         "config": {},
-        "limit": 16,
-        "positions": 16,
+        "max_model_len": 16,
+        "max_positions": 16,
         "embed_dim": 8,
         "token_dim": 8,
         "vocab_size": 100,

@@ -16,7 +16,7 @@ import uvicorn
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState, engine_reason
-from penstock.checkpoint.spec import with_limit
+from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import available_cpus
 from penstock.errors import ModelLoadError
 from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, setup_child_process
@@ -25,7 +25,7 @@ from penstock.wire.client import EngineClient
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
-    spec = with_limit(launch.spec, launch.engine.max_model_len or launch.spec.limit)
+    spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
     model = ServedModel(
         text=TextModel(spec, chat_template=launch.server.chat_template),
         engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file))),
@@ -35,7 +35,7 @@ def build_state(launch: ApiLaunch) -> ServerState:
 
 
 def tokenizer_threads(cpus: int, processes: int) -> int:
-    """For long texts. More than the machine has cores would only take them from the engine."""
+    """Threads that tokenise long texts; more than there are spare cores would slow the engine down."""
     return max(1, min(4, cpus // (processes + 1)))
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     setup_child_process()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
-    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are encoded
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are tokenised
     logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
     try:
         state = build_state(launch)
@@ -58,7 +58,7 @@ def main() -> None:
         lifespan="on",
         log_config=None,
         access_log=launch.server.access_log,
-        proxy_headers=False,  # nothing here asks for the client's address
+        proxy_headers=False,  # nothing here uses the client's address
         server_header=False,
         date_header=False,
         timeout_keep_alive=75,

@@ -1,25 +1,24 @@
-"""What the files of a late-interaction (ColBERT) model say: its projection, and how it reads texts.
+"""Late-interaction (ColBERT) models: their projection, and how they read texts.
 
-Three layouts: stanford's `HF_ColBERT`, with one projection beside the backbone's tensors and an
-optional `artifact.metadata`; PyLate's modules with `config_sentence_transformers.json`; and the modules
-of sentence-transformers' MultiVectorEncoder, where markers are prompts.
+There are three layouts. Stanford's `HF_ColBERT` stores one projection with the backbone's tensors and an
+optional `artifact.metadata`. PyLate has modules and `config_sentence_transformers.json`. The
+MultiVectorEncoder of sentence-transformers has modules, and its markers are prompts.
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.checkpoint.dense import DenseSpec, read_dense
-from penstock.checkpoint.files import integer, optional_json, read_json
+from penstock.checkpoint.families import Architecture
+from penstock.checkpoint.files import MASK_MODULE, CheckpointFiles, optional_json
 from penstock.errors import ModelLoadError
 
-STANFORD = "HF_ColBERT"
-MASK_MODULE = "MultiVectorMask"
 QUERY_LENGTH = 32
 _ENCODER_KEYS = ("query_length", "document_length", "query_expansion")
 _PYLATE_KEYS = (
@@ -40,76 +39,63 @@ _STANFORD_KEYS = (
     "attend_to_mask_tokens",
     "do_query_expansion",
 )
-# Tokenizers of these have other markers than BERT's unused words.
-_MARKERS = {"xlm-roberta": ("[QueryMarker]", "[DocumentMarker]")}
-_BERT_MARKERS = ("[unused0]", "[unused1]")
-_NAMED_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that there is stands for expansion
+_EXPANSION_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that exists expands queries
 
 
 class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
-    dense: tuple[DenseSpec, ...]  # hidden states → token vectors, one after another
+    dense: tuple[DenseSpec, ...]  # hidden states → token vectors, applied in order
     dim: int  # of a token vector
-    query_length: int | None  # queries are cut to it; None: to the model's limit
-    document_length: int | None  # documents are cut to it; None: nothing is said, the model's limit holds
-    expand_to: int | None  # shorter queries are filled up with `expansion_token`; None: none are
-    attend: bool = False  # whether the expansion is attended to
+    query_length: int | None  # queries are truncated to it; None: to the model's limit
+    document_length: int | None  # documents are truncated to it; None: to the model's limit
+    expand_to: int | None  # shorter queries are padded with `expansion_token` to it; None: they are not
+    attend: bool = False  # the expansion is attended to
     expansion_token: str | None = None
-    query_marker: str = ""  # the token behind the first one; "": none
+    query_marker: str = ""  # inserted after the first token; "": none
     document_marker: str = ""
-    skip_words: tuple[str, ...] = ()  # tokens of documents that no query is compared with
-    skip_queries: bool = False  # whether queries lose them too
-    unknown_token: str | None = None  # what a skip word stands for that is no token; None: nothing
+    skip_words: tuple[str, ...] = ()  # tokens of documents that are left out of the comparison
+    skip_queries: bool = False  # queries leave them out too
+    unknown_token: str | None = None  # replaces a skip word that is no token; None: nothing does
     normalize: bool = True
-    strip: bool = True  # whether the spaces around a text are dropped
+    strip: bool = True  # spaces around a text are removed
 
 
-def read_late(
-    folder: Path,
-    config: Mapping[str, Any],
-    modules: list[tuple[str, str]],
-    table: Mapping[str, Any],
-    transformer: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    hidden: int,
-) -> LateSpec | None:
-    """None where the files describe another kind of model.
-
-    `table` is config_sentence_transformers.json, `transformer` the options of the Transformer module; what
-    `overrides` names by the files' own words stands above them.
-    """
+def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: int) -> LateSpec | None:
+    """None where the files describe another kind of model. Overrides are named by the files' own keys."""
     late: LateSpec | None = None
-    if _is_multi_vector(modules, table):
-        values = {**transformer, **{key: overrides[key] for key in _ENCODER_KEYS if key in overrides}}
-        late = _multi_vector(folder, modules, values, hidden)
-    elif _is_pylate(modules, table):
-        values = {**table, **{key: overrides[key] for key in _PYLATE_KEYS if key in overrides}}
-        late = _pylate(folder, modules, values)
-    elif STANFORD in (config.get("architectures") or ()):
-        metadata = optional_json(folder / "artifact.metadata")
-        values = {**metadata, **{key: overrides[key] for key in _STANFORD_KEYS if key in overrides}}
-        late = _stanford(folder, config, values, hidden)
+    if _is_multi_vector(files):
+        late = _multi_vector(files, _overridden(files.transformer, files, _ENCODER_KEYS), hidden_size)
+    elif _is_pylate(files):
+        late = _pylate(files, _overridden(files.sentence_transformers, files, _PYLATE_KEYS))
+    elif architecture.is_colbert:
+        metadata = optional_json(files.folder / "artifact.metadata")
+        values = _overridden(metadata, files, _STANFORD_KEYS)
+        late = _stanford(files, architecture, values, hidden_size)
     if late is not None:
-        _check(folder, late, hidden)
+        _check(files.folder, late, hidden_size)
     return late
 
 
-def _is_multi_vector(modules: list[tuple[str, str]], table: Mapping[str, Any]) -> bool:
-    named = table.get("model_type") == "MultiVectorEncoder"
-    return named or any(kind == MASK_MODULE for kind, _ in modules)
+def _overridden(values: Mapping[str, Any], files: CheckpointFiles, keys: Sequence[str]) -> dict[str, Any]:
+    return {**values, **{key: files.overrides[key] for key in keys if key in files.overrides}}
 
 
-def _is_pylate(modules: list[tuple[str, str]], table: Mapping[str, Any]) -> bool:
-    kinds = [kind for kind, _ in modules]
-    if "Dense" not in kinds:
+def _is_multi_vector(files: CheckpointFiles) -> bool:
+    named = files.sentence_transformers.get("model_type") == "MultiVectorEncoder"
+    return named or files.has_module(MASK_MODULE)
+
+
+def _is_pylate(files: CheckpointFiles) -> bool:
+    if not files.has_module("Dense"):
         return False
+    table = files.sentence_transformers
     named = table.get("model_type") == "ColBERT" or any(key in table for key in _PYLATE_KEYS)
-    return named or "Pooling" not in kinds
+    return named or not files.has_module("Pooling")
 
 
-def _pylate(folder: Path, modules: list[tuple[str, str]], values: Mapping[str, Any]) -> LateSpec:
+def _pylate(files: CheckpointFiles, values: Mapping[str, Any]) -> LateSpec:
     expand = _flag(values, "do_query_expansion", True)
-    skip, tokens = values.get("skiplist_words"), _special_tokens(folder)
-    length, dense = _length(values, "query_length") or QUERY_LENGTH, _dense_modules(folder, modules)
+    skip, tokens = values.get("skiplist_words"), _special_tokens(files.folder)
+    length, dense = _length(values, "query_length") or QUERY_LENGTH, _dense_modules(files)
     return LateSpec(
         dense=dense,
         dim=dense[-1].out_features,
@@ -125,51 +111,52 @@ def _pylate(folder: Path, modules: list[tuple[str, str]], values: Mapping[str, A
     )
 
 
-def _multi_vector(
-    folder: Path, modules: list[tuple[str, str]], values: Mapping[str, Any], hidden: int
-) -> LateSpec:
+def _multi_vector(files: CheckpointFiles, values: Mapping[str, Any], hidden_size: int) -> LateSpec:
     mask: dict[str, Any] = {}
-    for kind, path in modules:
-        if kind == MASK_MODULE:
-            mask = read_json(folder / path / "config.json")
+    for module in files.modules_of(MASK_MODULE):
+        mask = files.module_config(module)
     if mask.get("keep_only_token_ids"):
-        raise ModelLoadError(f"{folder}: a {MASK_MODULE} with keep_only_token_ids is not supported")
+        raise ModelLoadError(f"{files.folder}: a {MASK_MODULE} with keep_only_token_ids is not supported")
     expansion = values.get("query_expansion") or {}
     strategy = expansion.get("strategy", "fixed")
     if strategy not in ("fixed", "min"):
-        raise ModelLoadError(f"query_expansion's strategy {strategy!r} is not supported; fixed, min are")
-    expand_to, dense = _length(expansion, "length"), _dense_modules(folder, modules)
-    cut = _length(values, "query_length")
+        raise ModelLoadError(
+            f"{files.folder}: query_expansion has strategy = {strategy!r}, which is not supported; "
+            "supported: fixed, min"
+        )
+    expand_to, dense = _length(expansion, "length"), _dense_modules(files)
+    max_query_length = _length(values, "query_length")
     tasks = mask.get("skiplist_tasks") or ["document"]
     return LateSpec(
         dense=dense,
-        dim=dense[-1].out_features if dense else hidden,
-        query_length=expand_to if expansion and strategy == "fixed" else cut,
+        dim=dense[-1].out_features if dense else hidden_size,
+        query_length=expand_to if expansion and strategy == "fixed" else max_query_length,
         document_length=_length(values, "document_length"),
         expand_to=expand_to,
         attend=_flag(expansion, "attend", False),
-        expansion_token=_token_text(expansion.get("token")) or _special_tokens(folder).expansion,
+        expansion_token=_token_text(expansion.get("token")) or _special_tokens(files.folder).expansion,
         skip_words=tuple(map(str, mask.get("skiplist_words") or ())),
         skip_queries="query" in tasks,
-        normalize=any(kind == "Normalize" for kind, _ in modules),
+        normalize=files.has_module("Normalize"),
         strip=False,
     )
 
 
-def _dense_modules(folder: Path, modules: list[tuple[str, str]]) -> tuple[DenseSpec, ...]:
+def _dense_modules(files: CheckpointFiles) -> tuple[DenseSpec, ...]:
     return tuple(
-        read_dense(folder, path, reads="token_embeddings", activation="identity")
-        for kind, path in modules
-        if kind == "Dense"
+        read_dense(files.folder, module.path, reads="token_embeddings", activation="identity")
+        for module in files.modules_of("Dense")
     )
 
 
-def _stanford(folder: Path, config: Mapping[str, Any], values: Mapping[str, Any], hidden: int) -> LateSpec:
-    query, document = _MARKERS.get(str(config.get("model_type")), _BERT_MARKERS)
-    expand, tokens = _flag(values, "do_query_expansion", True), _special_tokens(folder)
-    length, dim = _length(values, "query_maxlen"), integer(config, "dim")
+def _stanford(
+    files: CheckpointFiles, architecture: Architecture, values: Mapping[str, Any], hidden_size: int
+) -> LateSpec:
+    query, document = architecture.family.colbert_markers
+    expand, tokens = _flag(values, "do_query_expansion", True), _special_tokens(files.folder)
+    length, dim = _length(values, "query_maxlen"), files.integer("dim")
     return LateSpec(
-        dense=(DenseSpec("", hidden, dim, bias=False, activation="identity"),),
+        dense=(DenseSpec("", hidden_size, dim, bias=False, activation="identity"),),
         dim=dim,
         query_length=length,
         document_length=_length(values, "doc_maxlen"),
@@ -189,16 +176,16 @@ class _Tokens(NamedTuple):
 
 
 def _special_tokens(folder: Path) -> _Tokens:
-    """The names of the tokens that expand a query and stand for unknown words."""
+    """The tokens that expand a query and that replace unknown words."""
     known = optional_json(folder / "special_tokens_map.json")
     known |= optional_json(folder / "tokenizer_config.json")
-    names = {key: _token_text(known.get(key)) for key in (*_NAMED_TOKENS, "unk_token")}
-    expansion = next((names[key] for key in _NAMED_TOKENS if names[key]), None)
+    names = {key: _token_text(known.get(key)) for key in (*_EXPANSION_TOKENS, "unk_token")}
+    expansion = next((names[key] for key in _EXPANSION_TOKENS if names[key]), None)
     return _Tokens(expansion, names["unk_token"])
 
 
 def _token_text(value: Any) -> str | None:
-    """A token by itself, or with its properties."""
+    """The text of a token that is given as a string or with its properties."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -209,7 +196,7 @@ def _check(folder: Path, late: LateSpec, hidden: int) -> None:
     for dense in late.dense:
         if dense.in_features != width:
             raise ModelLoadError(
-                f"{folder / dense.folder} projects {dense.in_features} numbers, but {width} come before it"
+                f"{folder / dense.folder} has in_features = {dense.in_features}, but its input has {width}"
             )
         width = dense.out_features
 
@@ -217,7 +204,7 @@ def _check(folder: Path, late: LateSpec, hidden: int) -> None:
 def _length(values: Mapping[str, Any], name: str) -> int | None:
     value = values.get(name)
     if value is not None and (not isinstance(value, int) or value < 4):
-        raise ModelLoadError(f"{name} is {value!r}; it has to be an integer of 4 tokens or more")
+        raise ModelLoadError(f"{name} is {value!r}; it has to be an integer of at least 4")
     return value
 
 

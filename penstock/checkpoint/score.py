@@ -1,51 +1,52 @@
-"""How a model that reads a query and a document together judges them: what its files say, and the prompts
-that rerankers made of decoders were trained with."""
+"""How a model that reads a query and a document together scores them: from its files, and from the prompts
+that decoder rerankers were trained with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer
 
 from penstock.checkpoint.convert import tokenizer_file
+from penstock.checkpoint.families import Architecture
+from penstock.checkpoint.files import CheckpointFiles, optional_json
+from penstock.checkpoint.labels import label_count
 from penstock.errors import ConfigError, ModelLoadError
 
 Activation = Literal["sigmoid", "identity"]
 
 
 class ScoreSpec(msgspec.Struct, frozen=True):
-    """A score is the first of the outputs less the second, if there is one, through the activation.
+    """A score is the first of the outputs, minus the second if there is one, through the activation.
 
-    `template` is the row as texts that are tokenised each by itself; a single one is tokenised as any text
-    is. Without it, query and document become a pair by the tokenizer's own rule. `tokens` are rows of the
-    language-model head that take the place of a classifier's labels.
+    `template` is the row as parts that are tokenised separately; a single part is tokenised as any text.
+    Without a template the tokenizer joins query and document to a pair. `tokens` are rows of the
+    language-model head that replace a classifier's labels.
     """
 
     outputs: tuple[int, ...] = (0,)
     activation: Activation = "sigmoid"
-    template: tuple[str, ...] = ()  # with {query}, {document} and perhaps {instruction}
-    instruction: str = ""  # unless the caller gives one
-    wording: str = "{instruction}"  # how an instruction stands in the row
+    template: tuple[str, ...] = ()  # with {query}, {document} and optionally {instruction}
+    instruction: str = ""  # where the caller gives none
+    wording: str = "{instruction}"  # how an instruction is written in the row
     tokens: tuple[int, ...] = ()
-    closed: bool = True  # special tokens stand at the end too, not only at the beginning
-    marks: tuple[int, ...] = ()  # of listwise models: the tokens that stand for a document and for the query
+    closed: bool = True  # special tokens are added at the end too, not only at the beginning
+    marks: tuple[int, ...] = ()  # of listwise models: the tokens that mark a document and the query
 
 
-LISTWISE = "JinaForRanking"
 DOCUMENT_MARK, QUERY_MARK = "<|embed_token|>", "<|rerank_token|>"
-MARK_DIM = 512  # of the vectors that stand for them
+MARK_DIM = 512  # of the vectors of marked tokens
 
 
 class Prompt(NamedTuple):
-    """What a family of rerankers is asked, and the tokens it answers with: the right one, then the other."""
+    """The prompt of a family of rerankers, and the tokens it answers with: relevant first."""
 
     template: tuple[str, ...]
     tokens: tuple[str, ...] = ()
-    family: str = ""  # its class names begin so
-    mark: str = ""  # a phrase of its chat template
+    mark: str = ""  # a phrase that identifies its chat template
     instruction: str = ""
     wording: str = "{instruction}"
     closed: bool = False
@@ -74,7 +75,6 @@ PROMPTS: dict[str, Prompt] = {
             f"{_ANSWER}<think>\n\n</think>\n\n",
         ),
         ("yes", "no"),
-        "Qwen3",
         _QWEN3_MARK,
         "Given a web search query, retrieve relevant passages that answer the query",
     ),
@@ -90,49 +90,44 @@ PROMPTS: dict[str, Prompt] = {
             _ANSWER,
         ),
         ("1", "0"),
-        "Qwen2",
         "You are a search relevance expert who evaluates how well documents match search queries.",
         wording="instruction: {instruction}\n",
     ),
     "bge-reranker-v2-gemma": Prompt(
-        ("A: {query}", "\n", "B: {document}", "\n", _GEMMA_TASK), ("Yes",), "Gemma", _GEMMA_TASK
+        ("A: {query}", "\n", "B: {document}", "\n", _GEMMA_TASK), ("Yes",), _GEMMA_TASK
     ),
-    "nemotron-rerank": Prompt(
-        ("question:{query} \n \n passage:{document}",), family="LlamaBidirectional", closed=True
-    ),
+    "nemotron-rerank": Prompt(("question:{query} \n \n passage:{document}",), closed=True),
 }
 
 
 def read_score(
-    folder: Path,
-    modules: Sequence[tuple[str, str]],
-    architecture: str,
-    config: Mapping[str, Any],
-    labels: int,
+    files: CheckpointFiles,
+    architecture: Architecture,
     *,
     template: str | None = None,
     score_labels: Sequence[int] | None = None,
 ) -> ScoreSpec | None:
-    """None where query and document are not read together."""
-    classifies = architecture.endswith("ForSequenceClassification")
-    vocabulary = _Vocabulary(folder)
-    if architecture == LISTWISE:
+    """None for a model that does not read query and document together."""
+    classifies, labels = architecture.classifies_sequences, label_count(files.config)
+    vocabulary = _Vocabulary(files.folder)
+    if architecture.family.is_listwise:
         marks = (vocabulary.number(DOCUMENT_MARK), vocabulary.number(QUERY_MARK))
         return ScoreSpec((), "identity", marks=marks)
-    tokens = _tokens(folder, modules, config, vocabulary)
-    prompt = _prompt(folder, architecture, classifies, tokens, vocabulary, template)
+    tokens = _tokens(files, vocabulary)
+    texts = vocabulary.texts(tokens) if tokens else ()
+    prompt = _prompt(files.folder, architecture, texts) if template is None else _given_prompt(template)
     if not classifies and not tokens and prompt is not None and prompt.tokens:
         tokens = tuple(vocabulary.number(text) for text in prompt.tokens)
     outputs = _outputs(labels if classifies else 0, len(tokens), score_labels)
     if not outputs:
         if template is not None:
             raise ConfigError(
-                f"score_template is for models that read query and document together; {architecture} with "
-                f"{labels} labels does not, unless score_labels of the pooler config says which to take",
+                f"score_template needs a model that reads query and document together; {architecture.name} "
+                f"with {labels} labels does not, unless score_labels in the pooler config says which to take",
                 param="score_template",
             )
         return None
-    score = ScoreSpec(outputs, _activation(folder, config), tokens=tokens)
+    score = ScoreSpec(outputs, _activation(files), tokens=tokens)
     if prompt is not None:
         return msgspec.structs.replace(
             score,
@@ -143,15 +138,15 @@ def read_score(
         )
     if tokens:
         raise ModelLoadError(
-            f"{architecture} is to answer with the tokens {', '.join(vocabulary.texts(tokens))}, but what it "
-            "is asked is not known; give score_template",
+            f"{architecture.name} answers with the tokens {', '.join(vocabulary.texts(tokens))}, but no file "
+            "says what it is asked; give score_template",
             param="score_template",
         )
     return score
 
 
 class _Vocabulary:
-    """The tokenizer, read when it is first needed."""
+    """The tokenizer, loaded when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -168,22 +163,22 @@ class _Vocabulary:
             return int(number)
         ids = self.rust.encode(text, add_special_tokens=False).ids
         if len(ids) != 1:
-            raise ModelLoadError(f"{text!r} is not one token of this model, but {len(ids)}")
+            raise ModelLoadError(
+                f"{text!r} is not one token of this model: the tokenizer splits it into {len(ids)}"
+            )
         return int(ids[0])
 
     def texts(self, tokens: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(self.rust.id_to_token(number)) for number in tokens)
 
 
-def _tokens(
-    folder: Path, modules: Sequence[tuple[str, str]], config: Mapping[str, Any], vocabulary: _Vocabulary
-) -> tuple[int, ...]:
-    """The tokens that the files or the caller name, the right answer first."""
-    for kind, path in modules:
-        if kind == "LogitScore":
-            values = _json(folder / path / "config.json")
-            pair = (values.get("true_token_id"), values.get("false_token_id"))
-            return tuple(int(number) for number in pair if number is not None)
+def _tokens(files: CheckpointFiles, vocabulary: _Vocabulary) -> tuple[int, ...]:
+    """The answer tokens that the files or the caller name, relevant first."""
+    for module in files.modules_of("LogitScore"):
+        values = optional_json(files.folder / module.path / "config.json")
+        pair = (values.get("true_token_id"), values.get("false_token_id"))
+        return tuple(int(number) for number in pair if number is not None)
+    config = files.config
     named = config.get("classifier_from_token")
     if named is None and config.get("is_original_qwen3_reranker"):
         named = list(reversed(PROMPTS["qwen3-reranker"].tokens))
@@ -197,34 +192,29 @@ def _tokens(
     return tuple(vocabulary.number(text) for text in reversed(named))
 
 
-def _prompt(
-    folder: Path,
-    architecture: str,
-    classifies: bool,
-    tokens: tuple[int, ...],
-    vocabulary: _Vocabulary,
-    template: str | None,
-) -> Prompt | None:
-    """The caller's, or the one whose tokens or whose chat template these are."""
-    if template is not None:
-        return PROMPTS.get(template) or _own(template)
-    texts = vocabulary.texts(tokens) if tokens else ()
-    chat = "" if texts else _chat_template(folder, architecture)
-    for prompt in PROMPTS.values():
+def _prompt(folder: Path, architecture: Architecture, texts: tuple[str, ...]) -> Prompt | None:
+    """The one of the family's prompts whose tokens are `texts`, or whose mark the chat template has."""
+    prompts = [PROMPTS[name] for name in architecture.family.score_prompts]
+    chat = _chat_template(folder) if prompts and not texts else ""
+    for prompt in prompts:
         if texts:
             found = texts == prompt.tokens
         else:
-            found = prompt.mark in chat if prompt.mark else classifies
-        if found and architecture.startswith(prompt.family):
+            found = prompt.mark in chat if prompt.mark else architecture.classifies_sequences
+        if found:
             return prompt
     return None
 
 
-def _own(template: str) -> Prompt:
-    """A template of the caller's. What follows the document stays in place when the document is cut."""
+def _given_prompt(template: str) -> Prompt:
+    return PROMPTS.get(template) or _custom_prompt(template)
+
+
+def _custom_prompt(template: str) -> Prompt:
+    """A template from the caller. The text after the document is kept when the document is truncated."""
     if "{document}" not in template or "{query}" not in template:
         raise ConfigError(
-            f"score_template is {template!r}; it needs {{query}} and {{document}}, or is one of "
+            f"score_template is {template!r}; it needs {{query}} and {{document}}, or has to be one of "
             + ", ".join(PROMPTS),
             param="score_template",
         )
@@ -233,14 +223,12 @@ def _own(template: str) -> Prompt:
     return Prompt(parts, closed=True)
 
 
-def _chat_template(folder: Path, architecture: str) -> str:
-    if not architecture.startswith(tuple(prompt.family for prompt in PROMPTS.values())):
-        return ""
+def _chat_template(folder: Path) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(errors="replace")
-    said = _json(folder / "tokenizer_config.json").get("chat_template")
-    return said if isinstance(said, str) else ""
+    template = optional_json(folder / "tokenizer_config.json").get("chat_template")
+    return template if isinstance(template, str) else ""
 
 
 def _outputs(labels: int, tokens: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
@@ -248,12 +236,10 @@ def _outputs(labels: int, tokens: int, wanted: Sequence[int] | None) -> tuple[in
     if wanted is None:
         return tuple(range(tokens)) or ((0,) if labels == 1 else ())
     if not count:
-        raise ConfigError(
-            "score_labels is for models with a classifier, which this one has not", param=_LABELS
-        )
+        raise ConfigError("score_labels needs a model with a classifier, which this one lacks", param=_LABELS)
     if not 1 <= len(wanted) <= 2 or not all(0 <= label < count for label in wanted):
         raise ConfigError(
-            f"score_labels is {list(wanted)}; give one label or two, out of 0 to {count - 1}", param=_LABELS
+            f"score_labels is {list(wanted)}; give one or two labels from 0 to {count - 1}", param=_LABELS
         )
     return tuple(wanted)
 
@@ -261,27 +247,20 @@ def _outputs(labels: int, tokens: int, wanted: Sequence[int] | None) -> tuple[in
 _LABELS = "pooler_config.score_labels"
 
 
-def _activation(folder: Path, config: Mapping[str, Any]) -> Activation:
-    """As sentence-transformers finds it; where nothing is said, a sigmoid."""
-    own = config.get("sentence_transformers")
-    said = own.get("activation_fn") if isinstance(own, Mapping) else None
-    said = said or config.get("sbert_ce_default_activation_function")
-    said = said or _json(folder / "config_sentence_transformers.json").get("activation_fn")
-    if said is None:
+def _activation(files: CheckpointFiles) -> Activation:
+    """As sentence-transformers finds it; a sigmoid where no file names one."""
+    options = files.config.get("sentence_transformers")
+    named = options.get("activation_fn") if isinstance(options, Mapping) else None
+    named = named or files.config.get("sbert_ce_default_activation_function")
+    named = named or files.sentence_transformers.get("activation_fn")
+    if named is None:
         return "sigmoid"
-    name = str(said).rsplit(".", 1)[-1].lower()
+    name = str(named).rsplit(".", 1)[-1].lower()
     if name == "sigmoid":
         return "sigmoid"
     if name == "identity":
         return "identity"
-    raise ModelLoadError(f"scores through {said} are not supported; known: Sigmoid, Identity")
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except msgspec.DecodeError as error:
-        raise ModelLoadError(f"{file} is not valid JSON: {error}") from None
-    return value if isinstance(value, dict) else {}
+    raise ModelLoadError(
+        f"{files.folder} scores through the activation {named}, which is not supported; "
+        "supported: Sigmoid, Identity"
+    )

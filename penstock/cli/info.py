@@ -52,13 +52,12 @@ def gather(config: EngineConfig) -> dict[str, Any]:
         "name": spec.name,
         "folder": spec.folder,
         "architecture": spec.architecture,
-        "supported": _supported(spec, config.device),
         "tasks": [task.value for task in spec.tasks],
         **{name: _first(spec.config, keys) for name, keys in _SIZES.items()},
         "vocabulary": spec.vocab_size,
         **weights,
-        "max_tokens": spec.limit,
-        "positions": spec.positions,
+        "max_tokens": spec.max_model_len,
+        "positions": spec.max_positions,
         "embedding_dimension": spec.embed_dim,
         "late_interaction": _late(spec),
         "pooling": _pooling(spec),
@@ -90,20 +89,6 @@ def _late(spec: ModelSpec) -> dict[str, Any] | None:
         return None
     lengths = {"query_length": late.query_length, "document_length": late.document_length}
     return {"dimension": late.dim, **lengths}
-
-
-def _supported(spec: ModelSpec, device: str) -> bool | None:
-    """Whether this version can build the model; None on the null device, which builds nothing."""
-    from penstock.errors import ModelLoadError
-    from penstock.models.registry import backbone_of, find_family
-
-    if device == "null":
-        return None
-    try:
-        find_family(backbone_of(spec.architecture, spec.config))
-    except ModelLoadError:
-        return False
-    return True
 
 
 def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict[str, Any] | None:
@@ -175,11 +160,10 @@ def as_text(facts: dict[str, Any]) -> str:
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
-    no = {False: " (not supported by this version)"}
     return [
         ("model", facts["name"]),
         ("folder", facts["folder"]),
-        ("architecture", facts["architecture"] + no.get(facts["supported"], "")),
+        ("architecture", facts["architecture"]),
         ("tasks", ", ".join(facts["tasks"])),
         ("layers", _number(facts["layers"])),
         ("hidden", _number(facts["hidden"])),

@@ -156,7 +156,7 @@ def _report(
     if resumed_at:
         parts.append(f"{resumed_at:,} rows were embedded before")
     if stats.truncated:
-        parts.append(f"{stats.truncated:,} rows were truncated to {embedder.spec.limit} tokens")
+        parts.append(f"{stats.truncated:,} rows were truncated to {embedder.spec.max_model_len} tokens")
     _report_line("; ".join(parts) + f" → {job.output}")
 
 

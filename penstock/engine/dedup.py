@@ -1,4 +1,4 @@
-"""Identical rows in flight are computed once: later ones wait for the first instead of running."""
+"""Deduplication: identical rows in flight run once, and later ones wait for the first."""
 
 from __future__ import annotations
 
@@ -7,114 +7,123 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.content import contents, context
+from penstock.content import row_keys, scope
 from penstock.engine.progress import Follower, Progress
 from penstock.scheduler.ragged import runs
 from penstock.types import ONE_ROW, Ints, Request
 
-_Rows = dict[bytes, tuple[Progress, int]]
-_Kind = tuple[object, ...]
+_Rows = dict[bytes, tuple[Progress, int]]  # content → the request that runs it, and its row
+_Scope = tuple[object, ...]
+
+
+class LeaderRows(NamedTuple):
+    """Rows of a request that equal rows of one in flight, its leader."""
+
+    leader: Progress
+    rows: Ints
+    leader_rows: Ints
 
 
 class Split(NamedTuple):
-    """What of a request has to be run, and what comes from requests that are on their way."""
+    """The rows of a request that have to run, and those that requests in flight compute already."""
 
-    kind: _Kind  # what rows must have in common to be the same work
+    scope: _Scope  # what rows must have in common before their keys are compared
     job: Request
-    source: Ints | None  # [rows], the row of the job that each is; -1: from elsewhere; None: as they are
+    source_rows: (
+        Ints | None
+    )  # [rows], the job's row that each is; -1: of a leader; None: the job has all rows
     keys: list[bytes]  # of the job's rows
     first_rows: Ints  # [rows of the job], in the request
-    leaders: list[tuple[Progress, Ints, Ints]]  # (whose, rows of the request, rows of theirs)
+    leaders: list[LeaderRows]
 
 
 class Deduplicator:
-    """Rows that are being computed, by what they want and by content."""
+    """Rows in flight, by what is asked of them and by content."""
 
     def __init__(self) -> None:
         self.shared_rows = 0
-        self._rows: dict[_Kind, _Rows] = {}
+        self._rows: dict[_Scope, _Rows] = {}
 
     def split(self, request: Request) -> Split:
-        kind = _kind(request)
-        known = self._rows.get(kind, {})
-        if request.num_rows == 1:
-            (key,) = contents(request)
-            leader = known.get(key)
-            if leader is None or leader[0].request.priority > request.priority:
-                return Split(kind, request, None, [key], ONE_ROW, [])
+        """Find the rows of a request that are in flight, and those that it has more than once."""
+        shared = (request.wants, *scope(request))
+        known = self._rows.get(shared, {})
+        keys = row_keys(request)
+        if len(keys) == 1:
+            found = known.get(keys[0])
+            if found is None or found[0].request.priority > request.priority:
+                return Split(shared, request, None, keys, ONE_ROW, [])
         own: dict[bytes, int] = {}  # content → row of the job
         first_rows: list[int] = []
-        source = np.empty(request.num_rows, dtype=np.int32)
-        found: dict[int, tuple[Progress, list[int], list[int]]] = {}
-        for row, key in enumerate(contents(request)):
-            leader = known.get(key)
-            if leader is not None and leader[0].request.priority <= request.priority:
-                entry = found.setdefault(id(leader[0]), (leader[0], [], []))
-                entry[1].append(row)
-                entry[2].append(leader[1])
-                source[row] = -1
+        source_rows = np.empty(request.num_rows, dtype=np.int32)
+        leaders: dict[int, tuple[Progress, list[int], list[int]]] = {}
+        for row, key in enumerate(keys):
+            found = known.get(key)
+            if found is not None and found[0].request.priority <= request.priority:
+                _, rows, leader_rows = leaders.setdefault(id(found[0]), (found[0], [], []))
+                rows.append(row)
+                leader_rows.append(found[1])
+                source_rows[row] = -1
                 continue
-            place = own.setdefault(key, len(first_rows))
-            if place == len(first_rows):
+            job_row = own.setdefault(key, len(first_rows))
+            if job_row == len(first_rows):
                 first_rows.append(row)
-            source[row] = place
-        rows = np.array(first_rows, dtype=np.int32)
-        keys = list(own)
-        if len(rows) == request.num_rows:
-            return Split(kind, request, None, keys, rows, [])
-        leaders = [(p, _ints(mine), _ints(theirs)) for p, mine, theirs in found.values()]
-        return Split(kind, some_rows(request, rows, request.id), source, keys, rows, leaders)
+            source_rows[row] = job_row
+        to_run = _ints(first_rows)
+        if len(to_run) == request.num_rows:
+            return Split(shared, request, None, list(own), to_run, [])
+        job = select_rows(request, to_run, request.id)
+        found_rows = [
+            LeaderRows(leader, _ints(mine), _ints(theirs)) for leader, mine, theirs in leaders.values()
+        ]
+        return Split(shared, job, source_rows, list(own), to_run, found_rows)
 
     def begin(self, request: Request, split: Split) -> Progress:
-        """The request is on its way: others may follow its rows, and it follows those it found."""
-        progress = Progress.of(request, split.job, split.source)
+        """Register a request: it follows the rows that it found, and others may follow its own."""
+        progress = Progress.of(request, split.job, split.source_rows)
         self.shared_rows += request.num_rows - split.job.num_rows
-        for leader, rows, theirs in split.leaders:
-            leader.followers.append(Follower(progress, rows, theirs))
-            progress.waits_for += 1
-        progress.kind = split.kind
-        known = self._rows.setdefault(split.kind, {})
+        for leader, rows, leader_rows in split.leaders:
+            leader.followers.append(Follower(progress, rows, leader_rows))
+            progress.num_leaders += 1
+        progress.dedup_scope = split.scope
+        known = self._rows.setdefault(split.scope, {})
         for key, row in zip(split.keys, split.first_rows.tolist(), strict=True):
             if key not in known:
                 known[key] = (progress, row)
-                progress.keys.append(key)
+                progress.dedup_keys.append(key)
         return progress
 
     def forget(self, progress: Progress) -> None:
-        """No row can follow this request any more."""
-        if not progress.keys:
+        """Let no further request follow this one."""
+        if not progress.dedup_keys:
             return
-        known = self._rows[progress.kind]
-        for key in progress.keys:
+        known = self._rows[progress.dedup_scope]
+        for key in progress.dedup_keys:
             del known[key]
-        progress.keys = []
+        progress.dedup_keys = []
         if not known:
-            del self._rows[progress.kind]
+            del self._rows[progress.dedup_scope]
 
 
-def some_rows(request: Request, rows: Ints, request_id: str) -> Request:
+def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
     """These rows as a request of their own."""
     lengths = request.lengths[rows]
-    where = runs(request.starts[rows], lengths)
+    tokens = runs(request.starts[rows], lengths)
 
-    def of(array: Ints | None, places: Ints) -> Ints | None:
-        return None if array is None else array[places]
+    def select(array: Ints | None, index: Ints) -> Ints | None:
+        return None if array is None else array[index]
 
     return replace(
         request,
         id=request_id,
-        token_ids=request.token_ids[where],
+        token_ids=request.token_ids[tokens],
         lengths=lengths,
-        type_ids=of(request.type_ids, where),
-        keep=of(request.keep, where),
-        skip=of(request.skip, rows),
-        keys=of(request.keys, rows),
-        adapters=of(request.adapters, rows),
+        type_ids=select(request.type_ids, tokens),
+        keep=select(request.keep, tokens),
+        skip=select(request.skip, rows),
+        keys=select(request.keys, rows),
+        adapters=select(request.adapters, rows),
     )
-
-
-def _kind(request: Request) -> _Kind:
-    return (request.wants, *context(request))
 
 
 def _ints(values: list[int]) -> Ints:

@@ -1,49 +1,50 @@
-"""Whose step is next where some requests pool and others generate: each kind gets half of the device's time.
+"""Fair share of the device between pooling and generation: each kind of step gets half of the device time.
 
-Steps take turns by the time they take, not by their number: one of large texts takes as long as dozens that
-continue rows by a token, and whoever generates would wait for such a step at every token.
+Steps alternate by the time they take, not by their number. A pooling step of long texts takes as long as
+dozens of decode steps, and every generated token would wait for such a step.
 """
 
 from __future__ import annotations
 
-_NEW = 0.2  # weight of the latest step in what steps are thought to take
+_LATEST_WEIGHT = 0.2  # of the latest step in the moving average of step costs
 
 
 class FairShare:
-    """Seconds that each kind has had, index 0 for steps that pool and 1 for those that generate. What is in
-    flight counts by what the last ones took."""
+    """Device seconds of each kind of step: index 0 for pooling, 1 for generation. Steps in flight count with
+    an estimate from earlier steps."""
 
     def __init__(self) -> None:
-        self._spent = [0.0, 0.0]
-        self._cost = [0.0, 0.0]  # of a token, or of a step that generates, whose rows hardly count
-        self._last = False  # whether the last step generated
+        self._spent_s = [0.0, 0.0]
+        self._cost_s = [0.0, 0.0]  # of a token that is pooled; of a whole generation step, whatever its rows
+        self._last_generated = False
 
     @property
-    def generates(self) -> bool:
-        """Whether the next step should generate, if there is one of either kind."""
-        pooled, generated = self._spent
-        return generated < pooled or (generated == pooled and not self._last)
+    def prefers_generation(self) -> bool:
+        """Whether the next step should generate, if both kinds have work."""
+        pooled, generated = self._spent_s
+        return generated < pooled or (generated == pooled and not self._last_generated)
 
-    def launched(self, generates: bool, tokens: int, *, others: bool) -> float:
-        """A step is on its way: what it is thought to take. `others` says whether the other kind has work: if
-        not it has nothing to make up for later."""
-        estimate = self._cost[generates] * _size(generates, tokens)
-        self._last = generates
-        self._spent[generates] += estimate
-        if not others:
-            self._spent[not generates] = max(self._spent)
-        return estimate
+    def launched(self, generates: bool, num_tokens: int, *, other_has_work: bool) -> float:
+        """Count a step at its launch, and return its estimated seconds. A kind that has no work now has
+        nothing to catch up on later."""
+        estimate_s = self._cost_s[generates] * _units(generates, num_tokens)
+        self._last_generated = generates
+        self._spent_s[generates] += estimate_s
+        if not other_has_work:
+            self._spent_s[not generates] = max(self._spent_s)
+        return estimate_s
 
-    def ended(self, generates: bool, tokens: int, estimate: float, took: float) -> None:
-        cost = took / _size(generates, tokens)
-        before = self._cost[generates]
-        self._cost[generates] = before + _NEW * (cost - before) if before else cost
-        self._spent[generates] += took - estimate
+    def succeeded(self, generates: bool, num_tokens: int, estimate_s: float, device_s: float) -> None:
+        """Replace a step's estimate by the time that it took."""
+        cost_s = device_s / _units(generates, num_tokens)
+        before_s = self._cost_s[generates]
+        self._cost_s[generates] = before_s + _LATEST_WEIGHT * (cost_s - before_s) if before_s else cost_s
+        self._spent_s[generates] += device_s - estimate_s
 
-    def failed(self, generates: bool, estimate: float) -> None:
-        """A step gave nothing: what it was thought to take is not held against its kind."""
-        self._spent[generates] -= estimate
+    def failed(self, generates: bool, estimate_s: float) -> None:
+        """Take back the estimate of a failed step: it gave its kind nothing."""
+        self._spent_s[generates] -= estimate_s
 
 
-def _size(generates: bool, tokens: int) -> int:
-    return 1 if generates else max(1, tokens)
+def _units(generates: bool, num_tokens: int) -> int:
+    return 1 if generates else max(1, num_tokens)

@@ -1,59 +1,44 @@
-"""The engine: requests in, answers out, one step after another.
+"""The engine loop: requests in, answers out, one step after another.
 
-Synchronous and single-threaded; whoever owns it calls `add`, `cancel` and `step` from one thread. The
-server runs it in a process of its own, offline use in a thread: the same code.
+Synchronous and single-threaded: its owner calls `add`, `cancel` and `step` from one thread. The server runs
+it in a process of its own, offline use in a thread; the code is the same.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-import numpy as np
-
-from penstock.engine.dedup import Deduplicator, some_rows
+from penstock.engine.comparisons import Comparisons
+from penstock.engine.dedup import Deduplicator
 from penstock.engine.fair_share import FairShare
 from penstock.engine.grammars import Grammars
-from penstock.engine.progress import Empty, Follower, Part, Progress, rows_of, sound
-from penstock.engine.recovery.oom import Pressure, halves
-from penstock.engine.recovery.poisoned import Rows, Spoiled, sound_rows, without
-from penstock.errors import (
-    BadValue,
-    DeadlineExceeded,
-    DeviceFailed,
-    DeviceOutOfMemory,
-    NotPossible,
-    PenstockError,
-    RowFailed,
-)
+from penstock.engine.inflight import InFlightStep
+from penstock.engine.pending import PendingRequests
+from penstock.engine.recovery.failed_steps import StepRecovery
+from penstock.errors import BadValue, DeadlineExceeded, DeviceFailed, NotPossible, PenstockError
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Scheduler, Share
+from penstock.scheduler.scheduler import ScheduledRows, Scheduler
 from penstock.types import (
-    Array,
     Comparison,
     Failure,
     Outcome,
-    PooledOutput,
     Request,
-    RowSlice,
+    SamplerParams,
     StepPlan,
     StepResult,
-    Timings,
 )
-
-log = logging.getLogger("penstock.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one step was, for metrics."""
+    """One step in numbers, for metrics."""
 
     tokens: int
     rows: int
@@ -63,16 +48,7 @@ class StepStats:
     device_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    plan: StepPlan
-    shares: list[Share]
-    future: Future[StepResult]
-    launched_s: float
-    apart: bool  # nothing else is in flight
-    suspected: bool  # some of its rows may be at fault: nothing is launched behind it
-    estimate: float  # seconds that it is thought to take
-    lost: Rows = field(default_factory=set)  # rows that stood on a step that failed; they begin again
+NextStep = tuple[StepPlan, list[ScheduledRows]]
 
 
 class EngineCore:
@@ -88,8 +64,7 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         observe: Callable[[StepStats], None] = lambda stats: None,
         share_identical: bool = True,
-        lane: GenerationScheduler | None = None,
-        grammars: Grammars | None = None,
+        generation: GenerationScheduler | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -97,505 +72,254 @@ class EngineCore:
         self.clock = clock
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
-        self.twins = Deduplicator() if share_identical else None
-        self.lane = lane  # of requests whose rows are continued
-        self.grammars = grammars  # of those that must follow one, before they join the lane
-        self.empty: Empty = np.empty  # where values of answers are to lie
-        self._turns = FairShare()
-        self._progress: dict[str, Progress] = {}
-        self._flights: deque[_Flight] = deque()
-        self._relays = 0
-        self._comparisons: dict[str, tuple[Comparison, Future[Array]]] = {}
-        self._suspects: deque[list[Share]] = deque()  # shares of failed steps, to be run apart, in order
-        self._pressure = Pressure.of(scheduler.budget)
-        self._lane_pressure = Pressure.of(scheduler.budget)
-        self.broken: DeviceFailed | None = None  # the device is lost: nothing can be run any more
-        self._block_size = scheduler.chunking.pool.block_size if scheduler.chunking else 0
+        self.generation = generation  # None: this engine only pools
+        self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
+        self.dedup = Deduplicator() if share_identical else None
+        self.pending = PendingRequests(scheduler, self.dedup)
+        self._recovery = StepRecovery(scheduler, self.pending, generation)
+        self._fair_share = FairShare()
+        self._comparisons = Comparisons()
+        self._in_flight: deque[InFlightStep] = deque()
 
     @property
     def busy(self) -> bool:
-        generating = (self.lane is not None and self.lane.busy) or self.grammars
-        return bool(self._progress or self._flights or self._comparisons or generating)
+        generating = (self.generation is not None and self.generation.busy) or self.grammars
+        return bool(self.pending or self._in_flight or self._comparisons or generating)
+
+    @property
+    def device_failure(self) -> DeviceFailed | None:
+        """Why the device is lost; then nothing can run any more."""
+        return self._recovery.device_failure
 
     @property
     def pool(self) -> BlockPool | None:
-        """Memory of rows that go on over steps, where there is some."""
+        """The KV cache blocks, if the engine has any."""
         if self.scheduler.chunking is not None:
             return self.scheduler.chunking.pool
-        return None if self.lane is None else self.lane.pool
+        return None if self.generation is None else self.generation.pool
 
     @property
     def running(self) -> int:
-        """Rows in flight."""
-        return sum(flight.plan.num_rows for flight in self._flights)
+        """The number of rows in flight."""
+        return sum(step.plan.num_rows for step in self._in_flight)
+
+    @property
+    def can_fill_step(self) -> bool:
+        """Whether enough tokens wait to fill a step that could be launched now."""
+        enough = self.scheduler.queue.num_tokens >= self.scheduler.budget.max_tokens
+        return enough and self._may_launch()
 
     def add(self, request: Request) -> None:
-        """Take a request on; `QueueFull` or `BadValue` if it cannot be."""
-        if request.id in self._progress or self.generates(request.id):
+        """Take on a request; `BadValue`, `NotPossible` or `QueueFull` if it cannot be."""
+        if request.id in self.pending or self.generates(request.id):
             raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
         if request.sampling is not None:
-            self._continue(request)
-            return
-        if self.twins is None or request.pairs is not None:
-            self.scheduler.add(request)
-            self._begin(Progress.of(request))
-            return
-        split = self.twins.split(request)
-        if split.job.num_rows:
-            self.scheduler.add(split.job)
-        self._begin(self.twins.begin(request, split))
+            self._add_generation(request, request.sampling)
+        else:
+            self.pending.add(request)
 
-    def _begin(self, progress: Progress) -> None:
-        progress.empty = self.empty
-        self._progress[progress.request.id] = progress
-
-    def _continue(self, request: Request) -> None:
-        """Into the lane; where there is a grammar, by way of its compiler."""
-        assert request.sampling is not None
-        if self.lane is None:
+    def _add_generation(self, request: Request, sampling: SamplerParams) -> None:
+        if self.generation is None:
             raise NotPossible("this engine does not generate")
-        if request.sampling.grammar is None:
-            self.lane.add(request)
+        if sampling.grammar is None:
+            self.generation.add(request)
         elif self.grammars is None:
             raise NotPossible("this engine does not constrain its output")
         else:
-            self.lane.check(request)
-            self.grammars.begin(request, lambda: self.wake())
+            self.generation.check(request)
+            self.grammars.begin(request, sampling.grammar, lambda: self.wake())
 
     def compare(self, comparison: Comparison) -> None:
-        """Take on vectors to be compared; they wait for no step."""
-        future = self.runner.compare(comparison)
-        self._comparisons[comparison.id] = (comparison, future)
-        future.add_done_callback(lambda _: self.wake())
+        """Score vectors that the caller brings; they wait for no step."""
+        self._comparisons.add(comparison, self.runner.compare(comparison), lambda: self.wake())
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request. Rows that are in flight run to their end and are dropped."""
-        if (progress := self._progress.get(request_id)) is not None:
-            self._let_go(progress)
+        """Drop a request. Its rows in flight finish and are ignored."""
+        if self.pending.cancel(request_id):
             return
         if self.grammars is not None:
             self.grammars.cancel(request_id)
-        if self.lane is not None:
-            self.lane.cancel(request_id)
+        if self.generation is not None:
+            self.generation.cancel(request_id)
 
     def generates(self, request_id: str) -> bool:
         """Whether further tokens of this request may come."""
         compiling = self.grammars is not None and request_id in self.grammars
-        return compiling or (self.lane is not None and request_id in self.lane)
+        return compiling or (self.generation is not None and request_id in self.generation)
 
     def next_deadline_s(self) -> float | None:
-        """When the next request is late, of those that have a deadline."""
-        waiting = self.scheduler.line.next_deadline_s()
-        generating = None if self.lane is None else self.lane.next_deadline_s()
+        """The earliest deadline of all requests."""
+        waiting = self.scheduler.queue.next_deadline_s()
+        generating = None if self.generation is None else self.generation.next_deadline_s()
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
         return min((d for d in (waiting, generating, compiling) if d is not None), default=None)
 
-    def check_integrity(self) -> None:
-        """Nothing is held that no request has; called by tests when idle."""
-        if self.lane is not None:
-            self.lane.check_integrity()
-        if not self.busy and self.scheduler.chunking is not None:
-            self.scheduler.chunking.pool.check_integrity()
-
     def step(self) -> list[Outcome]:
-        """One turn: let go of what is late, collect what is done, launch what fits."""
+        """One turn of the loop: expire, admit, collect, launch."""
         outcomes = self._expire()
-        outcomes += self._compiled()
+        outcomes += self._admit_compiled()
         outcomes += self._collect()
-        outcomes += self._compared()
-        if self.broken is not None:
-            return outcomes + self._give_up(self.broken)
+        outcomes += self._comparisons.collect(self.clock())
+        if self.device_failure is not None:
+            return outcomes + self._fail_all(self.device_failure)
         self._launch()
         return outcomes
+
+    def check_integrity(self) -> None:
+        """Assert that nothing is held for requests that are gone; for tests, when idle."""
+        if self.generation is not None:
+            self.generation.check_integrity()
+        if not self.busy and self.scheduler.chunking is not None:
+            self.scheduler.chunking.pool.check_integrity()
 
     def close(self) -> None:
         if self.grammars is not None:
             self.grammars.close()
         self.runner.close()
 
+    # Expire and admit.
+
     def _expire(self) -> list[Outcome]:
+        """Fail the requests whose deadline has passed, and those that cannot continue."""
         now = self.clock()
         outcomes: list[Outcome] = []
         for request in self.scheduler.expire(now):
-            error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
-            if (progress := self._progress.get(request.id)) is not None:
-                outcomes += self._fail(progress, error)
-        for request in () if self.lane is None else self.lane.expired(now):
-            error = DeadlineExceeded(f"not finished {now - request.arrival_s:.3f} s after arrival")
+            outcomes += self.pending.fail(request.id, _deadline_error(request, now))
+        for request in () if self.generation is None else self.generation.expire(now):
+            outcomes.append(Failure(request.id, _deadline_error(request, now)))
+        for request, error in () if self.grammars is None else self.grammars.expire(now):
             outcomes.append(Failure(request.id, error))
-        for request, why in () if self.grammars is None else self.grammars.expired(now):
-            outcomes.append(Failure(request.id, why))
-        return outcomes + self._let_go_broken()
+        return outcomes + self._generation_failures()
 
-    def _let_go_broken(self) -> list[Outcome]:
-        """Requests of the lane that cannot go on."""
-        broken = {} if self.lane is None else self.lane.let_go()
-        return [Failure(request_id, why) for request_id, why in broken.items()]
+    def _generation_failures(self) -> list[Outcome]:
+        failures = {} if self.generation is None else self.generation.take_failures()
+        return [Failure(request_id, error) for request_id, error in failures.items()]
 
-    def _compiled(self) -> list[Outcome]:
-        """Requests whose grammars are ready join the lane."""
+    def _admit_compiled(self) -> list[Outcome]:
+        """Requests whose grammars are compiled join the generation scheduler."""
+        if self.grammars is None or self.generation is None:
+            return []
         outcomes: list[Outcome] = []
-        for request, found in () if self.grammars is None else self.grammars.ready():
-            assert self.lane is not None
+        for request, constraints in self.grammars.ready():
             try:
-                if isinstance(found, PenstockError):
-                    raise found
-                self.lane.add(request, found)
+                if isinstance(constraints, PenstockError):
+                    raise constraints
+                self.generation.add(request, constraints)
             except PenstockError as error:
                 outcomes.append(Failure(request.id, error))
         return outcomes
 
+    # Collect.
+
+    def _collect(self) -> list[Outcome]:
+        """Take the results of finished steps, in launch order."""
+        outcomes: list[Outcome] = []
+        while self._in_flight and self._in_flight[0].future.done():
+            step = self._in_flight.popleft()
+            if (error := step.future.exception()) is not None:
+                self._fair_share.failed(step.generates, step.estimate_s)
+                outcomes += self._recovery.step_failed(step, self._in_flight, error)
+            else:
+                outcomes += self._collect_result(step, step.future.result())
+        return outcomes
+
+    def _collect_result(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
+        plan = step.plan
+        self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
+        self._recovery.step_succeeded(step)
+        outcomes: list[Outcome] = []
+        if self.generation is not None and step.generates:
+            outcomes += self.generation.collect(plan, result)
+            outcomes += self._generation_failures()
+        else:
+            outcomes += self.pending.deliver(step, result)
+        self.observe(self._stats(step, result))
+        return outcomes
+
+    def _stats(self, step: InFlightStep, result: StepResult) -> StepStats:
+        plan = step.plan
+        return StepStats(
+            tokens=plan.num_tokens,
+            rows=plan.num_rows,
+            requests=plan.num_rows if step.generates else len(plan.slices),
+            fill=min(1.0, plan.num_tokens / self.scheduler.budget.max_tokens),
+            step_s=self.clock() - step.launched_s,
+            device_s=result.device_s,
+        )
+
+    def _fail_all(self, error: DeviceFailed) -> list[Outcome]:
+        """Fail every request; the owner of this engine has to build another."""
+        outcomes = self.pending.fail_all(error) + self._comparisons.fail_all(error)
+        if self.generation is not None:
+            outcomes += [Failure(key, error) for key in self.generation.clear()]
+        if self.grammars is not None:
+            outcomes += [Failure(key, error) for key in self.grammars.clear()]
+        self._in_flight.clear()
+        self._recovery.clear()
+        return outcomes
+
+    # Launch.
+
     def _launch(self) -> None:
+        """Launch steps until `depth` are in flight or nothing can run."""
         while self._may_launch():
-            suspected = self._suspecting
-            if (step := self._next_step()) is None:
+            is_suspect = self._recovery.has_suspects
+            if (next_step := self._next_step()) is None:
                 return
-            (plan, shares), now = step, self.clock()
-            generates = plan.sample is not None
-            estimate = self._turns.launched(generates, plan.num_tokens, others=self._has_work(not generates))
+            plan, scheduled = next_step
+            generates, now = plan.sample is not None, self.clock()
+            estimate_s = self._fair_share.launched(
+                generates, plan.num_tokens, other_has_work=self._has_work(not generates)
+            )
             try:
                 future = self.runner.launch(plan)
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
-            apart = not self._flights
-            self._flights.append(_Flight(plan, shares, future, now, apart, suspected, estimate))
+            is_alone = not self._in_flight
+            self._in_flight.append(
+                InFlightStep(plan, scheduled, future, now, is_alone, is_suspect, estimate_s)
+            )
             future.add_done_callback(lambda _: self.wake())
 
-    @property
-    def _suspecting(self) -> bool:
-        """Whether rows of failed steps are to be run, before all else and apart."""
-        return bool(self._suspects or self.scheduler.apart)
-
     def _may_launch(self) -> bool:
-        """Parts of a failed step run one at a time: the next may need what the one before it wrote. So does
-        whatever would follow a step that has just failed."""
-        if not self._flights:
+        """Whether a step may be launched behind those in flight. Rows of failed steps run with nothing else
+        in flight, and nothing is launched behind a step that has just failed."""
+        if not self._in_flight:
             return True
-        last = self._flights[-1]
-        if self._suspecting or last.suspected or len(self._flights) >= self.depth:
+        last = self._in_flight[-1]
+        if self._recovery.has_suspects or last.is_suspect or len(self._in_flight) >= self.depth:
             return False
         return not last.future.done() or last.future.exception() is None
 
-    @property
-    def starving(self) -> bool:
-        """Whether enough is waiting to fill a step that could be launched now."""
-        return self.scheduler.line.tokens >= self.scheduler.budget.tokens and self._may_launch()
-
-    def _next_step(self) -> tuple[StepPlan, list[Share]] | None:
-        """Steps that pool and steps that generate take turns where both have work: tokens of a model may
-        see each other in one and not in the other, and each kind keeps its fastest attention."""
-        if self.lane is None:
+    def _next_step(self) -> NextStep | None:
+        """A pooling or a generation step. They never mix: a model may attend in both directions in one and
+        not in the other, and each kind keeps its fastest attention."""
+        generation = self.generation
+        if generation is None:
             return self._pooling_step()
-        turns = (self._pooling_step, self._generation_step)
-        pool_first = self._suspecting or not self._turns.generates  # parts of a failed step before all else
-        for next_of in turns if pool_first else reversed(turns):
-            if (step := next_of()) is not None:
-                return step
-        return None
+        if not self._recovery.has_suspects and self._fair_share.prefers_generation:
+            return self._generation_step(generation) or self._pooling_step()
+        return self._pooling_step() or self._generation_step(generation)  # rows of failed steps go first
+
+    def _pooling_step(self) -> NextStep | None:
+        scheduled = self._recovery.next_retry() or self.scheduler.schedule()
+        if not scheduled:
+            return None
+        self.pending.mark_launched(scheduled, self.clock())
+        chunking = self.scheduler.chunking
+        return build_plan(scheduled, chunking.pool.block_size if chunking else 0), scheduled
+
+    def _generation_step(self, generation: GenerationScheduler) -> NextStep | None:
+        # While isolated rows wait for blocks, no new sequence may take the blocks that others free.
+        plan = generation.schedule(self.clock(), admit=not self.scheduler.isolated)
+        return None if plan is None else (plan, [])
 
     def _has_work(self, generates: bool) -> bool:
         if generates:
-            return self.lane is not None and self.lane.busy
-        return bool(len(self.scheduler.line))
+            return self.generation is not None and self.generation.busy
+        return bool(len(self.scheduler.queue))
 
-    def _generation_step(self) -> tuple[StepPlan, list[Share]] | None:
-        assert self.lane is not None
-        # Rows that run apart and find no memory get what others leave.
-        plan = self.lane.schedule(self.clock(), begin=not self.scheduler.apart)
-        return None if plan is None else (plan, [])
 
-    def _pooling_step(self) -> tuple[StepPlan, list[Share]] | None:
-        if not (shares := self._next_shares()):
-            return None
-        now = self.clock()
-        for share in shares:
-            progress = self._progress.get(share.request.id)
-            if progress is not None and progress.first_launch_s is None:
-                progress.first_launch_s = now
-        return build_plan(shares, self._block_size), shares
-
-    def _next_shares(self) -> list[Share]:
-        while self._suspects:
-            shares = [s for s in self._suspects.popleft() if s.tables or self._wanted(s.request)]
-            if shares:
-                return shares
-        return self.scheduler.schedule()
-
-    def _collect(self) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        while self._flights and self._flights[0].future.done():
-            flight = self._flights.popleft()
-            error = flight.future.exception()
-            generates = flight.plan.sample is not None
-            if error is not None:
-                self._turns.failed(generates, flight.estimate)
-                outcomes += self._recover(flight, error)
-                continue
-            result = flight.future.result()
-            self._turns.ended(generates, flight.plan.num_tokens, flight.estimate, result.device_s)
-            if self._pressure.now < self._pressure.full:
-                self._pressure.went_well()
-                self._set_budget()
-            if self.lane is not None and flight.plan.sample is not None:
-                self._lane_pressure.went_well()
-                self._set_lane_budget(self.lane)
-                outcomes += self.lane.collect(flight.plan, result)
-                outcomes += self._let_go_broken()
-            else:
-                outcomes += self._hand_out(flight, result)
-            self.observe(self._stats(flight, result))
-        return outcomes
-
-    def _compared(self) -> list[Outcome]:
-        done = [key for key, (_, future) in self._comparisons.items() if future.done()]
-        outcomes: list[Outcome] = []
-        for key in done:
-            comparison, future = self._comparisons.pop(key)
-            if (error := future.exception()) is not None:
-                outcomes.append(
-                    Failure(key, RowFailed(f"the comparison failed: {type(error).__name__}: {error}"))
-                )
-                continue
-            waited = max(0.0, self.clock() - comparison.arrival_s)
-            outcomes.append(PooledOutput(key, future.result(), Timings(device_s=waited)))
-        return outcomes
-
-    def _hand_out(self, flight: _Flight, result: StepResult) -> list[Outcome]:
-        """Give each request its rows; those that are complete become answers."""
-        outcomes: list[Outcome] = []
-        unsound = self._unsound(flight, result)
-        for piece, values in self._sound_rows(flight, result.outputs):
-            progress = self._progress.get(piece.request.id)
-            if progress is None or progress.job is not piece.request:
-                continue  # cancelled meanwhile
-            if unsound and piece.request.id in unsound:
-                outcomes += self._fail(progress, RowFailed("the model gave values that are not finite"))
-                continue
-            progress.store(piece, values)
-            progress.device_s += result.device_s
-            if progress.complete:
-                outcomes += self._finish(progress)
-        return outcomes
-
-    @staticmethod
-    def _sound_rows(flight: _Flight, arrays: tuple[Array, ...]) -> list[tuple[RowSlice, tuple[Part, ...]]]:
-        """What each slice of a step gets, but for the rows that stood on a step that failed."""
-        rows = rows_of(flight.plan, arrays)
-        if not flight.lost:
-            return rows
-        left = (sound_rows(piece, parts, flight.lost) for piece, parts in rows)
-        return [each for each in left if each is not None]
-
-    @classmethod
-    def _unsound(cls, flight: _Flight, result: StepResult) -> set[str]:
-        """The requests that have values which are not finite: asked of the whole step first."""
-        checked, flags = result.finite or result.outputs, bool(result.finite)
-        if sound(checked, flags):
-            return set()
-        rows = cls._sound_rows(flight, checked)
-        return {piece.request.id for piece, parts in rows if not sound(parts, flags)}
-
-    def _finish(self, progress: Progress) -> list[Outcome]:
-        """The answer of a complete request, and of those that waited for nothing but its rows."""
-        progress.spread()
-        self._forget(progress, well=True)
-        outcomes: list[Outcome] = [] if progress.hidden else [self._answer(progress)]
-        for follower in progress.leave():
-            other = follower.progress
-            if self._progress.get(other.request.id) is not other:
-                continue
-            other.receive(progress, follower)
-            if other.complete:
-                outcomes += self._finish(other)
-        return outcomes
-
-    @staticmethod
-    def _answer(progress: Progress) -> PooledOutput:
-        request = progress.request
-        first, *more = progress.values
-        assert first is not None and progress.first_launch_s is not None
-        timings = Timings(max(0.0, progress.first_launch_s - request.arrival_s), progress.device_s)
-        return PooledOutput(request.id, first, timings, tuple(array for array in more if array is not None))
-
-    def _recover(self, flight: _Flight, error: BaseException) -> list[Outcome]:
-        if isinstance(error, DeviceFailed):
-            self.broken = error
-            return []
-        if flight.plan.sample is not None:
-            return self._relieve(flight.plan, error)
-        behind = self._spoil(flight)
-        if isinstance(error, DeviceOutOfMemory):
-            self._ran_out(flight.plan, error)
-            if flight.plan.kv is None or not self._flights:
-                self._begin_again([behind])
-                return self._divide(flight, error)
-            self.scheduler.retract(flight.shares)
-            self._begin_again([without(flight.shares, flight.lost) + behind])
-            return []
-        self.scheduler.retract(flight.shares)
-        return self._isolate(flight, behind, error)
-
-    def _spoil(self, flight: _Flight) -> list[Share]:
-        """Rows of the steps in flight that stood on one that failed: what they give is dropped."""
-        spoiled = Spoiled(flight.shares, self._block_size)
-        found: list[Share] = []
-        for later in self._flights:
-            shares = without(spoiled.of(later.shares), later.lost)
-            for share in shares:
-                stored = () if share.stored is None else share.stored.tolist()
-                later.lost.update((share.request, row) for row in (*share.rows.tolist(), *stored))
-            found += shares
-        self.scheduler.retract(found)
-        return found
-
-    def _begin_again(self, groups: list[list[Share]]) -> None:
-        """Run rows once more from their beginning, apart from all others; each row once."""
-        seen: Rows = set()
-        wanted: list[list[Share]] = []
-        for group in groups:
-            wanted.append([])
-            for share in group:
-                if self._wanted(share.request) and (left := without([share], seen)):
-                    wanted[-1] += left
-                    stored = () if left[0].stored is None else left[0].stored.tolist()
-                    seen.update((share.request, row) for row in (*left[0].rows.tolist(), *stored))
-        self.scheduler.again([group for group in wanted if group])
-
-    def _wanted(self, request: Request) -> bool:
-        """Whether a request still waits for rows: it has neither ended nor been cancelled."""
-        progress = self._progress.get(request.id)
-        return progress is not None and progress.job is request
-
-    def _ran_out(self, plan: StepPlan, error: DeviceOutOfMemory) -> None:
-        self._pressure.ran_out(plan.num_tokens)
-        log.warning("a step of %d tokens ran out of memory: %s", plan.num_tokens, error.message)
-        self._set_budget()
-
-    def _divide(self, flight: _Flight, error: DeviceOutOfMemory) -> list[Outcome]:
-        """Memory ran out: run the rows again in two parts. A row that cannot be divided gets the device for
-        itself before it is given up.
-
-        Rows that go on over steps keep their memory meanwhile: nothing is planned before the parts have run.
-        Of cancelled ones the same is true, and others may have found the beginning that they were to write.
-        """
-        shares = [s for s in without(flight.shares, flight.lost) if s.tables or self._wanted(s.request)]
-        if not shares:
-            return []
-        if (parts := halves(shares)) is not None:
-            self._suspects.extendleft(part for part in reversed(parts) if part)
-            return []
-        if not flight.apart:
-            self._suspects.appendleft(shares)
-            return []
-        self.scheduler.retract(shares)
-        outcomes: list[Outcome] = []
-        for share in shares:
-            tokens = int(share.request.lengths[share.rows].sum())
-            message = f"a row of {tokens} tokens needs more memory than the device has: {error.message}"
-            if (progress := self._progress.get(share.request.id)) is not None:
-                outcomes += self._fail(progress, RowFailed(message))
-        return outcomes
-
-    def _set_budget(self) -> None:
-        self.scheduler.budget = replace(self.scheduler.budget, tokens=self._pressure.now)
-
-    def _give_up(self, error: DeviceFailed) -> list[Outcome]:
-        """Every request fails; whoever owns this engine has to build another."""
-        outcomes: list[Outcome] = [
-            Failure(progress.request.id, error) for progress in self._progress.values() if not progress.hidden
-        ]
-        for progress in list(self._progress.values()):
-            self.scheduler.cancel(progress.request.id)
-            self._forget(progress, well=False)
-            progress.leave()
-        outcomes += [Failure(key, error) for key in self._comparisons]
-        self._comparisons.clear()
-        if self.lane is not None:
-            outcomes += [Failure(key, error) for key in self.lane.clear()]
-        if self.grammars is not None:
-            outcomes += [Failure(key, error) for key in self.grammars.clear()]
-        self._flights.clear()
-        self._suspects.clear()
-        return outcomes
-
-    def _isolate(self, flight: _Flight, behind: list[Share], error: BaseException) -> list[Outcome]:
-        """A step failed: run its requests again in halves until the one at fault stands alone. Rows that
-        stood on it go with their request, or after all others."""
-        shares = [s for s in without(flight.shares, flight.lost) if self._wanted(s.request)]
-        outcomes: list[Outcome] = []
-        if len(shares) == 1 and len(flight.plan.slices) == 1:
-            failed = self._progress[shares.pop().request.id]
-            outcomes += self._fail(failed, RowFailed(f"the step failed: {type(error).__name__}: {error}"))
-        middle = len(shares) // 2
-        suspects = [shares[:middle], shares[middle:]]
-        for group in suspects:
-            names = {share.request.id for share in group}
-            group += [share for share in behind if share.request.id in names]
-        self._begin_again([*suspects, behind])
-        return outcomes
-
-    def _relieve(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
-        """A step that generates failed. Where memory ran out its rows begin again in smaller steps; else, or
-        if it cannot be smaller, the request at fault is looked for."""
-        assert self.lane is not None
-        full = isinstance(error, DeviceOutOfMemory)
-        if full:
-            self._lane_pressure.ran_out(plan.num_tokens)
-            self._set_lane_budget(self.lane)
-            log.warning("a step of %d tokens ran out of memory: %s", plan.num_tokens, error)
-        why = RowFailed(f"the step failed: {type(error).__name__}: {error}")
-        blame = not full or plan.num_tokens == 1
-        return [Failure(request.id, why) for request in self.lane.failed(plan, blame=blame)]
-
-    def _set_lane_budget(self, lane: GenerationScheduler) -> None:
-        if lane.limits.tokens != self._lane_pressure.now:
-            lane.limits = replace(lane.limits, tokens=self._lane_pressure.now)
-
-    def _fail(self, progress: Progress, error: PenstockError) -> list[Outcome]:
-        """End a request with an error. What others wanted of it is run for them."""
-        outcomes: list[Outcome] = [] if progress.hidden else [Failure(progress.request.id, error)]
-        return outcomes + self._let_go(progress, error)
-
-    def _let_go(self, progress: Progress, error: PenstockError | None = None) -> list[Outcome]:
-        self.scheduler.cancel(progress.request.id)
-        self._forget(progress, well=False)
-        outcomes: list[Outcome] = []
-        for follower in progress.leave():
-            other = follower.progress
-            if self._progress.get(other.request.id) is not other:
-                continue
-            if progress.hidden and error is not None:  # its rows were run for this one alone
-                outcomes += self._fail(other, error)
-            else:
-                self._run_instead(follower)
-        return outcomes
-
-    def _run_instead(self, follower: Follower) -> None:
-        """The request that had these rows has gone: run them for the one that waits for them. It was
-        admitted long ago, so the line takes them however long it is."""
-        other, rows = follower.progress, follower.rows
-        self._relays += 1
-        job = some_rows(other.request, rows, f"{other.request.id}~{self._relays}")
-        self.scheduler.line.join(job)
-        relay = Progress.of(job)
-        relay.hidden = True
-        relay.followers.append(Follower(other, rows, np.arange(len(rows), dtype=np.int32)))
-        self._begin(relay)
-
-    def _forget(self, progress: Progress, *, well: bool) -> None:
-        del self._progress[progress.request.id]
-        self.scheduler.ended(progress.request, well=well)
-        if self.twins is not None:
-            self.twins.forget(progress)
-
-    def _stats(self, flight: _Flight, result: StepResult) -> StepStats:
-        plan = flight.plan
-        return StepStats(
-            tokens=plan.num_tokens,
-            rows=plan.num_rows,
-            requests=len(plan.slices) if plan.sample is None else plan.num_rows,
-            fill=min(1.0, plan.num_tokens / self.scheduler.budget.tokens),
-            step_s=self.clock() - flight.launched_s,
-            device_s=result.device_s,
-        )
+def _deadline_error(request: Request, now_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"not finished {now_s - request.arrival_s:.3f} s after arrival")

@@ -1,4 +1,4 @@
-"""A request between its first step and its answer: where the rows of steps go."""
+"""A request between its arrival and its answer: where the rows of finished steps go."""
 
 from __future__ import annotations
 
@@ -10,156 +10,165 @@ import numpy as np
 
 from penstock.types import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
 
-Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
-Part = Array | list[Array]  # what a slice gets of an output: its rows, or for each of them its tokens
-_NOTHING: Array = np.empty((0, 0), dtype=np.float32)
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
+Values = Array | list[Array]  # one output of a slice: an array of its rows, or the tokens of each row
+_NO_VALUES: Array = np.empty((0, 0), dtype=np.float32)
 
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """A request on its way: its rows arrive over one or more steps, or from another request.
+    """What a request has so far. Its rows come from one or more steps, or from another request.
 
-    `job` is what is run for it: itself, or the rows of it that no one else computes.
+    `job` holds the rows that run for it: all of them, or those that no other request computes.
     """
 
     request: Request
     job: Request
-    values: list[Array | None]  # of the job, for each of `wants`
-    rows_done: int = 0
+    values: list[Array | None]  # of the job, one for each of `wants`
+    num_rows_done: int = 0
     first_launch_s: float | None = None
     device_s: float = 0.0
-    source: Ints | None = None  # [rows], the row of the job that each is; -1: it comes from elsewhere
-    waits_for: int = 0  # requests whose rows it still needs
-    received: list[tuple[Progress, Follower]] = field(default_factory=list)  # whose rows have come
+    source_rows: Ints | None = None  # [rows], the job's row that each is; -1: a row of another request
+    num_leaders: int = 0  # requests whose rows it still waits for
+    received: list[tuple[Progress, Follower]] = field(default_factory=list)  # leaders that are complete
     followers: list[Follower] = field(default_factory=list)
-    hidden: bool = False  # run for its followers alone; nobody asked under this id
-    kind: tuple[object, ...] = ()  # with `keys`, how others find the rows that they may follow
-    keys: list[bytes] = field(default_factory=list)
-    empty: Empty = np.empty  # where its values are to lie
+    is_relay: bool = False  # runs for its followers alone; no caller knows this id
+    dedup_scope: tuple[object, ...] = ()  # with `dedup_keys`, how others find rows that they may follow
+    dedup_keys: list[bytes] = field(default_factory=list)
+    allocate: Allocate = np.empty  # makes the arrays of the answer
 
     @classmethod
-    def of(cls, request: Request, job: Request | None = None, source: Ints | None = None) -> Progress:
-        return cls(request, job or request, [None] * len(request.wants), source=source)
+    def of(cls, request: Request, job: Request | None = None, source_rows: Ints | None = None) -> Progress:
+        return cls(request, job or request, [None] * len(request.wants), source_rows=source_rows)
 
     @property
     def complete(self) -> bool:
         needed = self.job.num_rows - self.job.num_queries
-        return self.rows_done == needed and not self.waits_for
+        return self.num_rows_done == needed and not self.num_leaders
 
-    def store(self, piece: RowSlice, values: Sequence[Part]) -> None:
-        """Rows of a step, each part for one of `wants`. They are copied: the step's memory is used again."""
-        if piece.request.pairs is not None:
-            rows = documents_of(piece)
-            self.rows_done += len(rows)
-            self._put(0, rows - self.job.num_queries, _rows(values[0]), len(piece.request.pairs))
+    def store(self, row_slice: RowSlice, values: Sequence[Values]) -> None:
+        """Copy rows of a step, one entry of `values` for each of `wants`: the step's memory is reused."""
+        if row_slice.request.pairs is not None:
+            rows = scored_documents(row_slice)
+            self.num_rows_done += len(rows)
+            self._put(0, rows - self.job.num_queries, _rows(values[0]), len(row_slice.request.pairs))
             return
-        if piece.ends is None and self.job.num_rows == 1:
-            self.rows_done = 1
-            self.values = [self._copied(part[0] if isinstance(part, list) else part) for part in values]
+        if row_slice.ends is None and self.job.num_rows == 1:
+            self.num_rows_done = 1
+            self.values = [self._copy(part[0] if isinstance(part, list) else part) for part in values]
             return
-        finished = piece.finished
-        self.rows_done += len(finished)
+        finished = row_slice.finished
+        self.num_rows_done += len(finished)
         for number, part in enumerate(values):
             if isinstance(part, list):
-                starts = piece.request.starts[piece.rows]
-                starts = starts if piece.begins is None else starts + piece.begins
-                self._put_runs(number, starts, part, self.job.num_tokens)
+                starts = row_slice.request.starts[row_slice.rows]
+                starts = starts if row_slice.begins is None else starts + row_slice.begins
+                self._put_tokens(number, starts, part, self.job.num_tokens)
             else:
-                self._put(number, piece.rows[finished], part, self.job.num_rows)
+                self._put(number, row_slice.rows[finished], part, self.job.num_rows)
 
-    def _copied(self, array: Array) -> Array:
-        values = self.empty(array.shape, array.dtype)
+    def outputs(self) -> list[Array]:
+        """The arrays of a complete request, one for each of `wants`."""
+        found = [array for array in self.values if array is not None]
+        if len(found) != len(self.values):
+            raise RuntimeError(f"request {self.request.id!r} is complete but lacks an output")
+        return found
+
+    def _copy(self, array: Array) -> Array:
+        values = self.allocate(array.shape, array.dtype)
         values[...] = array
         return values
 
-    def _put(self, number: int, places: Ints, array: Array, size: int) -> None:
+    def _put(self, number: int, rows: Ints, array: Array, size: int) -> None:
         if not len(array):
-            return  # rows that go on in later steps
+            return  # its rows end in later steps
         if (values := self.values[number]) is None:
-            values = self.values[number] = self.empty((size, *array.shape[1:]), array.dtype)
-        values[places] = array
+            values = self.values[number] = self.allocate((size, *array.shape[1:]), array.dtype)
+        values[rows] = array
 
-    def _put_runs(self, number: int, starts: Ints, rows: list[Array], size: int) -> None:
-        """Tokens row by row to where each begins: every byte is copied once, however rows were ordered."""
+    def _put_tokens(self, number: int, starts: Ints, rows: list[Array], size: int) -> None:
+        """Copy the tokens of each row to where the row starts: every byte once, in any order of rows."""
         for start, row in zip(starts.tolist(), rows, strict=True):
             if (values := self.values[number]) is None:
-                values = self.values[number] = self.empty((size, *row.shape[1:]), row.dtype)
+                values = self.values[number] = self.allocate((size, *row.shape[1:]), row.dtype)
             values[start : start + len(row)] = row
 
     def spread(self) -> None:
-        """From the rows that were run, and those of others, to all rows of the request."""
-        if self.source is None or self._shared():
+        """Copy the rows of the job, and those of other requests, to all rows of the request."""
+        if self.source_rows is None or self._share_arrays():
             return
-        own = np.flatnonzero(self.source >= 0).astype(np.int32)
-        givers = [(self.values, self.job, own, self.source[own])]
-        givers += [(p.values, p.request, f.rows, f.theirs) for p, f in self.received]
+        own = np.flatnonzero(self.source_rows >= 0).astype(np.int32)
+        givers = [(self.values, self.job, own, self.source_rows[own])]
+        givers += [(leader.values, leader.request, f.rows, f.leader_rows) for leader, f in self.received]
         self.values = [None] * len(self.values)
-        for values, giver, rows, theirs in givers:
+        for values, giver, rows, their_rows in givers:
             for number, array in enumerate(values):
                 if array is not None:
-                    self._copy_rows(number, rows, array, giver, theirs)
+                    self._copy_rows(number, rows, array, giver, their_rows)
 
-    def _shared(self) -> bool:
-        """Where all rows are those of one other request, in its order, both have the same arrays, which
-        nobody may write to any more."""
+    def _share_arrays(self) -> bool:
+        """Take the arrays of one other request that has all rows of this one, in the same order. From then on
+        nobody may write to them."""
         if len(self.received) != 1 or self.job.num_rows:
             return False
-        giver, follower = self.received[0]
-        if giver.request.num_rows != len(follower.rows) or (follower.rows != follower.theirs).any():
+        leader, follower = self.received[0]
+        if leader.request.num_rows != len(follower.rows) or (follower.rows != follower.leader_rows).any():
             return False
-        self.values = giver.values
+        self.values = leader.values
         for array in self.values:
             if array is not None:
                 array.flags.writeable = False
         return True
 
-    def receive(self, giver: Progress, follower: Follower) -> None:
-        """A request whose rows this one waited for is complete."""
-        self.received.append((giver, follower))
-        self.waits_for -= 1
-        self.device_s += giver.device_s
+    def receive(self, leader: Progress, follower: Follower) -> None:
+        """A request that this one waited for is complete."""
+        self.received.append((leader, follower))
+        self.num_leaders -= 1
+        self.device_s += leader.device_s
         if self.first_launch_s is None:
-            self.first_launch_s = giver.first_launch_s
+            self.first_launch_s = leader.first_launch_s
 
-    def leave(self) -> list[Follower]:
-        """Those who follow. Nothing is held in a circle any more: values go when the last has gone."""
+    def detach(self) -> list[Follower]:
+        """Return the followers, and drop the references between requests, so that their arrays are freed."""
         followers, self.followers, self.received = self.followers, [], []
         return followers
 
-    def _copy_rows(self, number: int, rows: Ints, values: Array, giver: Request, theirs: Ints) -> None:
-        """Rows of this request that are `theirs` of the giver's."""
+    def _copy_rows(self, number: int, rows: Ints, values: Array, giver: Request, their_rows: Ints) -> None:
+        """Copy `their_rows` of another request to `rows` of this one."""
         if not self.request.wants[number].per_token:
-            self._put(number, rows, values[theirs], self.request.num_rows)
+            self._put(number, rows, values[their_rows], self.request.num_rows)
             return
-        begins, ends = giver.starts[theirs], giver.starts[theirs] + giver.lengths[theirs]
+        begins = giver.starts[their_rows]
+        ends = begins + giver.lengths[their_rows]
         parts = [values[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        self._put_runs(number, self.request.starts[rows], parts, self.request.num_tokens)
+        self._put_tokens(number, self.request.starts[rows], parts, self.request.num_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Follower:
-    """A request some of whose rows are those of another: `rows` of its own are `theirs`."""
+    """A request that waits for rows of another, its leader: `rows` of its own equal `leader_rows`."""
 
     progress: Progress
     rows: Ints
-    theirs: Ints
+    leader_rows: Ints
 
 
-def rows_of(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Part, ...]]]:
+def split_outputs(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Values, ...]]]:
     """Each slice of the plan with its part of the variants' arrays, one for each output it wants."""
     if plan.variants and (first := plan.variants[0]).rows is None:
         values = arrays[0]
         if first.params.per_token:
-            return [(piece, (_tokens(plan, values, piece.slots),)) for piece in plan.slices]
-        return [(piece, (_vectors(values, piece.slots),)) for piece in plan.slices]
-    takers = {
-        variant.params: _Taker(array, variant.pairs.from_store if variant.pairs else 0)
+            return [(each, (_tokens(plan, values, each.slots),)) for each in plan.slices]
+        return [(each, (_vectors(values, each.slots),)) for each in plan.slices]
+    cursors = {
+        variant.params: _Cursor(array, variant.pairs.from_store if variant.pairs else 0)
         for variant, array in zip(plan.variants, arrays, strict=True)
     }
-    out = []
-    for piece in plan.slices:  # a variant lists the slots of its slices in this same order
-        out.append((piece, tuple(_taken(piece, params, plan, takers) for params in piece.request.wants)))
-    return out
+    # A variant lists the rows of its slices in the order of the plan's slices.
+    return [
+        (each, tuple(_take(each, params, plan, cursors) for params in each.request.wants))
+        for each in plan.slices
+    ]
 
 
 def _vectors(values: Array, slots: Ints) -> Array:
@@ -175,50 +184,53 @@ def _tokens(plan: StepPlan, values: Array, slots: Ints) -> list[Array]:
     return [values[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
-class _Taker:
-    """Hands out an array from its front; the part that comes from the store has a front of its own."""
+class _Cursor:
+    """Reads an array from front to back; scores of cached documents come last and have their own cursor."""
 
-    def __init__(self, array: Array, from_store: int) -> None:
+    def __init__(self, array: Array, num_from_store: int) -> None:
         self.array = array
         self.at = 0
-        self.stored_at = len(array) - from_store
+        self.cached_at = len(array) - num_from_store
 
     def take(self, count: int) -> Array:
         self.at += count
         return self.array[self.at - count : self.at]
 
-    def take_stored(self, count: int) -> Array:
-        self.stored_at += count
-        return self.array[self.stored_at - count : self.stored_at]
+    def take_cached(self, count: int) -> Array:
+        self.cached_at += count
+        return self.array[self.cached_at - count : self.cached_at]
 
 
-def _taken(
-    piece: RowSlice, params: PoolingParams, plan: StepPlan, takers: dict[PoolingParams, _Taker]
-) -> Part:
-    if piece.request.pairs is not None:
-        stored = 0 if piece.stored is None else len(piece.stored)
-        run = takers[params].take(len(documents_of(piece)) - stored)
-        return np.concatenate([run, takers[params].take_stored(stored)]) if stored else run
+def _take(
+    row_slice: RowSlice, params: PoolingParams, plan: StepPlan, cursors: dict[PoolingParams, _Cursor]
+) -> Values:
+    if row_slice.request.pairs is not None:
+        cursor, cached = cursors[params], row_slice.cached_documents
+        num_cached = 0 if cached is None else len(cached)
+        run = cursor.take(len(scored_documents(row_slice)) - num_cached)
+        return np.concatenate([run, cursor.take_cached(num_cached)]) if num_cached else run
     if params.per_token:
-        lengths = plan.lengths[piece.slots]
-        return split_rows(takers[params].take(int(lengths.sum())), lengths)
-    count = len(piece.finished)
-    return takers[params].take(count) if count else _NOTHING
+        lengths = plan.lengths[row_slice.slots]
+        return split_rows(cursors[params].take(int(lengths.sum())), lengths)
+    count = len(row_slice.finished)
+    return cursors[params].take(count) if count else _NO_VALUES  # a variant without rows is left out
 
 
-def documents_of(piece: RowSlice) -> Ints:
+def scored_documents(row_slice: RowSlice) -> Ints:
     """The rows of a slice that have a score in this step, in the order of its values."""
-    rows = piece.rows[piece.finished]
-    rows = rows[rows >= piece.request.num_queries]
-    return rows if piece.stored is None else np.concatenate([rows, piece.stored])
+    rows = row_slice.rows[row_slice.finished]
+    rows = rows[rows >= row_slice.request.num_queries]
+    cached = row_slice.cached_documents
+    return rows if cached is None else np.concatenate([rows, cached])
 
 
-def _rows(part: Part) -> Array:
-    assert not isinstance(part, list), "scores are of rows, not of tokens"
-    return part
+def _rows(values: Values) -> Array:
+    if isinstance(values, list):
+        raise TypeError("a score belongs to a row, not to a token")
+    return values
 
 
-def sound(parts: Sequence[Part], flags: bool) -> bool:
-    """Whether all values are finite; `flags` says that they are not values but what tells so."""
+def all_finite(parts: Sequence[Values], are_flags: bool) -> bool:
+    """Whether all values are finite; with `are_flags` the parts hold 0 where a value was not."""
     arrays = [array for part in parts for array in (part if isinstance(part, list) else [part])]
-    return all((array if flags else np.isfinite(array)).all() for array in arrays)
+    return all((array if are_flags else np.isfinite(array)).all() for array in arrays)

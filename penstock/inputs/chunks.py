@@ -78,7 +78,7 @@ class Chunker:
         from_text: bool,
     ) -> tuple[Request, Chunks | None]:
         """Rows that fit, each with the special tokens and the prompt of its text around it."""
-        if all(len(row) <= self.spec.limit for row in rows):
+        if all(len(row) <= self.spec.max_model_len for row in rows):
             return self.processor.join(request_id, rows, params, options, from_text=from_text), None
         framed = from_text and options.add_special_tokens
         prompt = self._prompt_tokens(options) if from_text else None
@@ -86,7 +86,9 @@ class Chunker:
         for row in rows:
             head = _common_prefix(row, prompt) if prompt is not None else 0
             head = max(head, self.tokenizer.prefix if framed else 0)
-            parts, sizes = split_row(row, self.spec.limit, head, self.tokenizer.suffix if framed else 0)
+            parts, sizes = split_row(
+                row, self.spec.max_model_len, head, self.tokenizer.suffix if framed else 0
+            )
             pieces += parts
             weights += sizes
             counts.append(len(parts))

@@ -210,10 +210,10 @@ class GenerationInputs:
 
     def _fitted(self, rows: list[Ints], fields: GenerationFields) -> list[Ints]:
         if fields.truncate_prompt_tokens is not None:
-            room = self.spec.limit - (fields.max_tokens or 1)
-            cut_at = settle_limit(fields.truncate_prompt_tokens, self.spec.limit)
+            room = self.spec.max_model_len - (fields.max_tokens or 1)
+            cut_at = settle_limit(fields.truncate_prompt_tokens, self.spec.max_model_len)
             cut_at = max(1, room) if fields.truncate_prompt_tokens == -1 else cut_at
-            rows = fit(rows, cut_at, self.spec.limit, (0, 0), fields.truncation_side)
+            rows = fit(rows, cut_at, self.spec.max_model_len, (0, 0), fields.truncation_side)
         for index, row in enumerate(rows):
             if len(row) == 0:
                 raise BadValue(f"prompt {index} has no tokens; there is nothing to continue", param="prompt")
@@ -281,7 +281,7 @@ class GenerationInputs:
         )
 
     def _max_tokens(self, fields: GenerationFields, prompt: int, echo: bool, default: int | None) -> int:
-        limit, asked = self.spec.limit, fields.max_tokens
+        limit, asked = self.spec.max_model_len, fields.max_tokens
         if asked is not None and (asked < 0 or (asked == 0 and not echo)):
             raise BadValue(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
         wanted = max(asked, 1) if asked is not None else None  # with echo: one is made, and not shown

@@ -58,7 +58,7 @@ class LateInputs:
         self._document_marker = self._marker(late.document_marker)
         self._expansion = _expansion_id(late, tokenizer) if late.expand_to else None
         self._skipped = _skip_ids(late, tokenizer)
-        self.query_length = min(late.query_length or spec.limit, spec.limit)
+        self.query_length = min(late.query_length or spec.max_model_len, spec.max_model_len)
         self.expand_to = min(late.expand_to or 0, self.query_length)
 
     def queries(self, texts: Sequence[str]) -> LateRows:
@@ -96,13 +96,13 @@ class LateInputs:
         self, rows: list[Ints], truncate_prompt_tokens: int | None = None, framing: Framing | None = None
     ) -> LateRows:
         """Documents whose texts are tokens already."""
-        most = settle_limit(truncate_prompt_tokens, self.spec.limit)
+        most = settle_limit(truncate_prompt_tokens, self.spec.max_model_len)
         if most is None and self.late.document_length is not None:
-            most = min(self.late.document_length, self.spec.limit)
+            most = min(self.late.document_length, self.spec.max_model_len)
         if most is None:
             self._refuse_long(rows)
         flat, lengths = _marked(
-            rows, self._document_marker, most or self.spec.limit, framing or self._framing
+            rows, self._document_marker, most or self.spec.max_model_len, framing or self._framing
         )
         return LateRows(_split(flat, lengths), None, self._kept(flat))
 
@@ -115,13 +115,13 @@ class LateInputs:
 
     def _refuse_long(self, rows: list[Ints]) -> None:
         """Where the checkpoint names no length, nothing is cut unasked."""
-        room = self.spec.limit - (self._document_marker is not None)
+        room = self.spec.max_model_len - (self._document_marker is not None)
         for index, row in enumerate(rows):
             if len(row) > room:
-                tokens = len(row) + self.spec.limit - room
+                tokens = len(row) + self.spec.max_model_len - room
                 raise BadValue(
-                    f"input {index} has {tokens} tokens, but the model takes at most {self.spec.limit}; "
-                    "shorten it or set truncate_prompt_tokens to -1",
+                    f"input {index} has {tokens} tokens, but the model takes at most "
+                    f"{self.spec.max_model_len}; shorten it or set truncate_prompt_tokens to -1",
                     param="input",
                 )
 

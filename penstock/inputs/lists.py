@@ -46,10 +46,10 @@ def prepare_lists(
         prompts += _prompts(processor, query, [document for _, document in same], options)
     rows = processor.tokenizer.encode(prompts)
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
-    if (lengths > processor.spec.limit).any():
+    if (lengths > processor.spec.max_model_len).any():
         raise BadValue(
             f"a list of documents takes {int(lengths.max())} tokens, but the model takes at most "
-            f"{processor.spec.limit}; shorten them or set max_tokens_per_doc",
+            f"{processor.spec.max_model_len}; shorten them or set max_tokens_per_doc",
             param="documents",
         )
     settled = msgspec.structs.replace(params, listwise=True, normalize=False)
@@ -59,7 +59,7 @@ def prepare_lists(
 def _prompts(
     processor: InputProcessor, query: str, documents: list[str], options: PairOptions
 ) -> Iterator[str]:
-    tokenizer, limit = processor.tokenizer, processor.spec.limit
+    tokenizer, limit = processor.tokenizer, processor.spec.max_model_len
     cuts = options.truncate_prompt_tokens is not None
     most_query = options.max_tokens_per_query or (min(_QUERY, limit // 8) if cuts else None)
     most = options.max_tokens_per_doc or (min(_DOCUMENT, limit // 8) if cuts else None)

@@ -54,7 +54,7 @@ def text_offsets(processor: InputProcessor, offsets: list[Ints], options: InputO
 
 def cut_as_rows(processor: InputProcessor, values: list[Ints], options: InputOptions) -> list[Ints]:
     """What goes with each token, cut where the rows are cut."""
-    tokenizer, limit = processor.tokenizer, processor.spec.limit
+    tokenizer, limit = processor.tokenizer, processor.spec.max_model_len
     frame = (tokenizer.prefix, tokenizer.suffix) if options.add_special_tokens else (0, 0)
     cut_at = settle_limit(options.truncate_prompt_tokens, limit)
     return fit(values, cut_at, limit, frame, options.truncation_side)

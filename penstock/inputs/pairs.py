@@ -108,7 +108,7 @@ def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairO
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise BadValue(f"{name} is {value}; it must be at least 1", param=name)
-    settle_limit(options.truncate_prompt_tokens, processor.spec.limit)
+    settle_limit(options.truncate_prompt_tokens, processor.spec.max_model_len)
     score = processor.spec.score
     takes = kind in ("list", "bi") or score is None or any("{instruction}" in part for part in score.template)
     if options.instruction is not None and not takes:
@@ -230,9 +230,8 @@ def _paired(
 
 def _type_ids(processor: InputProcessor, sizes: tuple[Ints, Ints]) -> Ints | None:
     """Which of the two texts each token belongs to, where the model was told."""
-    frame, config = processor.tokenizer.pair_frame, processor.spec.config
-    known = config.get("type_vocab_size", 2 if processor.spec.architecture.startswith("Bert") else 0)
-    if known < 2 or not frame.segments.any():
+    frame = processor.tokenizer.pair_frame
+    if processor.spec.num_segments < 2 or not frame.segments.any():
         return None
     counts = np.ones((len(sizes[0]), len(frame.segments)), dtype=np.int32)
     counts[:, len(frame.before)] = sizes[0]
@@ -302,7 +301,7 @@ def _fill(part: str, words: dict[str, str]) -> str:
 
 def _limit(processor: InputProcessor, lengths: Ints, options: PairOptions) -> int:
     """Where rows are cut; without a word about cutting, rows beyond the model's limit are refused."""
-    limit = processor.spec.limit
+    limit = processor.spec.max_model_len
     cut_at = settle_limit(options.truncate_prompt_tokens, limit)
     if cut_at is None and (lengths > limit).any():
         index = int(np.argmax(lengths > limit))

@@ -144,7 +144,7 @@ class InputProcessor:
         """Rows of token ids, cut to the limit, as one flat request."""
         if from_text and self.late is not None and params.task is Task.TOKEN_EMBED:
             return self._late_request(self.late, request_id, rows, params, options)
-        limit = self.spec.limit
+        limit = self.spec.max_model_len
         cut_at = settle_limit(options.truncate_prompt_tokens, limit)
         framed = from_text and options.add_special_tokens
         frame = (self.tokenizer.prefix, self.tokenizer.suffix) if framed else (0, 0)
@@ -211,7 +211,7 @@ class InputProcessor:
         vectors = params.task is Task.SCORE and self.spec.score is None  # which are then compared
         if params.task is Task.EMBED or vectors:
             return self.spec.pooling.methods == ("last",)
-        return self.spec.causal and not params.reads_tokens
+        return self.spec.is_causal and not params.reads_tokens
 
     def prompt(self, options: InputOptions) -> str:
         """What goes before each text. A late-interaction model reads documents unless told otherwise."""

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, fixed, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
 from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
 # Names of `layers.activation` → the number that the kernels know them by.
-KINDS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}
+ACTIVATION_CODES = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}
 _BLOCK = 1024
 
 
 def act_reference(x: Tensor, act: str) -> Tensor:
-    match KINDS[act]:
+    match ACTIVATION_CODES[act]:
         case 0:
             return F.gelu(x)
         case 1:
@@ -38,7 +38,7 @@ def bias_act_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     return act_reference(x if bias is None else x + bias, act)
 
 
-def gated_reference(x: Tensor, act: str, gate_first: bool) -> Tensor:
+def gated_activation_reference(x: Tensor, act: str, gate_first: bool) -> Tensor:
     """act(gate) · up for the two side by side: [tokens, 2 · width] → [tokens, width]."""
     first, second = x.chunk(2, dim=-1)
     gate, up = (first, second) if gate_first else (second, first)
@@ -46,7 +46,7 @@ def gated_reference(x: Tensor, act: str, gate_first: bool) -> Tensor:
 
 
 @jit()
-def _activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     if KIND == 0:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     if KIND == 1:  # 0.5 · (1 + tanh(u)) is sigmoid(2u)
@@ -73,13 +73,19 @@ def _bias_act(
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         value += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, _activated(value, KIND).to(x.dtype.element_ty), mask=inside)
+    tl.store(at, activate(value, KIND).to(x.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=256)
 def _bias_act_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
-    return fixed(
-        _bias_act, (0, 1 if bias else 0), WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], BIAS=bias, num_warps=4
+    return bind(
+        _bias_act,
+        (0, 1 if bias else 0),
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        KIND=ACTIVATION_CODES[act],
+        BIAS=bias,
+        num_warps=4,
     )
 
 
@@ -110,19 +116,19 @@ def _bias_act_quantized(
     value = tl.load(x + row * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         value += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
-    store_quantized(_activated(value, KIND), values, scales, row, cols, inside, WIDTH)
+    store_quantized(activate(value, KIND), values, scales, row, cols, inside, WIDTH)
 
 
 @lru_cache(maxsize=256)
 def _bias_act_quantized_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
-    block = power_of_2(width)
-    return fixed(
+    block = next_power_of_2(width)
+    return bind(
         _bias_act_quantized,
         WIDTH=width,
         BLOCK=block,
-        KIND=KINDS[act],
+        KIND=ACTIVATION_CODES[act],
         BIAS=bias,
-        num_warps=warps_for(block),
+        num_warps=num_warps_for(block),
     )
 
 
@@ -153,16 +159,18 @@ def _gated(
     token = (program // parts).to(tl.int64)
     first = tl.load(x + token * (2 * WIDTH) + cols, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + token * (2 * WIDTH) + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
-    value = _activated(first, KIND) * second if GATE_FIRST else _activated(second, KIND) * first
+    value = activate(first, KIND) * second if GATE_FIRST else activate(second, KIND) * first
     tl.store(out + token * WIDTH + cols, value.to(out.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=256)
 def _gated_of(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
-    return fixed(_gated, WIDTH=width, BLOCK=_BLOCK, KIND=KINDS[act], GATE_FIRST=gate_first, num_warps=4)
+    return bind(
+        _gated, WIDTH=width, BLOCK=_BLOCK, KIND=ACTIVATION_CODES[act], GATE_FIRST=gate_first, num_warps=4
+    )
 
 
-def gated(x: Tensor, act: str, gate_first: bool) -> Tensor:
+def gated_activation(x: Tensor, act: str, gate_first: bool) -> Tensor:
     """As the reference; `x` contiguous."""
     tokens, both = x.shape
     width = both // 2
@@ -188,24 +196,24 @@ def _gated_quantized(
     inside = cols < WIDTH
     first = tl.load(x + row * (2 * WIDTH) + cols, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + row * (2 * WIDTH) + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
-    value = _activated(first, KIND) * second if GATE_FIRST else _activated(second, KIND) * first
+    value = activate(first, KIND) * second if GATE_FIRST else activate(second, KIND) * first
     store_quantized(value, values, scales, row, cols, inside, WIDTH)
 
 
 @lru_cache(maxsize=256)
 def _gated_quantized_of(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
-    block = power_of_2(width)
-    return fixed(
+    block = next_power_of_2(width)
+    return bind(
         _gated_quantized,
         WIDTH=width,
         BLOCK=block,
-        KIND=KINDS[act],
+        KIND=ACTIVATION_CODES[act],
         GATE_FIRST=gate_first,
-        num_warps=warps_for(block),
+        num_warps=num_warps_for(block),
     )
 
 
-def gated_quantized(x: Tensor, act: str, gate_first: bool) -> Quantized:
+def gated_activation_quantized(x: Tensor, act: str, gate_first: bool) -> Quantized:
     """The reference's result in fp8; `x` contiguous."""
     tokens, both = x.shape
     width = both // 2

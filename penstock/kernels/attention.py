@@ -1,8 +1,9 @@
-"""Attention within the rows of a ragged run, read straight from the fused projection's output.
+"""Attention within each row of a ragged batch, read in place from the output of the fused QKV projection.
 
-`short_rows` holds a whole row's scores in registers: one program for each row and head, no loop. Library
-kernels spend most of their tiles on padding there. `flash_rows` walks over the keys tile by tile, for
-rows of any length and for keys that earlier steps have left, in the run or where `keep_rows` has put them.
+`short_attention` keeps all scores of a row in registers: one program per row and head, without a loop.
+Library kernels spend most of their tiles on padding for such rows. `flash_attention` walks over the keys tile
+by tile. It takes rows of any length, and keys of earlier steps, either in the batch or in the KV cache where
+`write_kv_cache` put them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, fixed, jit, power_of_2, repeated, tl, warps_for
+from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, replay, tl
 
-SHORT = 64  # tokens; the longest row whose scores one program holds
+MAX_SHORT_LENGTH = 64  # tokens; the longest row whose scores one program holds
 _LOG2E = 1.4426950408889634
 
 
-class Tiles(NamedTuple):
+class FlashTiling(NamedTuple):
     """Queries and keys that a program holds at a time, and how it is compiled."""
 
     queries: int
@@ -29,12 +30,12 @@ class Tiles(NamedTuple):
     stages: int
 
 
-class Remembered(NamedTuple):
+class CachedKeyValues(NamedTuple):
     """Keys and values of earlier steps, and where those of each row lie, row after row."""
 
     keys: Tensor  # [slots, kv heads, dim]
     values: Tensor  # [slots, kv heads, dim]
-    slots: Tensor  # int32 [remembered]
+    slots: Tensor  # int32 [cached tokens]
 
 
 def _warps(block: int, dim: int) -> int:
@@ -42,10 +43,10 @@ def _warps(block: int, dim: int) -> int:
     return 1 if block <= 32 and dim <= 64 else max(1, block // 16)
 
 
-def tiles_for(dim: int) -> Tiles:
+def flash_tiling_for(dim: int) -> FlashTiling:
     if dim <= 128:
-        return Tiles(64, 64, 4, 3)
-    return Tiles(64, 32, 4, 2)
+        return FlashTiling(64, 64, 4, 3)
+    return FlashTiling(64, 32, 4, 2)
 
 
 _Strides = tuple[int, ...]
@@ -91,7 +92,7 @@ def attention_reference(
     return out.flatten(1)
 
 
-@jit(loose=("cu_lengths", "limits"))
+@jit(unspecialized=("cu_lengths", "limits"))
 def _short(
     query: tl.tensor,
     key: tl.tensor,
@@ -151,7 +152,7 @@ def _short_of(
     warps: int | None,
 ) -> Callable[..., Any]:
     _check_heads(dim, query, key, value)
-    return fixed(
+    return bind(
         _short,
         (0, 1, 2, 3, 4, 5 if limited else 4),
         QUERY_STRIDE=query[0],
@@ -161,7 +162,7 @@ def _short_of(
         GROUP=heads // kv_heads,
         DIM=dim,
         BLOCK=block,
-        BLOCK_DIM=max(16, power_of_2(dim)),
+        BLOCK_DIM=max(16, next_power_of_2(dim)),
         CAUSAL=causal,
         LIMITED=limited,
         num_warps=_warps(block, dim) if warps is None else warps,
@@ -169,7 +170,7 @@ def _short_of(
     )
 
 
-def short_rows(
+def short_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -182,15 +183,17 @@ def short_rows(
     out: Tensor | None = None,
     warps: int | None = None,
 ) -> Tensor:
-    """As the reference, for rows of at most `max_length` ≤ `SHORT` tokens. Tokens may lie apart (views of
-    the fused output); the heads of one may not. Rows of length 0 are allowed. Only the tokens of the given
-    rows are written to `out` [tokens, heads · dim]."""
+    """Compute `attention_reference` for rows of at most `max_length` ≤ `MAX_SHORT_LENGTH` tokens.
+
+    Tokens may be strided (views of the fused projection), the heads of one token may not. Rows may be empty.
+    Only the tokens of the given rows are written to `out` [tokens, heads · dim].
+    """
     tokens, heads, dim = query.shape
     rows = cu_lengths.shape[0] - 1
     if out is None:
         out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
     if rows and tokens:
-        block = max(16, power_of_2(max_length))
+        block = max(16, next_power_of_2(max_length))
         strides = query.stride(), key.stride(), value.stride()
         limited = limits is not None
         launch = _short_of(*strides, heads, key.shape[1], dim, block, causal, limited, warps)
@@ -262,7 +265,7 @@ def _key_tile(
     return total, larger, context
 
 
-@jit(loose=("cu_lengths", "cu_keys", "limits", "slots", "tiles"))
+@jit(unspecialized=("cu_lengths", "cu_keys", "limits", "slots", "tiles"))
 def _flash(
     query: tl.tensor,
     key: tl.tensor,
@@ -384,18 +387,18 @@ def _flash_of(
     causal: bool,
     window: int | None,
     limited: bool,
-    old: int | None,  # the stride of what is remembered
-    tiles: Tiles | None,
+    cached_stride: int | None,
+    tiles: FlashTiling | None,
     keyed: bool,  # there are keys besides the rows' own
 ) -> tuple[Callable[..., Any], int]:
     """And how many queries a program holds."""
     given = 5 + keyed + limited
-    remembered = (1, 2, 4) if old is None else (given, given + 1, given + 2)
+    cached = (1, 2, 4) if cached_stride is None else (given, given + 1, given + 2)
     _check_heads(dim, query, key, value)
-    chosen = tiles_for(dim) if tiles is None else tiles
-    launch = fixed(
+    chosen = flash_tiling_for(dim) if tiles is None else tiles
+    launch = bind(
         _flash,
-        (0, 1, 2, 3, 4, 5 if keyed else 4, given - 1 if limited else 4, *remembered),
+        (0, 1, 2, 3, 4, 5 if keyed else 4, given - 1 if limited else 4, *cached),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
@@ -404,19 +407,19 @@ def _flash_of(
         DIM=dim,
         QUERIES=chosen.queries,
         KEYS=chosen.keys,
-        BLOCK_DIM=max(16, power_of_2(dim)),
+        BLOCK_DIM=max(16, next_power_of_2(dim)),
         CAUSAL=causal,
         WINDOW=-1 if window is None else window,
         LIMITED=limited,
-        PAGED=old is not None,
-        OLD_STRIDE=0 if old is None else old,
+        PAGED=cached_stride is not None,
+        OLD_STRIDE=0 if cached_stride is None else cached_stride,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )
     return launch, chosen.queries
 
 
-def flash_rows(
+def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -428,42 +431,54 @@ def flash_rows(
     causal: bool = False,
     window: int | None = None,
     limits: Tensor | None = None,
-    remembered: Remembered | None = None,
+    cached: CachedKeyValues | None = None,
     out: Tensor | None = None,
-    tiles: Tiles | None = None,
-    again: list[Callable[[], Any]] | None = None,
+    tiles: FlashTiling | None = None,
+    replays: list[Callable[[], Any]] | None = None,
 ) -> Tensor:
-    """As the reference, for rows of at most `max_length` tokens; what `short_rows` says of views, empty rows
-    and `out` holds here too. With `limits` a row's tokens must all see a key. With `remembered` key and value
-    hold the step's own tokens alone, and the keys before them are found by their slots. To `again` is added
-    what makes the same launch once more, for tensors that are written anew; it keeps them alive."""
+    """Compute `attention_reference` for rows of at most `max_length` tokens.
+
+    Strides, empty rows and `out` are as in `short_attention`. With `limits`, each token of a row must see at
+    least one key. With `cached`, key and value hold only the tokens of this step; the keys before them are
+    found by their slots. A callable that repeats the launch with the same tensors is appended to `replays`;
+    it keeps those tensors alive.
+    """
     tokens, heads, dim = query.shape
     if out is None:
         out = torch.empty(tokens, heads * dim, dtype=query.dtype, device=query.device)
-    assert remembered is None or (cu_keys is not None and limits is None)
+    assert cached is None or (cu_keys is not None and limits is None)
     rows = cu_lengths.shape[0] - 1
     if rows and tokens:
         strides = query.stride(), key.stride(), value.stride()
-        old = None if remembered is None else remembered.keys.stride(0)
+        cached_stride = None if cached is None else cached.keys.stride(0)
         limited = limits is not None
         launch, queries = _flash_of(
-            *strides, heads, key.shape[1], dim, causal, window, limited, old, tiles, cu_keys is not None
+            *strides,
+            heads,
+            key.shape[1],
+            dim,
+            causal,
+            window,
+            limited,
+            cached_stride,
+            tiles,
+            cu_keys is not None,
         )
         count = cdiv(max_length, queries)
         more: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
         more = more if limits is None else (*more, limits)
-        more = more if remembered is None else (*more, *remembered)
+        more = more if cached is None else (*more, *cached)
         programs = rows * heads * count
         args = (query, key, value, out, cu_lengths, *more, count, scale * _LOG2E)
-        if again is None:
+        if replays is None:
             launch(programs, *args)
         else:
-            again.append(repeated(launch, programs, *args))
-            again[-1]()
+            replays.append(replay(launch, programs, *args))
+            replays[-1]()
     return out
 
 
-@jit(loose=("slots",))
+@jit(unspecialized=("slots",))
 def _keep(
     key: tl.tensor,
     value: tl.tensor,
@@ -490,18 +505,18 @@ def _keep(
 @lru_cache(maxsize=256)
 def _keep_of(key: _Strides, value: _Strides, heads: int, dim: int) -> Callable[..., Any]:
     _check_heads(dim, key, value)
-    block = power_of_2(heads * dim)
-    return fixed(
+    block = next_power_of_2(heads * dim)
+    return bind(
         _keep,
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
         WIDTH=heads * dim,
         BLOCK=block,
-        num_warps=warps_for(block),
+        num_warps=num_warps_for(block),
     )
 
 
-def keep_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def write_kv_cache(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Write key and value [tokens, kv heads, dim] to their slots (int32 [tokens], -1: none) of the contiguous
     keys and values [slots, kv heads, dim]. What is said of views above holds here too."""
     tokens, heads, dim = key.shape

@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, fused, jit, power_of_2, tl, warps_for
-from penstock.kernels.quantize import FP8, LARGEST
+from penstock.kernels.language import cdiv, jit, next_power_of_2, num_warps_for, tl, use_kernel
+from penstock.kernels.quantize import FP8, FP8_MAX
 
 GROUP = 128  # values that share a scale, along each axis
 _LEAST = 1e-12  # a group of zeros has a scale too
 
 
-class Grouped(NamedTuple):
+class GroupQuantized(NamedTuple):
     """Rows that stand for values · scales, each scale for `GROUP` values."""
 
     values: Tensor  # fp8 [rows, width]
     scales: Tensor  # fp32 [rows, ⌈width / GROUP⌉]
 
 
-class Blocks(NamedTuple):
+class BlockQuantized(NamedTuple):
     """A weight, or one of each expert, that stands for values · scales, each scale for a block.
 
     Where parts whose outputs are no multiples of `GROUP` were joined, each output has scales of its own.
@@ -36,33 +36,33 @@ class Blocks(NamedTuple):
     scales: Tensor  # fp32 [..., ⌈outputs / GROUP⌉ or outputs, ⌈inputs / GROUP⌉]
 
 
-def quantize_groups_reference(x: Tensor) -> Grouped:
+def quantize_groups_reference(x: Tensor) -> GroupQuantized:
     rows, width = x.shape
     groups = cdiv(width, GROUP)
     wide = F.pad(x.float(), (0, groups * GROUP - width)).view(rows, groups, GROUP)
     largest = wide.abs().amax(dim=2, keepdim=True).clamp_min(_LEAST)
-    values = (wide * (LARGEST / largest)).to(FP8).view(rows, -1)[:, :width]
-    return Grouped(values.contiguous(), (largest / LARGEST)[:, :, 0])
+    values = (wide * (FP8_MAX / largest)).to(FP8).view(rows, -1)[:, :width]
+    return GroupQuantized(values.contiguous(), (largest / FP8_MAX)[:, :, 0])
 
 
-def plain_groups(x: Grouped) -> Tensor:
+def dequantize_groups(x: GroupQuantized) -> Tensor:
     """fp32 [rows, width]."""
     scales = x.scales.repeat_interleave(GROUP, dim=1)[:, : x.values.shape[1]]
     return x.values.float() * scales
 
 
-def quantize_blocks(weight: Tensor) -> Blocks:
+def quantize_blocks(weight: Tensor) -> BlockQuantized:
     """[outputs, inputs], each block scaled so that its largest value is fp8's."""
     outputs, inputs = weight.shape
     down, across = cdiv(outputs, GROUP), cdiv(inputs, GROUP)
     wide = F.pad(weight.float(), (0, across * GROUP - inputs, 0, down * GROUP - outputs))
     wide = wide.view(down, GROUP, across, GROUP)
     largest = wide.abs().amax(dim=(1, 3), keepdim=True).clamp_min(_LEAST)
-    values = (wide * (LARGEST / largest)).to(FP8).view(down * GROUP, -1)[:outputs, :inputs]
-    return Blocks(values.contiguous(), (largest / LARGEST).view(down, across))
+    values = (wide * (FP8_MAX / largest)).to(FP8).view(down * GROUP, -1)[:outputs, :inputs]
+    return BlockQuantized(values.contiguous(), (largest / FP8_MAX).view(down, across))
 
 
-def plain_blocks(weight: Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_blocks(weight: BlockQuantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """What one weight stands for, [outputs, inputs]."""
     outputs, inputs = weight.values.shape
     scales = weight.scales
@@ -72,14 +72,16 @@ def plain_blocks(weight: Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
     return (weight.values.float() * scales).to(dtype)
 
 
-def block_product_reference(x: Tensor, weight: Blocks, bias: Tensor | None) -> Tensor:
+def block_matmul_reference(x: Tensor, weight: BlockQuantized, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b on what the quantised rows and the weight stand for, rounded once."""
     wide = None if bias is None else bias.float()
-    return F.linear(plain_groups(quantize_groups_reference(x)), plain_blocks(weight), wide).to(x.dtype)
+    return F.linear(dequantize_groups(quantize_groups_reference(x)), dequantize_blocks(weight), wide).to(
+        x.dtype
+    )
 
 
 @jit()
-def quantized_group(value: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def quantize_group(value: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """One group of each row, fp32 [rows, GROUP] and zero outside → in the type of `like`, and its scales."""
     largest = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
     scaled = value * (448.0 / largest)[:, None]
@@ -101,27 +103,27 @@ def _quantize_groups(
     group = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
     cols = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = tl.load(x + row * STRIDE + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
-    small, scale = quantized_group(value, values)
+    small, scale = quantize_group(value, values)
     tl.store(values + row * WIDTH + cols, small, mask=cols < WIDTH)
     tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
 
 
-def empty_groups(rows: int, width: int, device: torch.device) -> Grouped:
-    return Grouped(
+def empty_groups(rows: int, width: int, device: torch.device) -> GroupQuantized:
+    return GroupQuantized(
         torch.empty((rows, width), dtype=FP8, device=device),
         torch.empty((rows, cdiv(width, GROUP)), dtype=torch.float32, device=device),
     )
 
 
-def quantize_groups(x: Tensor) -> Grouped:
+def quantize_groups(x: Tensor) -> GroupQuantized:
     """As the reference; rows may lie apart. In a kernel where there is one for the device."""
-    if not fused(x):
+    if not use_kernel(x):
         return quantize_groups_reference(x)
     rows, width = x.shape
     assert x.stride(1) == 1
     out = empty_groups(rows, width, x.device)
     groups = cdiv(width, GROUP)
-    block = min(power_of_2(groups), 16)
+    block = min(next_power_of_2(groups), 16)
     if rows:
         _quantize_groups[(rows * cdiv(groups, block),)](
             x,
@@ -130,12 +132,12 @@ def quantize_groups(x: Tensor) -> Grouped:
             WIDTH=width,
             GROUPS=groups,
             BLOCK=block,
-            num_warps=min(warps_for(block * GROUP), 8),
+            num_warps=min(num_warps_for(block * GROUP), 8),
         )
     return out
 
 
-@jit(loose=("rows",))
+@jit(unspecialized=("rows",))
 def _block_product(
     x: tl.tensor,  # [rows, K], in fp8 or, with PLAIN, as it came
     x_scales: tl.tensor,  # fp32 [rows, ⌈K / 128⌉]
@@ -194,7 +196,7 @@ def _block_product(
             a = tl.load(x_at + group * 128, mask=left, other=0.0)
             b = tl.load(w_at + group * 128, mask=left, other=0.0)
         if PLAIN:
-            small, factor = quantized_group(a.to(tl.float32), weight)
+            small, factor = quantize_group(a.to(tl.float32), weight)
         else:
             small, factor = a, by_row
             by_row = next_by_row
@@ -232,18 +234,22 @@ DENSE_TILES: tuple[tuple[int, DenseTile, bool], ...] = (
 )
 
 
-def block_product(x: Tensor, weight: Blocks, bias: Tensor | None = None) -> Tensor:
+def block_matmul(x: Tensor, weight: BlockQuantized, bias: Tensor | None = None) -> Tensor:
     """As the reference: x [rows, inputs] → [rows, outputs]. Rows may lie apart."""
-    if not fused(x):
-        return block_product_reference(x, weight, bias)
+    if not use_kernel(x):
+        return block_matmul_reference(x, weight, bias)
     _, tile, plain = next(entry for entry in DENSE_TILES if len(x) <= entry[0])
-    return dense_product(x if plain else quantize_groups(x), weight, bias, tile, x.dtype)
+    return dense_block_matmul(x if plain else quantize_groups(x), weight, bias, tile, x.dtype)
 
 
-def dense_product(
-    x: Tensor | Grouped, weight: Blocks, bias: Tensor | None, tile: DenseTile, dtype: torch.dtype
+def dense_block_matmul(
+    x: Tensor | GroupQuantized,
+    weight: BlockQuantized,
+    bias: Tensor | None,
+    tile: DenseTile,
+    dtype: torch.dtype,
 ) -> Tensor:
-    values, scales = x if isinstance(x, Grouped) else (x, weight.scales)
+    values, scales = x if isinstance(x, GroupQuantized) else (x, weight.scales)
     rows, inputs = values.shape
     outputs = len(weight.values)
     assert (
@@ -266,7 +272,7 @@ def dense_product(
             N=outputs,
             K=inputs,
             SHARE=1 if len(weight.scales) == outputs and outputs > 1 else GROUP,
-            PLAIN=not isinstance(x, Grouped),
+            PLAIN=not isinstance(x, GroupQuantized),
             BIAS=bias is not None,
             SWAP=tile.swap,
             BLOCK_M=tile.rows,

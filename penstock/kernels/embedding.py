@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import fixed, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import bind, jit, next_power_of_2, num_warps_for, tl
 
 
 def embed_reference(
@@ -34,7 +34,7 @@ def embed_reference(
     return F.layer_norm(out, weight.shape, weight, bias, eps)
 
 
-@jit(loose=("ids", "positions", "types"))
+@jit(unspecialized=("ids", "positions", "types"))
 def _embed(
     ids: tl.tensor,
     words: tl.tensor,
@@ -78,8 +78,8 @@ def _embed(
 
 @lru_cache(maxsize=256)
 def _embed_of(width: int, positions: bool, types: int, norm: bool, bias: bool) -> Callable[..., Any]:
-    block = power_of_2(width)
-    return fixed(
+    block = next_power_of_2(width)
+    return bind(
         _embed,
         WIDTH=width,
         BLOCK=block,
@@ -87,7 +87,7 @@ def _embed_of(width: int, positions: bool, types: int, norm: bool, bias: bool) -
         TYPES=types,
         NORM=norm,
         BIAS=bias,
-        num_warps=warps_for(block),
+        num_warps=num_warps_for(block),
     )
 
 

@@ -12,11 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS, _activated
-from penstock.kernels.blockwise import GROUP, Blocks, Grouped, empty_groups, quantize_groups, quantized_group
-from penstock.kernels.language import cdiv, jit, power_of_2, tl
+from penstock.kernels.activation import ACTIVATION_CODES, activate
+from penstock.kernels.blockwise import (
+    GROUP,
+    BlockQuantized,
+    GroupQuantized,
+    empty_groups,
+    quantize_group,
+    quantize_groups,
+)
+from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
 
-MOST_EXPERTS, MOST_CHOSEN = 1024, 16
+MAX_EXPERTS, MAX_CHOSEN_EXPERTS = 1024, 16
 _SINGLE = 1 << 13  # tokens × experts that one program routes alone, which saves a launch
 _CHUNK = 1 << 13  # tokens × experts of each program otherwise
 
@@ -29,7 +36,7 @@ class Tile(NamedTuple):
     swap: bool = False  # weights stand first in the product: the tensor cores take 64 of them, but 16 rows
 
 
-class Plan(NamedTuple):
+class ExpertTiling(NamedTuple):
     rows: int  # of a tile, in both products
     up: Tile
     down: Tile
@@ -38,25 +45,25 @@ class Plan(NamedTuple):
 
 # Up to so many rows for each expert, on average → tiles. Few rows: the time is that of reading weights, so
 # what counts is how many loads are in flight; a row tile of 16 is the least that the tensor cores take.
-HALF_PLANS: tuple[tuple[float, Plan], ...] = (
-    (0.5, Plan(16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 4, swap=True))),
-    (12, Plan(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
-    (24, Plan(32, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
-    (48, Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
-    (float("inf"), Plan(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))),
+HALF_TILINGS: tuple[tuple[float, ExpertTiling], ...] = (
+    (0.5, ExpertTiling(16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 4, swap=True))),
+    (12, ExpertTiling(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
+    (24, ExpertTiling(32, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
+    (48, ExpertTiling(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
+    (float("inf"), ExpertTiling(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))),
 )
-FP8_PLANS: tuple[tuple[float, Plan], ...] = (
-    (0.5, Plan(16, Tile(64, GROUP, 4, 6, swap=True), Tile(64, GROUP, 4, 5, swap=True))),
-    (12, Plan(16, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
-    (24, Plan(32, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
-    (48, Plan(64, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 4, 4), early=True)),
-    (float("inf"), Plan(128, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 8, 3), early=True)),
+FP8_TILINGS: tuple[tuple[float, ExpertTiling], ...] = (
+    (0.5, ExpertTiling(16, Tile(64, GROUP, 4, 6, swap=True), Tile(64, GROUP, 4, 5, swap=True))),
+    (12, ExpertTiling(16, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
+    (24, ExpertTiling(32, Tile(128, GROUP, 4, 4, swap=True), Tile(64, GROUP, 4, 4, swap=True))),
+    (48, ExpertTiling(64, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 4, 4), early=True)),
+    (float("inf"), ExpertTiling(128, Tile(128, GROUP, 8, 3), Tile(128, GROUP, 8, 3), early=True)),
 )
 
 
-def plan_for(tokens: int, chosen: int, experts: int, *, fp8: bool) -> Plan:
+def expert_tiling_for(tokens: int, chosen: int, experts: int, *, fp8: bool) -> ExpertTiling:
     mean = tokens * chosen / experts
-    return next(plan for most, plan in (FP8_PLANS if fp8 else HALF_PLANS) if mean <= most)
+    return next(plan for most, plan in (FP8_TILINGS if fp8 else HALF_TILINGS) if mean <= most)
 
 
 class Routes(NamedTuple):
@@ -119,7 +126,7 @@ def _write_order(
     tl.store(order + begins[None, :] + before, taken, mask=here)
 
 
-@jit(loose=("experts", "counts", "order", "tiles", "tokens", "count", "rows"))
+@jit(unspecialized=("experts", "counts", "order", "tiles", "tokens", "count", "rows"))
 def _choose(
     logits: tl.tensor,  # [tokens, EXPERTS]
     shares: tl.tensor,
@@ -178,7 +185,7 @@ def _choose(
         tl.store(counts + tl.program_id(0) * BLOCK + number, sizes)
 
 
-@jit(loose=("experts", "counts", "order", "tiles", "tokens", "chunks", "count", "rows"))
+@jit(unspecialized=("experts", "counts", "order", "tiles", "tokens", "chunks", "count", "rows"))
 def _place(
     experts: tl.tensor,
     counts: tl.tensor,
@@ -214,7 +221,7 @@ def _place(
     _write_tiles(tiles, sizes, begins, count, program, chunks, rows, EXPERTS, BLOCK)
 
 
-def tile_count(slots: int, experts: int, rows: int) -> int:
+def max_num_tiles(slots: int, experts: int, rows: int) -> int:
     """Tiles that any choice fits into: of each expert that is chosen all but one row may be waste."""
     return (slots + min(slots, experts) * (rows - 1)) // rows
 
@@ -222,11 +229,11 @@ def tile_count(slots: int, experts: int, rows: int) -> int:
 def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
     """Routes of each token of logits [tokens, experts], in tiles of `rows`."""
     tokens, experts = logits.shape
-    assert logits.is_contiguous() and experts <= MOST_EXPERTS and chosen <= min(experts, MOST_CHOSEN)
-    slots, device, block = tokens * chosen, logits.device, max(16, power_of_2(experts))
-    tiles = tile_count(slots, experts, rows)
-    alone = max(16, power_of_2(tokens)) * block <= _SINGLE
-    chunk = max(16, power_of_2(tokens)) if alone else max(16, _CHUNK // block)
+    assert logits.is_contiguous() and experts <= MAX_EXPERTS and chosen <= min(experts, MAX_CHOSEN_EXPERTS)
+    slots, device, block = tokens * chosen, logits.device, max(16, next_power_of_2(experts))
+    tiles = max_num_tiles(slots, experts, rows)
+    alone = max(16, next_power_of_2(tokens)) * block <= _SINGLE
+    chunk = max(16, next_power_of_2(tokens)) if alone else max(16, _CHUNK // block)
     chunks = cdiv(tokens, chunk)
     numbers = torch.empty(2 * slots + tiles * 4 + chunks * block, dtype=torch.int32, device=device)
     order, table, taken, counts = numbers.split([slots, tiles * 4, slots, chunks * block])
@@ -246,7 +253,7 @@ def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
             rows,
             NORMALIZE=normalize,
             ALONE=alone,
-            BLOCK_CHOSEN=power_of_2(chosen),
+            BLOCK_CHOSEN=next_power_of_2(chosen),
             **sizes,
             num_warps=warps,
         )
@@ -281,7 +288,7 @@ def _scaled_dot(
     return total
 
 
-@jit(loose=("order", "tiles"))
+@jit(unspecialized=("order", "tiles"))
 def _product(
     x: tl.tensor,  # [tokens, K] for the first product, [slots, K] by place for the second
     x_scales: tl.tensor,  # fp32 [.., ⌈K / 128⌉], with FORM 1
@@ -367,7 +374,7 @@ def _product(
                 small, factor = a, by_row
                 by_row = next_by_row
             else:
-                small, factor = quantized_group(a.to(tl.float32), weight)
+                small, factor = quantize_group(a.to(tl.float32), weight)
             total = _scaled_dot(small, b, total, factor * scale, SWAP)
             if GATED:
                 other = _scaled_dot(small, c, other, factor * other_scale, SWAP)
@@ -378,10 +385,10 @@ def _product(
         other = tl.trans(other)
     kept = inside[:, None] & (col[None, :] < N)
     if GATED:
-        value = _activated(total, KIND) * other
+        value = activate(total, KIND) * other
         at = place[:, None].to(tl.int64) * N + col[None, :]
         if out.dtype.element_ty.primitive_bitwidth == 8:
-            small, scale = quantized_group(tl.where(kept, value, 0.0), out)
+            small, scale = quantize_group(tl.where(kept, value, 0.0), out)
             tl.store(out + at, small, mask=kept)
             tl.store(out_scales + place.to(tl.int64) * share + part, scale, mask=inside)
         else:
@@ -418,46 +425,46 @@ def run_experts(
     x: Tensor,  # [tokens, hidden]
     logits: Tensor,  # [tokens, experts], what the router says
     gate_up: Tensor
-    | Blocks,  # [experts, 2 · intermediate, hidden]; of blocks, each half has scales of its own
-    down: Tensor | Blocks,  # [experts, hidden, intermediate]
+    | BlockQuantized,  # [experts, 2 · intermediate, hidden]; of blocks, each half has scales of its own
+    down: Tensor | BlockQuantized,  # [experts, hidden, intermediate]
     *,
     chosen: int,
     normalize: bool,
     act: str,
     residual: Tensor | None = None,
-    plan: Plan | None = None,
+    plan: ExpertTiling | None = None,
 ) -> Tensor:
     """sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual. [tokens, hidden]
 
     Sums are made in a fixed order: the same rows give the same bits.
     """
-    (tokens, hidden), fp8 = x.shape, isinstance(gate_up, Blocks)
-    values = gate_up.values if isinstance(gate_up, Blocks) else gate_up
+    (tokens, hidden), fp8 = x.shape, isinstance(gate_up, BlockQuantized)
+    values = gate_up.values if isinstance(gate_up, BlockQuantized) else gate_up
     experts, inner = len(values), values.shape[1] // 2
     assert x.is_contiguous() and (residual is None or residual.is_contiguous())
     out = torch.empty_like(x)
     if not tokens:
         return out
-    plan = plan or plan_for(tokens, chosen, experts, fp8=fp8)
+    plan = plan or expert_tiling_for(tokens, chosen, experts, fp8=fp8)
     routes = route(logits, chosen, normalize, plan.rows)
     slots = tokens * chosen
-    middle: Tensor | Grouped
+    middle: Tensor | GroupQuantized
     if fp8 and plan.up.cols == GROUP:  # a tile holds whole groups, so the product can quantise what it writes
         middle = empty_groups(slots, inner, x.device)
     else:
         middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     rows = quantize_groups(x) if fp8 and plan.early else x
     said = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
-    expert_product(rows, gate_up, middle, routes, plan.rows, plan.up, chosen, KINDS[act])
-    expert_product(middle, down, said, routes, plan.rows, plan.down, chosen, None)
-    sum_slots(said, residual, out, chosen)
+    expert_matmul(rows, gate_up, middle, routes, plan.rows, plan.up, chosen, ACTIVATION_CODES[act])
+    expert_matmul(middle, down, said, routes, plan.rows, plan.down, chosen, None)
+    sum_expert_outputs(said, residual, out, chosen)
     return out
 
 
-def sum_slots(said: Tensor, residual: Tensor | None, out: Tensor, chosen: int) -> None:
+def sum_expert_outputs(said: Tensor, residual: Tensor | None, out: Tensor, chosen: int) -> None:
     """The sum of each token's slots, said [tokens · chosen, width], + residual, into out [tokens, width]."""
     tokens, width = out.shape
-    block = min(power_of_2(width), 1024)
+    block = min(next_power_of_2(width), 1024)
     _sum[(tokens * cdiv(width, block),)](
         said,
         said if residual is None else residual,
@@ -470,23 +477,23 @@ def sum_slots(said: Tensor, residual: Tensor | None, out: Tensor, chosen: int) -
     )
 
 
-def expert_product(
-    x: Tensor | Grouped,
-    weight: Tensor | Blocks,
-    out: Tensor | Grouped,
+def expert_matmul(
+    x: Tensor | GroupQuantized,
+    weight: Tensor | BlockQuantized,
+    out: Tensor | GroupQuantized,
     routes: Routes,
     rows: int,
     tile: Tile,
     chosen: int,
     kind: int | None,  # of the activation; None: the second product
 ) -> None:
-    values, scales = weight if isinstance(weight, Blocks) else (weight, routes.shares)
-    given, given_scales = x if isinstance(x, Grouped) else (x, routes.shares)
-    into, into_scales = out if isinstance(out, Grouped) else (out, routes.shares)
+    values, scales = weight if isinstance(weight, BlockQuantized) else (weight, routes.shares)
+    given, given_scales = x if isinstance(x, GroupQuantized) else (x, routes.shares)
+    into, into_scales = out if isinstance(out, GroupQuantized) else (out, routes.shares)
     experts, outputs, inputs = values.shape
     assert values.is_contiguous() and scales.is_contiguous() and (GROUP % tile.cols == 0)
     outputs //= 1 if kind is None else 2
-    form = 0 if not isinstance(weight, Blocks) else 1 if isinstance(x, Grouped) else 2
+    form = 0 if not isinstance(weight, BlockQuantized) else 1 if isinstance(x, GroupQuantized) else 2
     _product[(len(routes.tiles) * cdiv(outputs, tile.cols),)](
         given,
         given_scales,

@@ -15,11 +15,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS, gated_reference
-from penstock.kernels.language import HOPPER, cdiv, compiling, fused, gluon
-from penstock.kernels.quantize import Rows
+from penstock.kernels.activation import ACTIVATION_CODES, gated_activation_reference
+from penstock.kernels.language import HAS_GLUON, cdiv, gluon_jit, is_precompiling, use_kernel
+from penstock.kernels.quantize import Activations
 
-if HOPPER:
+if HAS_GLUON:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
@@ -44,10 +44,10 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 def gate_up_reference(x: Tensor, weight: Tensor, act: str, gate_first: bool) -> Tensor:
     """x [tokens, inner], weight [2 · width, inner] → act(gate) · up [tokens, width]."""
-    return gated_reference(x @ weight.t(), act, gate_first)
+    return gated_activation_reference(x @ weight.t(), act, gate_first)
 
 
-@gluon()
+@gluon_jit()
 def _act(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
     if KIND == 0:
         return 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
@@ -58,7 +58,7 @@ def _act(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
     return gl.maximum(x, 0.0)
 
 
-@gluon()
+@gluon_jit()
 def _corner(tile: gl.tensor, grid: gl.tuple, ROWS: gl.constexpr, COLS: gl.constexpr) -> gl.tuple:
     """Its first row and column. Tiles go down `group` rows before the next column."""
     down, across, group = grid
@@ -68,7 +68,7 @@ def _corner(tile: gl.tensor, grid: gl.tuple, ROWS: gl.constexpr, COLS: gl.conste
     return (first + within % rows) * ROWS, within // rows * COLS
 
 
-@gluon()
+@gluon_jit()
 def _copy(
     sources: gl.tuple,
     shared: gl.tuple,
@@ -97,7 +97,7 @@ def _copy(
             step += 1
 
 
-@gluon()
+@gluon_jit()
 def _multiply(
     out: gl.tensor,
     place: gl.tensor,
@@ -139,7 +139,7 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon(loose=("tokens", "width", "inner", "group"))
+@gluon_jit(unspecialized=("tokens", "width", "inner", "group"))
 def _gate_up(
     x: gl.tensor,
     weight: gl.tensor,
@@ -212,7 +212,7 @@ class GateUp:
             "COLS": _COLS,
             "INNER": _INNER,
             "STAGES": _STAGES,
-            "KIND": KINDS[act],
+            "KIND": ACTIVATION_CODES[act],
             "GATE_FIRST": gate_first,
             "num_warps": 4,  # of the first group; the other warps come beside it
             "maxnreg": 168,  # of all twelve: those that copy leave theirs to those that multiply
@@ -221,7 +221,7 @@ class GateUp:
     @classmethod
     def of(cls, weight: Tensor, act: str, gate_first: bool) -> GateUp | None:
         """None: not for this weight, or not on this device."""
-        if not HOPPER or not weight.is_cuda or weight.dtype not in _DTYPES or act not in KINDS:
+        if not HAS_GLUON or not weight.is_cuda or weight.dtype not in _DTYPES or act not in ACTIVATION_CODES:
             return None
         both, inner = weight.shape
         aligned = both % 16 == 0 and inner % 8 == 0 and weight.data_ptr() % 16 == 0
@@ -229,14 +229,14 @@ class GateUp:
             return None
         return cls(weight, act, gate_first)
 
-    def serves(self, x: Rows) -> TypeGuard[Tensor]:
+    def serves(self, x: Activations) -> TypeGuard[Tensor]:
         """Whether these are for it, and enough of them."""
-        if not isinstance(x, Tensor) or x.dtype is not self.dtype or not fused(x):
+        if not isinstance(x, Tensor) or x.dtype is not self.dtype or not use_kernel(x):
             return False
         tiles = cdiv(len(x), _ROWS) * cdiv(self.width, _COLS)
         rounds = cdiv(tiles, self.programs)
         pays = rounds >= _ROUNDS and tiles >= _FULL * rounds * self.programs
-        return (pays or compiling()) and x.is_contiguous() and x.data_ptr() % 16 == 0
+        return (pays or is_precompiling()) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         tokens = len(x)

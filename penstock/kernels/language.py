@@ -1,12 +1,13 @@
-"""Triton, where it is there and something can run it, and whether a tensor is worth a kernel.
+"""Triton, where it is installed and something can run it, and the decision which tensors go to kernels.
 
-Elsewhere (a CPU without Triton's interpreter) its names stand empty: a kernel's file can still be
-imported for the reference that it holds, and start-up does not pay for Triton.
+Elsewhere (on a CPU without Triton's interpreter) its names are None. A kernel's module can still be imported
+for its reference implementation, and start-up does not pay for importing Triton.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,116 +17,144 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-FOUND = importlib.util.find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
+log = logging.getLogger("penstock.kernels")
 
-if FOUND:
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None and (IS_INTERPRETED or torch.cuda.is_available())
+
+if HAS_TRITON:
     import triton
     import triton.language as tl
 else:
     triton = tl = None
 
 __all__ = [
-    "FOUND",
-    "HOPPER",
-    "INTERPRETED",
-    "ahead",
+    "HAS_GLUON",
+    "HAS_TRITON",
+    "IS_INTERPRETED",
+    "bind",
     "cdiv",
-    "compiling",
-    "fixed",
-    "fused",
-    "gluon",
+    "gluon_jit",
+    "is_precompiling",
     "jit",
-    "power_of_2",
-    "repeated",
-    "switch",
+    "next_power_of_2",
+    "num_warps_for",
+    "precompile",
+    "replay",
+    "set_kernel_devices",
     "tl",
-    "warps_for",
+    "use_kernel",
 ]
 
-_LAUNCHED = "3.6."  # the release whose compiled kernels are launched directly; others go Triton's own way
-_DIRECT = FOUND and not INTERPRETED and triton.__version__.startswith(_LAUNCHED)
-HOPPER = _DIRECT  # kernels in that processor's own terms are written for this release's form of them
-_devices: tuple[str, ...] = ("cuda",) if FOUND else ()  # those whose tensors go to kernels
+
+def can_launch_directly() -> bool:
+    """Whether compiled kernels can be launched without Triton's own path; warn if the release is the
+    reason."""
+    if not HAS_TRITON or IS_INTERPRETED:
+        return False
+    from penstock.kernels.triton_internals import find_mismatch
+
+    mismatch = find_mismatch()
+    if mismatch is not None:
+        log.warning("%s: kernels are launched by Triton itself, which takes more host time", mismatch)
+    return mismatch is None
 
 
-def switch(*devices: str) -> None:
-    """For comparisons and tests: kernels take the tensors of these devices, of none if none is named."""
+_LAUNCHES_DIRECTLY = can_launch_directly()
+HAS_GLUON = _LAUNCHES_DIRECTLY  # Gluon is experimental: its kernels are written for the tested releases
+_devices: tuple[str, ...] = ("cuda",) if HAS_TRITON else ()  # device types whose tensors go to kernels
+
+
+def set_kernel_devices(*devices: str) -> None:
+    """Send the tensors of these device types to kernels, for comparisons and tests. None named: of no
+    device."""
     global _devices
     _devices = devices
 
 
-def fused(x: Tensor) -> bool:
-    """Whether work on this tensor goes to a kernel."""
-    if x.is_cuda:  # asked many times a layer, and the name of a device is slow to come by
+def use_kernel(x: Tensor) -> bool:
+    """Whether an operation on this tensor runs in a kernel."""
+    if x.is_cuda:  # asked several times a layer, and the device's name is slow to read
         return "cuda" in _devices
     return bool(_devices) and x.device.type in _devices
 
 
-def jit(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a kernel. Arguments in `loose` change from step to step: a kernel is not compiled anew because
-    a count became a multiple of 16, or a slice of the step's integers is aligned differently."""
-    if not FOUND:
+def jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Make a kernel. `unspecialized` names arguments that change from step to step.
+
+    Triton would otherwise compile again when a count becomes a multiple of 16, or when a slice of the step's
+    integers has another alignment.
+    """
+    if not HAS_TRITON:
         return lambda function: function
-    if _DIRECT:
+    if _LAUNCHES_DIRECTLY:
         from penstock.kernels.launch import Kernel
 
-        return lambda function: Kernel(function, loose)
-    made: Callable[[Callable[..., Any]], Any] = triton.jit(
-        do_not_specialize=list(loose), do_not_specialize_on_alignment=list(loose)
+        return lambda function: Kernel(function, unspecialized)
+    names = list(unspecialized)
+    decorate: Callable[[Callable[..., Any]], Any] = triton.jit(
+        do_not_specialize=names, do_not_specialize_on_alignment=names
     )
-    return made
+    return decorate
 
 
-def gluon(*, loose: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a kernel that says itself which warps do what; where `HOPPER` is, and nothing elsewhere."""
-    if not HOPPER:
+def gluon_jit(*, unspecialized: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Make a Gluon kernel, where `HAS_GLUON`. Elsewhere the function stays as it is and is never launched."""
+    if not HAS_GLUON:
         return lambda function: function
-    from penstock.kernels.launch import OwnKernel
+    from penstock.kernels.launch import GluonKernel
 
-    return lambda function: OwnKernel(function, loose)
+    return lambda function: GluonKernel(function, unspecialized)
 
 
-def ahead(threads: int) -> AbstractContextManager[None] | None:
-    """In which kernels are compiled by several threads instead of being run. None: they cannot be."""
-    if not _DIRECT:
+def precompile(threads: int) -> AbstractContextManager[None] | None:
+    """A context in which launches only compile, in several threads. None: this Triton cannot do that."""
+    if not _LAUNCHES_DIRECTLY:
         return None
     from penstock.kernels import launch
 
-    return launch.ahead(threads)
+    return launch.precompile(threads)
 
 
-def compiling() -> bool:
-    """Whether kernels are compiled instead of being run, so that all that a model has should be launched."""
-    if not _DIRECT:
+def is_precompiling() -> bool:
+    """Whether launches only compile. A model should then launch every kernel that it may use later."""
+    if not _LAUNCHES_DIRECTLY:
         return False
     from penstock.kernels import launch
 
-    return launch.compiling()
+    return launch.is_precompiling()
 
 
-def fixed(kernel: Any, places: tuple[int, ...] | None = None, **constants: Any) -> Callable[..., Any]:
-    """A kernel with its constants: called with the number of its programs and its other arguments, tensors
-    first. Whoever launches it keeps this, for constants are looked at once. `places` says which of the
-    given tensors each of the kernel's is, where one stands for several."""
-    if (own := getattr(kernel, "fixed", None)) is not None:
-        made: Callable[..., Any] = own(places, **constants)
-        return made
-    if places is None:
+def bind(kernel: Any, tensor_order: tuple[int, ...] | None = None, **constants: Any) -> Callable[..., Any]:
+    """A kernel with its constants: call it with the number of programs and the other arguments, tensors
+    first.
+
+    Keep the result, because the constants are inspected only once. `tensor_order` gives, for each tensor
+    parameter of the kernel, the index of the given tensor that it takes; one tensor may be taken several
+    times.
+    """
+    if (bind_directly := getattr(kernel, "bind", None)) is not None:
+        bound: Callable[..., Any] = bind_directly(tensor_order, **constants)
+        return bound
+    if tensor_order is None:
         return lambda programs, *args: kernel[(programs,)](*args, **constants)
-    given = max(places) + 1
-    return lambda programs, *args: kernel[(programs,)](*(args[i] for i in places), *args[given:], **constants)
+    given = max(tensor_order) + 1
+    return lambda programs, *args: kernel[(programs,)](
+        *(args[i] for i in tensor_order), *args[given:], **constants
+    )
 
 
-def repeated(launch: Callable[..., Any], programs: int, *args: Any) -> Callable[[], Any]:
-    """A launch of what `fixed` gave, to be made again and again with the same arguments on the same stream;
-    what can be found out once is found out by the first."""
-    prepare: Callable[..., Callable[[], Any]] | None = getattr(launch, "prepared", None)
+def replay(launch: Callable[..., Any], programs: int, *args: Any) -> Callable[[], Any]:
+    """A call that repeats a launch of a bound kernel with the same arguments on the same stream.
+
+    Its first call checks the arguments, the others do not.
+    """
+    prepare: Callable[..., Callable[[], Any]] | None = getattr(launch, "replay", None)
     return partial(launch, programs, *args) if prepare is None else prepare(programs, *args)
 
 
-def power_of_2(size: int) -> int:
-    """The smallest one that is not less."""
+def next_power_of_2(size: int) -> int:
+    """The smallest power of 2 that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -133,6 +162,6 @@ def cdiv(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def warps_for(elements: int) -> int:
-    """Warps for a program that holds so many elements: eight a thread, at most 16 warps."""
+def num_warps_for(elements: int) -> int:
+    """Warps of a program that holds this many elements: eight elements a thread, at most 16 warps."""
     return min(max(elements // 256, 1), 16)

@@ -1,8 +1,8 @@
-"""Launches of a kernel that was compiled before, without Triton's own way there.
+"""Launches of compiled kernels that skip Triton's own launch path.
 
-For each launch Triton binds and inspects all arguments anew, which costs the host more than the rest of a
-small kernel's launch. What decides which compiled form serves is little and known here; where anything
-is out of the ordinary, Triton launches as ever.
+Triton binds and inspects all arguments for each launch. For a small kernel that takes more host time than the
+rest of the launch. Few properties of the arguments decide which compiled kernel to use, and this module knows
+them. Any launch that is out of the ordinary goes through Triton.
 """
 
 from __future__ import annotations
@@ -16,58 +16,66 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import AsyncCompileMode, knobs
-from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+
+from penstock.kernels import triton_internals
+from penstock.kernels.triton_internals import (
+    GluonJITFunction,
+    JITFunction,
+    TensorDescriptor,
+    current_device_and_stream,
+    has_launch_hooks,
+    launch_by_triton,
+)
 
 _INT32 = 1 << 31
-MOST = 1024  # compiled forms that a kernel remembers
-_ahead = False  # kernels are compiled and not run
+MAX_COMPILED = 1024  # compiled kernels that a `Kernel` remembers
+_precompiling = False  # kernels are compiled and not run
 
 
-class Form(NamedTuple):
-    """A compiled kernel, ready to be launched with other arguments of the same kinds."""
+class Compiled(NamedTuple):
+    """A compiled kernel, ready to be launched with other arguments of the same types."""
 
-    run: Callable[..., Any]
-    before: tuple[Any, ...]  # what it is given between the stream and the kernel's own arguments
-    constants: tuple[Any, ...]  # in the order of the signature, which ends with them
+    call: Callable[..., Any]
+    leading: tuple[Any, ...]  # arguments between the stream and the kernel's own
+    constants: tuple[Any, ...]  # values of the constexpr parameters, which come last
 
 
 _address = Tensor.data_ptr
 _dtype = attrgetter("dtype")
 
 
-class Reads(NamedTuple):
-    """Which of a kernel's arguments are what, so that each is looked at once and without a loop in Python."""
+class ArgumentTypes(NamedTuple):
+    """Which of a kernel's arguments have which type. Each group is then checked without a Python loop over
+    all."""
 
     tensors: tuple[int, ...]
     absent: tuple[int, ...]  # None, which is compiled in
-    aligned: tuple[int, ...]  # those whose address counts
-    described: tuple[int, ...]  # tensors that the copy engine reads or writes in pieces
+    aligned: tuple[int, ...]  # tensors for which Triton specializes on the alignment
+    descriptors: tuple[int, ...]  # tensor descriptors, for the copy engine
     floats: tuple[int, ...]
-    integers: tuple[int, ...]  # that are loose
-    others: bool  # there are arguments that only Triton knows how to take
-    total: int
+    integers: tuple[int, ...]  # unspecialized ones
+    has_others: bool  # there are arguments that only Triton can take
+    num_args: int
 
     @staticmethod
-    def of(args: tuple[Any, ...], loose: tuple[bool, ...]) -> Reads:
-        places = range(len(args))
-        tensors = tuple(i for i in places if isinstance(args[i], Tensor))
-        floats = tuple(i for i in places if type(args[i]) is float)
-        integers = tuple(i for i in places if type(args[i]) is int and loose[i])
-        aligned = tuple(i for i in tensors if not loose[i])
-        absent = tuple(i for i in places if args[i] is None)
-        described = tuple(i for i in places if isinstance(args[i], TensorDescriptor))
-        known = len(tensors) + len(absent) + len(described) + len(floats) + len(integers)
-        others = known < len(args)
-        return Reads(tensors, absent, aligned, described, floats, integers, others, len(args))
+    def of(args: tuple[Any, ...], unspecialized: tuple[bool, ...]) -> ArgumentTypes:
+        indices = range(len(args))
+        tensors = tuple(i for i in indices if isinstance(args[i], Tensor))
+        floats = tuple(i for i in indices if type(args[i]) is float)
+        integers = tuple(i for i in indices if type(args[i]) is int and unspecialized[i])
+        aligned = tuple(i for i in tensors if not unspecialized[i])
+        absent = tuple(i for i in indices if args[i] is None)
+        descriptors = tuple(i for i in indices if isinstance(args[i], TensorDescriptor))
+        known = len(tensors) + len(absent) + len(descriptors) + len(floats) + len(integers)
+        has_others = known < len(args)
+        return ArgumentTypes(tensors, absent, aligned, descriptors, floats, integers, has_others, len(args))
 
-    def kinds(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What a compiled form depends on. None: that is for Triton to say, as where a tensor begins at an
-        odd address, or a number might be compiled in."""
-        if self.others or len(args) != self.total:
+    def key(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What the choice of the compiled kernel depends on.
+
+        None: Triton has to decide, because a tensor is not aligned or a number may be compiled in.
+        """
+        if self.has_others or len(args) != self.num_args:
             return None
         for i in self.absent:
             if args[i] is not None:
@@ -81,41 +89,35 @@ class Reads(NamedTuple):
         try:
             if reduce(or_, map(_address, [args[i] for i in self.aligned]), 0) & 15:
                 return None
-            kinds = tuple(map(_dtype, [args[i] for i in self.tensors]))
-            if not self.described:
-                return kinds
-            pieces = [args[i] for i in self.described]
-            return *kinds, *((piece.base.dtype, *piece.block_shape, piece.layout) for piece in pieces)
+            dtypes = tuple(map(_dtype, [args[i] for i in self.tensors]))
+            if not self.descriptors:
+                return dtypes
+            described = [args[i] for i in self.descriptors]
+            return *dtypes, *((each.base.dtype, *each.block_shape, each.layout) for each in described)
         except (AttributeError, TypeError):  # a number where a tensor was
             return None
 
 
-def _straight(run: Callable[..., Any], function: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Without what Triton does around each launch for kernels that need memory of their own: whom to call,
-    and what comes behind the stream."""
-    launch = getattr(run, "launch", None)
-    sizes = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
-    flags = [getattr(run, name, None) for name in ("launch_cooperative_grid", "launch_pdl")]
-    if launch is None or sizes != [0, 0] or None in flags:
-        return run, (function,)
-    return launch, (function, *flags, None, None)
-
-
 class Kernel(JITFunction):  # type: ignore[misc]
-    """A `JITFunction` that remembers its compiled forms by the kinds of their arguments.
+    """A `JITFunction` that remembers its compiled kernels by the types of their arguments.
 
-    Positional arguments are tensors and numbers, keywords are constants and options.
+    Positional arguments are tensors and numbers, keyword arguments are constants and compile options.
     """
 
-    def __init__(self, function: Callable[..., Any], loose: tuple[str, ...]) -> None:
-        super().__init__(function, do_not_specialize=list(loose), do_not_specialize_on_alignment=list(loose))
-        self.forms: dict[tuple[Any, ...], Form] = {}
-        self.quick = 0  # launches that took the short way
-        self._loose = tuple(name in loose for name in self.arg_names)
-        self._reads: Reads | None = None  # of the first launch, as all others are
-        self._constants = [parameter.name for parameter in self.params if parameter.is_constexpr]
-        places = [parameter.num for parameter in self.params if parameter.is_constexpr]
-        self._last = places == list(range(len(self.params) - len(places), len(self.params)))
+    def __init__(self, function: Callable[..., Any], unspecialized: tuple[str, ...]) -> None:
+        names = list(unspecialized)
+        super().__init__(function, do_not_specialize=names, do_not_specialize_on_alignment=names)
+        self.compiled_kernels: dict[tuple[Any, ...], Compiled] = {}
+        self.num_direct_launches = 0
+        parameters = triton_internals.parameters(self)
+        self.hooks = triton_internals.pre_run_hooks(self)
+        self._num_parameters = len(parameters)
+        self._unspecialized = tuple(parameter.name in unspecialized for parameter in parameters)
+        self._types: ArgumentTypes | None = None  # from the first launch; all others have the same
+        self._constants = [parameter.name for parameter in parameters if parameter.is_constexpr]
+        self._constants_come_last = all(
+            parameter.is_constexpr for parameter in parameters[len(parameters) - len(self._constants) :]
+        )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, **constants: Any) -> Any:
@@ -123,210 +125,193 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
         return launch
 
-    def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
-        return super().run(*args, grid=grid, warmup=warmup or _ahead, **constants)
-
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        if (reads := self._reads) is None:
-            reads = self._reads = Reads.of(args, self._loose)
-        kinds = reads.kinds(args)
-        if kinds is None or len(grid) != 1 or self.pre_run_hooks or _watched(knobs.runtime):
-            return self.run(*args, grid=grid, warmup=False, **constants)
-        device, stream = _where()
+        if (types := self._types) is None:
+            types = self._types = ArgumentTypes.of(args, self._unspecialized)
+        type_key = types.key(args)
+        if type_key is None or len(grid) != 1 or self.hooks or has_launch_hooks():
+            return self.launch_by_triton(grid, args, constants)
+        device, stream = current_device_and_stream()
         values = tuple(constants.values())
-        key = (device, kinds, tuple(constants), values, tuple(map(type, values)))
-        form = self.forms.get(key)
-        if form is None:
-            compiled = self.run(*args, grid=grid, warmup=False, **constants)
-            form = self.form_of(compiled, len(args), constants)
-            if form is not None and len(self.forms) < MOST:
-                self.forms[key] = form
+        key = (device, type_key, tuple(constants), values, tuple(map(type, values)))
+        found = self.compiled_kernels.get(key)
+        if found is None:
+            compiled = self.launch_by_triton(grid, args, constants)
+            found = self.as_compiled(compiled, len(args), constants)
+            if found is not None and len(self.compiled_kernels) < MAX_COMPILED:
+                self.compiled_kernels[key] = found
             return compiled
-        self.quick += 1
-        form.run(grid[0], 1, 1, stream, *form.before, *args, *form.constants)
+        self.num_direct_launches += 1
+        found.call(grid[0], 1, 1, stream, *found.leading, *args, *found.constants)
         return None
 
-    def fixed(self, places: tuple[int, ...] | None, **constants: Any) -> Bound:
-        """The kernel with its constants and options; see `language.fixed`."""
-        return Bound(self, constants, places)
+    def launch_by_triton(self, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any]) -> Any:
+        """Launch on Triton's own path and return the compiled kernel. While precompiling, only compile."""
+        return launch_by_triton(self, grid, args, constants, compile_only=_precompiling)
 
-    def reads(self, args: tuple[Any, ...]) -> Reads:
-        return Reads.of(args, self._loose)
+    def bind(self, tensor_order: tuple[int, ...] | None, **constants: Any) -> BoundKernel:
+        """The kernel with its constants and compile options; see `language.bind`."""
+        return BoundKernel(self, constants, tensor_order)
 
-    def form_of(self, compiled: Any, given: int, constants: dict[str, Any]) -> Form | None:
-        """How to launch this again. None: its make is not known, or not all of its arguments were given."""
-        run, function, metadata = (
-            getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")
-        )
-        complete = given + len(self._constants) == len(self.params) and self._last
-        complete = complete and all(name in constants for name in self._constants)
-        if not complete or run is None or function is None or metadata is None:
+    def types_of(self, args: tuple[Any, ...]) -> ArgumentTypes:
+        return ArgumentTypes.of(args, self._unspecialized)
+
+    def as_compiled(self, compiled: Any, num_args: int, constants: dict[str, Any]) -> Compiled | None:
+        """How to launch what Triton compiled. None: it looks unfamiliar, or some arguments were left out."""
+        has_all = num_args + len(self._constants) == self._num_parameters and self._constants_come_last
+        if not has_all or not all(name in constants for name in self._constants):
             return None
-        call, before = _straight(run, function)
-        values = tuple(constants[name] for name in self._constants)
-        return Form(call, (*before, metadata, None, None, None), values)
+        launcher = triton_internals.direct_launcher(compiled)
+        if launcher is None:
+            return None
+        return Compiled(*launcher, tuple(constants[name] for name in self._constants))
 
 
-class OwnKernel(Kernel, GluonJITFunction):  # type: ignore[misc]
-    """One that says itself which warps do what and how tensors lie in them."""
+class GluonKernel(Kernel, GluonJITFunction):  # type: ignore[misc]
+    """A kernel in Gluon, which assigns work to warps and chooses register layouts itself."""
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that make a kernel ready for its first launch: that it is loaded and can be called from here
-    takes as long as compiling it."""
+    """Threads that compile kernels and load them, since loading one takes as long as compiling it."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads, "penstock-compile", torch.cuda.set_device, (torch.cuda.current_device(),))
 
     def submit(self, compiled: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        def ready() -> Any:
+        def compile_and_load() -> Any:
             kernel = compiled(*args, **options)
-            with suppress(Exception):  # its first launch will say so itself
-                _ = kernel.run
+            with suppress(Exception):  # its first launch raises the same error
+                triton_internals.direct_launcher(kernel)
             return kernel
 
-        return super().submit(ready)
+        return super().submit(compile_and_load)
 
 
 @contextmanager
-def ahead(threads: int) -> Iterator[None]:
-    """Kernels that are launched in here are compiled side by side, and none is run: what they would have
-    written is left as it was found. On leaving, all are there."""
-    global _ahead
-    with _Compilers(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
-        _ahead = True
+def precompile(threads: int) -> Iterator[None]:
+    """A context in which launches only compile, in several threads. Outputs keep their old contents.
+
+    All kernels are compiled when the context ends.
+    """
+    global _precompiling
+    with _Compilers(threads) as pool, triton_internals.compile_in(pool):
+        _precompiling = True
         try:
             yield
         finally:
-            _ahead = False
+            _precompiling = False
 
 
-def compiling() -> bool:
-    return _ahead
+def is_precompiling() -> bool:
+    return _precompiling
 
 
-class Bound:
-    """A kernel with its constants, for launches that differ in tensors and numbers alone; made once for each
-    set of constants and kept by whoever launches. Tensors come first.
+class BoundKernel:
+    """A kernel with its constants, for launches that differ only in tensors and numbers; tensors come first.
 
-    The launcher is handed addresses: it asks the driver about every tensor otherwise.
+    The caller makes one for each set of constants and keeps it. The launcher gets addresses instead of
+    tensors, because it would ask the driver about each tensor.
     """
 
-    def __init__(self, kernel: Kernel, constants: dict[str, Any], places: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, kernel: Kernel, constants: dict[str, Any], tensor_order: tuple[int, ...] | None
+    ) -> None:
         self.kernel = kernel
         self.constants = constants
-        self.forms: dict[tuple[Any, ...], Form] = {}
-        self._places = places
-        self._spread = None if places is None else _picked(places)
-        self._tensors = 0  # leading arguments, once a launch has shown them
-        self._types: tuple[type, ...] | None = None  # of the numbers behind; None: nothing has been launched
-        self._aligned: tuple[int, ...] = ()  # tensors whose address counts
+        self.compiled_kernels: dict[tuple[Any, ...], Compiled] = {}
+        self._tensor_order = tensor_order
+        self._reorder = None if tensor_order is None else _picker(tensor_order)
+        self._num_tensors = 0  # leading arguments that are tensors, known from the first launch on
+        self._number_types: tuple[type, ...] | None = (
+            None  # of the arguments after them; None: never launched
+        )
+        self._aligned: tuple[int, ...] = ()  # tensors for which Triton specializes on the alignment
         self._integers: tuple[int, ...] = ()
 
-    def prepared(self, programs: int, *args: Any) -> Callable[[], Any]:
-        """See `language.repeated`."""
-        made: Callable[[], Any] | None = None
+    def replay(self, programs: int, *args: Any) -> Callable[[], Any]:
+        """See `language.replay`."""
+        prepared: Callable[[], Any] | None = None
 
         def launch() -> Any:
-            nonlocal made
-            if made is not None:
-                return made()
-            before = self.kernel.quick
+            nonlocal prepared
+            if prepared is not None:
+                return prepared()
+            before = self.kernel.num_direct_launches
             found = self(programs, *args)
-            if self.kernel.quick > before:  # all was as it should be, and will be the next time
-                made = self._as_launched(programs, args)
+            if self.kernel.num_direct_launches > before:  # every check passed, and will pass again
+                prepared = self._prepare(programs, args)
             return found
 
         return launch
 
-    def _as_launched(self, programs: int, args: tuple[Any, ...]) -> Callable[[], Any]:
-        """The launch that was just made the short way, once more."""
-        tensors = args[: self._tensors]
-        device, stream = _where()
-        form = self.forms[device, (*map(_dtype, tensors),)]
+    def _prepare(self, programs: int, args: tuple[Any, ...]) -> Callable[[], Any]:
+        """A call that repeats the direct launch that was just made."""
+        tensors = args[: self._num_tensors]
+        device, stream = current_device_and_stream()
+        found = self.compiled_kernels[device, (*map(_dtype, tensors),)]
         addresses = [*map(_address, tensors)]
-        where = addresses if self._spread is None else self._spread(addresses)
-        numbers = args[self._tensors :]
-        return partial(form.run, programs, 1, 1, stream, *form.before, *where, *numbers, *form.constants)
+        ordered = addresses if self._reorder is None else self._reorder(addresses)
+        numbers = args[self._num_tensors :]
+        return partial(
+            found.call, programs, 1, 1, stream, *found.leading, *ordered, *numbers, *found.constants
+        )
 
     def __call__(self, programs: int, *args: Any) -> Any:
-        kernel, numbers = self.kernel, args[self._tensors :]
-        if self._types != (*map(type, numbers),) or kernel.pre_run_hooks or _watched(knobs.runtime):
-            return self._otherwise(programs, args)
+        kernel, numbers = self.kernel, args[self._num_tensors :]
+        if self._number_types != (*map(type, numbers),) or kernel.hooks or has_launch_hooks():
+            return self._launch_unusual(programs, args)
         for i in self._integers:
             if not -_INT32 <= args[i] < _INT32:
-                return self._by_triton(programs, args)
-        tensors = args[: self._tensors]
+                return self._launch_by_triton(programs, args)
+        tensors = args[: self._num_tensors]
         try:
             addresses = [*map(_address, tensors)]
             dtypes = (*map(_dtype, tensors),)
         except (AttributeError, TypeError):  # a number where a tensor was
-            return self._by_triton(programs, args)
+            return self._launch_by_triton(programs, args)
         for i in self._aligned:
             if addresses[i] & 15:
-                return self._by_triton(programs, args)
-        device, stream = _where()
-        form = self.forms.get((device, dtypes))
-        if form is None:
-            compiled = self._by_triton(programs, args)
-            form = kernel.form_of(compiled, len(self._all(args)), self.constants)
-            if form is not None:
-                self.forms[device, dtypes] = form
+                return self._launch_by_triton(programs, args)
+        device, stream = current_device_and_stream()
+        found = self.compiled_kernels.get((device, dtypes))
+        if found is None:
+            compiled = self._launch_by_triton(programs, args)
+            found = kernel.as_compiled(compiled, len(self._kernel_args(args)), self.constants)
+            if found is not None:
+                self.compiled_kernels[device, dtypes] = found
             return compiled
-        kernel.quick += 1
-        where = addresses if self._spread is None else self._spread(addresses)
-        form.run(programs, 1, 1, stream, *form.before, *where, *numbers, *form.constants)
+        kernel.num_direct_launches += 1
+        ordered = addresses if self._reorder is None else self._reorder(addresses)
+        found.call(programs, 1, 1, stream, *found.leading, *ordered, *numbers, *found.constants)
         return None
 
-    def _otherwise(self, programs: int, args: tuple[Any, ...]) -> Any:
-        """By Triton, but for the first launch of all, which shows what is what."""
-        if self._types is not None:
-            return self._by_triton(programs, args)
-        reads = self.kernel.reads(self._all(args))
-        count = len(reads.tensors)
-        if reads.others or reads.absent or reads.described or reads.tensors != tuple(range(count)):
-            return self._by_triton(programs, args)
-        places = tuple(range(count)) if self._places is None else self._places
-        self._tensors = max(places, default=-1) + 1
-        self._integers = tuple(i - count + self._tensors for i in reads.integers)
-        self._aligned = tuple(sorted({places[i] for i in reads.aligned}))
-        self._types = tuple(map(type, args[self._tensors :]))
+    def _launch_unusual(self, programs: int, args: tuple[Any, ...]) -> Any:
+        """Launch through Triton, except for the very first launch, which shows the arguments' types."""
+        if self._number_types is not None:
+            return self._launch_by_triton(programs, args)
+        types = self.kernel.types_of(self._kernel_args(args))
+        count = len(types.tensors)
+        if types.has_others or types.absent or types.descriptors or types.tensors != tuple(range(count)):
+            return self._launch_by_triton(programs, args)
+        order = tuple(range(count)) if self._tensor_order is None else self._tensor_order
+        self._num_tensors = max(order, default=-1) + 1
+        self._integers = tuple(i - count + self._num_tensors for i in types.integers)
+        self._aligned = tuple(sorted({order[i] for i in types.aligned}))
+        self._number_types = tuple(map(type, args[self._num_tensors :]))
         return self(programs, *args)
 
-    def _all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The kernel's own arguments."""
-        if self._places is None or self._spread is None:
+    def _kernel_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments in the order of the kernel's parameters."""
+        if self._tensor_order is None or self._reorder is None:
             return args
-        return *self._spread(args), *args[max(self._places) + 1 :]
+        return *self._reorder(args), *args[max(self._tensor_order) + 1 :]
 
-    def _by_triton(self, programs: int, args: tuple[Any, ...]) -> Any:
-        return self.kernel.run(*self._all(args), grid=(programs,), warmup=False, **self.constants)
-
-
-def _picked(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What stands at these places, as a tuple whatever their number."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[i] for i in places)
+    def _launch_by_triton(self, programs: int, args: tuple[Any, ...]) -> Any:
+        return self.kernel.launch_by_triton((programs,), self._kernel_args(args), self.constants)
 
 
-def _watched(runtime: Any) -> bool:
-    """Whether somebody, as a profiler, wants to hear of every launch."""
-    first, last = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if first is not None and getattr(first, "calls", True):
-        return True
-    return last is not None and bool(getattr(last, "calls", True))
-
-
-def _where() -> tuple[int, int]:
-    """The device that kernels go to, and its stream."""
-    global _ask
-    if _ask is None:
-        active = driver.active
-        device_of = getattr(torch._C, "_cuda_getDevice", active.get_current_device)
-        _ask = device_of, active.get_current_stream
-    device = _ask[0]()
-    return device, _ask[1](device)
-
-
-_ask: tuple[Callable[[], int], Callable[[int], int]] | None = None
+def _picker(indices: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that returns the values at these indices, as a tuple even of one."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[i] for i in indices)

@@ -313,12 +313,12 @@ if triton is not None:
         return tl.dot(documents, queries.T, found, input_precision="ieee", out_dtype=found.dtype)
 
     # Where the small arrays lie and how many pairs there are changes with every call, and must not compile.
-    _LOOSE = (
+    _UNSPECIALIZED = (
         *("query_starts", "query_lengths", "document_starts", "document_lengths", "pairs"),
         *("pair_queries", "pair_documents", "query_scales", "document_scales", "scores"),
     )
 
-    @jit(loose=_LOOSE)
+    @jit(unspecialized=_UNSPECIALIZED)
     def _maxsim_kernel(
         queries: tl.tensor,
         documents: tl.tensor,

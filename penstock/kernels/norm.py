@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import fixed, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import bind, jit, next_power_of_2, num_warps_for, tl
 from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
 
@@ -68,10 +68,10 @@ def _add_norm(
 @lru_cache(maxsize=256)
 def _add_norm_of(width: int, rms: bool, bias: bool, keep: int, quantize: bool) -> Callable[..., Any]:
     """Takes x, residual, weight and, where they are others, bias, out and its scales."""
-    block = power_of_2(width)
+    block = next_power_of_2(width)
     given = 4 if bias else 3
     written = (given, given + 1) if quantize else (given, 0) if keep else (0, 0)
-    return fixed(
+    return bind(
         _add_norm,
         (0, 1, 2, given - 1, 0, *written),
         WIDTH=width,
@@ -80,7 +80,7 @@ def _add_norm_of(width: int, rms: bool, bias: bool, keep: int, quantize: bool) -
         BIAS=bias,
         KEEP=keep,
         QUANTIZE=quantize,
-        num_warps=warps_for(block),
+        num_warps=num_warps_for(block),
     )
 
 
@@ -172,15 +172,15 @@ def _norm_add_norm(
 
 @lru_cache(maxsize=256)
 def _norm_add_norm_of(width: int, quantize: bool) -> Callable[..., Any]:
-    block = power_of_2(width)
+    block = next_power_of_2(width)
     written = (4, 5) if quantize else (4, 0)
-    return fixed(
+    return bind(
         _norm_add_norm,
         (0, 1, 2, 3, 0, *written),
         WIDTH=width,
         BLOCK=block,
         QUANTIZE=quantize,
-        num_warps=warps_for(block),
+        num_warps=num_warps_for(block),
     )
 
 

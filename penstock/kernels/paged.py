@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import jit, power_of_2, tl
+from penstock.kernels.language import jit, next_power_of_2, tl
 
 
-def paged_reference(
+def paged_attention_reference(
     query: Tensor,  # [rows, heads, dim]
     keys: Tensor,  # [slots, kv heads, dim]
     values: Tensor,  # [slots, kv heads, dim]
@@ -45,7 +45,7 @@ def paged_reference(
     return (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(rows, heads * dim)
 
 
-@jit(loose=("tables", "counts", "width"))
+@jit(unspecialized=("tables", "counts", "width"))
 def _paged(
     query: tl.tensor,
     keys: tl.tensor,
@@ -153,7 +153,7 @@ _TILE = 64  # keys that a program holds at a time
 _PROGRAMS = 512  # below so many, keys are split among more
 
 
-def splits_for(rows: int, kv_heads: int, most: int) -> int:
+def num_splits_for(rows: int, kv_heads: int, most: int) -> int:
     """How many parts a row's keys are split into, so that a few long rows fill the machine too. From the
     plan's numbers alone, so that it is known before anything is launched."""
     splits = 1
@@ -162,7 +162,7 @@ def splits_for(rows: int, kv_heads: int, most: int) -> int:
     return splits
 
 
-def paged_rows(
+def paged_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -183,12 +183,12 @@ def paged_rows(
     assert query.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
     if splits is None:
         most = width * block_size if window is None else min(width * block_size, window + 1)
-        splits = splits_for(rows, kv_heads, most)
+        splits = num_splits_for(rows, kv_heads, most)
     into, sums = out, out
     if splits > 1:
         into = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=query.device)
         sums = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=query.device)
-    group, block_dim = heads // kv_heads, max(16, power_of_2(dim))
+    group, block_dim = heads // kv_heads, max(16, next_power_of_2(dim))
     _paged[(rows * kv_heads * splits,)](
         query,
         keys,
@@ -205,7 +205,7 @@ def paged_rows(
         SLOT_STRIDE=kv_heads * dim,
         KV_HEADS=kv_heads,
         GROUP=group,
-        BLOCK_GROUP=max(16, power_of_2(group)),
+        BLOCK_GROUP=max(16, next_power_of_2(group)),
         DIM=dim,
         BLOCK_DIM=block_dim,
         PAGE=block_size,

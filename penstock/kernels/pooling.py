@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, fixed, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
 
 METHODS = {"cls": 0, "last": 1, "mean": 2, "mean_sqrt_len": 3, "weighted_mean": 4, "max": 5}
 _EPS = 1e-12  # as F.normalize
@@ -66,7 +66,7 @@ def _pool_row(tokens: Tensor, method: str, skip: int) -> Tensor:
             return kept.amax(dim=0)
 
 
-@jit(loose=("cu_lengths", "skip", "chosen"))
+@jit(unspecialized=("cu_lengths", "skip", "chosen"))
 def _pool(
     hidden: tl.tensor,
     cu_lengths: tl.tensor,
@@ -153,7 +153,7 @@ def pool(
         return out
     short = METHODS[method] < 2 or max_length <= _LONG or rows >= _MANY
     whole = short and dims <= _WHOLE
-    block = power_of_2(dims) if whole else _SLICE
+    block = next_power_of_2(dims) if whole else _SLICE
     tile = max(1, min(8192 // block, 64))
     _pool[(rows * cdiv(dims, block),)](
         hidden,
@@ -170,12 +170,12 @@ def pool(
         SKIP=skip is not None,
         CHOSEN=chosen is not None,
         NORMALIZE=normalize and whole,
-        num_warps=warps_for(max(tile * block // 2, block)) if whole else 4,
+        num_warps=num_warps_for(max(tile * block // 2, block)) if whole else 4,
     )
-    return out if whole or not normalize else unit(out)
+    return out if whole or not normalize else normalize_rows(out)
 
 
-def unit_reference(
+def normalize_rows_reference(
     vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Vectors of length 1 in `dtype`, [n, width], of the chosen rows or of all."""
@@ -183,7 +183,7 @@ def unit_reference(
     return F.normalize(vectors.float(), dim=-1).to(dtype)
 
 
-@jit(loose=("chosen", "stride"))
+@jit(unspecialized=("chosen", "stride"))
 def _unit(
     vectors: tl.tensor,
     out: tl.tensor,
@@ -207,12 +207,14 @@ def _unit(
 
 @lru_cache(maxsize=256)
 def _unit_of(width: int, chosen: bool) -> Callable[..., Any]:
-    block = power_of_2(width)
+    block = next_power_of_2(width)
     places = (0, 1, 2 if chosen else 1)
-    return fixed(_unit, places, WIDTH=width, BLOCK=block, CHOSEN=chosen, num_warps=warps_for(block))
+    return bind(_unit, places, WIDTH=width, BLOCK=block, CHOSEN=chosen, num_warps=num_warps_for(block))
 
 
-def unit(vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+def normalize_rows(
+    vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """As the reference, `chosen` being int32. Rows may lie apart (a cut of wider ones), the components of one
     may not."""
     rows, width = len(vectors) if chosen is None else len(chosen), vectors.shape[1]
@@ -223,12 +225,12 @@ def unit(vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = tor
     return out
 
 
-def put_reference(vectors: Tensor, source: Tensor, store: Tensor, target: Tensor) -> None:
+def copy_rows_reference(vectors: Tensor, source: Tensor, store: Tensor, target: Tensor) -> None:
     """store[target[i]] = vectors[source[i]], [n, width] both; no two targets are the same."""
     store.index_copy_(0, target.long(), vectors.index_select(0, source))
 
 
-@jit(loose=("source", "target"))
+@jit(unspecialized=("source", "target"))
 def _put(
     vectors: tl.tensor,
     store: tl.tensor,
@@ -247,11 +249,11 @@ def _put(
 
 @lru_cache(maxsize=64)
 def _put_of(width: int) -> Callable[..., Any]:
-    block = power_of_2(width)
-    return fixed(_put, WIDTH=width, BLOCK=block, num_warps=warps_for(block))
+    block = next_power_of_2(width)
+    return bind(_put, WIDTH=width, BLOCK=block, num_warps=num_warps_for(block))
 
 
-def put(vectors: Tensor, source: Tensor, store: Tensor, target: Tensor) -> None:
+def copy_rows(vectors: Tensor, source: Tensor, store: Tensor, target: Tensor) -> None:
     """As the reference, for contiguous tensors of one dtype and int32 numbers."""
     assert vectors.is_contiguous() and store.is_contiguous() and vectors.dtype == store.dtype
     if len(source):

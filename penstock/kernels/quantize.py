@@ -1,7 +1,7 @@
 """Rows in fp8: each scaled by its own largest value, so that a row's answer does not depend on its batch.
 
 A kernel that makes rows for an fp8 product stores them through `store_quantized`, while it still has them
-in registers; `quantize` is the pass of its own for rows that no such kernel made.
+in registers; `quantize_rows` is the pass of its own for rows that no such kernel made.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import fused, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl, use_kernel
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # that e4m3 holds
+FP8_MAX = 448.0  # that e4m3 holds
 _LEAST = 1e-12  # a row of zeros has a scale too
 
 
@@ -26,10 +26,10 @@ class Quantized(NamedTuple):
     scales: Tensor  # fp32 [rows, 1]
 
 
-Rows: TypeAlias = Tensor | Quantized  # what goes into a linear layer, [tokens, width]
+Activations: TypeAlias = Tensor | Quantized  # what goes into a linear layer, [tokens, width]
 
 
-def plain(x: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(x: Activations, dtype: torch.dtype = torch.float32) -> Tensor:
     """The rows as a tensor; `dtype` is what quantised ones become."""
     return x if isinstance(x, Tensor) else (x.values.float() * x.scales).to(dtype)
 
@@ -41,17 +41,19 @@ def empty_quantized(rows: int, width: int, device: torch.device) -> Quantized:
     )
 
 
-def quantize_reference(x: Tensor) -> Quantized:
+def quantize_rows_reference(x: Tensor) -> Quantized:
     """[rows, width], each row scaled so that its largest value is fp8's."""
     wide = x.float()
     largest = wide.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST)
-    return Quantized((wide * (LARGEST / largest)).to(FP8), largest / LARGEST)
+    return Quantized((wide * (FP8_MAX / largest)).to(FP8), largest / FP8_MAX)
 
 
-def product_reference(x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled_matmul_reference(
+    x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """x Wᵀ + b on what the two stand for, rounded once."""
     wide = None if bias is None else bias.float()
-    return F.linear(plain(x), plain(weight), wide).to(dtype)
+    return F.linear(dequantize(x), dequantize(weight), wide).to(dtype)
 
 
 @jit()
@@ -71,7 +73,7 @@ def store_quantized(
     tl.store(scales + row, largest / 448.0)
 
 
-@jit(loose=("stride",))
+@jit(unspecialized=("stride",))
 def _quantize(
     x: tl.tensor,
     values: tl.tensor,
@@ -87,14 +89,14 @@ def _quantize(
     store_quantized(value, values, scales, row, cols, inside, WIDTH)
 
 
-def quantize(x: Tensor) -> Quantized:
+def quantize_rows(x: Tensor) -> Quantized:
     """As the reference; rows may lie apart. In a kernel where there is one for the device."""
-    if not fused(x):
-        return quantize_reference(x)
+    if not use_kernel(x):
+        return quantize_rows_reference(x)
     rows, width = x.shape
     assert x.stride(1) == 1
     out = empty_quantized(rows, width, x.device)
-    block = power_of_2(width)
+    block = next_power_of_2(width)
     if rows:
-        _quantize[(rows,)](x, *out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps_for(block))
+        _quantize[(rows,)](x, *out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=num_warps_for(block))
     return out

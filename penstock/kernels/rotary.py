@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, fixed, jit, power_of_2, tl, warps_for
+from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
 
 _ELEMENTS = 1024  # pairs that one program turns
 
@@ -24,7 +24,7 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-class Keep(NamedTuple):
+class KVCacheWrite(NamedTuple):
     """Memory of keys and values, and where in it each token's go."""
 
     keys: Tensor  # [slots, kv heads, dim], contiguous
@@ -47,7 +47,7 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, size: int, interleaved
     return out if size == x.shape[-1] else torch.cat((out, x[..., size:]), dim=-1)
 
 
-def rotate_fused_reference(
+def rotate_qkv_reference(
     qkv: Tensor,  # [tokens, query heads + 2 · key heads, dim]
     heads: tuple[int, int],  # of queries, of keys
     cos: Tensor,  # [tokens, 1, size / 2]
@@ -73,7 +73,7 @@ def rotate_fused_reference(
     )
 
 
-@jit(loose=("positions", "slots"))
+@jit(unspecialized=("positions", "slots"))
 def _rotate(
     qkv: tl.tensor,
     positions: tl.tensor,
@@ -154,13 +154,13 @@ def _rotate_of(
     """And how many programs share a token."""
     if (norm or keep) and size != dim:
         raise ValueError(f"head norms and memory need the whole head turned, not {size} of {dim} components")
-    pairs = power_of_2(size // 2)
+    pairs = next_power_of_2(size // 2)
     heads = total if keep else queries + keys
-    block = max(1, min(_ELEMENTS // pairs, power_of_2(heads)))
+    block = max(1, min(_ELEMENTS // pairs, next_power_of_2(heads)))
     given = 6 if norm else 4
     normed = (4, 5) if norm else (0, 0)
     kept = (given, given + 1, given + 2) if keep else (0, 0, 1)
-    launch = fixed(
+    launch = bind(
         _rotate,
         (0, 1, 2, 3, *normed, *kept),
         WIDTH=total * dim,
@@ -174,12 +174,12 @@ def _rotate_of(
         INTERLEAVED=interleaved,
         NORM=norm,
         KEEP=keep,
-        num_warps=warps_for(2 * block * pairs),
+        num_warps=num_warps_for(2 * block * pairs),
     )
     return launch, cdiv(heads, block)
 
 
-def rotate_fused_(
+def rotate_qkv_(
     qkv: Tensor,  # [tokens, query heads + 2 · key heads, dim], contiguous
     heads: tuple[int, int],
     positions: Tensor,  # int32 [tokens]
@@ -189,7 +189,7 @@ def rotate_fused_(
     size: int,
     interleaved: bool = False,
     norms: HeadNorms | None = None,
-    keep: Keep | None = None,
+    keep: KVCacheWrite | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference, over `qkv` itself, with the tables of all positions. With norms, or where
     something is to be kept, whole heads turn."""

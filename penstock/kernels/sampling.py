@@ -6,7 +6,7 @@ rows that are edited have an fp32 copy, `work`.
 
 Noise is Philox of (seed, stream, position, token): it does not depend on who shares the batch.
 
-A row of which no token can be chosen gets a negative id in its place, `UNSOUND` or `NOTHING`.
+A row from which no token can be sampled gets a negative id, `NON_FINITE_LOGITS` or `ALL_TOKENS_MASKED`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, power_of_2, tl
+from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
 
 LANES = 1024  # a counter gives four words, for tokens that lie so far apart
-PART = 4 * LANES  # tokens of a program
-ROUNDS = 7  # of Philox: enough to pass BigCrush
-SEEN = 1 << 30  # in the table of counts: the token is in the prompt; below it, how often it was sampled
-UNSOUND = -1  # in place of a token: a logit is NaN or +inf
-NOTHING = -2  # every one is −inf: all tokens are forbidden
-WIDTH = 15  # of the slots' table. Kernels name its columns by number:
+TOKENS_PER_PROGRAM = 4 * LANES  # tokens of a program
+PHILOX_ROUNDS = 7  # of Philox: enough to pass BigCrush
+IN_PROMPT = 1 << 30  # in the table of counts: the token is in the prompt; below it, how often it was sampled
+NON_FINITE_LOGITS = -1  # in place of a token: a logit is NaN or +inf
+ALL_TOKENS_MASKED = -2  # every one is −inf: all tokens are forbidden
+SLOT_TABLE_WIDTH = 15  # of the slots' table. Kernels name its columns by number:
 # 0 temperature, 1 top-p, 2 min-p, 3 repetition, 4 presence, 5 frequency, 6–9 seed and stream, 10 top-k,
 # 11 row of counts, 12 of masks, 13 of work, 14 min tokens.
 
@@ -30,13 +30,13 @@ WIDTH = 15  # of the slots' table. Kernels name its columns by number:
 def philox_reference(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     """int64 [rows, width] of 32-bit words. `keys` int32 [rows, 4]: seed and stream, two each."""
     low = 0xFFFFFFFF
-    tiles = cdiv(width, PART)
+    tiles = cdiv(width, TOKENS_PER_PROGRAM)
     words = keys.long() & low
     k0, k1, c2, c3 = (words[:, i, None] for i in range(4))
     lanes = min(LANES, width)  # a small vocabulary needs no more
     c0 = torch.arange(tiles * lanes, device=keys.device)[None, :].expand(len(keys), -1)
     c1 = positions.long()[:, None]
-    for _ in range(ROUNDS):
+    for _ in range(PHILOX_ROUNDS):
         high0, high2 = _high_product(0xD2511F53, c0), _high_product(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, c2 * 0xCD9E8D57 & low, high0 ^ c3 ^ k1, c0 * 0xD2511F53 & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
@@ -80,12 +80,12 @@ def _gumbel(word: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def as_float(pointer: tl.tensor) -> tl.tensor:
+def load_float(pointer: tl.tensor) -> tl.tensor:
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @jit()
-def read_row(logits, stride, row, work, work_row, cols, inside, VOCAB: tl.constexpr, EDITED: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_logits(logits, stride, row, work, work_row, cols, inside, VOCAB: tl.constexpr, EDITED: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp32 logits of a row: edited ones where it has them, else the model's own."""
     at = row.to(tl.int64) * stride
     if EDITED:
@@ -98,7 +98,7 @@ def read_row(logits, stride, row, work, work_row, cols, inside, VOCAB: tl.conste
     return x
 
 
-def choose_reference(
+def sample_tokens_reference(
     logits: Tensor,  # [rows, vocab]
     temperatures: Tensor,  # [rows], 0: the likeliest
     keys: Tensor,  # int32 [rows, 4]
@@ -111,17 +111,17 @@ def choose_reference(
     if thresholds is not None:
         noisy = noisy.masked_fill(x < thresholds[:, None], float("-inf"))
     noisy = noisy + gumbel_reference(keys, positions, logits.shape[1])
-    return likeliest(torch.where((temperatures > 0)[:, None], noisy, x))
+    return argmax_tokens(torch.where((temperatures > 0)[:, None], noisy, x))
 
 
-def likeliest(values: Tensor) -> Tensor:
+def argmax_tokens(values: Tensor) -> Tensor:
     """int32 [rows]: where the largest of `values` [rows, vocab] is; NaN counts as larger than all."""
     most, at = values.max(dim=1)
-    at = at.int().masked_fill_(most.isneginf(), NOTHING)
-    return at.masked_fill_(~(most < float("inf")), UNSOUND)
+    at = at.int().masked_fill_(most.isneginf(), ALL_TOKENS_MASKED)
+    return at.masked_fill_(~(most < float("inf")), NON_FINITE_LOGITS)
 
 
-@jit(loose=("slots", "stride", "parts"))
+@jit(unspecialized=("slots", "stride", "parts"))
 def _best(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -145,7 +145,7 @@ def _best(
     part = program % parts
     slot = tl.load(slots + row)
     line = table + slot * WIDTH
-    temperature = as_float(line)
+    temperature = load_float(line)
     work_row = tl.load(line + 13)
     bound = float("-inf")
     if FILTERED:
@@ -164,7 +164,7 @@ def _best(
         w0, w1, w2, w3 = _philox(c0, c1, c2, c3, k0, k1, ROUNDS)
         for j in tl.static_range(4):
             cols = part * LANES * 4 + j * LANES + lanes
-            x = read_row(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
+            x = load_logits(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
             x = tl.where(x == x, x, float("inf"))  # as large as can be: `_finish` sees it
             if FILTERED:
                 x = tl.where(x < bound, float("-inf"), x)  # the bound of an unsound row may be NaN
@@ -177,7 +177,7 @@ def _best(
     else:
         for j in tl.static_range(4):
             cols = part * LANES * 4 + j * LANES + lanes
-            x = read_row(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
+            x = load_logits(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
             x = tl.where(x == x, x, float("inf"))
             most, at = tl.max(x, axis=0, return_indices=True)
             better = most > best
@@ -187,7 +187,7 @@ def _best(
     tl.store(ids + program, token)
 
 
-@jit(loose=("slots", "parts", "ring"))
+@jit(unspecialized=("slots", "parts", "ring"))
 def _finish(
     slots: tl.tensor,
     table: tl.tensor,
@@ -231,7 +231,7 @@ def _finish(
         tl.store(tails + slot * ring + position % ring, token)
 
 
-def choose(
+def sample_tokens(
     logits: Tensor,
     slots: Tensor,  # [rows]
     table: Tensor,  # int32 [slots, WIDTH]
@@ -247,7 +247,7 @@ def choose(
     count, the ring of last tokens, the last one alone. What is noted is a token of the vocabulary whatever
     becomes of the row. A last logit must lie next to the one before it; rows may lie apart."""
     rows, vocab = logits.shape
-    parts = cdiv(vocab, PART)
+    parts = cdiv(vocab, TOKENS_PER_PROGRAM)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -266,8 +266,8 @@ def choose(
         parts,
         VOCAB=vocab,
         LANES=LANES,
-        ROUNDS=ROUNDS,
-        WIDTH=WIDTH,
+        ROUNDS=PHILOX_ROUNDS,
+        WIDTH=SLOT_TABLE_WIDTH,
         EDITED=work is not None,
         FILTERED=thresholds is not None,
         num_warps=4,
@@ -285,24 +285,24 @@ def choose(
         ids if last is None else last,
         out,
         VOCAB=vocab,
-        BLOCK=power_of_2(parts),
-        WIDTH=WIDTH,
+        BLOCK=next_power_of_2(parts),
+        WIDTH=SLOT_TABLE_WIDTH,
         COUNTS=counts is not None,
         TAIL=tails is not None,
         LAST=last is not None,
-        UNSOUND=UNSOUND,
-        NOTHING=NOTHING,
+        UNSOUND=NON_FINITE_LOGITS,
+        NOTHING=ALL_TOKENS_MASKED,
         num_warps=1,
     )
     return out
 
 
-def penalized_reference(
+def apply_penalties_reference(
     logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
     """fp32 [rows, vocab]; penalties [rows]. Repetition is of all tokens seen, the others of those sampled."""
     x = logits.float()
-    sampled = counts & (SEEN - 1)
+    sampled = counts & (IN_PROMPT - 1)
     repetition = repetition[:, None]
     x = torch.where(counts != 0, torch.where(x > 0, x / repetition, x * repetition), x)
     return x - frequency[:, None] * sampled - presence[:, None] * (sampled > 0)
@@ -310,13 +310,15 @@ def penalized_reference(
 
 @jit()
 def _penalized(x, count, line, SEEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    repetition = as_float(line + 3)
+    repetition = load_float(line + 3)
     sampled = count & (SEEN - 1)
     x = tl.where(count != 0, tl.where(x > 0, x / repetition, x * repetition), x)
-    return x - as_float(line + 5) * sampled.to(tl.float32) - tl.where(sampled > 0, as_float(line + 4), 0.0)
+    return (
+        x - load_float(line + 5) * sampled.to(tl.float32) - tl.where(sampled > 0, load_float(line + 4), 0.0)
+    )
 
 
-@jit(loose=("slots", "stride", "parts"))
+@jit(unspecialized=("slots", "stride", "parts"))
 def _edit(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -355,7 +357,7 @@ def _edit(
         tl.store(work + work_row.to(tl.int64) * VOCAB + cols, x, mask=inside)
 
 
-@jit(loose=("slots", "stride", "ring", "first_entry", "first_prefix", "entries"))
+@jit(unspecialized=("slots", "stride", "ring", "first_entry", "first_prefix", "entries"))
 def _edit_tokens(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -424,7 +426,7 @@ def _edit_tokens(
         tl.store(target + token, tl.full([BLOCK], float("-inf"), tl.float32), mask=forbidden)
 
 
-def edit(
+def edit_logits(
     logits: Tensor,
     slots: Tensor,
     table: Tensor,
@@ -439,7 +441,7 @@ def edit(
 ) -> None:
     """Fills the fp32 copies of rows whose slots have one: masks, single tokens, penalties."""
     rows, vocab = logits.shape
-    parts, words = cdiv(vocab, PART), cdiv(vocab, 32)
+    parts, words = cdiv(vocab, TOKENS_PER_PROGRAM), cdiv(vocab, 32)
     if not rows:
         return
     _edit[(rows * parts,)](
@@ -453,9 +455,9 @@ def edit(
         parts,
         VOCAB=vocab,
         WORDS=words,
-        BLOCK=PART,
-        WIDTH=WIDTH,
-        SEEN=SEEN,
+        BLOCK=TOKENS_PER_PROGRAM,
+        WIDTH=SLOT_TABLE_WIDTH,
+        SEEN=IN_PROMPT,
         MASKS=masks is not None,
         COUNTS=counts is not None,
         num_warps=8,
@@ -479,15 +481,15 @@ def edit(
         VOCAB=vocab,
         WORDS=words,
         BLOCK=128,
-        WIDTH=WIDTH,
-        SEEN=SEEN,
+        WIDTH=SLOT_TABLE_WIDTH,
+        SEEN=IN_PROMPT,
         MASKS=masks is not None,
         COUNTS=counts is not None,
         num_warps=4,
     )
 
 
-def logsum_reference(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def logsumexp_and_ranks_reference(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Of `rows` [n] of the logits: fp32 log of the sum of exponentials, and int32 rank of the `chosen` [n]
     token, from 1; those that equal it count before it."""
     taken = logits[rows.long()].float()
@@ -495,7 +497,7 @@ def logsum_reference(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tens
     return taken.logsumexp(dim=1), (taken >= value).sum(dim=1, dtype=torch.int32)
 
 
-@jit(loose=("rows", "chosen", "stride", "parts"))
+@jit(unspecialized=("rows", "chosen", "stride", "parts"))
 def _logsum(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -520,14 +522,23 @@ def _logsum(
     tl.store(ranks + program, tl.sum((inside & (x >= value)).to(tl.int32), axis=0))
 
 
-def logsum(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def logsumexp_and_ranks(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """As the reference, in one pass over the rows and without a copy of them."""
     count, vocab = len(rows), logits.shape[1]
-    parts = cdiv(vocab, PART)
+    parts = cdiv(vocab, TOKENS_PER_PROGRAM)
     sums = torch.empty((count, parts), dtype=torch.float32, device=logits.device)
     ranks = torch.empty((count, parts), dtype=torch.int32, device=logits.device)
     if count:
         _logsum[(count * parts,)](
-            logits, logits.stride(0), rows, chosen, sums, ranks, parts, VOCAB=vocab, BLOCK=PART, num_warps=8
+            logits,
+            logits.stride(0),
+            rows,
+            chosen,
+            sums,
+            ranks,
+            parts,
+            VOCAB=vocab,
+            BLOCK=TOKENS_PER_PROGRAM,
+            num_warps=8,
         )
     return sums.logsumexp(dim=1), ranks.sum(dim=1, dtype=torch.int32)

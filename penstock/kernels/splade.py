@@ -10,7 +10,7 @@ from penstock.kernels.language import cdiv, jit, tl
 _BLOCK, _TILE = 256, 16
 
 
-def squashed(logits: Tensor, logs: int) -> Tensor:
+def log1p_relu(logits: Tensor, logs: int) -> Tensor:
     """fp32 log(1 + relu(logit)), the logarithm taken `logs` times. Grows with the logit."""
     weights = logits.float().relu()
     for _ in range(logs):
@@ -18,11 +18,11 @@ def squashed(logits: Tensor, logs: int) -> Tensor:
     return weights
 
 
-def reduce_reference(logits: Tensor, cu_lengths: Tensor, *, logs: int, reduce: str) -> Tensor:
+def splade_pool_reference(logits: Tensor, cu_lengths: Tensor, *, logs: int, reduce: str) -> Tensor:
     """fp32 [rows, vocabulary]: the most, or the sum, of the weights of each row's tokens, row by row."""
     rows = []
     for begin, end in zip(cu_lengths[:-1].tolist(), cu_lengths[1:].tolist(), strict=True):
-        weights = squashed(logits[begin:end], logs)
+        weights = log1p_relu(logits[begin:end], logs)
         rows.append(weights.amax(dim=0) if reduce == "max" else weights.sum(dim=0))
     return torch.stack(rows)
 
@@ -36,7 +36,7 @@ def _squashed(x: tl.tensor, LOGS: tl.constexpr) -> tl.tensor:
     return x
 
 
-@jit(loose=("cu_lengths", "first"))
+@jit(unspecialized=("cu_lengths", "first"))
 def _reduce(
     logits: tl.tensor,
     cu_lengths: tl.tensor,
@@ -72,7 +72,7 @@ def _reduce(
     tl.store(out + row.to(tl.int64) * WIDTH + cols, value, mask=inside)
 
 
-def reduce_rows(
+def splade_pool(
     logits: Tensor, cu_lengths: Tensor, *, logs: int, reduce: str, first_token: int = 0
 ) -> Tensor:
     """As the reference; `logits` contiguous. The tile's first token is the run's `first_token`, from which

@@ -19,9 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.kernels.attention import SHORT, Remembered, flash_rows, keep_rows, short_rows
-from penstock.kernels.language import fused
-from penstock.kernels.paged import paged_reference, paged_rows
+from penstock.kernels.attention import (
+    MAX_SHORT_LENGTH,
+    CachedKeyValues,
+    flash_attention,
+    short_attention,
+    write_kv_cache,
+)
+from penstock.kernels.language import use_kernel
+from penstock.kernels.paged import paged_attention, paged_attention_reference
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
 from penstock.types import LengthGroup
@@ -112,8 +118,8 @@ def _read_prompts(
     out: Tensor,
 ) -> None:
     """The rows from `one` on: what they remember is read where it lies, or gathered before their own keys."""
-    if kind.softcap is None and query.dtype in _HALVES and fused(query):
-        flash_rows(
+    if kind.softcap is None and query.dtype in _HALVES and use_kernel(query):
+        flash_attention(
             query,
             key,
             value,
@@ -123,7 +129,7 @@ def _read_prompts(
             scale=query.shape[-1] ** -0.5 if kind.scale is None else kind.scale,
             causal=kind.causal,
             window=kind.window,
-            remembered=Remembered(memory.store.keys[layer], memory.store.values[layer], memory.read_slots),
+            cached=CachedKeyValues(memory.store.keys[layer], memory.store.values[layer], memory.read_slots),
             out=out,
         )
         return
@@ -137,10 +143,12 @@ def _read_blocks(
     where = (store.keys[layer], store.values[layer], paged.tables, paged.keys)
     scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
     size, window, cap = paged.block_size, kind.window, kind.softcap
-    if fused(query) and query.dtype in _HALVES:
-        paged_rows(query, *where, block_size=size, scale=scale, window=window, softcap=cap, out=out)
+    if use_kernel(query) and query.dtype in _HALVES:
+        paged_attention(query, *where, block_size=size, scale=scale, window=window, softcap=cap, out=out)
     else:
-        out.copy_(paged_reference(query, *where, block_size=size, scale=scale, window=window, softcap=cap))
+        out.copy_(
+            paged_attention_reference(query, *where, block_size=size, scale=scale, window=window, softcap=cap)
+        )
 
 
 def attend_fused(
@@ -284,7 +292,7 @@ def _gqa_flag(grouped: bool) -> dict[str, Any]:
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
-    if batch.memory is not None or query.shape[2] > _WIDEST or not fused(query):
+    if batch.memory is not None or query.shape[2] > _WIDEST or not use_kernel(query):
         out = _varlen(query, key, value, batch, kind)
     else:
         out = _by_kernels(query, key, value, batch, kind)
@@ -296,9 +304,9 @@ def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: Atte
 class _Route(NamedTuple):
     """Which rows of a step go where; the rest is the library's."""
 
-    short: Tensor | None  # the cumulative lengths of rows for `short_rows`
+    short: Tensor | None  # the cumulative lengths of rows for `short_attention`
     longest: int  # of these
-    own: Tensor | None  # of rows for `flash_rows`, behind them
+    own: Tensor | None  # of rows for `flash_attention`, behind them
     longest_own: int
     rows: int  # of both
 
@@ -316,7 +324,7 @@ def _route(batch: Batch, reaches_all: bool) -> _Route:
     """Found once a step: all its layers ask. `reaches_all` says that no window cuts a short row."""
     key = ("attention", reaches_all, _OWN)
     if (found := batch.routes.get(key)) is None:
-        short, longest = _rows_up_to(SHORT, batch) if reaches_all else (0, 0)
+        short, longest = _rows_up_to(MAX_SHORT_LENGTH, batch) if reaches_all else (0, 0)
         if short < batch.num_rows and short <= _FEW:
             short = 0
         own, longest_own = _rows_up_to(_OWN, batch)
@@ -339,7 +347,7 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
         before.launch()
         return before.out
     tokens, heads, dim = query.shape
-    route = _route(batch, kind.window is None or kind.window >= SHORT - 1)
+    route = _route(batch, kind.window is None or kind.window >= MAX_SHORT_LENGTH - 1)
     if route.rows < batch.num_rows:
         out = _varlen(query, key, value, batch, kind, first_row=route.rows)
     else:
@@ -347,7 +355,7 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
         out = query.new_empty((tokens, heads * dim)) if place is None else place
     scale = dim**-0.5 if kind.scale is None else kind.scale
     if route.short is not None:
-        short_rows(
+        short_attention(
             query,
             key,
             value,
@@ -363,7 +371,7 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
         again: list[Callable[[], Any]] | None = (
             [] if alone and parts is not None and parts.query is query else None
         )
-        flash_rows(
+        flash_attention(
             query,
             key,
             value,
@@ -373,7 +381,7 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
             causal=kind.causal,
             window=kind.window,
             out=out,
-            again=again,
+            replays=again,
         )
         if again:
             batch.routes["again"] = _Again(query, kind, out, again[0])
@@ -394,8 +402,8 @@ def _paged(
     lies. Keeping comes first: a row may share a prefix that another writes in this very step."""
     keys, values = memory.store.keys[layer], memory.store.values[layer]
     if not kept:
-        keep_rows(key, value, keys, values, memory.token_slots)
-    return flash_rows(
+        write_kv_cache(key, value, keys, values, memory.token_slots)
+    return flash_attention(
         query,
         key,
         value,
@@ -405,7 +413,7 @@ def _paged(
         scale=query.shape[-1] ** -0.5 if kind.scale is None else kind.scale,
         causal=kind.causal,
         window=kind.window,
-        remembered=Remembered(keys, values, memory.read_slots),
+        cached=CachedKeyValues(keys, values, memory.read_slots),
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import keep_rows
-from penstock.kernels.language import fused
-from penstock.kernels.rotary import Keep
+from penstock.kernels.attention import write_kv_cache
+from penstock.kernels.language import use_kernel
+from penstock.kernels.rotary import KVCacheWrite
 from penstock.kvcache.store import KVStore
 from penstock.types import LengthGroup
 
@@ -20,7 +20,7 @@ _WIDEST = 128  # of the heads that our kernels are tuned for
 def read_in_place(store: KVStore) -> bool:
     """Whether attention reads remembered keys where they lie, by a kernel, instead of gathering them."""
     halves = store.keys.dtype in (torch.bfloat16, torch.float16)
-    return halves and store.keys.shape[-1] <= _WIDEST and fused(store.keys)
+    return halves and store.keys.shape[-1] <= _WIDEST and use_kernel(store.keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,16 +52,18 @@ class Memory:
     carry_old: Tensor  # int [cut]
     paged: Paged | None = None  # leading rows that read memory where it lies
 
-    def keeps(self, layer: int, *, capped: bool) -> Keep | None:
+    def keeps(self, layer: int, *, capped: bool) -> KVCacheWrite | None:
         """Where keys and values of this step go, where whoever makes them may put them there himself."""
-        if not fused(self.store.keys) or (self.paged is None and (capped or not read_in_place(self.store))):
+        if not use_kernel(self.store.keys) or (
+            self.paged is None and (capped or not read_in_place(self.store))
+        ):
             return None
-        return Keep(self.store.keys[layer], self.store.values[layer], self.token_slots)
+        return KVCacheWrite(self.store.keys[layer], self.store.values[layer], self.token_slots)
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Leave the keys and values of a step in which every token is kept."""
-        if fused(self.store.keys):
-            keep_rows(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
+        if use_kernel(self.store.keys):
+            write_kv_cache(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
         else:
             self.store.write(layer, self.write_slots, key, value)
 

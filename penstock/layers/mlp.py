@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.kernels.activation import KINDS, gated, gated_quantized
+from penstock.kernels.activation import ACTIVATION_CODES, gated_activation, gated_activation_quantized
 from penstock.kernels.gate_up import GateUp
-from penstock.kernels.language import fused
-from penstock.kernels.quantize import Rows
+from penstock.kernels.language import use_kernel
+from penstock.kernels.quantize import Activations
 from penstock.layers.activation import activation
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear, LinearLayer
 
 
 class MLP:
-    """down(up(x)); the activation is `up`'s own."""
+    """down(up(x)); `up` applies the activation."""
 
     def __init__(self, up: LinearLayer, down: LinearLayer) -> None:
         self.up = up
@@ -22,58 +22,60 @@ class MLP:
         self.quantized = up if isinstance(up, Fp8Linear) and isinstance(down, Fp8Linear) else None
 
     @property
-    def first(self) -> LinearLayer:
-        """The layer that reads what comes in."""
+    def input_layer(self) -> LinearLayer:
+        """The layer that reads the input."""
         return self.up
 
     def __call__(
         self,
-        x: Rows,
+        x: Activations,
         residual: Tensor | None = None,
         out: Tensor | None = None,
-        middle: Tensor | None = None,
+        scratch: Tensor | None = None,
     ) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out`, and
-        `middle` for what lies between the two layers, are places for results as a layer takes them."""
+        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` and
+        `scratch` are optional tensors for the result and for the output of `up`."""
         if self.quantized is not None:
             return self.down(self.quantized.quantized(x), residual, out)
-        return self.down(self.up(x, out=middle), residual, out)
+        return self.down(self.up(x, out=scratch), residual, out)
 
 
 class GatedMLP:
-    """down(act(gate(x)) · up(x)). `gate_up` gives gate and up side by side in one product; `gate_first` says
-    which half is the gate."""
+    """down(act(gate(x)) · up(x)). `gate_up` computes gate and up in one product; `gate_first` says which half
+    is the gate."""
 
     def __init__(self, gate_up: LinearLayer, down: LinearLayer, act: str, gate_first: bool = True) -> None:
         self.gate_up = gate_up
         self.down = down
         self.act = activation(act)
-        self.kernel = act if act in KINDS else None
+        self.kernel = act if act in ACTIVATION_CODES else None
         self.gate_first = gate_first
-        self.joint: GateUp | None = None
+        self.fused_gate_up: GateUp | None = None
         if isinstance(gate_up, Linear) and gate_up.bias is None and not isinstance(down, Fp8Linear):
-            self.joint = GateUp.of(gate_up.weight, act, gate_first)
+            self.fused_gate_up = GateUp.of(gate_up.weight, act, gate_first)
 
     @property
-    def first(self) -> LinearLayer:
-        """The layer that reads what comes in."""
+    def input_layer(self) -> LinearLayer:
+        """The layer that reads the input."""
         return self.gate_up
 
     def __call__(
         self,
-        x: Rows,
+        x: Activations,
         residual: Tensor | None = None,
         out: Tensor | None = None,
-        middle: Tensor | None = None,
+        scratch: Tensor | None = None,
     ) -> Tensor:
-        """As `MLP`; `middle` is as wide as gate and up."""
-        if self.joint is not None and self.joint.serves(x):
-            return self.down(self.joint(x), residual, out)
-        both = self.gate_up(x, out=middle)
-        if self.kernel is not None and fused(both):
+        """As `MLP`; `scratch` is as wide as gate and up together."""
+        if self.fused_gate_up is not None and self.fused_gate_up.serves(x):
+            return self.down(self.fused_gate_up(x), residual, out)
+        both = self.gate_up(x, out=scratch)
+        if self.kernel is not None and use_kernel(both):
             if isinstance(self.down, Fp8Linear):
-                return self.down(gated_quantized(both, self.kernel, self.gate_first), residual, out)
-            return self.down(gated(both, self.kernel, self.gate_first), residual, out)
+                return self.down(
+                    gated_activation_quantized(both, self.kernel, self.gate_first), residual, out
+                )
+            return self.down(gated_activation(both, self.kernel, self.gate_first), residual, out)
         first, second = both.chunk(2, dim=-1)  # views, [tokens, intermediate] each
         gate, up = (first, second) if self.gate_first else (second, first)
         return self.down(self.act(gate).mul_(up), residual, out)

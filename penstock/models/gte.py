@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.layers.build import LayerBuilder
-from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_pooler_head
+from penstock.models.heads import ROBERTA_MLM, MaskedLMShape, add_masked_lm_head, add_pooler_head
 from penstock.models.options import require, rope_options
-from penstock.models.rotary_encoder import RotaryEncoder, SequenceIds, Shape, ported
+from penstock.models.rotary_encoder import RotaryEncoder, Shape, TensorNames, ported
 from penstock.types import Task
 
-PACKED = SequenceIds(
+PACKED = TensorNames(
     layer="encoder.layer.{}.",
     qkv=("attention.qkv_proj",),
     out="attention.o_proj",
@@ -24,32 +24,42 @@ PACKED = SequenceIds(
 UNPACKED = replace(PACKED, qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"))
 PORTED = ported(up=("mlp.up_proj", "mlp.gate_proj"), down="mlp.down_proj")
 ORIGINAL_MLM = replace(ROBERTA_MLM, norm="lm_head.norm")
-UNNEEDED = ("pooler.", "lm_head.")
+IGNORED = ("pooler.", "lm_head.")
+
+
+def new(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
+    """The original code's classes."""
+    return _build(build, config, head, _shape(config, rope_theta=10_000, segments=2))
 
 
 def gte(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
+    """The transformers port, whose defaults differ."""
+    return _build(build, config, head, _shape(config, rope_theta=160_000, segments=1))
+
+
+def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, shape: Shape) -> RotaryEncoder:
     require(
         config,
         position_embedding_type="rope",
         layer_norm_type="layer_norm",
         logn_attention_scale=False,
     )
-    # gte-multilingual-base is an embedder with a token classifier beside it
+    # gte-multilingual-base is an embedder that also stores a token classifier.
     classifies = head in (Task.CLASSIFY, Task.TOKEN_CLASSIFY)
-    unneeded = UNNEEDED if classifies else (*UNNEEDED, "classifier.")
+    ignored_tensors = IGNORED if classifies else (*IGNORED, "classifier.")
     packed = PACKED if config.get("pack_qkv", True) else UNPACKED
-    shape = _shape(config)
-    model = RotaryEncoder(build, shape, (packed, PORTED), unneeded)
+    model = RotaryEncoder(build, shape, (packed, PORTED), ignored_tensors)
     add_pooler_head(model, build, config, head)
     if head is Task.SPARSE:
         names = ORIGINAL_MLM if build.weights.has(f"{ORIGINAL_MLM.norm}.weight") else ROBERTA_MLM
-        add_masked_lm_head(model, build, config, names, model.embedding.words, shape.act, shape.eps)
+        head_shape = MaskedLMShape(names=names, act=shape.act, eps=shape.eps)
+        add_masked_lm_head(model, build, config, model.embedding.words, head_shape)
     return model
 
 
-def _shape(config: Mapping[str, Any]) -> Shape:
-    port = config.get("model_type") == "gte"  # its defaults differ
-    rope = rope_options(config, "rope_theta", default=160_000 if port else 10_000)
+def _shape(config: Mapping[str, Any], *, rope_theta: float, segments: int) -> Shape:
+    """`rope_theta` and `segments` are defaults for what config.json leaves out."""
+    rope = rope_options(config, "rope_theta", default=rope_theta)
     return Shape(
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],
@@ -57,7 +67,7 @@ def _shape(config: Mapping[str, Any]) -> Shape:
         intermediate=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         positions=config["max_position_embeddings"],
-        segments=config.get("type_vocab_size", 1 if port else 2),
+        segments=config.get("type_vocab_size", segments),
         act=config.get("hidden_act", "gelu"),
         eps=config.get("layer_norm_eps", 1e-12),
         rope=rope,

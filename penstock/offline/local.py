@@ -7,7 +7,6 @@ import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 
@@ -15,27 +14,10 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore
-from penstock.errors import BadValue, Cancelled, EngineUnavailable, PenstockError
+from penstock.errors import BadValue, EngineUnavailable, PenstockError
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
-from penstock.types import (
-    Comparison,
-    DecodedTokens,
-    Failure,
-    GeneratedTokens,
-    Outcome,
-    PooledOutput,
-    Request,
-)
-from penstock.wire.router import (
-    Hear,
-    Leave,
-    Listener,
-    ListenerAdapter,
-    OutcomeRouter,
-    Stream,
-    Subscribers,
-    Told,
-)
+from penstock.types import Comparison, Failure, Outcome, PooledOutput, Request
+from penstock.wire.router import OutcomeRouter, Subscribers
 
 
 class _Recipient(ABC):
@@ -59,7 +41,7 @@ class _LoopRecipient(_Recipient):
         return request_id in self.subscribers or request_id in self.cancelling
 
     def deliver(self, outcomes: list[Outcome]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task awaits the outcomes
             self.loop.call_soon_threadsafe(self.subscribers.deliver, outcomes)
 
     def confirm_cancel(self, request_id: str) -> None:
@@ -82,25 +64,10 @@ class _FutureRecipient(_Recipient):
                     self.future.set_exception(outcome.error)
 
 
-class _CallbackRecipient(_Recipient):
-    """Generation requests whose tokens are taken on the engine's thread."""
-
-    def __init__(self, receive: Hear) -> None:
-        self._receive = receive
-
-    def deliver(self, outcomes: list[Outcome]) -> None:
-        tokens: Told = [each for each in outcomes if isinstance(each, DecodedTokens | GeneratedTokens)]
-        if tokens:
-            self._receive(tokens)
-        for outcome in outcomes:
-            if isinstance(outcome, Failure):
-                self._receive(outcome.error)
-
-
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: str
-    caller: _LoopRecipient | None = None  # has given up and wants a confirmation; None: deliver `Cancelled`
+    caller: _LoopRecipient  # has given up, and wants a confirmation
 
 
 _Message = Request | Comparison | _Cancel | None  # None: wake up
@@ -109,15 +76,13 @@ _Message = Request | Comparison | _Cancel | None  # None: wake up
 class LocalEngine(EngineHandle):
     """An engine in this process. Its methods may be called from several event loops and threads at once."""
 
-    constrains = True  # left for callers that ask whether grammars are possible
-
     def __init__(self, spec: ModelSpec, settings: Resolved) -> None:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._router: OutcomeRouter[_Recipient] = OutcomeRouter()
         self._loops: dict[asyncio.AbstractEventLoop, _LoopRecipient] = {}
         self._closing = False
         self._closed_reason = "the engine is closed"
-        self._submit_lock = threading.Lock()  # nothing is submitted once closing has begun
+        self._submit_lock = threading.Lock()  # nothing is submitted after `close`
         self._core = build_core(spec, settings, wake=lambda: self._inbox.put(None))
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
@@ -182,31 +147,6 @@ class LocalEngine(EngineHandle):
             self._submit(request, recipient)
         return recipient.future
 
-    def cancel(self, request_id: str) -> None:
-        """Have a request of `submit` or `stream_all` fail with `Cancelled`."""
-        self._inbox.put(_Cancel(request_id))
-
-    def stream_all(self, requests: Sequence[Request], receive: Hear) -> None:
-        """Generate; `receive` is called on the engine's thread, once for all that a step gives."""
-        recipient = _CallbackRecipient(receive)
-        with self._submit_lock:
-            for request in requests:
-                self._check(request.id)
-                self._submit(request, recipient)
-
-    def listen(self, request: Request, listener: Listener) -> Leave:
-        return self.stream(request, ListenerAdapter(listener))
-
-    async def generate(self, request: Request) -> AsyncIterator[list[GeneratedTokens]]:
-        """Parts of the request's rows as they come. Closing the iterator cancels what is left."""
-        stream = Stream(request)
-        leave = self.listen(request, stream)
-        try:
-            async for parts in stream.parts():
-                yield parts
-        finally:
-            leave()
-
     def close(self) -> None:
         with self._submit_lock:
             if self._closing:
@@ -245,8 +185,8 @@ class LocalEngine(EngineHandle):
                     while True:
                         self._handle(self._inbox.get_nowait())
                 self._deliver(self._core.step())
-                if self._core.broken is not None:
-                    return self._stop(self._core.broken)
+                if self._core.device_failure is not None:
+                    return self._stop(self._core.device_failure)
         except BaseException as error:
             self._stop(error)
             raise
@@ -281,10 +221,6 @@ class LocalEngine(EngineHandle):
 
     def _cancel(self, message: _Cancel) -> None:
         request_id, caller = message.request_id, message.caller
-        if caller is None:
-            self._core.cancel(request_id)
-            self._deliver([Failure(request_id, Cancelled("the request was cancelled"))])
-            return
         if self._router.owner(request_id) is caller:  # or it has finished, and the id is another request's
             self._core.cancel(request_id)
             self._router.remove(request_id)

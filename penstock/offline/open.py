@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.checkpoint.spec import ModelSpec, describe, with_limit
+from penstock.checkpoint.spec import ModelSpec, describe, with_max_model_len
 from penstock.config import EngineConfig, Resolved, from_mapping
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
@@ -33,7 +33,7 @@ class DescribedModel:
         config = from_mapping(EngineConfig, dict(named))
         described = describe(config)
         settings = settle(config, described)
-        return cls(config, with_limit(described, settings.max_model_len), settings)
+        return cls(config, with_max_model_len(described, settings.max_model_len), settings)
 
     def load(self, text: TextModel | None = None) -> LocalModel:
         """Load the weights. `text` is the model's text side, where the caller has made it already."""

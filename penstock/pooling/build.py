@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.dense import DenseSpec
-from penstock.checkpoint.spec import ModelSpec, label_count
+from penstock.checkpoint.labels import label_count
+from penstock.checkpoint.spec import ModelSpec
 from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
@@ -203,5 +204,5 @@ def _dense(
     residual = None
     if dense.residual and dense.in_features != dense.out_features:
         residual = Linear(weights.take("residual.weight", dense.out_features, dense.in_features), None)
-    weights.finish(())
+    weights.check_all_read(())
     return Dense(Linear(weight, bias, dense.activation), residual, dense.residual)

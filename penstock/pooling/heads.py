@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels import cast as packing
+from penstock.kernels import output_quantize
 from penstock.kernels import pooling as kernel
-from penstock.kernels.language import fused
+from penstock.kernels.language import use_kernel
 from penstock.layers.linear import LinearLayer
 from penstock.types import OutputDtype, Variant
 
@@ -29,7 +29,9 @@ class Dense:
 
 def unit(vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Vectors of length 1, of the chosen rows or of all."""
-    return (kernel.unit if fused(vectors) else kernel.unit_reference)(vectors, chosen, dtype)
+    return (kernel.normalize_rows if use_kernel(vectors) else kernel.normalize_rows_reference)(
+        vectors, chosen, dtype
+    )
 
 
 def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
@@ -47,11 +49,13 @@ def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
         case OutputDtype.BFLOAT16:
             return vectors.to(torch.bfloat16).view(torch.uint16)
         case OutputDtype.INT8 | OutputDtype.UINT8:
-            to_bytes = packing.to_bytes if fused(vectors) else packing.to_bytes_reference
-            return to_bytes(vectors, dtype is OutputDtype.INT8)
+            to_int8 = output_quantize.to_int8 if use_kernel(vectors) else output_quantize.to_int8_reference
+            return to_int8(vectors, dtype is OutputDtype.INT8)
         case OutputDtype.BINARY | OutputDtype.UBINARY:
-            to_bits = packing.to_bits if fused(vectors) else packing.to_bits_reference
-            return to_bits(vectors, dtype is OutputDtype.BINARY)
+            to_binary = (
+                output_quantize.to_binary if use_kernel(vectors) else output_quantize.to_binary_reference
+            )
+            return to_binary(vectors, dtype is OutputDtype.BINARY)
 
 
 def leave(values: list[Tensor], variants: tuple[Variant, ...]) -> tuple[list[Tensor], list[Tensor]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import pooling as kernel
-from penstock.kernels.language import fused
+from penstock.kernels.language import use_kernel
 from penstock.layers.batch import Batch
 from penstock.types import Ints, StepPlan
 
@@ -101,7 +101,7 @@ def pool(
 
 def has_kernel(hidden: Tensor, batch: Batch) -> bool:
     """Sums that go on over steps are left to the plain form."""
-    return batch.memory is None and fused(hidden)
+    return batch.memory is None and use_kernel(hidden)
 
 
 def _routed(name: str, plain: Method) -> Method:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import SparseSpec
-from penstock.kernels.language import fused
-from penstock.kernels.splade import reduce_rows, squashed
+from penstock.checkpoint.sparse import SparseSpec
+from penstock.kernels.language import use_kernel
+from penstock.kernels.splade import log1p_relu, splade_pool
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.types import MAX_TERMS, Variant
@@ -51,7 +51,7 @@ class Splade:
         terms = min(variant.params.top_k or MAX_TERMS, self.head.outputs)
         out = hidden.new_empty((len(lengths), terms, 2), dtype=torch.float32)
         # Where the rows begin is on the device already if all of them are wanted.
-        starts = batch.cu_lengths if variant.rows is None and fused(hidden) else None
+        starts = batch.cu_lengths if variant.rows is None and use_kernel(hidden) else None
         budget = self.logits or _LOGITS.get(hidden.device.type, _LOGITS["cuda"])
         tile = max(1, budget // self.head.outputs)
         for block in blocks(lengths.tolist(), tile):
@@ -74,7 +74,7 @@ class Splade:
                 total = torch.maximum(total, part) if self.spec.reduce == "max" else total + part
         elif starts is not None:
             first, count = block.first_row, len(block.lengths)
-            return reduce_rows(
+            return splade_pool(
                 self.head.project(hidden[at : at + sum(block.lengths)]),
                 starts[first : first + count + 1],
                 logs=self.spec.logs,
@@ -100,7 +100,7 @@ class Splade:
 
     def _squashed(self, logits: Tensor) -> Tensor:
         """Grows with the logit, so the maximum may be taken before it."""
-        return squashed(logits, self.spec.logs)
+        return log1p_relu(logits, self.spec.logs)
 
 
 def blocks(lengths: list[int], tile: int) -> Iterator[Block]:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.feed import feed_tokens
-from penstock.kernels.language import fused
+from penstock.kernels.language import use_kernel
+from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Memory, Paged
 from penstock.models.registry import Model
@@ -128,7 +128,7 @@ class DecodeGraphs(Captures[Key, Graph]):
             return None
         rows, width = _bucket(ROWS, plan.num_rows), _bucket(WIDTHS, kv.paged.width)
         need = self.generator.sampler.plan.need(sample.sampled_slots)
-        choose = not need & _BEYOND and fused(self.generator.last)
+        choose = not need & _BEYOND and use_kernel(self.generator.last)
         return Key(rows, width, choose, choose and bool(need & Need.FILTER))
 
     def __call__(self, plan: StepPlan, sample: SamplePlan) -> list[Tensor] | None:
@@ -184,7 +184,7 @@ class DecodeGraphs(Captures[Key, Graph]):
         batch, generator = self._batch(key, views), self.generator
 
         def work() -> list[Tensor]:
-            feed_tokens(views["token_ids"], views["fed"], generator.last)
+            insert_sampled_tokens(views["token_ids"], views["fed"], generator.last)
             logits = generator.head.project(self.model(batch))
             if not key.choose:
                 return [logits]

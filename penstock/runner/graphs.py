@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import compiling
+from penstock.kernels.language import is_precompiling
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import Batch, Memory, Needed, Paged, read_in_place
 from penstock.models.registry import Model
@@ -228,7 +228,7 @@ class Graphs(Captures[Key, Graph]):
         """What a step of this shape took without a graph; the first, with all that is lazy, took longer, and
         one whose kernels were compiled and not run says nothing."""
         seen = self._seen.get(key)
-        if seen is not None and not compiling():
+        if seen is not None and not is_precompiling():
             seen.host_s, seen.device_s = min(seen.host_s, host_s), min(seen.device_s, device_s)
 
     def _stand_in(self, key: Key) -> Graph | None:
@@ -266,7 +266,7 @@ class Graphs(Captures[Key, Graph]):
     def _ends(self, key: Key) -> str | None:
         """Which one token of each row is read, where the last layer is better finished for them alone."""
         tokens, rows, _ = key.bucket
-        if not self.model.narrows or key.params is None or key.memory is not None:
+        if not self.model.prunes_last_layer or key.params is None or key.memory is not None:
             return None
         if tokens * self.model.hidden_size < NARROWED or rows > FEWER * tokens:
             return None

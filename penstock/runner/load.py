@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
@@ -59,21 +59,7 @@ class Loaded:
 
 
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
-    return resolve(
-        config,
-        model_limit=spec.limit,
-        positions=spec.positions,
-        machine=this_machine(config.device),
-        why_not_cut=spec.why_not_cut,
-        shares_prefixes=spec.shares_prefixes,
-        hidden=_number(spec.config, "hidden_size", "n_embd", "dim", "d_model"),
-        layers=_number(spec.config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-        generates=spec.generates,
-    )
-
-
-def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+    return resolve(config, spec.facts, this_machine(config.device))
 
 
 def this_machine(device: str) -> Machine:
@@ -149,7 +135,7 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
     """First steps of every kind, in which kernels are compiled, and the first graphs."""
     import torch
 
-    from penstock.kernels.language import ahead
+    from penstock.kernels.language import precompile
     from penstock.runner import warmup
     from penstock.runner.decode import first_keys
 
@@ -162,7 +148,10 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
         if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
             warmup.warm_up_memory(runner, BLOCK_SIZE)
 
-    if runner.device.type == "cuda" and (compiling := ahead(min(available_cpus(), _COMPILERS))) is not None:
+    if (
+        runner.device.type == "cuda"
+        and (compiling := precompile(min(available_cpus(), _COMPILERS))) is not None
+    ):
         with watch.timed("kernels"), suppress(Exception), compiling:  # what is wrong the real steps will show
             pooled()
     with watch.timed("first steps"):
@@ -236,8 +225,7 @@ _KV_SHARE = 0.8  # of what the weights leave free; the rest is for activations
 
 
 def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
-    counts = [spec.config.get(name) for name in ("num_hidden_layers", "n_layers", "n_layer")]
-    layers = next((count for count in counts if isinstance(count, int)), None)
+    layers = spec.num_layers
     if layers is not None and (beyond := [n for n in settings.unquantized_layers if n >= layers]):
         raise ConfigError(
             f"unquantized_layers has {beyond[0]}, but the model's layers are 0 to {layers - 1}",

@@ -169,7 +169,12 @@ class ModelRunner:
     def _needed(self, plan: StepPlan) -> dict[str, Ints]:
         """`Needed` of the tokens whose states the pooler reads, where they are few enough that the last layer
         is better finished for them alone; else nothing."""
-        if not self.model.narrows or plan.kv is not None or plan.adapters is not None or not plan.num_rows:
+        if (
+            not self.model.prunes_last_layer
+            or plan.kv is not None
+            or plan.adapters is not None
+            or not plan.num_rows
+        ):
             return {}
         if self.device.type == "cuda" and plan.num_tokens * self.model.hidden_size < NARROWED_EAGER:
             return {}

@@ -14,7 +14,7 @@ from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE, Runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, Request, SamplerParams, StepPlan, Task
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def warm_up_memory(runner: Runner, block_size: int) -> None:
     length, begin, end = 3 * block_size, block_size, 2 * block_size
     request = Request("warm-up", np.ones(length, dtype=np.int32), np.array([length], dtype=np.int32))
     row, first, stop = (np.array([number], dtype=np.int32) for number in (0, begin, end))
-    share = Share(request, row, first, stop, ([0, 1, 2],))
+    share = ScheduledRows(request, row, first, stop, ([0, 1, 2],))
     runner.launch(build_plan([share], block_size)).result()
 
 
@@ -104,21 +104,21 @@ def _plan(rows: int, length: int, params: PoolingParams, skips: bool = False) ->
     tokens = np.ones(rows * length, dtype=np.int32)
     skip = np.zeros(rows, dtype=np.int32) if skips else None
     request = Request("warm-up", tokens, np.full(rows, length, dtype=np.int32), params, skip=skip)
-    return build_plan([Share(request, np.arange(rows, dtype=np.int32))])
+    return build_plan([ScheduledRows(request, np.arange(rows, dtype=np.int32))])
 
 
 def warm_up_generation(runner: Runner, sampler: Leaves, num_blocks: int, max_tokens: int) -> None:
     """A prompt and a few tokens after it, on blocks and a slot that are free again afterwards."""
     length = min(17, max_tokens)
-    lane = GenerationScheduler(
+    generation = GenerationScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),
-        GenerationLimits(1, max_tokens, max_tokens, length + 3, length, prefixes=False),
+        GenerationLimits(1, max_tokens, max_tokens, length + 3, length, prefix_caching=False),
     )
     tokens = np.ones(length, dtype=np.int32)
     sampling = SamplerParams(max_tokens=3, temperature=0)
     lengths = np.array([length], dtype=np.int32)
-    lane.add(Request("warm-up", tokens, lengths, PoolingParams(Task.GENERATE), sampling=sampling))
-    while (plan := lane.schedule(0.0)) is not None:
-        lane.collect(plan, runner.launch(plan).result())
-    for slot in lane.left_slots():
+    generation.add(Request("warm-up", tokens, lengths, PoolingParams(Task.GENERATE), sampling=sampling))
+    while (plan := generation.schedule(0.0)) is not None:
+        generation.collect(plan, runner.launch(plan).result())
+    for slot in generation.take_freed_slots():
         sampler.leave(slot)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.language import cdiv
-from penstock.kernels.sampling import edit, penalized_reference
+from penstock.kernels.sampling import apply_penalties_reference, edit_logits
 from penstock.sampling.penalties import Counts, grown
 from penstock.sampling.plan import Column, Need, SlotPlan, packed_bits
 from penstock.types import Ints, SamplerParams
@@ -98,7 +98,7 @@ class Edits:
 
     def by_kernel(self, logits: Tensor, slots: Tensor, table: Tensor, positions: Tensor, need: Need) -> None:
         """Into `work`."""
-        edit(
+        edit_logits(
             logits,
             slots,
             table,
@@ -128,7 +128,9 @@ class Edits:
         if row[Column.COUNT_ROW] >= 0:
             penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             counts = self.counts.table[int(row[Column.COUNT_ROW])]
-            x.copy_(penalized_reference(x[None], counts[None], *(x.new_full((1,), p) for p in penalties))[0])
+            x.copy_(
+                apply_penalties_reference(x[None], counts[None], *(x.new_full((1,), p) for p in penalties))[0]
+            )
 
     def note(self, table: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, need: Need) -> None:
         """Plain-torch form: counts the tokens, and remembers them; `positions` [rows] are those before."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.thresholds import thresholds_reference
+from penstock.kernels.logit_thresholds import logit_thresholds_reference
 from penstock.sampling.plan import FLOATS, Column
 
 
@@ -21,7 +21,7 @@ def floats(table: Tensor) -> Tensor:
 def least_kept(logits: Tensor, table: Tensor) -> Tensor:
     """[rows]; `table` [rows, …] are the settings of these rows, which all ask for a filter."""
     values = floats(table)
-    return thresholds_reference(
+    return logit_thresholds_reference(
         logits,
         values[:, Column.TEMPERATURE],
         table[:, Column.TOP_K],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import fused
-from penstock.kernels.sampling import logsum, logsum_reference
+from penstock.kernels.language import use_kernel
+from penstock.kernels.sampling import logsumexp_and_ranks, logsumexp_and_ranks_reference
 
 
 def token_logprobs(
@@ -21,7 +21,9 @@ def token_logprobs(
         rows, taken = torch.arange(len(logits), device=logits.device), logits
     else:
         taken = logits.index_select(0, rows)
-    sums, ranks = (logsum if fused(logits) else logsum_reference)(logits, rows, tokens)
+    sums, ranks = (logsumexp_and_ranks if use_kernel(logits) else logsumexp_and_ranks_reference)(
+        logits, rows, tokens
+    )
     ids = tokens.long()[:, None]
     values = taken.gather(1, ids)
     if count:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.sampling import SEEN
+from penstock.kernels.sampling import IN_PROMPT
 from penstock.types import Ints
 
 Send = Callable[[NDArray[np.int64]], Tensor]
@@ -20,7 +20,7 @@ def tally(prompt_ids: Ints, output_ids: Ints, vocab_size: int) -> tuple[Ints, In
     prompt = np.unique(prompt_ids[prompt_ids < vocab_size])
     output, times = np.unique(output_ids, return_counts=True)
     ids = np.union1d(prompt, output).astype(np.int32)
-    counts = np.where(np.isin(ids, prompt), SEEN, 0).astype(np.int32)
+    counts = np.where(np.isin(ids, prompt), IN_PROMPT, 0).astype(np.int32)
     counts[np.searchsorted(ids, output)] += times.astype(np.int32)
     return ids, counts
 

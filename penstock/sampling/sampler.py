@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.language import fused
-from penstock.kernels.sampling import choose, choose_reference, likeliest
-from penstock.kernels.thresholds import thresholds
+from penstock.kernels.language import use_kernel
+from penstock.kernels.logit_thresholds import logit_thresholds
+from penstock.kernels.sampling import argmax_tokens, sample_tokens, sample_tokens_reference
 from penstock.sampling.edits import Edits
 from penstock.sampling.filters import floats, least_kept
 from penstock.sampling.logprobs import token_logprobs
@@ -90,7 +90,7 @@ class Sampler:
         self.flush()
         need = self.plan.step(slots)
         self._select(slots)
-        if not fused(logits):
+        if not use_kernel(logits):
             tokens = self._by_torch(logits, slots, slots_device, need)
         elif need & EDITS:
             tokens = self._by_kernels(logits, slots_device, need)
@@ -108,8 +108,10 @@ class Sampler:
         """Tokens of rows that ask for a temperature, and where `filtered` for top-k, top-p or min-p, but for
         nothing else. Neither plans nor sends: fit for a graph. Its owner asks `plan.need` whether it serves,
         and then calls `flush` before the replay and `plan.step` beside it."""
-        bounds = thresholds(logits, slots_device, self.table) if filtered else None
-        return choose(logits, slots_device, self.table, self.positions, thresholds=bounds, last=self.last)
+        bounds = logit_thresholds(logits, slots_device, self.table) if filtered else None
+        return sample_tokens(
+            logits, slots_device, self.table, self.positions, thresholds=bounds, last=self.last
+        )
 
     def flush(self) -> None:
         """Sends what joined or changed; nothing if nobody did."""
@@ -130,8 +132,8 @@ class Sampler:
         edits = self._edits
         edits.by_kernel(logits, slots, self.table, self.positions, need)
         work = edits.work
-        bounds = thresholds(logits, slots, self.table, work=work) if need & Need.FILTER else None
-        return choose(
+        bounds = logit_thresholds(logits, slots, self.table, work=work) if need & Need.FILTER else None
+        return sample_tokens(
             logits,
             slots,
             self.table,
@@ -155,7 +157,7 @@ class Sampler:
 
     def _tokens(self, logits: Tensor, slots: Ints, at: Tensor, positions: Tensor, need: Need) -> Tensor:
         if not need & (Need.NOISE | EDITS):
-            return likeliest(logits)
+            return argmax_tokens(logits)
         rows, picked = self._rows(Need.NOISE | EDITS, slots)
         settings = self.table[at[picked]]
         x = logits[picked].float()
@@ -168,7 +170,7 @@ class Sampler:
             filtered = self._within(rows, slots)
             bounds = x.new_full((len(x),), float("-inf"))
             bounds[filtered] = least_kept(x[filtered], settings[filtered])
-        chosen = choose_reference(
+        chosen = sample_tokens_reference(
             x,
             floats(settings)[:, Column.TEMPERATURE],
             settings[:, Column.KEY : Column.KEY + 4],
@@ -177,7 +179,7 @@ class Sampler:
         )
         if len(rows) == len(slots):
             return chosen
-        return likeliest(logits).index_copy_(0, picked, chosen)
+        return argmax_tokens(logits).index_copy_(0, picked, chosen)
 
     def _select(self, slots: Ints) -> None:
         """Forgets the chosen rows if this batch is another than the last."""

@@ -42,7 +42,7 @@ def pair_variant(
     documents = ~run.queries
     columns = [[run.against[documents]], [begins[documents]], [run.lengths[documents]]]
     for piece, base in zip(pieces, bases, strict=False):
-        if (stored := piece.stored) is not None:
+        if (stored := piece.cached_documents) is not None:
             held = _held(piece)
             for column, of_stored in zip(
                 columns,
@@ -63,7 +63,7 @@ def pair_variant(
         document_lengths=document_lengths,
         write_from=ragged_arange(begins[placed], sizes, ends),
         write_to=ragged_arange(run.starts[placed], sizes, ends),
-        from_store=sum(len(piece.stored) for piece in pieces if piece.stored is not None),
+        from_store=sum(len(piece.cached_documents) for piece in pieces if piece.cached_documents is not None),
         max_query=int(query_lengths.max(initial=0)),
         max_document=int(document_lengths.max(initial=0)),
     )
@@ -89,8 +89,8 @@ def _run(pieces: Sequence[RowSlice], rows: Sequence[Ints], bases: Sequence[int])
 
 
 def _held(piece: RowSlice) -> CachedVectors:
-    assert piece.held is not None, "a request with pairs is scheduled with places"
-    return piece.held
+    assert piece.cached is not None, "a request with pairs is scheduled with places"
+    return piece.cached
 
 
 def _queries_of(piece: RowSlice, rows: Ints) -> Ints:

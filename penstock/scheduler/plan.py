@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.scheduler.pairs import pair_variant
 from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import (
     Ints,
     KeyLimits,
@@ -23,7 +23,7 @@ from penstock.types import (
 )
 
 
-def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
+def build_plan(shares: Sequence[ScheduledRows], block_size: int = 0) -> StepPlan:
     """Lay the rows of all shares out as one ragged run, ordered by length and then by context or keys."""
     pieces = [_piece(share) for share in shares]
     lengths = np.concatenate([piece.lengths for piece in pieces])
@@ -68,7 +68,7 @@ def build_plan(shares: Sequence[Share], block_size: int = 0) -> StepPlan:
     )
 
 
-def _keeps(shares: Sequence[Share]) -> bool:
+def _keeps(shares: Sequence[ScheduledRows]) -> bool:
     return any(table is not None for share in shares for table in share.tables)
 
 
@@ -84,7 +84,7 @@ class _Piece(NamedTuple):
     adapters: Ints | None
 
 
-def _piece(share: Share) -> _Piece:
+def _piece(share: ScheduledRows) -> _Piece:
     request, rows = share.request, share.rows
     if share.begins is None and request.num_rows == 1:
         whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.keys)
@@ -133,13 +133,21 @@ def _joined(pieces: Sequence[_Piece], name: str) -> Ints | None:
     )
 
 
-def _slices(shares: Sequence[Share], slot_of: Ints) -> tuple[RowSlice, ...]:
+def _slices(shares: Sequence[ScheduledRows], slot_of: Ints) -> tuple[RowSlice, ...]:
     slices, at = [], 0
     for share in shares:
         end = at + len(share.rows)
         slots = slot_of[at:end]
         slices.append(
-            RowSlice(share.request, share.rows, slots, share.begins, share.ends, share.held, share.stored)
+            RowSlice(
+                share.request,
+                share.rows,
+                slots,
+                share.begins,
+                share.ends,
+                share.cached,
+                share.cached_documents,
+            )
         )
         at = end
     return tuple(slices)
@@ -213,7 +221,9 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
     return tuple(variants)
 
 
-def _kv_plan(shares: Sequence[Share], order: Ints, lengths: Ints, context: Ints, block_size: int) -> KVPlan:
+def _kv_plan(
+    shares: Sequence[ScheduledRows], order: Ints, lengths: Ints, context: Ints, block_size: int
+) -> KVPlan:
     """Where keys and values are read from and kept, for the rows in the order of the step."""
     unordered = [table for share in shares for table in (share.tables or (None,) * len(share.rows))]
     totals = np.concatenate([share.request.lengths[share.rows] for share in shares])[order]

@@ -1,8 +1,8 @@
-"""The waiting line: requests in the order in which they are to run.
+"""The waiting queue: requests in the order in which they run.
 
-The order never has to be recomputed. A priority level is worth a fixed head start in seconds, so a
-request's place is `arrival + priority × head start`: first come, first served within a priority, and
-no request can be overtaken by ones that arrive later than its head start, so none starves.
+The order never has to be recomputed. A priority level is worth a fixed head start in seconds, so the rank of
+a request is `arrival + priority × head start`. Requests of one priority run first come, first served. A
+request that arrives later than the head start cannot overtake, so no request starves.
 """
 
 from __future__ import annotations
@@ -21,220 +21,227 @@ _QUERY_FIRST: Ints = np.arange(2, dtype=np.int32)  # the order of one query and 
 _QUERY_FIRST.flags.writeable = False
 HEAD_START_S = 1.0  # what one level of priority is worth
 
+Rank = tuple[float, int]  # arrival plus head start, then order of arrival
+
 
 @dataclass(slots=True, eq=False)
 class OpenRow:
-    """A row that runs over several steps; its keys and values so far lie in `blocks`."""
+    """A row that runs over several steps; its keys and values so far are in `blocks`."""
 
     row: int
     length: int
-    done: int  # tokens that have run, or that a cached prefix stands for
+    num_done: int  # tokens that have run or that a cached prefix covers
     blocks: list[int]
-    keys: list[bytes]  # of its full blocks, where prefixes are kept
+    prefix_keys: list[bytes]  # of its full blocks, where prefixes are cached
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """A request with rows still to run. `order` lists its rows by length; `cursor` is the next one."""
 
     request: Request
     order: Ints  # [rows], row numbers, longest first
-    ends: Ints  # [rows], tokens of rows order[0..i]
-    place: tuple[float, int]
+    cumulative: Ints  # [rows], tokens of rows order[0..i]
+    rank: Rank
     cursor: int = 0
     open: list[OpenRow] = field(default_factory=list)
-    held: CachedVectors | None = None  # of a request with pairs, once it has places for its queries
-    stored: Ints | None = None  # documents that need not run, until they are scored
-    least: int = field(init=False)  # tokens without which nothing more of it can run, where rows are not cut
+    cached: CachedVectors | None = (
+        None  # of a request with pairs, once its queries have room in the vector cache
+    )
+    cached_documents: Ints | None = None  # documents that only have to be scored, until they are
+    next_length: int = field(init=False)  # tokens of the next row; 0: no row is left to open
 
     def __post_init__(self) -> None:
-        self._moved()
+        self._update_next_length()
 
-    def _moved(self) -> None:
-        """Other rows wait. Those that cannot run yet are asked in every step for the least they need."""
+    def _update_next_length(self) -> None:
+        """Every step asks each waiting request for this number, so it is kept."""
         at = self.cursor
-        self.least = int(self.request.lengths[self.order[at]]) if at < len(self.order) else 0
+        self.next_length = int(self.request.lengths[self.order[at]]) if at < len(self.order) else 0
 
     @property
-    def rows_left(self) -> int:
+    def num_rows_left(self) -> int:
         left = len(self.order) - self.cursor + len(self.open)
-        return left if self.stored is None else left + len(self.stored)
+        return left if self.cached_documents is None else left + len(self.cached_documents)
 
     @property
-    def unopened(self) -> int:
+    def num_unopened(self) -> int:
         return len(self.order) - self.cursor
 
     @property
-    def tokens_left(self) -> int:
-        left = int(self.ends[-1]) - self.tokens_taken if len(self.ends) else 0
-        return left + sum(row.length - row.done for row in self.open)
+    def num_tokens_left(self) -> int:
+        left = int(self.cumulative[-1]) - self.num_tokens_taken if len(self.cumulative) else 0
+        return left + sum(row.length - row.num_done for row in self.open)
 
     @property
-    def documents_wait(self) -> bool:
-        """Whether a query is still open, so that the documents behind it cannot be scored yet."""
+    def num_tokens_taken(self) -> int:
+        return int(self.cumulative[self.cursor - 1]) if self.cursor else 0
+
+    @property
+    def documents_blocked(self) -> bool:
+        """Whether the next row is a document that must wait for a query that is still open."""
         queries = self.request.num_queries
         if not queries or not any(row.row < queries for row in self.open):
             return False
         return self.cursor >= len(self.order) or int(self.order[self.cursor]) >= queries
 
-    def hold(self, held: CachedVectors) -> tuple[int, int]:
-        """Rows whose vectors are there leave the order: how many tokens, and how many of them queries."""
-        self.held = held
-        if not held.ready.any():
+    def use_cached_vectors(self, cached: CachedVectors) -> tuple[int, int]:
+        """Drop the rows whose vectors are cached; returns their tokens, and how many of them are queries."""
+        self.cached = cached
+        if not cached.ready.any():
             return 0, 0
         lengths, queries = self.request.lengths, self.request.num_queries
-        documents = np.flatnonzero(held.ready[queries:]).astype(np.int32) + queries
-        self.stored = documents if len(documents) else None
-        self.order = self.order[~held.ready[self.order]]
-        self.ends = np.cumsum(lengths[self.order], dtype=np.int32)
-        self._moved()
-        return int(lengths[held.ready].sum()), int(held.ready[:queries].sum())
+        documents = np.flatnonzero(cached.ready[queries:]).astype(np.int32) + queries
+        self.cached_documents = documents if len(documents) else None
+        self.order = self.order[~cached.ready[self.order]]
+        self.cumulative = np.cumsum(lengths[self.order], dtype=np.int32)
+        self._update_next_length()
+        return int(lengths[cached.ready].sum()), int(cached.ready[:queries].sum())
 
-    def take_stored(self) -> Ints | None:
-        """The documents that need not run, once all queries have their place in a step."""
+    def take_cached_documents(self) -> Ints | None:
+        """The documents that only have to be scored, once all queries are scheduled."""
         queries = self.request.num_queries
-        waits = self.unopened and int(self.order[self.cursor]) < queries
-        if self.stored is None or waits or any(row.row < queries for row in self.open):
+        query_waits = self.num_unopened and int(self.order[self.cursor]) < queries
+        if self.cached_documents is None or query_waits or any(row.row < queries for row in self.open):
             return None
-        stored, self.stored = self.stored, None
-        return stored
+        documents, self.cached_documents = self.cached_documents, None
+        return documents
 
-    def put_back(self, rows: Ints, stored: Ints | None = None) -> None:
-        """Rows that were taken are to run once more, from their beginning."""
+    def requeue(self, rows: Ints, cached_documents: Ints | None = None) -> None:
+        """Run rows that were taken once more, from their first token."""
         left = np.concatenate([self.order[self.cursor :], rows])
-        self.order = left[_long_first(self.request, left)]
-        self.ends = np.cumsum(self.request.lengths[self.order], dtype=np.int32)
+        self.order = left[_longest_first(self.request, left)]
+        self.cumulative = np.cumsum(self.request.lengths[self.order], dtype=np.int32)
         self.cursor = 0
-        self._moved()
-        if stored is not None:
-            self.stored = stored if self.stored is None else np.concatenate([self.stored, stored])
+        self._update_next_length()
+        if cached_documents is not None:
+            before = self.cached_documents
+            self.cached_documents = (
+                cached_documents if before is None else np.concatenate([before, cached_documents])
+            )
 
-    def close(self, rows: Ints | None = None) -> list[OpenRow]:
-        """Open rows, these or all, are open no more; whoever calls gives back what they hold."""
+    def close_rows(self, rows: Ints | None = None) -> list[OpenRow]:
+        """Close these open rows, or all; the caller frees their blocks."""
         closed = [row for row in self.open if rows is None or row.row in rows]
         self.open = [row for row in self.open if row not in closed]
         return closed
 
-    @property
-    def tokens_taken(self) -> int:
-        return int(self.ends[self.cursor - 1]) if self.cursor else 0
-
     def take(self, max_tokens: int, max_rows: int) -> Ints:
-        """Up to so many further rows, as row numbers of the request."""
+        """The next rows within these limits, as row numbers of the request."""
         if len(self.order) == 1:  # most requests have one row
-            if self.cursor or max_rows < 1 or self.ends[0] > max_tokens:
+            if self.cursor or max_rows < 1 or self.cumulative[0] > max_tokens:
                 return self.order[1:]
-            self.cursor, self.least = 1, 0
+            self.cursor, self.next_length = 1, 0
             return self.order
-        fits = int(np.searchsorted(self.ends, self.tokens_taken + max_tokens, side="right"))
+        fits = int(np.searchsorted(self.cumulative, self.num_tokens_taken + max_tokens, side="right"))
         stop = min(fits, self.cursor + max_rows)
         taken = self.order[self.cursor : max(stop, self.cursor)]
         self.cursor += len(taken)
-        self._moved()
+        self._update_next_length()
         return taken
 
 
-def _long_first(request: Request, rows: Ints) -> Ints:
-    """An order of rows: long ones first, but queries before the documents that need them."""
+def _longest_first(request: Request, rows: Ints) -> Ints:
+    """An order of rows: the longest first, but queries before the documents that need them."""
     lengths = request.lengths[rows]
     if request.pairs is None:
         return np.argsort(-lengths, kind="stable").astype(np.int32)
     return np.lexsort((-lengths, rows >= request.num_queries)).astype(np.int32)
 
 
-class WaitingLine:
-    """Requests by place, with look-up by id and by deadline."""
+class WaitingQueue:
+    """Requests by rank, with look-up by id and by deadline."""
 
     def __init__(self) -> None:
-        self._line: list[tuple[tuple[float, int], Waiting]] = []
-        self._by_id: dict[str, Waiting] = {}
-        self._deadlines: list[tuple[float, int, str]] = []  # may name requests that have left
+        self._entries: list[tuple[Rank, QueuedRequest]] = []
+        self._by_id: dict[str, QueuedRequest] = {}
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap that may name requests that have left
         self._count = itertools.count()
-        self.tokens = 0
-        self.rows = 0
+        self.num_tokens = 0
+        self.num_rows = 0
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._entries)
 
-    def __iter__(self) -> Iterator[Waiting]:
-        return (waiting for _, waiting in self._line)
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        return (queued for _, queued in self._entries)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
-    def place(self, request: Request) -> tuple[float, int]:
-        """Where a request that comes now stands."""
+    def next_rank(self, request: Request) -> Rank:
+        """The rank of a request that arrives now."""
         return request.arrival_s + request.priority * HEAD_START_S, next(self._count)
 
-    def join(self, request: Request) -> None:
-        place = self.place(request)
+    def add(self, request: Request) -> None:
+        rank = self.next_rank(request)
         if request.num_rows == 1:
-            order, ends = ONE_ROW, request.lengths
+            order, cumulative = ONE_ROW, request.lengths
         elif request.num_rows == 2 and request.num_queries == 1:
-            order, ends = _QUERY_FIRST, np.add.accumulate(request.lengths, dtype=np.int32)
+            order, cumulative = _QUERY_FIRST, np.add.accumulate(request.lengths, dtype=np.int32)
         else:
-            order = _long_first(request, np.arange(request.num_rows, dtype=np.int32))
-            ends = np.cumsum(request.lengths[order], dtype=np.int32)
-        waiting = Waiting(request, order, ends, place)
-        if not self._line or place > self._line[-1][0]:
-            self._line.append((place, waiting))
+            order = _longest_first(request, np.arange(request.num_rows, dtype=np.int32))
+            cumulative = np.cumsum(request.lengths[order], dtype=np.int32)
+        queued = QueuedRequest(request, order, cumulative, rank)
+        if not self._entries or rank > self._entries[-1][0]:
+            self._entries.append((rank, queued))
         else:
-            bisect.insort(self._line, (place, waiting), key=lambda entry: entry[0])
-        self._by_id[request.id] = waiting
-        self.took(-request.num_tokens, -request.num_rows)
+            bisect.insort(self._entries, (rank, queued), key=lambda entry: entry[0])
+        self._by_id[request.id] = queued
+        self.account(-request.num_tokens, -request.num_rows)
         if request.deadline_s is not None:
-            self._forget_stale_deadlines()
-            heapq.heappush(self._deadlines, (request.deadline_s, place[1], request.id))
+            self._drop_stale_deadlines()
+            heapq.heappush(self._deadlines, (request.deadline_s, rank[1], request.id))
 
-    def took(self, tokens: int, rows: int) -> None:
-        """Account for rows that left the line to run, or, less than nothing, that come to it."""
-        self.tokens -= tokens
-        self.rows -= rows
+    def account(self, tokens: int, rows: int) -> None:
+        """Subtract tokens and rows that left the queue to run; negative numbers come back to it."""
+        self.num_tokens -= tokens
+        self.num_rows -= rows
 
-    def sweep(self, visited: int | None = None) -> None:
-        """Let go of the requests that have no rows left, among the first `visited` or all of the line."""
-        asked = self._line[:visited]
-        stay = [entry for entry in asked if entry[1].least or entry[1].rows_left]
-        if len(stay) == len(asked):
+    def remove_finished(self, num_visited: int | None = None) -> None:
+        """Remove the requests that have no rows left, among the first `num_visited` or all."""
+        visited = self._entries[:num_visited]
+        stay = [entry for entry in visited if entry[1].next_length or entry[1].num_rows_left]
+        if len(stay) == len(visited):
             return
-        for _, waiting in asked:
-            if not waiting.least and not waiting.rows_left:
-                del self._by_id[waiting.request.id]
-        self._line[:visited] = stay
+        for _, queued in visited:
+            if not queued.next_length and not queued.num_rows_left:
+                del self._by_id[queued.request.id]
+        self._entries[:num_visited] = stay
 
-    def find(self, request_id: str) -> Waiting | None:
+    def find(self, request_id: str) -> QueuedRequest | None:
         return self._by_id.get(request_id)
 
-    def remove(self, request_id: str) -> Waiting | None:
-        waiting = self._by_id.pop(request_id, None)
-        if waiting is None:
+    def remove(self, request_id: str) -> QueuedRequest | None:
+        queued = self._by_id.pop(request_id, None)
+        if queued is None:
             return None
-        self.took(waiting.tokens_left, waiting.rows_left)
-        index = bisect.bisect_left(self._line, waiting.place, key=lambda entry: entry[0])
-        del self._line[index]
-        return waiting
+        self.account(queued.num_tokens_left, queued.num_rows_left)
+        index = bisect.bisect_left(self._entries, queued.rank, key=lambda entry: entry[0])
+        del self._entries[index]
+        return queued
 
-    def expired(self, now_s: float) -> list[Waiting]:
+    def remove_expired(self, now_s: float) -> list[QueuedRequest]:
         """Remove and return the requests whose deadline has passed."""
-        gone = []
+        expired = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             entry = heapq.heappop(self._deadlines)
-            if self._waits(entry) and (waiting := self.remove(entry[2])) is not None:
-                gone.append(waiting)
-        return gone
+            if self._is_current(entry) and (queued := self.remove(entry[2])) is not None:
+                expired.append(queued)
+        return expired
 
     def next_deadline_s(self) -> float | None:
-        while self._deadlines and not self._waits(self._deadlines[0]):
+        while self._deadlines and not self._is_current(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _waits(self, entry: tuple[float, int, str]) -> bool:
-        """Whether a deadline is still that of a waiting request, and not of an earlier one of its id."""
-        waiting = self._by_id.get(entry[2])
-        return waiting is not None and waiting.place[1] == entry[1]
+    def _is_current(self, entry: tuple[float, int, str]) -> bool:
+        """Whether a deadline belongs to a waiting request, and not to an earlier one of the same id."""
+        queued = self._by_id.get(entry[2])
+        return queued is not None and queued.rank[1] == entry[1]
 
-    def _forget_stale_deadlines(self) -> None:
-        """Keep the heap in proportion to the line; most requests leave long before their deadline."""
+    def _drop_stale_deadlines(self) -> None:
+        """Keep the heap in proportion to the queue; most requests leave long before their deadline."""
         if len(self._deadlines) > 64 + 2 * len(self._by_id):
-            self._deadlines = [entry for entry in self._deadlines if self._waits(entry)]
+            self._deadlines = [entry for entry in self._deadlines if self._is_current(entry)]
             heapq.heapify(self._deadlines)

@@ -1,4 +1,5 @@
-"""Who runs next, within a budget of tokens and rows. Pure Python and NumPy; time is passed in."""
+"""Which rows run in the next step, within a budget of tokens and rows. Pure Python and NumPy, without a
+clock."""
 
 from __future__ import annotations
 
@@ -9,19 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.content import PrefixKeys
 from penstock.errors import NotPossible, QueueFull
-from penstock.kvcache.blocks import BlockPool, prefix_keys
-from penstock.scheduler.queue import OpenRow, Waiting, WaitingLine
-from penstock.scheduler.vector_store import VectorPlaces, vector_counts
+from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.queue import OpenRow, QueuedRequest, WaitingQueue
+from penstock.scheduler.vector_cache import VectorCache, vector_counts
 from penstock.types import CachedVectors, Ints, PoolingParams, Request
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    tokens: int  # of one step
-    rows: int  # of one step
-    queued_tokens: int  # of the waiting line; beyond it requests are refused
-    output_bytes: int = 0  # of token vectors that leave one step, a first row aside; 0: no limit
+    max_tokens: int  # of one step
+    max_rows: int  # of one step
+    max_queued_tokens: int  # of the waiting queue; requests beyond it are refused
+    max_output_bytes: int = 0  # of token vectors that leave one step, a first row excepted; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +31,20 @@ class Chunking:
     """How rows of causal models are spread over steps."""
 
     pool: BlockPool
-    threshold: int  # most tokens of one row in one step
-    prefixes: bool = False  # keep the keys and values of prefixes for later rows
+    max_chunk_tokens: int  # of one row in one step
+    prefix_caching: bool = False  # keep the KV cache blocks of prefixes for later rows
 
 
-class Share(NamedTuple):
+class ScheduledRows(NamedTuple):
     """The rows that one request runs in the coming step: whole, or the tokens begins…ends of each."""
 
     request: Request
     rows: Ints
     begins: Ints | None = None  # [rows]
     ends: Ints | None = None  # [rows]
-    tables: tuple[list[int] | None, ...] = ()  # the blocks of each row; None: nothing is kept of it
-    held: CachedVectors | None = None  # where the vectors of a request with pairs lie
-    stored: Ints | None = None  # its documents whose vectors are there already
+    tables: tuple[list[int] | None, ...] = ()  # the block table of each row; None: nothing of it is cached
+    cached: CachedVectors | None = None  # where the vectors of a request with pairs are stored
+    cached_documents: Ints | None = None  # its documents that are scored without being run
 
 
 _NO_ROWS = np.zeros(0, dtype=np.int32)
@@ -56,26 +58,26 @@ class _Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Room:
+class _StepRoom:
     """What is left of a step's budget."""
 
     tokens: int
     rows: int
     output_bytes: int  # of token vectors
-    token_bytes: int = 0  # what leaves the step for each token of the request that is asked now
-    has_output: bool = False  # some token vectors leave it
+    token_bytes: int = 0  # output of each token of the request that is being scheduled
+    has_output: bool = False  # whether token vectors leave the step already
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return self.tokens <= 0 or self.rows <= 0
 
     @property
-    def most(self) -> int:
-        """Tokens that may still run and, if they have to, leave."""
+    def max_tokens(self) -> int:
+        """Tokens that may still run and whose outputs still fit."""
         return min(self.tokens, self.output_bytes // self.token_bytes) if self.token_bytes else self.tokens
 
-    def may_leave(self, tokens: int) -> bool:
-        """Whether a row of so many may: a first one always, so that none waits for ever."""
+    def has_output_room(self, tokens: int) -> bool:
+        """Whether the output of a row fits. The first row always does, so that none waits for ever."""
         return not (self.token_bytes and self.has_output) or tokens * self.token_bytes <= self.output_bytes
 
     def use(self, tokens: int, rows: int) -> None:
@@ -86,303 +88,319 @@ class _Room:
 
 
 class Scheduler:
-    """Continuous batching: whatever waits and fits shares the next step, the first in line first."""
+    """Continuous batching: the requests that wait share the next step as far as they fit, in queue order."""
 
-    LOOK_AHEAD = 64  # requests behind one that does not fit which may still fill the step
+    LOOK_AHEAD = 64  # requests behind one that does not fit that may still fill the step
 
     def __init__(
         self,
         budget: Budget,
         chunking: Chunking | None = None,
-        places: VectorPlaces | None = None,
+        vector_cache: VectorCache | None = None,
         token_bytes: Callable[[PoolingParams], int] = lambda params: 0,
     ) -> None:
-        """`token_bytes` says how much leaves the engine for each token of a row that wants this."""
+        """`token_bytes` gives the output size of each token for some pooling parameters."""
         self.budget = budget
         self.token_bytes = token_bytes
         self.chunking = chunking
-        self.places = places  # where requests with pairs keep their vectors
-        self.line = WaitingLine()
-        self.apart: deque[list[Waiting]] = deque()  # rows of failed steps, in groups that run before the line
-        self._finished: list[OpenRow] = []  # rows that end in the step being planned
+        self.vector_cache = vector_cache  # for requests with pairs
+        self.queue = WaitingQueue()
+        self.isolated: deque[list[QueuedRequest]] = (
+            deque()
+        )  # rows of failed steps, in groups, before the queue
+        self._finished: list[OpenRow] = []  # rows that end in the step being scheduled
 
     def add(self, request: Request) -> None:
-        """Join the waiting line; `QueueFull` if it is too long. An empty line takes any request."""
-        if self.line.tokens and self.line.tokens + request.num_tokens > self.budget.queued_tokens:
-            raise QueueFull(
-                f"{self.line.tokens} tokens are waiting and at most {self.budget.queued_tokens} may; "
-                "try again shortly"
-            )
+        """Join the waiting queue; `QueueFull` if it is too long. An empty queue takes any request."""
+        waiting, limit = self.queue.num_tokens, self.budget.max_queued_tokens
+        if waiting and waiting + request.num_tokens > limit:
+            raise QueueFull(f"{waiting} tokens are waiting and at most {limit} may; try again shortly")
         if request.pairs is not None:
             self._check_queries(request)
-        self.line.join(request)
+        self.queue.add(request)
 
-    def ended(self, request: Request, *, well: bool) -> None:
-        """Nothing of the request is left to run; `well` says that all of it succeeded."""
-        if self.places is not None and request.pairs is not None:
-            self.places.release(request.id, well=well)
+    def finish(self, request: Request, *, succeeded: bool) -> None:
+        """Free what a request holds once nothing of it is left to run."""
+        if self.vector_cache is not None and request.pairs is not None:
+            self.vector_cache.release(request.id, succeeded=succeeded)
 
     def cancel(self, request_id: str) -> bool:
-        apart, waiting = self._take_apart(request_id), self.line.remove(request_id)
-        if apart is not None:
-            self.line.took(apart.tokens_left, apart.rows_left)
-            self._release(apart.open)
-        if waiting is not None:
-            self._release(waiting.open)
-        return apart is not None or waiting is not None
+        isolated, queued = self._take_isolated(request_id), self.queue.remove(request_id)
+        if isolated is not None:
+            self.queue.account(isolated.num_tokens_left, isolated.num_rows_left)
+            self._free_blocks(isolated.open)
+        if queued is not None:
+            self._free_blocks(queued.open)
+        return isolated is not None or queued is not None
 
     def expire(self, now_s: float) -> list[Request]:
-        late = self.line.expired(now_s)
-        for waiting in late:
-            self._release(waiting.open)
-        return [waiting.request for waiting in late]
+        """Remove and return the requests whose deadline has passed."""
+        expired = self.queue.remove_expired(now_s)
+        for queued in expired:
+            self._free_blocks(queued.open)
+        return [queued.request for queued in expired]
 
-    def again(self, groups: Sequence[Sequence[Share]]) -> None:
-        """Rows whose step failed, or that stood on what it was to write, begin once more before all others:
-        each group apart, the next when all of the one before it have been planned."""
-        for shares in groups:
-            group: dict[str, Waiting] = {}
-            for share in shares:
-                name = share.request.id
-                group[name] = self._back(share, group.get(name) or self._take_apart(name))
-            self.apart.append(list(group.values()))
+    # Rows of failed steps.
 
-    def _back(self, share: Share, waiting: Waiting | None) -> Waiting:
-        """The rows of a share, with those of their request that run apart already: queries go first."""
-        request, line = share.request, self.line.find(share.request.id)
-        if waiting is None:
-            waiting = Waiting(request, _NO_ROWS, _NO_ROWS, self.line.place(request), held=share.held)
-        for closed in (waiting.close(share.rows), [] if line is None else line.close(share.rows)):
-            self._release(closed)
-            self.line.took(sum(row.length - row.done for row in closed), len(closed))
-        self.line.sweep()
-        stored = 0 if share.stored is None else len(share.stored)
-        self.line.took(-int(request.lengths[share.rows].sum()), -len(share.rows) - stored)
-        waiting.put_back(share.rows, share.stored)
-        return waiting
+    def requeue_isolated(self, groups: Sequence[Sequence[ScheduledRows]]) -> None:
+        """Run rows again from their first token, before the queue. Each group runs apart from all other rows,
+        and after the group before it."""
+        for scheduled in groups:
+            group: dict[str, QueuedRequest] = {}
+            for entry in scheduled:
+                name = entry.request.id
+                group[name] = self._requeue(entry, group.get(name) or self._take_isolated(name))
+            self.isolated.append(list(group.values()))
 
-    def _take_apart(self, request_id: str) -> Waiting | None:
-        for group in self.apart:
-            for waiting in group:
-                if waiting.request.id == request_id:
-                    group.remove(waiting)
-                    self._sweep_apart()
-                    return waiting
+    def _requeue(self, entry: ScheduledRows, isolated: QueuedRequest | None) -> QueuedRequest:
+        """Add rows to those of their request that are isolated already, so that queries still run first."""
+        request, queued = entry.request, self.queue.find(entry.request.id)
+        if isolated is None:
+            rank = self.queue.next_rank(request)
+            isolated = QueuedRequest(request, _NO_ROWS, _NO_ROWS, rank, cached=entry.cached)
+        for closed in (
+            isolated.close_rows(entry.rows),
+            [] if queued is None else queued.close_rows(entry.rows),
+        ):
+            self._free_blocks(closed)
+            self.queue.account(sum(row.length - row.num_done for row in closed), len(closed))
+        self.queue.remove_finished()
+        num_documents = 0 if entry.cached_documents is None else len(entry.cached_documents)
+        self.queue.account(-int(request.lengths[entry.rows].sum()), -len(entry.rows) - num_documents)
+        isolated.requeue(entry.rows, entry.cached_documents)
+        return isolated
+
+    def _take_isolated(self, request_id: str) -> QueuedRequest | None:
+        for group in self.isolated:
+            for queued in group:
+                if queued.request.id == request_id:
+                    group.remove(queued)
+                    self._remove_finished_isolated()
+                    return queued
         return None
 
-    def _sweep_apart(self) -> None:
-        groups = [[waiting for waiting in group if waiting.rows_left] for group in self.apart]
-        self.apart = deque(group for group in groups if group)
+    def _remove_finished_isolated(self) -> None:
+        groups = [[queued for queued in group if queued.num_rows_left] for group in self.isolated]
+        self.isolated = deque(group for group in groups if group)
 
-    def retract(self, shares: list[Share]) -> None:
-        """The step of these shares did not run: no row may reuse what it was to write."""
-        if self.chunking is None:
-            return
-        pool = self.chunking.pool
-        for share in shares:
-            if share.begins is None or share.ends is None:
-                continue
-            for table, begin, end in zip(share.tables, share.begins, share.ends, strict=True):
-                if table is not None:
-                    pool.retract(table[int(begin) // pool.block_size : pool.blocks_for(int(end))])
-
-    def schedule(self) -> list[Share]:
-        """Fill one step. A row larger than the whole budget runs alone, unless it can be cut."""
-        if self.apart:
-            shares, _ = self._fill(self.apart[0])
-            if not shares and self._close_line():
-                shares, _ = self._fill(self.apart[0])
-            self._sweep_apart()
-        else:
-            shares, visited = self._fill(self.line)
-            if shares:
-                self.line.sweep(visited)
-        self._release(self._finished)
-        self._finished = []
-        return shares
-
-    def _fill(self, waits: Iterable[Waiting]) -> tuple[list[Share], int]:
-        """The shares of a step, and how many of those that wait were asked."""
-        budget, passed_over, visited = self.budget, 0, 0
-        room = _Room(budget.tokens, budget.rows, budget.output_bytes)
-        shares: list[Share] = []
-        large: list[Waiting] = []
-        chunking, limited = self.chunking, budget.output_bytes > 0
-        for waiting in waits:
-            visited += 1
-            share = None
-            if waiting.held is not None or waiting.request.pairs is None or self._hold(waiting):
-                if shares and chunking is None and 2 * waiting.least > room.tokens:
-                    large.append(waiting)  # most of those that wait, in every step
-                    passed_over += 1
-                    if passed_over > self.LOOK_AHEAD:
-                        break
-                    continue
-                if limited:
-                    room.token_bytes = self._leaving(waiting.request)
-                if chunking is not None:
-                    share = self._chunks(waiting, room, chunking)
-                else:
-                    share = self._whole_rows(waiting, room, alone=not shares)
-            if share is not None:
-                shares.append(share)
-            if waiting.rows_left:
-                passed_over += 1
-            if room.full or passed_over > self.LOOK_AHEAD:
-                break
-        shares += self._best_fits(large, room)
-        return shares, visited
-
-    def _leaving(self, request: Request) -> int:
-        if not request.also:  # almost all are so, and this is asked for each of them in every step
-            return self.token_bytes(request.params)
-        return sum(self.token_bytes(params) for params in request.wants)
-
-    def _close_line(self) -> bool:
-        """Rows that are open in the line give their memory to those that run apart, and begin again later."""
+    def _preempt_queued_rows(self) -> bool:
+        """Take the blocks of open rows in the queue for isolated rows; the open rows start over later."""
         found = False
-        for waiting in self.line:
-            for row in waiting.close():
-                self._release([row])
-                self.line.took(-row.done, 0)
-                waiting.put_back(np.array([row.row], dtype=np.int32))
+        for queued in self.queue:
+            for row in queued.close_rows():
+                self._free_blocks([row])
+                self.queue.account(-row.num_done, 0)
+                queued.requeue(np.array([row.row], dtype=np.int32))
                 found = True
         return found
 
-    def _best_fits(self, large: list[Waiting], room: _Room) -> Iterator[Share]:
-        """Of rows that would take more than half of what is left, the largest that fits: the first in line
-        has its place already, and a step that is full costs as much to launch as one that is not."""
+    def retract(self, scheduled: Sequence[ScheduledRows]) -> None:
+        """Unpublish the blocks that a failed step should have written."""
+        if self.chunking is None:
+            return
+        pool = self.chunking.pool
+        for entry in scheduled:
+            if entry.begins is None or entry.ends is None:
+                continue
+            for table, begin, end in zip(entry.tables, entry.begins, entry.ends, strict=True):
+                if table is not None:
+                    pool.retract(table[int(begin) // pool.block_size : pool.blocks_for(int(end))])
+
+    # Filling a step.
+
+    def schedule(self) -> list[ScheduledRows]:
+        """Fill one step. A row larger than the whole budget runs alone, unless it can be chunked."""
+        if self.isolated:
+            scheduled, _ = self._fill(self.isolated[0])
+            if not scheduled and self._preempt_queued_rows():
+                scheduled, _ = self._fill(self.isolated[0])
+            self._remove_finished_isolated()
+        else:
+            scheduled, num_visited = self._fill(self.queue)
+            if scheduled:
+                self.queue.remove_finished(num_visited)
+        self._free_blocks(self._finished)
+        self._finished = []
+        return scheduled
+
+    def _fill(self, waiting: Iterable[QueuedRequest]) -> tuple[list[ScheduledRows], int]:
+        """The rows of a step, and how many of the waiting requests were visited."""
+        budget, num_passed_over, num_visited = self.budget, 0, 0
+        room = _StepRoom(budget.max_tokens, budget.max_rows, budget.max_output_bytes)
+        scheduled: list[ScheduledRows] = []
+        large: list[QueuedRequest] = []
+        chunking, limits_output = self.chunking, budget.max_output_bytes > 0
+        for queued in waiting:
+            num_visited += 1
+            entry = None
+            if queued.cached is not None or queued.request.pairs is None or self._hold_vectors(queued):
+                if scheduled and chunking is None and 2 * queued.next_length > room.tokens:
+                    large.append(queued)  # most requests of a long queue end here, in every step
+                    num_passed_over += 1
+                    if num_passed_over > self.LOOK_AHEAD:
+                        break
+                    continue
+                if limits_output:
+                    room.token_bytes = self._output_bytes_per_token(queued.request)
+                if chunking is not None:
+                    entry = self._schedule_chunks(queued, room, chunking)
+                else:
+                    entry = self._schedule_whole_rows(queued, room, alone=not scheduled)
+            if entry is not None:
+                scheduled.append(entry)
+            if queued.num_rows_left:
+                num_passed_over += 1
+            if room.is_full or num_passed_over > self.LOOK_AHEAD:
+                break
+        scheduled += self._best_fits(large, room)
+        return scheduled, num_visited
+
+    def _output_bytes_per_token(self, request: Request) -> int:
+        if not request.also:  # almost all requests, and this runs for each of them in every step
+            return self.token_bytes(request.params)
+        return sum(self.token_bytes(params) for params in request.wants)
+
+    def _best_fits(self, large: list[QueuedRequest], room: _StepRoom) -> Iterator[ScheduledRows]:
+        """Of rows that need more than half of the room left, the largest that fits. The first request in the
+        queue is scheduled already, and a full step costs no more to launch than one with room left."""
         while large and room.rows > 0:
-            fitting = [waiting for waiting in large if waiting.least <= room.tokens]
+            fitting = [queued for queued in large if queued.next_length <= room.tokens]
             if not fitting:
                 return
-            best = max(fitting, key=lambda waiting: waiting.least)
+            best = max(fitting, key=lambda queued: queued.next_length)
             large.remove(best)
-            if self.budget.output_bytes:
-                room.token_bytes = self._leaving(best.request)
-            if (share := self._whole_rows(best, room, alone=False)) is not None:
-                yield share
+            if self.budget.max_output_bytes:
+                room.token_bytes = self._output_bytes_per_token(best.request)
+            if (entry := self._schedule_whole_rows(best, room, alone=False)) is not None:
+                yield entry
 
-    def _whole_rows(self, waiting: Waiting, room: _Room, *, alone: bool) -> Share | None:
+    def _schedule_whole_rows(
+        self, queued: QueuedRequest, room: _StepRoom, *, alone: bool
+    ) -> ScheduledRows | None:
         """Rows that run from end to end in this step."""
-        before = waiting.tokens_taken
-        taken = waiting.take(room.most, room.rows)
+        num_before = queued.num_tokens_taken
+        taken = queued.take(room.max_tokens, room.rows)
         if not len(taken) and room.token_bytes and not room.has_output:
-            taken = waiting.take(room.tokens, 1)
+            taken = queued.take(room.tokens, 1)
         if not len(taken) and alone:
-            taken = waiting.take(waiting.tokens_left, 1)
-        stored = None if waiting.stored is None else self._take_stored(waiting)
-        if not len(taken) and stored is None:
+            taken = queued.take(queued.num_tokens_left, 1)
+        documents = None if queued.cached_documents is None else self._take_cached_documents(queued)
+        if not len(taken) and documents is None:
             return None
-        self._use(room, waiting.tokens_taken - before, len(taken), finished=len(taken))
-        return Share(waiting.request, taken, held=waiting.held, stored=stored)
+        self._use(room, queued.num_tokens_taken - num_before, len(taken), finished=len(taken))
+        return ScheduledRows(queued.request, taken, cached=queued.cached, cached_documents=documents)
 
-    def _hold(self, waiting: Waiting) -> bool:
-        """Places for the vectors of a request with pairs. What is there already is not run again."""
-        assert self.places is not None
-        held = self.places.hold(waiting.request)
-        if held is None:
-            return False  # it goes on when others have finished
-        tokens, rows = waiting.hold(held)
-        self.line.took(tokens, rows)
+    # Requests with pairs.
+
+    def _hold_vectors(self, queued: QueuedRequest) -> bool:
+        """Hold room for the vectors of a request with pairs. Rows whose vectors are cached do not run."""
+        if self.vector_cache is None or (cached := self.vector_cache.hold(queued.request)) is None:
+            return False  # it runs when others have finished
+        tokens, rows = queued.use_cached_vectors(cached)
+        self.queue.account(tokens, rows)
         return True
 
-    def _take_stored(self, waiting: Waiting) -> Ints | None:
-        stored = waiting.take_stored()
-        if stored is not None:
-            self.line.took(0, len(stored))
-        return stored
+    def _take_cached_documents(self, queued: QueuedRequest) -> Ints | None:
+        documents = queued.take_cached_documents()
+        if documents is not None:
+            self.queue.account(0, len(documents))
+        return documents
 
     def _check_queries(self, request: Request) -> None:
-        if self.places is None:
+        if self.vector_cache is None:
             raise NotPossible("this engine keeps no vectors to score against")
         queries = request.num_queries
-        if int(request.lengths[:queries].sum()) + queries <= self.places.size:
-            return  # whatever of them counts
+        if int(request.lengths[:queries].sum()) + queries <= self.vector_cache.size:
+            return  # they fit even if every token has a vector
         needed = int(vector_counts(request)[:queries].clip(min=1).sum())
-        if needed > self.places.size:
+        if needed > self.vector_cache.size:
             raise NotPossible(
-                f"the queries of one request have {needed} vectors; the store holds {self.places.size}"
+                f"the queries of one request have {needed} vectors; the store holds {self.vector_cache.size}"
             )
 
-    def _chunks(self, waiting: Waiting, room: _Room, chunking: Chunking) -> Share | None:
-        """Open rows go on; further rows run whole where they fit, and are opened where they do not."""
-        most = chunking.threshold
-        pieces: list[_Chunk] = []
-        for open_row in list(waiting.open):
-            if not room.full and room.may_leave(min(open_row.length - open_row.done, most)):
-                pieces.append(self._advance(waiting, open_row, most, chunking, room))
-        while not room.full and waiting.unopened and not waiting.documents_wait:
-            length = waiting.least
-            if not room.may_leave(length):
-                break  # it goes first in another step, rather than being cut
-            if length <= min(most, room.tokens) and not self._keeps(waiting, length, chunking):
-                (row,) = waiting.take(length, 1)
-                pieces.append(_Chunk(int(row), 0, length, None))
+    # Chunked prefill.
+
+    def _schedule_chunks(
+        self, queued: QueuedRequest, room: _StepRoom, chunking: Chunking
+    ) -> ScheduledRows | None:
+        """Advance open rows; then run further rows whole where they fit, and open those that do not."""
+        max_tokens = chunking.max_chunk_tokens
+        chunks: list[_Chunk] = []
+        for open_row in list(queued.open):
+            next_tokens = min(open_row.length - open_row.num_done, max_tokens)
+            if not room.is_full and room.has_output_room(next_tokens):
+                chunks.append(self._advance(queued, open_row, chunking, room))
+        while not room.is_full and queued.num_unopened and not queued.documents_blocked:
+            length = queued.next_length
+            if not room.has_output_room(length):
+                break  # it goes first in another step instead of being chunked
+            if length <= min(max_tokens, room.tokens) and not self._caches_prefix(queued, length, chunking):
+                (row,) = queued.take(length, 1)
+                chunks.append(_Chunk(int(row), 0, length, None))
                 self._use(room, length, 1, finished=1)
-            elif (begun := self._open(waiting, length, chunking)) is not None:
-                pieces.append(self._advance(waiting, begun, most, chunking, room))
+            elif (opened := self._open(queued, length, chunking)) is not None:
+                chunks.append(self._advance(queued, opened, chunking, room))
             else:
-                break  # no memory: it goes on when others have finished
-        stored = self._take_stored(waiting)
-        if not pieces and stored is None:
+                break  # no blocks are free: it runs when others have finished
+        documents = self._take_cached_documents(queued)
+        if not chunks and documents is None:
             return None
-        if not pieces:
-            return Share(waiting.request, _NO_ROWS, _NO_ROWS, _NO_ROWS, (), waiting.held, stored)
+        if not chunks:
+            return ScheduledRows(queued.request, _NO_ROWS, _NO_ROWS, _NO_ROWS, (), queued.cached, documents)
         rows, begins, ends = (
-            np.array(column, dtype=np.int32) for column in list(zip(*pieces, strict=True))[:3]
+            np.array(column, dtype=np.int32) for column in list(zip(*chunks, strict=True))[:3]
         )
-        tables = tuple(piece.blocks for piece in pieces)
-        return Share(waiting.request, rows, begins, ends, tables, waiting.held, stored)
+        tables = tuple(chunk.blocks for chunk in chunks)
+        return ScheduledRows(queued.request, rows, begins, ends, tables, queued.cached, documents)
 
     @staticmethod
-    def _keeps(waiting: Waiting, length: int, chunking: Chunking) -> bool:
-        """Whether a row's keys are worth keeping although it fits into the step."""
-        return chunking.prefixes and waiting.request.reuse_prefix and length > chunking.pool.block_size
+    def _caches_prefix(queued: QueuedRequest, length: int, chunking: Chunking) -> bool:
+        """Whether a row writes to the prefix cache although it fits into the step."""
+        return chunking.prefix_caching and queued.request.reuse_prefix and length > chunking.pool.block_size
 
-    def _open(self, waiting: Waiting, length: int, chunking: Chunking) -> OpenRow | None:
-        """Begin a row that is kept: all its blocks at once, so that it can finish whatever comes."""
-        pool, request = chunking.pool, waiting.request
-        row = int(waiting.order[waiting.cursor])
-        keys: list[bytes] = []
+    def _open(self, queued: QueuedRequest, length: int, chunking: Chunking) -> OpenRow | None:
+        """Open a row with all its blocks at once, so that it can always finish."""
+        pool, request = chunking.pool, queued.request
+        row = int(queued.order[queued.cursor])
+        prefix_keys: list[bytes] = []
         blocks: list[int] = []
-        if self._keeps(waiting, length, chunking):
+        if self._caches_prefix(queued, length, chunking):
             start = int(request.starts[row])
             tokens = request.token_ids[start : start + length - 1]  # the last token is always computed
-            keys = prefix_keys(tokens, pool.block_size, request.cache_salt)
-            blocks = pool.match(keys)
+            prefix_keys = PrefixKeys(request, row, pool.block_size).extend(tokens)
+            blocks = pool.match(prefix_keys)
         rest = pool.allocate(pool.blocks_for(length) - len(blocks))
         if rest is None:
             pool.release(blocks)
             return None
-        waiting.take(length, 1)
-        done = len(blocks) * pool.block_size
-        self.line.took(done, 0)
-        begun = OpenRow(row, length, done, blocks + rest, keys)
-        waiting.open.append(begun)
-        return begun
+        queued.take(length, 1)
+        num_cached = len(blocks) * pool.block_size
+        self.queue.account(num_cached, 0)
+        opened = OpenRow(row, length, num_cached, blocks + rest, prefix_keys)
+        queued.open.append(opened)
+        return opened
 
-    def _advance(self, waiting: Waiting, row: OpenRow, most: int, chunking: Chunking, room: _Room) -> _Chunk:
-        """Run some more tokens of an open row. Steps run in order, and within one each layer writes before
-        it reads: so what a step writes may be published at once, and what it reads is free for the next."""
-        count = min(row.length - row.done, most, room.tokens)
-        chunk = _Chunk(row.row, row.done, row.done + count, row.blocks)
+    def _advance(self, queued: QueuedRequest, row: OpenRow, chunking: Chunking, room: _StepRoom) -> _Chunk:
+        """Run the next chunk of an open row. Steps run in order, and in a step each layer writes before it
+        reads. So the blocks of a chunk are published at once, and those of a finished row freed at once."""
+        count = min(row.length - row.num_done, chunking.max_chunk_tokens, room.tokens)
+        chunk = _Chunk(row.row, row.num_done, row.num_done + count, row.blocks)
         size = chunking.pool.block_size
-        for block in range(row.done // size, min(chunk.end // size, len(row.keys))):
-            chunking.pool.publish(row.blocks[block], row.keys[block])
-        row.done = chunk.end
-        finished = row.done == row.length
-        if finished:
-            waiting.open.remove(row)
+        for block in range(row.num_done // size, min(chunk.end // size, len(row.prefix_keys))):
+            chunking.pool.publish(row.blocks[block], row.prefix_keys[block])
+        row.num_done = chunk.end
+        is_finished = row.num_done == row.length
+        if is_finished:
+            queued.open.remove(row)
             self._finished.append(row)
-        self._use(room, count, 1, finished=int(finished))
+        self._use(room, count, 1, finished=int(is_finished))
         return chunk
 
-    def _use(self, room: _Room, tokens: int, rows: int, *, finished: int) -> None:
+    def _use(self, room: _StepRoom, tokens: int, rows: int, *, finished: int) -> None:
         room.use(tokens, rows)
-        self.line.took(tokens, finished)
+        self.queue.account(tokens, finished)
 
-    def _release(self, rows: list[OpenRow]) -> None:
+    def _free_blocks(self, rows: list[OpenRow]) -> None:
         if self.chunking is not None:
             for row in rows:
                 self.chunking.pool.release(row.blocks)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import fused
+from penstock.kernels.language import use_kernel
 from penstock.kernels.maxsim import maxsim
-from penstock.kernels.pooling import put, put_reference
+from penstock.kernels.pooling import copy_rows, copy_rows_reference
 from penstock.types import PairPlan
 
 
@@ -43,7 +43,7 @@ class PairScorer:
         """vectors [n, dim] of the step's run → fp32 scores [pairs, 1]."""
         vectors = vectors.to(self.store.dtype)
         if len(pairs.write_from):
-            write = put if fused(vectors) else put_reference
+            write = copy_rows if use_kernel(vectors) else copy_rows_reference
             write(vectors, pairs.write_from, self.store, pairs.write_to)
         total, stored = len(pairs.pair_queries), pairs.sizes.from_store
         if not total:

@@ -1,5 +1,8 @@
-"""The engine process's share of the Prometheus metrics. Values are kept in files that every process
-of the server writes and any API process reads, so one scrape sees them all."""
+"""The Prometheus metrics of the engine process.
+
+Every process of the server writes its values to shared files, which any API process reads. One scrape
+therefore sees all processes.
+"""
 
 from __future__ import annotations
 
@@ -13,47 +16,53 @@ _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 STEP_SECONDS = Histogram(
-    "penstock_step_seconds", "From launch to collect of a step", ["model"], buckets=_SECONDS
+    "penstock_step_seconds",
+    "Time from the launch of a step to the collection of its results",
+    ["model"],
+    buckets=_SECONDS,
 )
 DEVICE_SECONDS = Counter("penstock_device_seconds", "Time that steps spent on the device", ["model"])
 STEP_TOKENS = Histogram("penstock_step_tokens", "Tokens in a step", ["model"], buckets=_TOKENS)
-STEP_ROWS = Counter("penstock_step_rows", "Rows that went through steps", ["model"])
-BATCH_FILL = Histogram("penstock_batch_fill", "Share of the token budget in use", ["model"], buckets=_FILL)
+STEP_ROWS = Counter("penstock_step_rows", "Rows that were run in steps", ["model"])
+BATCH_FILL = Histogram(
+    "penstock_batch_fill", "Tokens of a step divided by the token budget", ["model"], buckets=_FILL
+)
 QUEUED_ROWS = Gauge("penstock_queue_rows", "Rows waiting", ["model"], multiprocess_mode="livesum")
 QUEUED_TOKENS = Gauge("penstock_queue_tokens", "Tokens waiting", ["model"], multiprocess_mode="livesum")
 PREFIX_HIT_TOKENS = Gauge(
-    "penstock_prefix_hit_tokens", "Tokens taken from cached prefixes", ["model"], multiprocess_mode="livesum"
-)
-PREFIX_ASKED_TOKENS = Gauge(
-    "penstock_prefix_asked_tokens",
-    "Tokens looked up in cached prefixes",
+    "penstock_prefix_hit_tokens",
+    "Prompt tokens found in the prefix cache",
     ["model"],
     multiprocess_mode="livesum",
 )
-HELD_BLOCKS = Gauge(
-    "penstock_kv_blocks", "Key/value blocks that rows hold", ["model"], multiprocess_mode="livesum"
+PREFIX_ASKED_TOKENS = Gauge(
+    "penstock_prefix_asked_tokens",
+    "Prompt tokens looked up in the prefix cache",
+    ["model"],
+    multiprocess_mode="livesum",
 )
+HELD_BLOCKS = Gauge("penstock_kv_blocks", "KV cache blocks in use", ["model"], multiprocess_mode="livesum")
 PREEMPTED_ROWS = Gauge(
     "penstock_preempted_rows",
-    "Times that a row gave its blocks to others",
+    "Preemptions of sequences",
     ["model"],
     multiprocess_mode="livesum",
 )
 SHARED_ROWS = Gauge(
     "penstock_shared_rows",
-    "Rows that waited for an identical row instead of running",
+    "Deduplicated rows: they took the result of an identical row",
     ["model"],
     multiprocess_mode="livesum",
 )
 SCORE_HITS = Gauge(
     "penstock_score_cache_hits",
-    "Rows of scores whose vectors were there already",
+    "Rows of score requests whose vectors were cached",
     ["model", "kind"],
     multiprocess_mode="livesum",
 )
 SCORE_ASKED = Gauge(
     "penstock_score_cache_asked",
-    "Rows of scores whose vectors were looked up",
+    "Rows of score requests whose vectors were looked up in the cache",
     ["model", "kind"],
     multiprocess_mode="livesum",
 )
@@ -61,34 +70,36 @@ RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multi
 
 GRAPHS = Gauge(
     "penstock_graphs",
-    "Shapes of steps that are captured as CUDA graphs",
+    "Captured CUDA graphs",
     ["model"],
     multiprocess_mode="livesum",
 )
 GRAPH_STEPS = Gauge(
-    "penstock_graph_steps", "Steps that ran as CUDA graphs", ["model"], multiprocess_mode="livesum"
+    "penstock_graph_steps", "Steps that replayed a CUDA graph", ["model"], multiprocess_mode="livesum"
 )
 SHARED_BYTES = Gauge(
     "penstock_shared_memory_bytes",
-    "Answers in the memory that the engine shares with API processes",
+    "Bytes of outputs in the memory that the engine shares with API processes",
     ["model"],
     multiprocess_mode="livesum",
 )
 
 
-SHOWN_EVERY_S = 0.1
+PUBLISH_INTERVAL_S = 0.1
 
 
 class EngineMetrics:
-    def __init__(self, model: str, arena: SharedMemory | None = None) -> None:
-        self._arena = arena
+    """The metrics of one model in this process."""
+
+    def __init__(self, model: str, shared_memory: SharedMemory | None = None) -> None:
+        self._shared_memory = shared_memory
         self.shared_bytes = SHARED_BYTES.labels(model)
-        self._tallies = BufferedMetrics()
-        self.step_seconds = self._tallies.histogram(STEP_SECONDS, model)
-        self.device_seconds = self._tallies.counter(DEVICE_SECONDS, model)
-        self.step_tokens = self._tallies.histogram(STEP_TOKENS, model)
-        self.step_rows = self._tallies.counter(STEP_ROWS, model)
-        self.batch_fill = self._tallies.histogram(BATCH_FILL, model)
+        self._buffer = BufferedMetrics()
+        self.step_seconds = self._buffer.histogram(STEP_SECONDS, model)
+        self.device_seconds = self._buffer.counter(DEVICE_SECONDS, model)
+        self.step_tokens = self._buffer.histogram(STEP_TOKENS, model)
+        self.step_rows = self._buffer.counter(STEP_ROWS, model)
+        self.batch_fill = self._buffer.histogram(BATCH_FILL, model)
         self.queued_rows = QUEUED_ROWS.labels(model)
         self.queued_tokens = QUEUED_TOKENS.labels(model)
         self.running_rows = RUNNING_ROWS.labels(model)
@@ -103,7 +114,7 @@ class EngineMetrics:
         self.prefix_asked_tokens = PREFIX_ASKED_TOKENS.labels(model)
         self.held_blocks = HELD_BLOCKS.labels(model)
         self.preempted_rows = PREEMPTED_ROWS.labels(model)
-        self._shown_s = 0.0
+        self._published_s = 0.0
 
     def step(self, stats: StepStats) -> None:
         self.step_seconds.observe(stats.step_s)
@@ -112,35 +123,35 @@ class EngineMetrics:
         self.step_rows.inc(stats.rows)
         self.batch_fill.observe(stats.fill)
 
-    def turn(self, core: EngineCore) -> bool:
-        """Show how things stand, at most ten times a second; whether they are shown as they are now."""
+    def publish(self, core: EngineCore) -> bool:
+        """Write the current values, at most ten times a second. Returns whether they were written."""
         now = core.clock()
-        if now < self._shown_s + SHOWN_EVERY_S:
+        if now < self._published_s + PUBLISH_INTERVAL_S:
             return False
-        self._shown_s = now
-        self._tallies.flush()
-        line = core.scheduler.line
-        lane = core.lane
-        self.queued_rows.set(line.rows + (0 if lane is None else lane.waiting))
-        self.queued_tokens.set(line.tokens + (0 if lane is None else lane.queued_tokens))
+        self._published_s = now
+        self._buffer.flush()
+        queue, generation = core.scheduler.queue, core.generation
+        self.queued_rows.set(queue.num_rows + (0 if generation is None else generation.waiting))
+        self.queued_tokens.set(queue.num_tokens + (0 if generation is None else generation.queued_tokens))
         self.running_rows.set(core.running)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
-            both = [graphs] if (decode := getattr(core.runner, "decode", None)) is None else [graphs, decode]
-            self.graphs.set(sum(len(kind.captured) for kind in both))
-            self.graph_steps.set(sum(kind.replays for kind in both))
-        if core.twins is not None:
-            self.shared_rows.set(core.twins.shared_rows)
-        if (places := core.scheduler.places) is not None:
-            self.query_hits.set(places.query_hits)
-            self.query_asked.set(places.query_asked)
-            self.document_hits.set(places.document_hits)
-            self.document_asked.set(places.document_asked)
-        if self._arena is not None:
-            self.shared_bytes.set(self._arena.used)
-        if lane is not None:
-            self.preempted_rows.set(lane.preempted)
+            decode = getattr(core.runner, "decode", None)
+            sets = [graphs] if decode is None else [graphs, decode]
+            self.graphs.set(sum(len(each.captured) for each in sets))
+            self.graph_steps.set(sum(each.replays for each in sets))
+        if core.dedup is not None:
+            self.shared_rows.set(core.dedup.shared_rows)
+        if (vectors := core.scheduler.vector_cache) is not None:
+            self.query_hits.set(vectors.query_hits)
+            self.query_asked.set(vectors.query_lookups)
+            self.document_hits.set(vectors.document_hits)
+            self.document_asked.set(vectors.document_lookups)
+        if self._shared_memory is not None:
+            self.shared_bytes.set(self._shared_memory.used_bytes)
+        if generation is not None:
+            self.preempted_rows.set(generation.num_preemptions)
         if (pool := core.pool) is not None:
             self.held_blocks.set(pool.num_blocks - pool.available)
             self.prefix_hit_tokens.set(pool.hit_tokens)
-            self.prefix_asked_tokens.set(pool.asked_tokens)
+            self.prefix_asked_tokens.set(pool.lookup_tokens)
         return True

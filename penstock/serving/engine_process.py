@@ -1,7 +1,7 @@
-"""The engine's own process: reads its launch order, loads the model and serves.
+"""The engine process: reads its configuration, loads the model and serves.
 
-The order comes over standard input, which keeps secrets off the command line. The process serves until it is
-told to stop or its parent exits.
+The configuration comes over standard input, which keeps secrets off the command line. The process serves
+until it gets SIGTERM or its parent exits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from threading import Thread
 
 import msgspec
 
-from penstock.checkpoint.spec import with_limit
+from penstock.checkpoint.spec import with_max_model_len
 from penstock.engine.build import build_core
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
@@ -29,33 +29,35 @@ from penstock.wire.server import EngineServer
 log = logging.getLogger("penstock.engine")
 
 
-def begin(device: str) -> None:
-    """What a start takes longest for, and needs to know no model for."""
+def preload(device: str) -> None:
+    """Do the slow part of the start that does not depend on the model."""
     if device == "null":
         return
     if device != "cpu":
-        Thread(target=_wake_driver, args=(device,), daemon=True).start()
+        Thread(target=_create_cuda_context, args=(device,), daemon=True).start()
     import torch  # noqa: F401
 
 
-def _wake_driver(device: str) -> None:
-    """The context of a GPU, made while torch is imported, which then finds it there."""
+def _create_cuda_context(device: str) -> None:
+    """Create the primary context of a GPU while torch is imported; torch then uses it."""
     with contextlib.suppress(OSError, ValueError):
-        number = int(device.partition(":")[2] or 0)
-        driver, made = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        index = int(device.partition(":")[2] or 0)
+        driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
         if driver.cuInit(0) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(made), number)
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
 
 
 def main() -> None:
     setup_child_process()
-    begin(*sys.argv[1:2] or ("null",))
-    order = sys.stdin.buffer.read()
-    if not order:  # whoever began it has thought better of it
+    preload(*sys.argv[1:2] or ("null",))
+    config = sys.stdin.buffer.read()
+    if not config:  # the parent has exited before it had a configuration
         return
-    launch = msgspec.json.decode(order, type=EngineLaunch)
+    launch = msgspec.json.decode(config, type=EngineLaunch)
     if launch.metrics_folder is not None:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = launch.metrics_folder  # read by the library's import
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = (
+            launch.metrics_folder
+        )  # read when prometheus_client is imported
     logging.basicConfig(level=launch.log_level.upper(), format="%(levelname)s engine: %(message)s")
     server = EngineServer(launch.address, launch.shared_memory_mb << 20)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -63,9 +65,9 @@ def main() -> None:
         settings = settle(launch.engine, launch.spec)
         from penstock.serving.engine_metrics import EngineMetrics
 
-        metrics = EngineMetrics(launch.spec.name, server.arena)
+        metrics = EngineMetrics(launch.spec.name, server.memory)
         core = build_core(
-            with_limit(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
+            with_max_model_len(launch.spec, settings.max_model_len), settings, server.wake, metrics.step
         )
     except PenstockError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
@@ -73,12 +75,12 @@ def main() -> None:
     if isinstance(profiled := core.runner, ProfiledRunner):
         signal.signal(signal.SIGUSR2, lambda *_: profiled.again())
     gc.collect()
-    gc.freeze()  # what is there now stays: no later collection has to look at it
-    server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.turn)
-    if core.broken is not None:
-        log.error("%s", core.broken.message)
+    gc.freeze()  # these objects live as long as the process: later collections skip them
+    server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.publish)
+    if core.device_failure is not None:
+        log.error("%s", core.device_failure.message)
         logging.shutdown()
-        os._exit(EXIT_DEVICE_FAILED)  # a lost device must not be tidied up
+        os._exit(EXIT_DEVICE_FAILED)  # normal shutdown could wait for the lost device forever
 
 
 if __name__ == "__main__":

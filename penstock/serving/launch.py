@@ -1,4 +1,4 @@
-"""What the supervisor and its child processes agree on: launch orders, exit codes, the engine's state.
+"""What the supervisor and its child processes agree on: configurations, exit codes, the engine's state.
 
 Imports neither the engine nor the API, so that each kind of process loads only its own code.
 """
@@ -14,12 +14,13 @@ import msgspec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
 
-EXIT_BAD_MODEL = 3  # restarting would fail in the same way
+EXIT_BAD_MODEL = 3  # a restart would fail in the same way
 EXIT_DEVICE_FAILED = 4  # only a new process can use the device again
+PR_SET_PDEATHSIG = 1
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
-    """What the supervisor tells an engine process."""
+    """The configuration of an engine process."""
 
     engine: EngineConfig
     spec: ModelSpec
@@ -34,11 +35,11 @@ class EngineState(msgspec.Struct, frozen=True):
 
     state: str  # starting | running | restarting
     detail: str
-    restarts: int = 0
+    num_restarts: int = 0
 
 
 class ApiLaunch(msgspec.Struct, frozen=True):
-    """What the supervisor tells an API process."""
+    """The configuration of an API process."""
 
     server: ServerConfig
     engine: EngineConfig
@@ -50,9 +51,9 @@ class ApiLaunch(msgspec.Struct, frozen=True):
 
 
 def setup_child_process() -> None:
-    """What every child of the supervisor does first: die with it, take signals, leave ctrl-C to it."""
+    """Exit with the supervisor, unblock the signals that it has blocked, and leave ctrl-C to it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.pthread_sigmask(
         signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2}
     )

@@ -36,8 +36,8 @@ from penstock.wire.messages import (
     pack_requests,
     unpack_outcomes,
 )
-from penstock.wire.router import Leave, Listener, ListenerAdapter, Subscribers
-from penstock.wire.shared_memory import MappedMemory
+from penstock.wire.router import Subscribers
+from penstock.wire.shared_memory import MappedMemory, SharedMemoryInfo
 
 log = logging.getLogger("penstock.client")
 
@@ -45,12 +45,10 @@ log = logging.getLogger("penstock.client")
 class EngineClient(EngineHandle):
     """The connection to one engine process."""
 
-    constrains = True  # left for callers that ask whether grammars are possible
-
     def __init__(
         self, address: str, explain_unavailable: Callable[[], str] = lambda: "the engine is starting"
     ) -> None:
-        """`explain_unavailable` says why the engine is not there; the text becomes part of a 503."""
+        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503."""
         self._address = address
         self._explain_unavailable = explain_unavailable
         self._subscribers = Subscribers()
@@ -58,9 +56,9 @@ class EngineClient(EngineHandle):
         self._outgoing: list[Request] = []
         self._cancelled: list[str] = []
         self._name = secrets.token_hex(8)
-        self._window: MappedMemory | None = None  # the engine's memory, where we could map it
-        self._given_back: deque[tuple[str, int]] = deque()
-        self._engine: Ready | None = None  # what the engine says about itself; None: it is not there
+        self._memory: MappedMemory | None = None  # the engine's shared memory, if it could be mapped
+        self._released: deque[tuple[str, int]] = deque()  # memory and block, appended on any thread
+        self._engine: Ready | None = None  # None: not connected
 
     @property
     def ready(self) -> bool:
@@ -134,9 +132,6 @@ class EngineClient(EngineHandle):
 
         return unsubscribe
 
-    def listen(self, request: Request, listener: Listener) -> Leave:
-        return self.stream(request, ListenerAdapter(listener))
-
     def _check_ready(self) -> None:
         if self._engine is None:
             raise EngineUnavailable(self._explain_unavailable())
@@ -164,55 +159,57 @@ class EngineClient(EngineHandle):
             return  # all pending requests have failed
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:  # it is going away this very moment; the monitor will say so
+        except zmq.Again:  # the engine is just going away, which the monitor will report
             return
-        self._on_readable()  # a send may swallow the edge that announces a message
+        self._on_readable()  # a send may consume the edge that announces a received message
 
     def _on_readable(self) -> None:
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            header, *bulk = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             message = decode_from_engine(header.buffer)
             if isinstance(message, Ready):
                 self._engine = message
-                self._attach(message)
+                self._map_memory(message.shared)
                 log.info("engine ready (process %d)", message.pid)
             elif isinstance(message, Outcomes):
-                self._deliver(message, [frame.buffer for frame in bulk])
+                self._deliver(message, [frame.buffer for frame in frames])
 
-    def _attach(self, ready: Ready) -> None:
-        """Map the engine's memory and say so; what cannot be mapped is sent instead."""
-        shared, window = ready.shared, self._window
-        if shared is None:
-            self._window = None
+    def _map_memory(self, info: SharedMemoryInfo | None) -> None:
+        """Map the engine's shared memory and tell the engine. Without it, large outputs are sent."""
+        if info is None:
+            self._memory = None
             return
-        if window is None or window.name != shared.name:
+        if self._memory is None or self._memory.name != info.name:
             try:
-                self._window = MappedMemory(shared, self._give_back)
+                self._memory = MappedMemory(info, self._release_block)
             except (OSError, ValueError) as error:
-                self._window = None
-                log.warning("the engine's memory cannot be shared, answers are sent: %s", error)
+                self._memory = None
+                log.warning(
+                    "cannot map the engine's shared memory, large outputs are sent instead: %s", error
+                )
                 return
-        self._send([encode(MemoryMapped(shared.name, self._name, os.getpid()))])
-        self._flush_given_back()
+        self._send([encode(MemoryMapped(info.name, self._name, os.getpid()))])
+        self._flush_released()
 
-    def _give_back(self, shared: str, block: int) -> None:
-        """Nothing here reads this block any more; called on whatever thread that turned out."""
-        self._given_back.append((shared, block))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine will see us go
-            self._loop.call_soon_threadsafe(self._flush_given_back)
+    def _release_block(self, memory: str, block: int) -> None:
+        """Nothing in this process reads the block any more. Called on any thread."""
+        self._released.append((memory, block))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine will see that we have exited
+            self._loop.call_soon_threadsafe(self._flush_released)
 
-    def _flush_given_back(self) -> None:
-        if self._engine is None or not self._given_back:
+    def _flush_released(self) -> None:
+        if self._engine is None or not self._released:
             return  # if the same engine comes back, it gets the message then
-        given = [self._given_back.popleft() for _ in range(len(self._given_back))]
-        name = None if self._engine.shared is None else self._engine.shared.name
-        if blocks := [block for shared, block in given if shared == name]:
-            self._send([encode(BlocksReleased(str(name), blocks))])
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        info = self._engine.shared
+        if info is not None and (blocks := [block for memory, block in released if memory == info.name]):
+            self._send([encode(BlocksReleased(info.name, blocks))])
 
     def _deliver(self, message: Outcomes, frames: list[Any]) -> None:
         if message.shared:
-            assert self._window is not None, "the engine shares only with those who have said that they can"
-            frames = merge_shared_frames(frames, message.shared, self._window.block)
+            if self._memory is None:
+                raise RuntimeError("the engine sent a region of memory that this process has not mapped")
+            frames = merge_shared_frames(frames, message.shared, self._memory.read)
         outcomes = unpack_outcomes(message.items, frames, self._last_rows)
         self._last_rows = last_decoded_rows(outcomes, self._last_rows)
         self._subscribers.deliver(outcomes)
@@ -221,21 +218,24 @@ class EngineClient(EngineHandle):
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._greet()
+                self._send_hello()
             elif event == zmq.EVENT_DISCONNECTED:
-                self._on_readable()  # what it said before it went
+                self._on_readable()  # messages that it sent before
                 self._engine = None
-                self._fail_all("the engine process stopped while this request was in flight")
+                self._fail_all(
+                    "the engine process stopped while this request was in flight; "
+                    "it is being restarted, try again"
+                )
 
-    def _greet(self) -> None:
-        """Ask the new engine whether it is ready; it answers as soon as it is."""
+    def _send_hello(self) -> None:
+        """Ask a new engine whether it is ready; it answers as soon as it is."""
         try:
             self._socket.send_multipart([encode(Hello())], zmq.NOBLOCK)
-        except zmq.Again:  # the handshake is done a moment before the socket can be written to
-            self._loop.call_later(0.005, self._greet)
+        except zmq.Again:  # the handshake ends shortly before the socket becomes writable
+            self._loop.call_later(0.005, self._send_hello)
         self._on_readable()
 
     def _fail_all(self, reason: str) -> None:
         """Fail all pending requests. Their rows are lost; the client may send them again."""
-        if failed := self._subscribers.fail_all(f"{reason}; it is being restarted, try again"):
-            log.warning("%s; %d requests fail", reason, failed)
+        if num_failed := self._subscribers.fail_all(reason):
+            log.warning("%d requests failed: %s", num_failed, reason)

@@ -1,18 +1,19 @@
-"""What crosses the wire between an API process and an engine process.
+"""Messages between an API process and an engine process.
 
-A message is a typed header (msgpack) and, where it has bulk, one raw frame: token ids as int32 on
-the way in, vectors as they are on the way out. One header carries all requests that became ready
-together, and all answers of a step.
+A message is a typed header (msgpack) followed by raw frames. Token ids travel to the engine as int32 in one
+frame; vectors return in their own dtype. One header carries all requests that became ready together, or all
+outcomes of a step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import revive
 from penstock.types import (
@@ -32,45 +33,59 @@ from penstock.types import (
 )
 from penstock.wire.shared_memory import Region, SharedMemoryInfo
 
+MIN_OWN_FRAME_BYTES = 1 << 16  # smaller arrays are copied into one frame; larger ones are sent by reference
+MIN_OWN_MESSAGE_BYTES = 1 << 20  # a message arrives as a whole: large outputs do not wait for each other
+
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """An API process wants to know whether the engine is ready."""
+    """An API process asks whether the engine is ready."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine can serve. `settings` are the resolved values, for information."""
+    """The engine can serve."""
 
     pid: int
-    settings: dict[str, Any]
-    shared: SharedMemoryInfo | None = None  # memory in which large answers lie for those who have mapped it
+    settings: dict[str, Any]  # the resolved configuration, for information
+    shared: SharedMemoryInfo | None = None  # where processes that map it find large outputs
 
 
-class MemoryMapped(msgspec.Struct, tag="attached", array_like=True):
-    """This API process has mapped the engine's memory."""
+class MemoryMapped(msgspec.Struct, tag="memory_mapped", array_like=True):
+    """This API process has mapped the engine's shared memory."""
 
-    shared: str  # the memory's name
-    reader: str  # the process's, for as long as it lives
+    memory: str  # name of the memory
+    reader: str  # name of the process, the same on every connection it makes
     pid: int
 
 
-class BlocksReleased(msgspec.Struct, tag="given_back", array_like=True):
-    """Blocks of the engine's memory that this API process reads no more, as often as it was told of them."""
+class BlocksReleased(msgspec.Struct, tag="blocks_released", array_like=True):
+    """This API process no longer reads these blocks; one entry for each time that it was given a block."""
 
-    shared: str
+    memory: str
     blocks: list[int]
 
 
+class ArrayLengths(msgspec.Struct, array_like=True):
+    """Lengths of a request's optional arrays, in the order of their values in the frame; None: absent."""
+
+    type_ids: int | None
+    skip: int | None
+    keys: int | None
+    keep: int | None
+    pairs: int | None
+    adapters: int | None
+
+
 class RequestHeader(msgspec.Struct, array_like=True):
-    """One request; its integers lie in the frame: lengths, token ids, then the optional arrays."""
+    """One request. Its integers are in the frame: row lengths, token ids, then the optional arrays."""
 
     id: str
-    rows: int
-    tokens: int
+    num_rows: int
+    num_tokens: int
     params: PoolingParams
     priority: int
     arrival_s: float
     deadline_s: float | None
-    arrays: dict[str, int]  # name and size of each optional array
+    optional: ArrayLengths | None  # None: the request has no optional array
     reuse_prefix: bool
     cache_salt: str
     also: tuple[PoolingParams, ...]
@@ -78,55 +93,71 @@ class RequestHeader(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
-    entries: list[RequestHeader]
+    requests: list[RequestHeader]
+
+
+class ArrayHeader(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Compare(msgspec.Struct, tag="compare", array_like=True):
-    """Vectors to be compared; their arrays lie in a frame each, in the order of these."""
+    """A comparison of given vectors. Each array has a frame, in the order of these fields."""
 
     id: str
     arrival_s: float
-    arrays: dict[str, tuple[str, tuple[int, ...]]]  # name → dtype, shape
+    queries: ArrayHeader
+    query_lengths: ArrayHeader
+    documents: ArrayHeader
+    document_lengths: ArrayHeader
+    pairs: ArrayHeader
+    query_scales: ArrayHeader | None
+    document_scales: ArrayHeader | None
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
     ids: list[str]
 
 
-class PooledItem(msgspec.Struct, tag="done", array_like=True):
-    """A result; the bytes of its arrays lie in the frames. In the first they lie one after another; a large
-    array has one of its own, which answers that are alike share."""
+class FramedArray(msgspec.Struct, array_like=True):
+    """An array of an output. Frame 0 holds small arrays one after another; a large array has its own."""
 
+    dtype: str
+    shape: tuple[int, ...]
+    frame: int
+
+
+class PooledItem(msgspec.Struct, tag="pooled", array_like=True):
     id: str
-    shapes: list[tuple[int, ...]]
-    dtypes: list[str]
-    frames: list[int]  # the frame of each array
+    arrays: list[FramedArray]  # the values, then those of the request's further outputs
     queue_s: float
     device_s: float
 
 
-class GeneratedItem(msgspec.Struct, tag="part", array_like=True):
-    """Further tokens of a row; what is known of each of them is raw bytes, a row of equal size a token."""
+class LogprobBytes(msgspec.Struct, array_like=True):
+    """Log probabilities of some tokens, as raw bytes."""
 
+    ids: bytes  # int32 [tokens, 1 + top]
+    logprobs: bytes  # float32 [tokens, 1 + top]
+    ranks: bytes  # int32 [tokens]
+
+
+class GeneratedItem(msgspec.Struct, tag="generated", array_like=True):
     id: str
     row: int
     token_ids: list[int]
     finish: str | None = None
     stop_token: int | None = None
-    logprob_ids: bytes | None = None
-    logprobs: bytes | None = None
-    ranks: bytes | None = None
-    timings: tuple[float, float] | None = None
-    prompt_logprob_ids: bytes | None = None
-    prompt_logprobs: bytes | None = None
-    prompt_ranks: bytes | None = None
+    logprobs: LogprobBytes | None = None
+    timings: tuple[float, float] | None = None  # queue_s, device_s
+    prompt_logprobs: LogprobBytes | None = None
 
 
-class DecodedItem(msgspec.Struct, tag="more", array_like=True):
-    """One further token of each of some rows."""
+class DecodedItem(msgspec.Struct, tag="decoded", array_like=True):
+    """One further token of each of several sequences."""
 
     token_ids: bytes  # int32
-    rows: list[tuple[str, int]] | None = None  # None: those of the last such message to this process
+    rows: list[tuple[str, int]] | None = None  # None: those of the last such item on this connection
 
 
 class FailedItem(msgspec.Struct, tag="failed", array_like=True):
@@ -141,10 +172,8 @@ Item = PooledItem | GeneratedItem | DecodedItem | FailedItem
 
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
     items: list[Item]
-    shared: dict[int, Region] = {}  # frames that do not travel, and where in the engine's memory they lie
+    shared: dict[int, Region] = {}  # frames that are not sent, and where in shared memory they are
 
-
-OPTIONAL = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")  # arrays that a request may have
 
 ToEngine = Hello | MemoryMapped | Submit | Compare | Cancel | BlocksReleased
 FromEngine = Ready | Outcomes
@@ -155,11 +184,22 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def pack_requests(requests: Sequence[Request]) -> list[Any]:
-    """Frames of one `Submit`."""
-    entries, parts = [], []
+    """The frames of one `Submit`."""
+    headers, arrays = [], []
     for request in requests:
-        arrays = {name: array for name in OPTIONAL if (array := getattr(request, name)) is not None}
-        entries.append(
+        arrays += [request.lengths, request.token_ids]
+        optional = (
+            request.type_ids,
+            request.skip,
+            request.keys,
+            request.keep,
+            request.pairs,
+            request.adapters,
+        )
+        present = [array for array in optional if array is not None]
+        arrays += present
+        lengths = [None if array is None else len(array) for array in optional] if present else None
+        headers.append(
             RequestHeader(
                 request.id,
                 request.num_rows,
@@ -168,221 +208,271 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.priority,
                 request.arrival_s,
                 request.deadline_s,
-                {name: len(array) for name, array in arrays.items()},
+                None if lengths is None else ArrayLengths(*lengths),
                 request.reuse_prefix,
                 request.cache_salt,
                 request.also,
                 request.sampling,
             )
         )
-        parts += [request.lengths, request.token_ids, *arrays.values()]
-    return [encode(Submit(entries)), np.concatenate(parts)]
+    return [encode(Submit(headers)), np.concatenate(arrays)]
 
 
-def unpack_requests(entries: Iterable[RequestHeader], frame: Any) -> list[Request]:
-    flat: Ints = np.frombuffer(frame, dtype=np.int32)
-    same: dict[PoolingParams, PoolingParams] = {}  # equal parameters become one object: quick to compare
-    requests, at = [], 0
-    for entry in entries:
-        tokens_at = at + entry.rows
-        end = tokens_at + entry.tokens
+def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Request]:
+    ints: Ints = np.frombuffer(frame, dtype=np.int32)
+    # Equal parameters become one object, which compares quickly.
+    interned: dict[PoolingParams, PoolingParams] = {}
+    requests, start = [], 0
+    for header in headers:
+        tokens_start = start + header.num_rows
+        end = tokens_start + header.num_tokens
         request = Request(
-            entry.id,
-            flat[tokens_at:end],
-            flat[at:tokens_at],
-            same.setdefault(entry.params, entry.params),
-            also=entry.also,
-            priority=entry.priority,
-            arrival_s=entry.arrival_s,
-            deadline_s=entry.deadline_s,
-            reuse_prefix=entry.reuse_prefix,
-            cache_salt=entry.cache_salt,
-            sampling=entry.sampling,
+            header.id,
+            ints[tokens_start:end],
+            ints[start:tokens_start],
+            interned.setdefault(header.params, header.params),
+            also=header.also,
+            priority=header.priority,
+            arrival_s=header.arrival_s,
+            deadline_s=header.deadline_s,
+            reuse_prefix=header.reuse_prefix,
+            cache_salt=header.cache_salt,
+            sampling=header.sampling,
         )
-        at = end
-        for name, size in entry.arrays.items():
-            setattr(request, name, flat[at : at + size])
-            at += size
+        start = end if header.optional is None else _read_optional(request, header.optional, ints, end)
         requests.append(request)
     return requests
 
 
-_COMPARED = (
-    "queries",
-    "query_lengths",
-    "documents",
-    "document_lengths",
-    "pairs",
-    "query_scales",
-    "document_scales",
-)
+def _read_optional(request: Request, lengths: ArrayLengths, ints: Ints, start: int) -> int:
+    """Set the optional arrays of a request. Returns the end of the last one."""
+
+    def read(length: int | None) -> Ints | None:
+        nonlocal start
+        if length is None:
+            return None
+        start += length
+        return ints[start - length : start]
+
+    request.type_ids = read(lengths.type_ids)
+    request.skip = read(lengths.skip)
+    request.keys = read(lengths.keys)
+    request.keep = read(lengths.keep)
+    request.pairs = read(lengths.pairs)
+    request.adapters = read(lengths.adapters)
+    return start
 
 
 def pack_comparison(comparison: Comparison) -> list[Any]:
-    """Frames of one `Compare`: the header, then one for each array."""
-    arrays = {name: array for name in _COMPARED if (array := getattr(comparison, name)) is not None}
-    shapes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
-    frames = [np.ascontiguousarray(array) for array in arrays.values()]
-    return [encode(Compare(comparison.id, comparison.arrival_s, shapes)), *frames]
+    """The frames of one `Compare`: the header, then one for each array."""
+    frames: list[Array] = []
+
+    def add(array: Array) -> ArrayHeader:
+        frames.append(np.ascontiguousarray(array))
+        return ArrayHeader(array.dtype.str, array.shape)
+
+    header = Compare(
+        comparison.id,
+        comparison.arrival_s,
+        add(comparison.queries),
+        add(comparison.query_lengths),
+        add(comparison.documents),
+        add(comparison.document_lengths),
+        add(comparison.pairs),
+        None if comparison.query_scales is None else add(comparison.query_scales),
+        None if comparison.document_scales is None else add(comparison.document_scales),
+    )
+    return [encode(header), *frames]
 
 
 def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
-    arrays = {
-        name: np.frombuffer(frame, dtype=np.dtype(dtype)).reshape(shape)
-        for (name, (dtype, shape)), frame in zip(header.arrays.items(), frames, strict=True)
-    }
-    return Comparison(header.id, **arrays, arrival_s=header.arrival_s)
+    remaining = iter(frames)
+
+    def read(array: ArrayHeader) -> Any:
+        return np.frombuffer(next(remaining), dtype=np.dtype(array.dtype)).reshape(array.shape)
+
+    return Comparison(
+        header.id,
+        queries=read(header.queries),
+        query_lengths=read(header.query_lengths),
+        documents=read(header.documents),
+        document_lengths=read(header.document_lengths),
+        pairs=read(header.pairs),
+        query_scales=None if header.query_scales is None else read(header.query_scales),
+        document_scales=None if header.document_scales is None else read(header.document_scales),
+        arrival_s=header.arrival_s,
+    )
 
 
-Lend = Callable[[Array], Region | None]
+ShareArray = Callable[[Array], Region | None]  # None: the receiver cannot read the array in shared memory
+
+
+def _share_nothing(array: Array) -> Region | None:
+    return None
+
+
+class _ArrayFrames:
+    """Assigns arrays to frames. Deduplicated requests have the same arrays, which take one frame."""
+
+    def __init__(self, share: ShareArray) -> None:
+        self.shared: dict[int, Region] = {}
+        self._share = share
+        self._small: list[bytes] = []
+        self._large: list[Array] = []
+        self._frame_of: dict[int, int] = {}  # by `id` of the array
+
+    def add(self, array: Array) -> FramedArray:
+        if array.nbytes < MIN_OWN_FRAME_BYTES:
+            self._small.append(array.tobytes())
+            return FramedArray(array.dtype.str, array.shape, 0)
+        if (frame := self._frame_of.get(id(array))) is None:
+            frame = self._frame_of[id(array)] = 1 + len(self._frame_of)
+            if (region := self._share(array)) is not None:
+                self.shared[frame] = region
+            else:
+                self._large.append(array)
+        return FramedArray(array.dtype.str, array.shape, frame)
+
+    def frames(self) -> list[Any]:
+        return [b"".join(self._small), *map(np.ascontiguousarray, self._large)]
 
 
 def pack_outcomes(
-    outcomes: Sequence[Outcome], told: SequenceIds = (), lend: Lend = lambda array: None
+    outcomes: Sequence[Outcome], last_rows: SequenceIds = (), share: ShareArray = _share_nothing
 ) -> list[Any]:
-    """Frames of one `Outcomes`: the header, then one for all small arrays and one for each large one. `told`
-    are the rows of the last `DecodedTokens` that this receiver got: they need not be named again.
-    `lend` says where the receiver finds an array that need not travel."""
+    """The frames of one `Outcomes`: the header, one for all small arrays, and one for each large array.
+
+    `last_rows` are the rows of the last `DecodedTokens` on this connection; they are not sent again. `share`
+    says where the receiver finds an array in shared memory.
+    """
     items: list[Item] = []
-    small: list[bytes] = []
-    large: list[Array] = []
-    number_of: dict[int, int] = {}  # array → its frame: requests that are alike have the same arrays
-    shared: dict[int, Region] = {}
+    arrays = _ArrayFrames(share)
     for outcome in outcomes:
         if isinstance(outcome, DecodedTokens):
-            same = outcome.rows is told or outcome.rows == told
-            items.append(DecodedItem(outcome.token_ids.tobytes(), None if same else list(outcome.rows)))
-            told = outcome.rows
+            is_same = outcome.rows is last_rows or outcome.rows == last_rows
+            items.append(DecodedItem(outcome.token_ids.tobytes(), None if is_same else list(outcome.rows)))
+            last_rows = outcome.rows
+        elif isinstance(outcome, GeneratedTokens):
+            items.append(_pack_generated(outcome))
         elif isinstance(outcome, Failure):
             error = outcome.error
             items.append(FailedItem(outcome.id, type(error).__name__, error.message, error.param))
-        elif isinstance(outcome, GeneratedTokens):
-            items.append(_part(outcome))
         else:
-            arrays, timings = (outcome.values, *outcome.more), outcome.timings
-            shapes, dtypes = [array.shape for array in arrays], [array.dtype.str for array in arrays]
-            frames = []
-            for array in arrays:
-                if array.nbytes < MIN_OWN_FRAME_BYTES:
-                    small.append(array.tobytes())
-                    frames.append(0)
-                    continue
-                if id(array) not in number_of:
-                    number = number_of[id(array)] = 1 + len(number_of)
-                    if (place := lend(array)) is not None:
-                        shared[number] = place
-                    else:
-                        large.append(array)
-                frames.append(number_of[id(array)])
-            items.append(PooledItem(outcome.id, shapes, dtypes, frames, timings.queue_s, timings.device_s))
-    return [encode(Outcomes(items, shared)), b"".join(small), *map(np.ascontiguousarray, large)]
-
-
-MIN_OWN_FRAME_BYTES = 1 << 16  # small answers travel in one frame, large ones by reference
-MIN_OWN_MESSAGE_BYTES = (
-    1 << 20
-)  # a message is there when all of it is: large answers do not wait for each other
+            framed = [arrays.add(array) for array in (outcome.values, *outcome.more)]
+            timings = outcome.timings
+            items.append(PooledItem(outcome.id, framed, timings.queue_s, timings.device_s))
+    return [encode(Outcomes(items, arrays.shared)), *arrays.frames()]
 
 
 def split_into_messages(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-    """Outcomes that travel together: all small ones, and each large answer with those that are alike."""
-    together: list[Outcome] = []
-    apart: dict[int, list[Outcome]] = {}
+    """Outcomes grouped by message: the small ones together, each large output with its duplicates."""
+    small: list[Outcome] = []
+    large: dict[int, list[Outcome]] = {}  # by `id` of the values
     for outcome in outcomes:
         if isinstance(outcome, PooledOutput) and outcome.values.nbytes >= MIN_OWN_MESSAGE_BYTES:
-            apart.setdefault(id(outcome.values), []).append(outcome)
+            large.setdefault(id(outcome.values), []).append(outcome)
         else:
-            together.append(outcome)
-    return [*([together] if together else []), *apart.values()]
+            small.append(outcome)
+    return [*([small] if small else []), *large.values()]
 
 
-def _part(generated: GeneratedTokens) -> GeneratedItem:
-    timings = generated.timings
-    if (
-        generated.finish is None and generated.ranks is None and generated.prompt_ranks is None
-    ):  # almost all are so
-        return GeneratedItem(generated.id, generated.row, generated.token_ids.tolist())
-    scores = {
-        name: None if (array := getattr(generated, name)) is None else array.tobytes() for name in _SCORES
-    }
-    return GeneratedItem(
-        generated.id,
-        generated.row,
-        generated.token_ids.tolist(),
-        generated.finish,
-        generated.stop_token,
-        timings=None if timings is None else (timings.queue_s, timings.device_s),
-        **scores,
-    )
-
-
-# Arrays of a part: their type, and whether a token has a row of them rather than one number.
-_SCORES: dict[str, tuple[type[Any], bool]] = {
-    "logprob_ids": (np.int32, True),
-    "logprobs": (np.float32, True),
-    "ranks": (np.int32, False),
-    "prompt_logprob_ids": (np.int32, True),
-    "prompt_logprobs": (np.float32, True),
-    "prompt_ranks": (np.int32, False),
-}
-
-
-def _generated(part: GeneratedItem) -> GeneratedTokens:
-    scores: dict[str, Any] = {}
-    for name, (dtype, wide) in _SCORES.items():
-        if (raw := getattr(part, name)) is not None:
-            array = np.frombuffer(raw, dtype=dtype)
-            ranks = part.prompt_ranks if name.startswith("prompt") else part.ranks
-            count = len(ranks or b"") // 4
-            scores[name] = array.reshape(count, -1 if count else 1) if wide else array
-    return GeneratedTokens(
-        part.id,
-        part.row,
-        np.array(part.token_ids, dtype=np.int32),
-        part.finish,
-        part.stop_token,
-        timings=None if part.timings is None else Timings(*part.timings),
-        **scores,
-    )
+def last_decoded_rows(outcomes: Sequence[Outcome], last_rows: SequenceIds) -> SequenceIds:
+    """The rows of the last `DecodedTokens` on a connection after these outcomes."""
+    return next((o.rows for o in reversed(outcomes) if isinstance(o, DecodedTokens)), last_rows)
 
 
 def merge_shared_frames(
-    frames: Sequence[Any], shared: dict[int, Region], block: Callable[[Region], Any]
+    frames: Sequence[Any], shared: dict[int, Region], read: Callable[[Region], Any]
 ) -> list[Any]:
-    """The frames that came, and in their places those that did not."""
-    came = iter(frames)
-    count = len(frames) + len(shared)
-    return [block(shared[number]) if number in shared else next(came) for number in range(count)]
+    """All frames of a message: those that were sent, and those that are in shared memory."""
+    sent = iter(frames)
+    num_frames = len(frames) + len(shared)
+    return [read(shared[frame]) if frame in shared else next(sent) for frame in range(num_frames)]
 
 
-def unpack_outcomes(items: Iterable[Item], frames: Sequence[Any], told: SequenceIds = ()) -> list[Outcome]:
-    """`told` are the rows of the last `DecodedTokens` from this sender."""
-    small, at = memoryview(frames[0]), 0
+def unpack_outcomes(
+    items: Iterable[Item], frames: Sequence[Any], last_rows: SequenceIds = ()
+) -> list[Outcome]:
+    """`last_rows` are the rows of the last `DecodedTokens` on this connection."""
+    small, start = memoryview(frames[0]), 0
     outcomes: list[Outcome] = []
     for item in items:
         if isinstance(item, DecodedItem):
-            told = told if item.rows is None else tuple(item.rows)
-            outcomes.append(DecodedTokens(told, np.frombuffer(item.token_ids, dtype=np.int32)))
+            last_rows = last_rows if item.rows is None else tuple(item.rows)
+            outcomes.append(DecodedTokens(last_rows, np.frombuffer(item.token_ids, dtype=np.int32)))
+            continue
+        if isinstance(item, GeneratedItem):
+            outcomes.append(_unpack_generated(item))
             continue
         if isinstance(item, FailedItem):
             outcomes.append(Failure(item.id, revive(item.error, item.message, item.param)))
             continue
-        if isinstance(item, GeneratedItem):
-            outcomes.append(_generated(item))
-            continue
         arrays = []
-        for shape, dtype, frame in zip(item.shapes, map(np.dtype, item.dtypes), item.frames, strict=True):
-            raw: Any = frames[frame]
-            if not frame:
-                count = math.prod(shape) * dtype.itemsize
-                raw = small[at : at + count]
-                at += count
-            arrays.append(np.frombuffer(raw, dtype=dtype).reshape(shape))
+        for header in item.arrays:
+            dtype, raw = np.dtype(header.dtype), frames[header.frame]
+            if header.frame == 0:
+                size = math.prod(header.shape) * dtype.itemsize
+                raw = small[start : start + size]
+                start += size
+            arrays.append(np.frombuffer(raw, dtype=dtype).reshape(header.shape))
         timings = Timings(item.queue_s, item.device_s)
         outcomes.append(PooledOutput(item.id, arrays[0], timings, tuple(arrays[1:])))
     return outcomes
 
 
-def last_decoded_rows(outcomes: Sequence[Outcome], last: SequenceIds) -> SequenceIds:
-    """The rows of the last `DecodedTokens` after these outcomes; the next one need not repeat them."""
-    return next((o.rows for o in reversed(outcomes) if isinstance(o, DecodedTokens)), last)
+def _pack_generated(tokens: GeneratedTokens) -> GeneratedItem:
+    if tokens.finish is None and tokens.ranks is None and tokens.prompt_ranks is None:
+        return GeneratedItem(tokens.id, tokens.row, tokens.token_ids.tolist())
+    timings = tokens.timings
+    return GeneratedItem(
+        tokens.id,
+        tokens.row,
+        tokens.token_ids.tolist(),
+        tokens.finish,
+        tokens.stop_token,
+        _pack_logprobs(tokens.logprob_ids, tokens.logprobs, tokens.ranks),
+        None if timings is None else (timings.queue_s, timings.device_s),
+        _pack_logprobs(tokens.prompt_logprob_ids, tokens.prompt_logprobs, tokens.prompt_ranks),
+    )
+
+
+def _pack_logprobs(ids: Array | None, logprobs: Array | None, ranks: Array | None) -> LogprobBytes | None:
+    if ids is None or logprobs is None or ranks is None:
+        return None
+    return LogprobBytes(ids.tobytes(), logprobs.tobytes(), ranks.tobytes())
+
+
+def _unpack_generated(item: GeneratedItem) -> GeneratedTokens:
+    token_ids: Ints = np.array(item.token_ids, dtype=np.int32)
+    if item.finish is None and item.logprobs is None and item.prompt_logprobs is None:
+        return GeneratedTokens(item.id, item.row, token_ids)
+    chosen, prompt = _unpack_logprobs(item.logprobs), _unpack_logprobs(item.prompt_logprobs)
+    return GeneratedTokens(
+        item.id,
+        item.row,
+        token_ids,
+        item.finish,
+        item.stop_token,
+        logprob_ids=chosen.ids,
+        logprobs=chosen.logprobs,
+        ranks=chosen.ranks,
+        timings=None if item.timings is None else Timings(*item.timings),
+        prompt_logprob_ids=prompt.ids,
+        prompt_logprobs=prompt.logprobs,
+        prompt_ranks=prompt.ranks,
+    )
+
+
+class _Logprobs(NamedTuple):
+    ids: Ints | None = None
+    logprobs: NDArray[np.float32] | None = None
+    ranks: Ints | None = None
+
+
+def _unpack_logprobs(raw: LogprobBytes | None) -> _Logprobs:
+    if raw is None:
+        return _Logprobs()
+    ranks: Ints = np.frombuffer(raw.ranks, dtype=np.int32)
+    shape = (len(ranks), -1 if len(ranks) else 1)
+    ids: Ints = np.frombuffer(raw.ids, dtype=np.int32).reshape(shape)
+    return _Logprobs(ids, np.frombuffer(raw.logprobs, dtype=np.float32).reshape(shape), ranks)

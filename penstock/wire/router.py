@@ -9,8 +9,8 @@ in the caller's process has both.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from penstock.types import (
     Ints,
     Outcome,
     PooledOutput,
-    Request,
     SequenceIds,
 )
 
@@ -209,83 +208,3 @@ class Subscribers:
 
 def _drop_token(row: int, token_id: int) -> None:
     """The request was removed."""
-
-
-# What follows serves callers that do not use `EngineHandle` yet.
-
-Parts = list[GeneratedTokens]
-Told = list[DecodedTokens | GeneratedTokens]
-Hear = Callable[[Told | PenstockError], None]
-Leave = Callable[[], None]
-
-
-class Listener(Protocol):
-    """The former `StreamListener`."""
-
-    @property
-    def over(self) -> bool: ...
-
-    def token(self, row: int, number: int) -> None: ...
-
-    def receive(self, parts: Parts | PenstockError) -> None: ...
-
-
-class ListenerAdapter:
-    """Lets a `Listener` listen to `EngineHandle.stream`."""
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self.on_token = listener.token
-
-    @property
-    def finished(self) -> bool:
-        return self._listener.over
-
-    def on_tokens(self, parts: list[GeneratedTokens]) -> None:
-        self._listener.receive(parts)
-
-    def on_error(self, error: PenstockError) -> None:
-        self._listener.receive(error)
-
-
-def parts_of(told: Told) -> Parts:
-    """The same, row by row."""
-    out: Parts = []
-    for some in told:
-        out += some.parts() if isinstance(some, DecodedTokens) else [some]
-    return out
-
-
-class Stream:
-    """Parts of one request for one task: a `Listener` that is read from."""
-
-    def __init__(self, request: Request) -> None:
-        self._id = request.id
-        self._queue: asyncio.Queue[Parts | PenstockError] = asyncio.Queue()
-        self._left = request.num_rows
-
-    @property
-    def over(self) -> bool:
-        return self._left == 0
-
-    def token(self, row: int, number: int) -> None:
-        self.receive([GeneratedTokens(self._id, row, np.array([number], dtype=np.int32))])
-
-    def receive(self, parts: Parts | PenstockError) -> None:
-        self._queue.put_nowait(parts)
-
-    async def parts(self) -> AsyncIterator[Parts]:
-        """All parts that are there, whenever some are, until every row has ended."""
-        while self._left:
-            found = await self._queue.get()
-            while isinstance(found, list) and not self._queue.empty():
-                more = self._queue.get_nowait()
-                if isinstance(more, PenstockError):
-                    self._queue.put_nowait(more)
-                    break
-                found = found + more
-            if isinstance(found, PenstockError):
-                self._left = 0
-                raise found
-            self._left -= sum(part.finish is not None for part in found)
-            yield found

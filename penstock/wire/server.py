@@ -15,7 +15,6 @@ from penstock.engine.loop import EngineCore
 from penstock.errors import PenstockError
 from penstock.types import Array, Failure, Outcome, SequenceIds
 from penstock.wire.messages import (
-    BlocksReleased,
     Cancel,
     Compare,
     Hello,
@@ -35,106 +34,116 @@ from penstock.wire.shared_memory import Region, open_shared_memory
 
 
 class EngineServer:
-    """Owns the core and the socket; one thread, which sleeps until a message or a finished step."""
+    """Runs the core and the socket on one thread, which sleeps until a message arrives or a step finishes."""
 
-    IDLE_MS = 1000
-    UNSHOWN_MS = 100  # the same, while the metrics do not show how things stand
-    LAST_WORDS_S = 0.2  # for others to read why requests failed: with the connection goes what is unread
+    IDLE_POLL_MS = 1000
+    STALE_METRICS_POLL_MS = 100  # while the published metrics are out of date
+    FAILURE_DELIVERY_S = 0.2  # for API processes to read why requests failed, before the connection closes
 
     def __init__(self, address: str, shared_bytes: int = 0) -> None:
-        self.arena = open_shared_memory(shared_bytes)
-        self._context = zmq.Context(io_threads=4)  # large answers to several API processes leave side by side
+        self.memory = open_shared_memory(shared_bytes)
+        self._context = zmq.Context(
+            io_threads=4
+        )  # so that several API processes get large outputs in parallel
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._address = address
-        self._bell_in, self._bell_out = socket.socketpair()
-        self._bell_in.setblocking(False)
-        self._bell_out.setblocking(False)
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._wake_receiver.setblocking(False)
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
-        self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each
+        self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each connection
         self._stopping = False
 
     def wake(self) -> None:
-        """Ring the bell; callable from any thread and from a signal handler."""
+        """Wake the thread; callable from any thread and from a signal handler."""
         with contextlib.suppress(BlockingIOError):
-            self._bell_in.send(b"!")
+            self._wake_sender.send(b"!")
 
     def stop(self) -> None:
+        """Return from `serve` once all requests have finished."""
         self._stopping = True
         self.wake()
 
-    def serve(self, core: EngineCore, ready: Ready, observe: Callable[[EngineCore], bool]) -> None:
-        if self.arena is not None:
-            core.empty = self.arena.empty
-            ready = msgspec.structs.replace(ready, shared=self.arena.shared)
+    def serve(self, core: EngineCore, ready: Ready, publish_metrics: Callable[[EngineCore], bool]) -> None:
+        """Serve until `stop` is called or the device fails.
+
+        `publish_metrics` is called after each step and returns whether the metrics are up to date.
+        """
+        if self.memory is not None:
+            core.pending.allocate = self.memory.empty
+            ready = msgspec.structs.replace(ready, shared=self.memory.info)
         self._core, self._ready = core, ready
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell_out.fileno(), zmq.POLLIN)
-        shown = True
-        while core.broken is None and (not self._stopping or core.busy):
-            if self._bell_out.fileno() in dict(poller.poll(self._patience_ms(shown))):
-                self._hush()
+        poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
+        metrics_are_current = True
+        while core.device_failure is None and (not self._stopping or core.busy):
+            if self._wake_receiver.fileno() in dict(poller.poll(self._poll_timeout_ms(metrics_are_current))):
+                self._drain_wakeups()
             self._send_outcomes(self._receive())
             self._send_outcomes(core.step())
             if not core.busy:
-                self._last_rows.clear()  # or connections that are gone would stay
-            shown = observe(core)
-        if core.broken is None:  # else its threads may wait for the device for ever
+                self._last_rows.clear()  # otherwise closed connections would accumulate
+            metrics_are_current = publish_metrics(core)
+        if core.device_failure is None:  # otherwise threads of the core may wait for the device forever
             core.close()
         else:
-            time.sleep(self.LAST_WORDS_S)
+            time.sleep(self.FAILURE_DELIVERY_S)
         self._context.destroy(linger=2000)
-        if self.arena is not None:
-            self.arena.close()
+        if self.memory is not None:
+            self.memory.close()
 
-    def _patience_ms(self, shown: bool) -> int:
-        idle_ms = self.IDLE_MS if shown else self.UNSHOWN_MS
+    def _poll_timeout_ms(self, metrics_are_current: bool) -> int:
+        idle_ms = self.IDLE_POLL_MS if metrics_are_current else self.STALE_METRICS_POLL_MS
         deadline = self._core.next_deadline_s()
         if deadline is None:
             return idle_ms
         return max(1, min(idle_ms, int((deadline - self._core.clock()) * 1000) + 1))
 
-    def _hush(self) -> None:
+    def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while len(self._bell_out.recv(4096)) == 4096:
+            while len(self._wake_receiver.recv(4096)) == 4096:
                 pass
 
     def _receive(self) -> list[Outcome]:
-        """Take the messages that have arrived, all of them or until the device could have a full step: in a
-        flood it would wait for the last. What cannot be taken on fails at once."""
+        """Handle received messages until none is left or a full step could be launched.
+
+        Without the second condition, the device would idle until the last message of a burst is read. Returns
+        the failures of requests that the core refuses.
+        """
         refused: list[Outcome] = []
         while True:
             try:
-                sender, header, *bulk = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
+                sender, header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
             except zmq.Again:
                 return refused
             message = decode_to_engine(header)
             if isinstance(message, Submit):
-                refused += self._submit(sender, message, bulk[0])
+                refused += self._submit(sender, message, frames[0])
             elif isinstance(message, Compare):
                 self._router.add(message.id, sender)
-                self._core.compare(unpack_comparison(message, bulk))
+                self._core.compare(unpack_comparison(message, frames))
             elif isinstance(message, Cancel):
                 for request_id in message.ids:
                     self._core.cancel(request_id)
                     self._router.remove(request_id)
             elif isinstance(message, Hello):
                 self._socket.send_multipart([sender, encode(self._ready)])
-            elif self.arena is not None and message.shared == self.arena.shared.name:
+            elif self.memory is not None and message.memory == self.memory.info.name:
                 if isinstance(message, MemoryMapped):
-                    self.arena.attach(sender, message.reader, message.pid)
-                elif isinstance(message, BlocksReleased):
-                    self.arena.give_back(sender, message.blocks)
-            if self._core.starving:  # looked at behind each message, so that every turn takes one
+                    self.memory.add_reader(sender, message.reader, message.pid)
+                else:
+                    self.memory.release(sender, message.blocks)
+            if self._core.can_fill_step:  # checked after a message, so that every call handles one
                 return refused
 
     def _submit(self, sender: bytes, message: Submit, frame: bytes) -> list[Outcome]:
         refused: list[Outcome] = []
-        for request in unpack_requests(message.entries, frame):
+        for request in unpack_requests(message.requests, frame):
             self._router.add(request.id, sender)
             try:
                 self._core.add(request)
@@ -143,17 +152,17 @@ class EngineServer:
         return refused
 
     def _send_outcomes(self, outcomes: list[Outcome]) -> None:
-        """Send the outcomes of one turn: a message for each API process, and one for each large answer.
+        """Send a message to each API process that has outcomes, and one for each large output.
 
-        Sending never waits: ZeroMQ keeps the messages of an API process that reads slowly.
+        Sending never waits: ZeroMQ queues the messages of an API process that reads slowly.
         """
-        for owner, theirs in self._router.route(outcomes, self._core.generates).items():
-            last_rows = self._last_rows.get(owner, ())
+        for connection, theirs in self._router.route(outcomes, self._core.generates).items():
+            last_rows = self._last_rows.get(connection, ())
             for group in split_into_messages(theirs):
-                frames = pack_outcomes(group, last_rows, partial(self._lend, owner))
-                self._socket.send_multipart([owner, *frames], zmq.NOBLOCK, copy=False)
+                frames = pack_outcomes(group, last_rows, partial(self._share, connection))
+                self._socket.send_multipart([connection, *frames], zmq.NOBLOCK, copy=False)
                 last_rows = last_decoded_rows(group, last_rows)
-            self._last_rows[owner] = last_rows
+            self._last_rows[connection] = last_rows
 
-    def _lend(self, owner: bytes, array: Array) -> Region | None:
-        return None if self.arena is None else self.arena.lend(array, owner)
+    def _share(self, connection: bytes, array: Array) -> Region | None:
+        return None if self.memory is None else self.memory.share(array, connection)

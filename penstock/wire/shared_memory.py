@@ -1,7 +1,7 @@
-"""Memory that the engine's process shares with API processes: large answers lie there instead of travelling.
+"""Memory that an engine process shares with API processes, so that large outputs need not be sent.
 
-The engine owns it and hands out blocks; API processes map it and only read. A block is free again when the
-engine's own array is gone and every process that was told of it has given it back, or has ended.
+The engine owns the memory and allocates blocks; API processes map it read-only. A block becomes free when the
+engine's own array is gone and every process that was given the block has released it or has exited.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,16 +27,21 @@ from penstock.free_ranges import FreeRanges
 from penstock.types import Array
 
 log = logging.getLogger("penstock.engine")
-MIN_SHARED_BYTES = 1 << 18  # bytes of an array from which on it is worth a message that gives it back
+MIN_SHARED_BYTES = 1 << 18  # for smaller arrays, the message that releases the block costs more than a copy
 _PAGE = mmap.PAGESIZE
 
-Region = tuple[int, int]  # of an array in shared memory: where it begins, and its bytes
+
+class Region(NamedTuple):
+    """The bytes of an array in shared memory."""
+
+    start: int  # also names the block
+    size: int
 
 
 class SharedMemoryInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process finds the engine's memory."""
+    """What a process needs to map the engine's memory."""
 
-    name: str  # of this memory and no other
+    name: str  # unique to this memory
     path: str
     size: int
 
@@ -47,12 +52,12 @@ class Reader:
 
     name: str
     pid: int
-    life: int | None  # a descriptor that can be read once the process has ended, where the system has such
-    holds: Counter[int] = field(default_factory=Counter)  # block → how often it was told of it
+    pidfd: int | None  # readable once the process has exited; None where the system has no pidfd
+    references: Counter[int] = field(default_factory=Counter)  # block → times that the process was given it
 
     @classmethod
-    def of(cls, name: str, pid: int) -> Reader | None:
-        """None: it has ended already."""
+    def open(cls, name: str, pid: int) -> Reader | None:
+        """None if the process has already exited."""
         try:
             return cls(name, pid, os.pidfd_open(pid))
         except ProcessLookupError:
@@ -61,11 +66,11 @@ class Reader:
             return cls(name, pid, None)
 
     @property
-    def ended(self) -> bool:
-        if self.life is not None:
-            watch = select.poll()
-            watch.register(self.life, select.POLLIN)
-            return bool(watch.poll(0))
+    def has_exited(self) -> bool:
+        if self.pidfd is not None:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            return bool(poll.poll(0))
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -75,23 +80,23 @@ class Reader:
         return False
 
     def close(self) -> None:
-        if self.life is not None:
-            os.close(self.life)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
 
 
 @dataclass(slots=True)
 class _Block:
     size: int
-    users: int = 1  # the engine's own array, and those who were told
+    num_references: int = 1  # the engine's own array, and one for each time that a process was given it
 
 
 class SharedMemory:
-    """The engine's side. All but the end of an array happens on the engine's thread."""
+    """The engine's side. Everything but the end of an array happens on the engine's thread."""
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // _PAGE) * _PAGE
         name = f"penstock-{secrets.token_hex(8)}"
-        # In no folder: nothing is left behind however the process ends, and /dev/shm may be small.
+        # A memfd is in no folder: nothing is left behind however the process ends, and /dev/shm may be small.
         self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._file, self.size)
@@ -101,96 +106,96 @@ class SharedMemory:
             raise
         _seal(self._file)
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
-        self.shared = SharedMemoryInfo(name, f"/proc/{os.getpid()}/fd/{self._file}", self.size)
+        self.info = SharedMemoryInfo(name, f"/proc/{os.getpid()}/fd/{self._file}", self.size)
         self._free = FreeRanges(self.size)
         self._blocks: dict[int, _Block] = {}
-        self._readers: dict[bytes, Reader] = {}  # by the address of their connection
-        self._dropped: deque[int] = deque()  # blocks whose array has ended, on whatever thread
+        self._readers: dict[bytes, Reader] = {}  # by connection
+        self._dropped: deque[int] = deque()  # blocks whose array was deleted, appended on any thread
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """As `np.empty`: in shared memory if it is large, somebody could read it and there is room."""
+        """Like `np.empty`, but in shared memory if the array is large, has a reader and fits."""
         size = math.prod(shape) * dtype.itemsize
-        if size < MIN_SHARED_BYTES or not self._readers or (start := self._take(size)) is None:
+        if size < MIN_SHARED_BYTES or not self._readers or (start := self._allocate(size)) is None:
             return np.empty(shape, dtype=dtype)
         owner = np.frombuffer(self._memory[start : start + size], dtype=np.uint8)  # all views keep it alive
         weakref.finalize(owner, self._dropped.append, start).atexit = False
         return owner.view(dtype).reshape(shape)
 
-    def lend(self, array: Array, connection: bytes) -> Region | None:
-        """Where a process will find the array, which is now its until it gives it back; None: it cannot."""
+    def share(self, array: Array, connection: bytes) -> Region | None:
+        """Give an array to a process until it releases the block. None if the process cannot read it here."""
         reader = self._readers.get(connection)
         start = array.ctypes.data - self._address
         block = self._blocks.get(start)
         if reader is None or block is None or array.nbytes > block.size or not array.flags.c_contiguous:
             return None
-        block.users += 1
-        reader.holds[start] += 1
-        return start, array.nbytes
+        block.num_references += 1
+        reader.references[start] += 1
+        return Region(start, array.nbytes)
 
-    def attach(self, connection: bytes, name: str, pid: int) -> None:
-        """A process has mapped the memory. One that comes again, by another connection, keeps what it has."""
-        self._bury()
+    def add_reader(self, connection: bytes, name: str, pid: int) -> None:
+        """A process has mapped the memory. A known process on a new connection keeps its blocks."""
+        self._remove_exited_readers()
         known = [key for key, reader in self._readers.items() if reader.name == name]
-        reader = self._readers.pop(known[0]) if known else Reader.of(name, pid)
+        reader = self._readers.pop(known[0]) if known else Reader.open(name, pid)
         if reader is not None:
             self._readers[connection] = reader
 
-    def give_back(self, connection: bytes, starts: list[int]) -> None:
+    def release(self, connection: bytes, blocks: list[int]) -> None:
+        """A process no longer reads these blocks. Blocks that it was not given are ignored."""
         if (reader := self._readers.get(connection)) is None:
             return
-        for start in starts:
-            if start in reader.holds:
-                reader.holds[start] -= 1
-                if not reader.holds[start]:
-                    del reader.holds[start]
-                self._leave(start)
+        for start in blocks:
+            if start in reader.references:
+                reader.references[start] -= 1
+                if not reader.references[start]:
+                    del reader.references[start]
+                self._unreference(start)
 
     @property
-    def used(self) -> int:
-        """Bytes that somebody holds."""
-        self._tidy()
+    def used_bytes(self) -> int:
+        """Bytes of allocated blocks."""
+        self._unreference_dropped()
         return sum(block.size for block in self._blocks.values())
 
     def close(self) -> None:
-        """Nobody can map it any more; arrays that are still held stay valid."""
+        """No process can map the memory any more; existing arrays stay valid."""
         os.close(self._file)
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
 
-    def _take(self, size: int) -> int | None:
-        self._tidy()
+    def _allocate(self, size: int) -> int | None:
+        self._unreference_dropped()
         size = -(-size // _PAGE) * _PAGE
         if (start := self._free.take(size)) is None:
-            self._bury()
+            self._remove_exited_readers()
             start = self._free.take(size)
         if start is not None:
             self._blocks[start] = _Block(size)
         return start
 
-    def _tidy(self) -> None:
+    def _unreference_dropped(self) -> None:
         while self._dropped:
-            self._leave(self._dropped.popleft())
+            self._unreference(self._dropped.popleft())
 
-    def _bury(self) -> None:
-        """What processes held that have ended is free."""
+    def _remove_exited_readers(self) -> None:
         for connection, reader in list(self._readers.items()):
-            if reader.ended:
+            if reader.has_exited:
                 del self._readers[connection]
                 reader.close()
-                for start in reader.holds.elements():
-                    self._leave(start)
+                for start in reader.references.elements():
+                    self._unreference(start)
 
-    def _leave(self, start: int) -> None:
+    def _unreference(self, start: int) -> None:
         block = self._blocks[start]
-        block.users -= 1
-        if not block.users:
+        block.num_references -= 1
+        if not block.num_references:
             del self._blocks[start]
             self._free.give(start, block.size)
 
 
 def _seal(file: int) -> None:
-    """A file that cannot shrink cannot end those who have mapped it."""
+    """Forbid to resize the file: a smaller file would crash processes that have mapped it."""
     with contextlib.suppress(ImportError, OSError):
         import fcntl
 
@@ -198,32 +203,32 @@ def _seal(file: int) -> None:
 
 
 def open_shared_memory(size: int) -> SharedMemory | None:
-    """None, and a line that says so, where the system has no such memory."""
+    """None, with a warning, where the system has no such memory."""
     if size <= 0:
         return None
     try:
         return SharedMemory(size)
     except (OSError, AttributeError) as error:
-        log.warning("no memory is shared with API processes, answers are sent: %s", error)
+        log.warning("no memory is shared with API processes, large outputs are sent instead: %s", error)
         return None
 
 
 class MappedMemory:
-    """The API process's side: the engine's memory, to be read."""
+    """The API process's side: the engine's memory, read-only."""
 
-    def __init__(self, shared: SharedMemoryInfo, give_back: Callable[[str, int], None]) -> None:
-        """`give_back` is called with the memory's name and the block, on any thread."""
-        self.name = shared.name
-        self._give_back = give_back
-        file = os.open(shared.path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, info: SharedMemoryInfo, release: Callable[[str, int], None]) -> None:
+        """`release` gets the name of the memory and a block that is no longer read, on any thread."""
+        self.name = info.name
+        self._release = release
+        file = os.open(info.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._memory = memoryview(mmap.mmap(file, shared.size, prot=mmap.PROT_READ))
+            self._memory = memoryview(mmap.mmap(file, info.size, prot=mmap.PROT_READ))
         finally:
             os.close(file)
 
-    def block(self, place: Region) -> NDArray[np.uint8]:
-        """The bytes there. They are given back when no array is left that views them."""
-        start, size = place
-        block: NDArray[np.uint8] = np.frombuffer(self._memory[start : start + size], dtype=np.uint8)
-        weakref.finalize(block, self._give_back, self.name, start).atexit = False
-        return block
+    def read(self, region: Region) -> NDArray[np.uint8]:
+        """The bytes of a region. Its block is released when no array views them any more."""
+        view = self._memory[region.start : region.start + region.size]
+        array: NDArray[np.uint8] = np.frombuffer(view, dtype=np.uint8)
+        weakref.finalize(array, self._release, self.name, region.start).atexit = False
+        return array

@@ -8,13 +8,7 @@ import pytest
 
 from penstock.checkpoint.quantization import block_format
 from penstock.errors import ModelLoadError
-
-GOOD: dict[str, Any] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-}
+from tests.checkpoints import FP8_BLOCKS
 
 
 def test_nothing_said_is_nothing_stored() -> None:
@@ -24,13 +18,13 @@ def test_nothing_said_is_nothing_stored() -> None:
 
 def test_blocks_cover_every_module_that_is_not_excepted() -> None:
     left = ["lm_head", "model.layers.1", "model.layers.0.mlp.gate", "o_proj"]
-    found = block_format({"quantization_config": GOOD | {"modules_to_not_convert": left}})
+    found = block_format({"quantization_config": FP8_BLOCKS | {"modules_to_not_convert": left}})
     assert found is not None
     for name in ("model.layers.0.mlp.gate_proj", "model.layers.10.self_attn.q_proj", "model.layers.0.mlp"):
         assert found.covers(name)
     for name in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.gate", "layers.3.o_proj"):
         assert not found.covers(name)
-    everything = block_format({"quantization_config": GOOD | {"modules_to_not_convert": None}})
+    everything = block_format({"quantization_config": FP8_BLOCKS | {"modules_to_not_convert": None}})
     assert everything is not None and everything.covers("lm_head")
 
 
@@ -48,5 +42,5 @@ def test_blocks_cover_every_module_that_is_not_excepted() -> None:
 )
 def test_other_forms_are_refused_with_what_would_be_read(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message) as refused:
-        block_format({"quantization_config": GOOD | change})
+        block_format({"quantization_config": FP8_BLOCKS | change})
     assert "quantization_config" in str(refused.value) and "[128, 128]" in str(refused.value)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.dense import DenseSpec
-from penstock.checkpoint.spec import PoolingSpec, SparseSpec, describe, read_spec
+from penstock.checkpoint.pooling import PoolingSpec
+from penstock.checkpoint.sparse import SparseSpec
+from penstock.checkpoint.spec import describe, read_spec
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
@@ -42,7 +44,7 @@ def test_a_plain_checkpoint_is_mean_pooled_and_not_normalised(folder: Path) -> N
     spec = read_spec(folder, "plain")
     assert spec.pooling == PoolingSpec(methods=("mean",), normalize=False)
     assert (spec.name, spec.architecture, spec.path) == ("plain", "BertModel", folder)
-    assert (spec.embed_dim, spec.vocab_size, spec.limit) == (32, BERT_CONFIG["vocab_size"], 64)
+    assert (spec.embed_dim, spec.vocab_size, spec.max_model_len) == (32, BERT_CONFIG["vocab_size"], 64)
     assert (spec.similarity, spec.prompts, spec.default_prompt_name) == ("cosine", {}, None)
     assert spec.tasks[0] is Task.EMBED
     assert not spec.lower_case
@@ -100,7 +102,7 @@ def test_the_newer_pooling_mode_wins_over_old_flags(folder: Path) -> None:
 
 
 def test_an_unknown_pooling_mode_is_refused_with_the_known_ones(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'attention' is unknown; known: cls, max, mean"):
+    with pytest.raises(ModelLoadError, match=r"'attention' is not supported; supported: cls, max, mean"):
         read_spec(with_pooling(folder, {"pooling_mode": "attention"}), "m")
 
 
@@ -149,7 +151,9 @@ def test_a_dense_module_that_names_no_activation_has_the_reference_default(folde
 
 
 def test_an_activation_that_is_not_known_is_refused_with_the_known_ones(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'softplus' is not supported; known: identity, tanh"):
+    with pytest.raises(
+        ModelLoadError, match=r"'softplus', which is not supported; supported: identity, tanh"
+    ):
         read_spec(with_dense(folder, activation_function="torch.nn.modules.activation.Softplus"), "m")
 
 
@@ -233,36 +237,42 @@ def test_the_architecture_falls_back_to_the_model_type(folder: Path) -> None:
 
 def test_max_seq_length_lowers_the_limit_but_never_above_the_positions(folder: Path) -> None:
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 20})
-    assert read_spec(folder, "m").limit == 20
-    assert read_spec(folder, "m").positions == 64, "what the weights could take is kept beside it"
+    assert read_spec(folder, "m").max_model_len == 20
+    assert read_spec(folder, "m").max_positions == 64, "what the weights could take is kept beside it"
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 2000})
-    assert read_spec(folder, "m").limit == 64
+    assert read_spec(folder, "m").max_model_len == 64
 
 
 def test_the_tokenizers_limit_counts_where_no_max_seq_length_is_given(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", {"model_max_length": 40})
-    assert read_spec(folder, "m").limit == 40
+    assert read_spec(folder, "m").max_model_len == 40
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": None})
-    assert read_spec(folder, "m").limit == 40
+    assert read_spec(folder, "m").max_model_len == 40
     write_json(folder / "tokenizer_config.json", {"model_max_length": 1000000000000000019884624838656})
-    assert read_spec(folder, "m").limit == 64
+    assert read_spec(folder, "m").max_model_len == 64
 
 
 def test_max_seq_length_wins_over_the_tokenizers_limit(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", {"model_max_length": 30})
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 50})
-    assert read_spec(folder, "m").limit == 50
+    assert read_spec(folder, "m").max_model_len == 50
 
 
 @pytest.mark.parametrize(
-    ("kind", "pad", "limit"),
-    [("roberta", 1, 62), ("xlm-roberta", 1, 62), ("camembert", 1, 62), ("mpnet", 1, 62), ("bert", 0, 64)],
+    ("name", "pad", "positions"),
+    [
+        ("RobertaModel", 1, 62),
+        ("XLMRobertaModel", 1, 62),
+        ("CamembertModel", 1, 62),
+        ("mpnet", 1, 62),
+        ("BertModel", 0, 64),
+    ],
 )
 def test_families_that_count_positions_after_the_padding_have_that_many_fewer(
-    folder: Path, kind: str, pad: int, limit: int
+    folder: Path, name: str, pad: int, positions: int
 ) -> None:
-    write_json(folder / "config.json", BERT_CONFIG | {"model_type": kind, "pad_token_id": pad})
-    assert read_spec(folder, "m").limit == limit
+    write_json(folder / "config.json", BERT_CONFIG | {"architectures": [name], "pad_token_id": pad})
+    assert read_spec(folder, "m").max_positions == positions
 
 
 def test_options_are_read_from_the_transformer_modules_own_folder(folder: Path) -> None:
@@ -272,7 +282,7 @@ def test_options_are_read_from_the_transformer_modules_own_folder(folder: Path) 
         folder / "0_Transformer/sentence_roberta_config.json", {"max_seq_length": 9, "do_lower_case": True}
     )
     spec = read_spec(folder, "m")
-    assert (spec.limit, spec.lower_case) == (9, True)
+    assert (spec.max_model_len, spec.lower_case) == (9, True)
 
 
 def test_lower_casing_is_read(folder: Path) -> None:
@@ -300,8 +310,8 @@ def test_a_similarity_of_null_is_cosine(folder: Path) -> None:
 
 
 def test_overrides_replace_what_the_config_says(folder: Path) -> None:
-    spec = read_spec(folder, "m", {"max_position_embeddings": 16, "architectures": ["RobertaModel"]})
-    assert (spec.limit, spec.architecture) == (16, "RobertaModel")
+    spec = read_spec(folder, "m", {"max_position_embeddings": 16, "architectures": ["NewModel"]})
+    assert (spec.max_model_len, spec.architecture) == (16, "NewModel")
     assert spec.config["max_position_embeddings"] == 16
     assert spec.config["hidden_size"] == 32
 
@@ -315,7 +325,7 @@ def test_the_pooler_config_overrides_method_and_normalising(folder: Path) -> Non
 
 
 def test_an_unknown_pooling_type_is_refused_with_the_known_ones(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'FIRST' is unknown; known: cls"):
+    with pytest.raises(ModelLoadError, match=r"'FIRST' is not supported; supported: cls"):
         pooling_of(folder, PoolerConfig(pooling_type="FIRST"))
 
 

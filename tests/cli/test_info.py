@@ -14,7 +14,7 @@ import pytest
 
 from penstock.checkpoint.find import default_folder
 from tests.checkpoints import write_bert, write_json
-from tests.cli.runs import error_of, invoke, run
+from tests.cli.runs import error_of, invoke
 
 
 def facts(*args: object) -> dict[str, Any]:
@@ -55,7 +55,6 @@ def test_the_default_model_is_described_completely() -> None:
     assert found["file_bytes"] == (default_folder() / "model.safetensors").stat().st_size
     assert found["pooling"] == {"methods": ["mean"], "include_prompt": True, "normalize": True, "dense": []}
     assert (found["max_tokens"], found["embedding_dimension"], found["similarity"]) == (256, 384, "cosine")
-    assert found["supported"] is True
     assert (found["load"]["device"], found["load"]["dtype"]) == ("cpu", "float32")
 
 
@@ -129,16 +128,16 @@ def test_errors_about_models_are_one_line(model: Path, tmp_path: Path) -> None:
     assert "is not a safetensors file" in error_of("info", model, "--device", "null")
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in error_of("info", tmp_path / "empty")
-    assert "is not a hub id" in error_of("info", "no such/model/here")
+    assert "neither a folder nor a hub id" in error_of("info", "no such/model/here")
     assert "dtype 'int4' is unknown" in error_of("info", "--device", "null", "--dtype", "int4")
 
 
-def test_an_architecture_that_cannot_run_is_still_described(model: Path) -> None:
+def test_an_unsupported_architecture_is_described_only_for_transformers(model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"architectures": ["NoSuchModel"]}
     (model / "config.json").write_text(json.dumps(config))
-    assert facts(model, "--device", "cpu")["supported"] is False
-    ran = run("info", model, "--device", "cpu")
-    assert b"NoSuchModel (not supported by this version)" in ran.stdout
+    assert "'NoSuchModel' is not supported" in error_of("info", model, "--device", "cpu")
+    found = facts(model, "--device", "cpu", "--model-impl", "transformers")
+    assert found["architecture"] == "NoSuchModel"
 
 
 def test_a_late_interaction_model_shows_its_token_vectors(tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_a_late_interaction_model_shows_its_token_vectors(tmp_path: Path) -> Non
     write_bert(tmp_path, config=config, modules=False)
     write_json(tmp_path / "artifact.metadata", {"query_maxlen": 24})
     found = facts(tmp_path, "--device", "cpu")
-    assert found["supported"] and found["tasks"] == ["token_embed", "score"]
+    assert found["tasks"] == ["token_embed", "score"]
     assert found["late_interaction"] == {"dimension": 16, "query_length": 24, "document_length": None}
     shown = invoke("info", tmp_path, "--device", "cpu").stdout
     assert "16 numbers; queries of 24 tokens, documents of 64" in shown and "pooling" not in shown

@@ -7,6 +7,7 @@ import pytest
 from penstock.config import (
     EngineConfig,
     Machine,
+    ModelFacts,
     PoolerConfig,
     Resolved,
     ServerConfig,
@@ -20,10 +21,11 @@ from penstock.errors import ConfigError
 CPU = Machine(cpus=4, cuda=False)
 GPU = Machine(cpus=16, cuda=True, bf16=True, fp8=True)
 OLD_GPU = Machine(cpus=16, cuda=True, bf16=False)
+MODEL = ModelFacts(max_model_len=512)
 
 
 def settle(machine: Machine = CPU, **values: Any) -> Resolved:
-    return resolve(EngineConfig(**values), model_limit=512, machine=machine)
+    return resolve(EngineConfig(**values), MODEL, machine)
 
 
 def test_nothing_is_left_to_decide_after_resolving() -> None:
@@ -47,7 +49,7 @@ def test_a_device_that_is_asked_for_is_used(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_gpu_that_is_not_there_is_an_error(device: str) -> None:
-    with pytest.raises(ConfigError, match="no CUDA device is here") as caught:
+    with pytest.raises(ConfigError, match="has no CUDA device") as caught:
         settle(CPU, device=device)
     assert caught.value.param == "device"
 
@@ -99,7 +101,7 @@ def test_each_quantization_has_its_device() -> None:
         (CPU, {"quantization": "fp8"}, "quantization", "on a CPU use int8"),
         (GPU, {"quantization": "fp8", "device": "cpu"}, "quantization", "on a CPU use int8"),
         (OLD_GPU, {"quantization": "fp8"}, "quantization", "compute capability 8.9"),
-        (GPU, {"quantization": "fp8", "dtype": "float16"}, "dtype", "give bfloat16"),
+        (GPU, {"quantization": "fp8", "dtype": "float16"}, "dtype", "computes in bfloat16"),
         (GPU, {"unquantized_layers": (1,)}, "unquantized_layers", "needs a quantization"),
         (GPU, {"quantization": "fp8", "unquantized_layers": (-1,)}, "unquantized_layers", "from 0"),
     ],
@@ -119,11 +121,12 @@ def test_the_models_limit_holds_unless_a_shorter_one_is_asked_for() -> None:
 
 def test_a_longer_limit_may_be_asked_for_up_to_the_models_positions() -> None:
     config = EngineConfig(max_model_len=400)
-    assert resolve(config, model_limit=256, positions=512, machine=CPU).max_model_len == 400
-    assert resolve(EngineConfig(), model_limit=256, positions=512, machine=CPU).max_model_len == 256
+    model = ModelFacts(max_model_len=256, max_positions=512)
+    assert resolve(config, model, CPU).max_model_len == 400
+    assert resolve(EngineConfig(), model, CPU).max_model_len == 256
     for positions in (399, None):
         with pytest.raises(ConfigError, match="positions for") as caught:
-            resolve(config, model_limit=256, positions=positions, machine=CPU)
+            resolve(config, ModelFacts(max_model_len=256, max_positions=positions), CPU)
         assert caught.value.param == "max_model_len"
 
 
@@ -183,12 +186,11 @@ def test_a_step_on_cuda_is_as_large_as_the_model_is_narrow(
     hidden: int | None, layers: int | None, quantization: str | None, tokens: int
 ) -> None:
     assert cuda_step_tokens(hidden, layers, quantization) == tokens
-    found = resolve(EngineConfig(), model_limit=512, machine=GPU, hidden=hidden, layers=layers)
-    assert quantization or found.max_num_batched_tokens == tokens
+    model = ModelFacts(max_model_len=512, hidden_size=hidden, num_layers=layers)
+    assert quantization or resolve(EngineConfig(), model, GPU).max_num_batched_tokens == tokens
     given = EngineConfig(max_num_batched_tokens=99)
-    resolved = resolve(given, model_limit=512, machine=GPU, hidden=hidden, layers=layers)
-    assert resolved.max_num_batched_tokens == 99
-    on_cpu = resolve(EngineConfig(), model_limit=512, machine=CPU, hidden=hidden, layers=layers)
+    assert resolve(given, model, GPU).max_num_batched_tokens == 99
+    on_cpu = resolve(EngineConfig(), model, CPU)
     assert on_cpu.max_num_batched_tokens == settle().max_num_batched_tokens
 
 
@@ -226,22 +228,21 @@ def test_a_configuration_can_not_be_changed_from_behind() -> None:
 
 
 def test_prefixes_are_cached_where_rows_begin_alike_unless_told_otherwise() -> None:
-    def caches(shares: bool, why_not_cut: str | None = None, **values: Any) -> bool:
-        options = {"shares_prefixes": shares, "why_not_cut": why_not_cut}
-        settings = resolve(EngineConfig(**values), model_limit=512, machine=CPU, **options)
+    def caches(shares: bool, why_not_chunked: str | None = None, **values: Any) -> bool:
+        model = ModelFacts(max_model_len=512, shares_prefixes=shares, why_not_chunked=why_not_chunked)
+        settings = resolve(EngineConfig(**values), model, CPU)
         assert settings.chunked or not settings.prefix_caching
         return settings.prefix_caching
 
     assert caches(True) and not caches(False)
     assert not caches(True, enable_prefix_caching=False) and caches(False, enable_prefix_caching=True)
     assert not caches(True, enable_chunked_prefill=False)
-    assert not caches(True, why_not_cut="it looks ahead")
+    assert not caches(True, why_not_chunked="it looks ahead")
 
 
 def test_what_leaves_a_step_is_given_in_megabytes() -> None:
     def bytes_of(**values: float) -> int:
-        config = EngineConfig(**values)  # type: ignore[arg-type]
-        return resolve(config, model_limit=512, machine=Machine(cpus=2, cuda=False)).step_output_bytes
+        return settle(CPU, **values).step_output_bytes
 
     assert bytes_of() == 4096 * 1024 * 4, "4,096 tokens of 1,024 numbers"
     assert bytes_of(step_output_mb=0) == 0

@@ -1,35 +1,52 @@
-"""Starts real servers for tests, on loopback, ended by their process id."""
+"""Real servers for tests, on loopback. Each is ended by its process id."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import httpx
+
+from tests.waiting import PATIENCE_S, wait_until
+
+ENGINE, API = "penstock.serving.engine_process", "penstock.api.process"
+_READY = re.compile(r"is ready at http://\S+:(\d+)")
 
 
 @dataclass
 class Server:
     process: subprocess.Popen[str]
-    port: int
     log: list[str] = field(default_factory=list)
+
+    @cached_property
+    def port(self) -> int:
+        """The port that the server chose, which it logs when it is ready."""
+        return int(next(found[1] for line in self.log if (found := _READY.search(line))))
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+    @cached_property
+    def http(self) -> httpx.Client:
+        """A client that tests share: to make one costs more than most requests."""
+        return self.client()
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **options)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
 
     def children(self, module: str) -> list[int]:
         """Process ids of this server's children that run `module`."""
@@ -46,64 +63,89 @@ class Server:
                 found.append(int(folder.name))
         return found
 
-    def wait_ready(self, seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError("the server ended:\n" + "".join(self.log))
-            try:
-                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        raise AssertionError("the server is not ready:\n" + "".join(self.log))
+    def kill(self, module: str) -> None:
+        """Kill the only child that runs `module`, and wait until another has taken its place."""
+        (pid,) = self.children(module)
+        os.kill(pid, signal.SIGKILL)
+        self.wait_for(lambda: self.children(module) not in ([], [pid]))
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = self.http.get("/metrics").text
         rows = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, flags=re.MULTILINE)
         return sum(float(value) for value in rows)
 
-    def wait_for(self, condition: object, seconds: float = 20) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():  # type: ignore[operator]
-            assert time.monotonic() < deadline, "waited in vain\n" + "".join(self.log)
-            time.sleep(0.05)
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        def holds() -> object:
+            assert self.process.poll() is None, "the server exited:\n" + "".join(self.log)
+            return condition()
+
+        wait_until(holds, explain=lambda: "".join(self.log))
+
+    def wait_for_metric(self, name: str, value: float) -> None:
+        self.wait_for(lambda: self.metric(name) == value)
+
+    def wait_for_log(self, words: str) -> None:
+        self.wait_for(lambda: any(words in line for line in list(self.log)))
+
+    def wait_ready(self) -> None:
+        """Wait until requests are served, for example after a process was killed."""
+
+        def ready() -> bool:
+            try:
+                return self.http.get("/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        self.wait_for(ready)
 
     def terminate(self) -> int:
-        os.kill(self.process.pid, signal.SIGTERM)
-        return self.process.wait(150)
+        """End the server as an operator would; return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Server]:
-    port = _free_port()
+def serving(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Start a server with one API process and yield it when it is ready."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--api-server-count", "1", *flags],
+        [sys.executable, "-m", "penstock", "serve", "--port", "0", "--api-server-count", "1", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=environment,
     )
-    server = Server(process, port)
-    reader = threading.Thread(target=_collect, args=(server,), daemon=True)
+    server = Server(process)
+    reader = threading.Thread(target=_collect_log, args=(server,), daemon=True)
     reader.start()
     try:
-        server.wait_ready()
+        server.wait_for_log("is ready at http://")
         yield server
     finally:
+        if "http" in vars(server):
+            server.http.close()
         if process.poll() is None:
             server.terminate()
-        reader.join(5)
+        reader.join(PATIENCE_S)
 
 
-def _collect(server: Server) -> None:
+class ServerPool:
+    """Servers that stay up until the session ends, one for each set of flags."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, ...], Server] = {}
+        self._stack = ExitStack()
+
+    def get(self, *flags: str) -> Server:
+        if flags not in self._running:
+            self._running[flags] = self._stack.enter_context(serving(*flags))
+        return self._running[flags]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _collect_log(server: Server) -> None:
     assert server.process.stdout is not None
     for line in server.process.stdout:
         server.log.append(line)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,10 +1,9 @@
-"""Rows spread over steps: the same answers as whole ones, and no memory left behind."""
+"""Chunked rows: the same answers as whole rows, and no blocks leak."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,62 +12,12 @@ from hypothesis import strategies as st
 
 from penstock import Engine
 from penstock.errors import ConfigError
-from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
-
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "vocab_size": len(wordpiece_vocabulary()),
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "qwen3"
-    write_json(folder / "config.json", CONFIG)
-    wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def rows(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    return [random.integers(5, CONFIG["vocab_size"], n).tolist() for n in lengths]
-
-
-def engine(folder: Path, **options: Any) -> Engine:
-    return Engine(str(folder), device="cpu", load_format="dummy", **options)
-
-
-def chunked(folder: Path, **options: Any) -> Engine:
-    limits = {"max_num_batched_tokens": 48, "long_prefill_token_threshold": 13}
-    return engine(folder, enable_chunked_prefill=True, **(limits | options))
-
-
-def check_no_memory_is_held(used: Engine) -> None:
-    core = used.local.engine.core
-    assert core.scheduler.chunking is not None
-    pool = core.scheduler.chunking.pool
-    pool.check()
-    assert pool.available == pool.num_blocks
-    assert core.scheduler.line.tokens == core.scheduler.line.rows == 0
-
-
-LENGTHS = [1, 2, 12, 13, 14, 26, 27, 48, 49, 100, 200, 3, 13]
+from tests.checkpoints import write_bert
+from tests.engine.chunked import LENGTHS, check_no_memory_is_held, chunked, engine, rows
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "mean_sqrt_len"])
-def test_a_cut_row_has_the_vector_of_a_whole_one(folder: Path, pooling: str) -> None:
+def test_a_chunked_row_has_the_vector_of_a_whole_one(folder: Path, pooling: str) -> None:
     config = {"pooler_config": {"pooling_type": pooling}}
     with engine(folder, **config) as whole, chunked(folder, **config) as cut:
         inputs = rows(LENGTHS)
@@ -101,7 +50,7 @@ def pair(folder: Path) -> Iterator[tuple[Engine, Engine]]:
 def test_any_mix_of_requests_gives_each_its_own_answer(
     pair: tuple[Engine, Engine], calls: list[tuple[list[int], bool, int]]
 ) -> None:
-    """Little memory, cached prefixes, tasks side by side: answers equal those of rows run alone."""
+    """With few blocks, cached prefixes and mixed tasks, answers equal those of rows run alone."""
     whole, cut = pair
     submitted = []
     for number, (lengths, per_token, seed) in enumerate(calls):
@@ -133,7 +82,7 @@ def test_a_cached_prefix_gives_the_vector_of_a_cold_one_and_is_counted(folder: P
         check_no_memory_is_held(warm)
 
 
-def test_rows_run_over_steps_by_themselves_where_the_limit_exceeds_a_step(folder: Path) -> None:
+def test_rows_are_chunked_by_default_where_the_length_limit_exceeds_a_step(folder: Path) -> None:
     with engine(folder, max_num_batched_tokens=64) as small, engine(folder) as large:
         assert small.settings.chunked and not large.settings.chunked
         inputs = rows([250, 100, 5])
@@ -141,8 +90,10 @@ def test_rows_run_over_steps_by_themselves_where_the_limit_exceeds_a_step(folder
 
 
 @pytest.mark.parametrize("flag", ["enable_chunked_prefill", "enable_prefix_caching"])
-def test_cutting_is_refused_where_tokens_look_ahead(tmp_path: Path, folder: Path, flag: str) -> None:
-    with pytest.raises(ConfigError, match="looks ahead"):
+def test_chunking_is_refused_for_models_that_attend_in_both_directions(
+    tmp_path: Path, folder: Path, flag: str
+) -> None:
+    with pytest.raises(ConfigError, match="is not causal"):
         Engine(str(write_bert(tmp_path / "bert")), device="cpu", **{flag: True})
     with pytest.raises(ConfigError, match="max pooling needs the whole row"):
         engine(folder, pooler_config={"pooling_type": "max"}, **{flag: True})

@@ -1,4 +1,4 @@
-"""A device that runs out of memory, or is lost: who fails, who does not, and with which words."""
+"""A device that runs out of memory or is lost: which requests fail, and with which message."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 
 from penstock import Engine
 from penstock.engine.loop import EngineCore
-from penstock.engine.recovery.oom import Pressure, halves, tokens_of_rows
+from penstock.engine.recovery.oom import TokenBackoff, halves, num_scheduled_tokens
 from penstock.errors import DeviceFailed, DeviceOutOfMemory, EngineUnavailable, RowFailed
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Failure, PooledOutput, PoolingParams, StepPlan, StepResult
+from tests.engine.chunked import LENGTHS, check_no_memory_is_held, chunked, rows
 from tests.engine.fakes import ManualRunner, compute, expected_values, make_core, run_to_the_end
-from tests.engine.test_chunked import LENGTHS, check_no_memory_is_held, chunked, folder, rows
-from tests.engine.test_pairs import PAIRS, TEXTS, run, score_request
+from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
 from tests.helpers import ints, make_request
-
-__all__ = ["folder"]
 
 
 class SmallRunner:
-    """A device with memory for so many tokens, in one step or, `together`, in all that are in flight."""
+    """A device with memory for some tokens: in one step or, if `together`, in all steps in flight."""
 
     def __init__(self, memory: int, *, raises: bool = True, together: bool = False) -> None:
         self.memory, self.raises, self.together = memory, raises, together
@@ -60,7 +58,7 @@ def run_all(core: EngineCore, runner: SmallRunner) -> dict[str, PooledOutput | F
         if not core.busy:
             return found
         for outcome in core.step():
-            assert outcome.id not in found, "one outcome a request"
+            assert outcome.id not in found, "a request has two outcomes"
             found[outcome.id] = outcome
         runner.finish()
     raise AssertionError("the core is still busy")
@@ -94,7 +92,7 @@ def test_only_rows_that_do_not_fit_alone_fail_and_all_other_answers_are_right(
             assert outcome.values.tolist() == expected_values(request)
 
 
-def test_steps_are_smaller_for_a_while_and_then_full_again() -> None:
+def test_steps_are_smaller_for_a_while_after_memory_ran_out_and_then_full_again() -> None:
     runner = SmallRunner(50)
     core = make_core(runner, tokens=80)  # type: ignore[arg-type]
     core.add(make_request("first", [10] * 8))
@@ -102,15 +100,15 @@ def test_steps_are_smaller_for_a_while_and_then_full_again() -> None:
     assert runner.sizes == [80, 40, 40]
     core.add(make_request("second", [10] * 8))
     run_all(core, runner)
-    assert runner.sizes[3:] == [40, 40], "the budget was lowered: nothing had to be tried again"
+    assert runner.sizes[3:] == [40, 40], "the budget is lower: no step runs twice"
     runner.memory = 1000
-    core.add(make_request("third", [10] * 4 * Pressure.PATIENCE))
+    core.add(make_request("third", [10] * 4 * TokenBackoff.PATIENCE))
     run_all(core, runner)
     assert max(runner.sizes[5:]) == 80
-    assert core.scheduler.budget.tokens == 80
+    assert core.scheduler.budget.max_tokens == 80
 
 
-def test_a_lone_row_is_tried_again_when_nothing_else_holds_memory() -> None:
+def test_a_row_runs_again_with_nothing_else_in_flight_before_it_fails() -> None:
     runner = SmallRunner(30, together=True)
     core = make_core(runner, tokens=20, depth=2)  # type: ignore[arg-type]
     for name in ("a", "b"):
@@ -129,32 +127,32 @@ def test_nothing_is_launched_behind_a_step_that_has_just_failed() -> None:
 
 def test_halves_keep_every_row_once_and_queries_before_documents() -> None:
     request = score_request("s", [[1] * 4, [2] * 3, [3] * 9, [4] * 2, [5] * 6], ints([0, 1, 0]))
-    share = Share(request, ints([4, 2, 0, 3, 1]), stored=ints([3]))
-    other = Share(make_request("o", [3, 3]), ints([0, 1]))
-    parts = halves([share, other])
+    entry = ScheduledRows(request, ints([4, 2, 0, 3, 1]), cached_documents=ints([3]))
+    other = ScheduledRows(make_request("o", [3, 3]), ints([0, 1]))
+    parts = halves([entry, other])
     assert parts is not None
     first, second = parts
     assert [s.rows.tolist() for s in first] == [[0, 1, 4]]
     assert [s.rows.tolist() for s in second] == [[2, 3], [0, 1]]
-    assert first[0].stored is None and second[0].stored is not None
+    assert first[0].cached_documents is None and second[0].cached_documents is not None
 
 
-def test_a_row_is_cut_only_where_its_keys_are_kept() -> None:
+def test_only_a_row_with_a_block_table_is_halved() -> None:
     request = make_request("a", [10])
-    kept = Share(request, ints([0]), ints([2]), ints([9]), ([4, 5],))
+    kept = ScheduledRows(request, ints([0]), ints([2]), ints([9]), ([4, 5],))
     parts = halves([kept])
     assert parts is not None
     assert [(int(s.begins[0]), int(s.ends[0])) for p in parts for s in p if s.begins is not None] == [
         (2, 5),
         (5, 9),
     ]
-    assert tokens_of_rows(parts[0][0]).tolist() == [3]
-    assert halves([Share(request, ints([0]), ints([0]), ints([10]), (None,))]) is None
-    assert halves([Share(request, ints([0]))]) is None
+    assert num_scheduled_tokens(parts[0][0]).tolist() == [3]
+    assert halves([ScheduledRows(request, ints([0]), ints([0]), ints([10]), (None,))]) is None
+    assert halves([ScheduledRows(request, ints([0]))]) is None
 
 
 def limit_memory(engine: Engine, tokens: int) -> list[int]:
-    """Make the engine's device too small for steps of more tokens; returns where refusals are noted."""
+    """Make launches of more tokens fail; returns the list that the sizes of refused steps go to."""
     runner = engine.local.engine.core.runner
     launch, refused = runner.launch, []
 
@@ -169,7 +167,7 @@ def limit_memory(engine: Engine, tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_rows_over_several_steps_go_on_after_memory_ran_out(folder: Path, prefixes: bool) -> None:
+def test_chunked_rows_finish_after_memory_ran_out(folder: Path, prefixes: bool) -> None:
     inputs = rows(LENGTHS)
     with chunked(folder) as plain:
         expected, tokens = plain.embed(inputs), plain.token_embed(inputs)
@@ -204,7 +202,7 @@ def test_no_row_reuses_a_prefix_whose_step_failed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [7, 9, 14])
-def test_scores_are_right_when_queries_and_documents_have_to_part(tokens: int) -> None:
+def test_scores_are_right_when_queries_and_documents_run_in_different_steps(tokens: int) -> None:
     with Engine() as engine:
         inputs = engine.tokenize(TEXTS)
         expected = run(engine, score_request("plain", inputs, PAIRS, cache_salt="a")).values
@@ -235,7 +233,7 @@ def test_a_lost_device_fails_all_requests_with_a_reason_and_runs_nothing_more() 
     assert sorted(outcome.id for outcome in outcomes) == ["0", "1", "2", "3"]
     assert all(isinstance(o, Failure) and o.error.status == 503 for o in outcomes)
     assert all(isinstance(o, Failure) and "illegal memory access" in o.error.message for o in outcomes)
-    assert core.broken is not None and not core.busy
+    assert core.device_failure is not None and not core.busy
     assert len(runner.launched) == 2
     assert run_to_the_end(core) == []
 

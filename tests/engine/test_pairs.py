@@ -1,4 +1,4 @@
-"""Scores of pairs by their vectors: the same as doing it by hand, however the rows are spread over steps."""
+"""Scores of pairs by their vectors equal those of NumPy, in one step or many."""
 
 from __future__ import annotations
 
@@ -10,30 +10,9 @@ import pytest
 
 from penstock import Engine
 from penstock.errors import ConfigError
-from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
+from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_cross_encoder
-
-TEXTS = [
-    "what is a cat",
-    "who is king",
-    "a cat purrs",
-    "the king is dead",
-    "yellow",
-    "a cat",
-    "kings and cats",
-]
-PAIRS = np.array([0, 1, 1, 0, 0], dtype=np.int32)
-
-
-def score_request(name: str, rows: list[list[int]], pairs: Ints, **more: object) -> Request:
-    return Request(
-        name,
-        np.array([token for row in rows for token in row], dtype=np.int32),
-        np.array([len(row) for row in rows], dtype=np.int32),
-        PoolingParams(Task.SCORE),
-        pairs=pairs,
-        **more,  # type: ignore[arg-type]
-    )
+from tests.engine.pair_requests import PAIRS, TEXTS, run, score_request
 
 
 @pytest.fixture(scope="module", params=[{}, {"max_num_batched_tokens": 8}, {"document_cache_gb": 0.01}])
@@ -42,23 +21,19 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-def run(engine: Engine, request: Request) -> PooledOutput:
-    return engine.local.engine.submit(request).result(timeout=60)
-
-
 def test_pairs_are_scored_by_cosine_in_one_step_or_many(engine: Engine) -> None:
     vectors = engine.embed(TEXTS)
     expected = [vectors[q] @ vectors[2 + d] for d, q in enumerate(PAIRS)]
     rows = engine.tokenize(TEXTS)
-    for name in ("first", "second"):  # the second finds the queries
+    for name in ("first", "second"):  # the second reuses the cached queries
         answer = run(engine, score_request(name, rows, PAIRS))
         assert answer.values.shape == (5, 1)
         np.testing.assert_allclose(answer.values[:, 0], expected, atol=1e-5)
-    places = engine.local.engine.core.scheduler.places
-    assert places is not None and places.query_hits >= 2
-    places.check_integrity()
-    if places.documents:
-        assert places.document_hits == 5
+    cache = engine.local.engine.core.scheduler.vector_cache
+    assert cache is not None and cache.query_hits >= 2
+    cache.check_integrity()
+    if cache.keeps_documents:
+        assert cache.document_hits == 5
 
 
 def test_scores_and_vectors_share_a_step(engine: Engine) -> None:
@@ -85,6 +60,6 @@ def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:
         np.testing.assert_allclose(answer.more[1], engine.embed(TEXTS, dimensions=8), atol=1e-6)
 
 
-def test_a_cache_of_documents_is_refused_where_none_is_read(tmp_path: Path) -> None:
+def test_a_document_cache_is_refused_for_models_that_score_pairs_in_one_row(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keeps no vectors of documents"):
         Engine(str(write_cross_encoder(tmp_path)), device="cpu", document_cache_gb=0.1)

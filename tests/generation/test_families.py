@@ -1,14 +1,14 @@
-"""Greedy tokens equal transformers', whatever way a row takes through the engine."""
+"""Greedy tokens equal those of transformers, with all engine options."""
 
 from __future__ import annotations
 
 import json
-import queue
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,8 +16,8 @@ import torch
 from penstock import SamplingParams
 from penstock.engine.grammars import Grammars
 from penstock.errors import ModelLoadError
-from penstock.types import Grammar
-from penstock.wire.router import parts_of
+from penstock.types import Grammar, SamplerParams
+from tests.generation.direct import generate
 from tests.generation.families import (
     FAMILIES,
     GREEDY,
@@ -66,18 +66,18 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, folders: dict[str,
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_drawn_tokens_have_the_log_probabilities_of_transformers(name: str, folders: dict[str, Path]) -> None:
-    """Small models soon repeat themselves when greedy; drawn tokens go everywhere."""
+    """Small models repeat themselves with greedy decoding; drawn tokens cover more of the vocabulary."""
     params = SamplingParams(max_tokens=TOKENS, temperature=1.5, seed=5, ignore_eos=True, logprobs=0)
     with engine(folders[name], pipeline_depth=2, max_num_batched_tokens=48) as used:
         for row, got in zip(prompts(), used.generate(prompts(), params), strict=True):
             assert got.logprobs is not None and len(set(got.token_ids)) > TOKENS // 5
             values = logits_after(name, folders[name], row, got.token_ids).log_softmax(-1)
             own = values.gather(1, torch.tensor(got.token_ids)[:, None]).numpy()
-            np.testing.assert_allclose(got.logprobs, own, atol=1e-4)
+            np.testing.assert_allclose(got.logprobs.values, own, atol=1e-4)
         check_nothing_is_held(used)
 
 
-def test_what_generate_gives_is_what_is_compared_with(folders: dict[str, Path]) -> None:
+def test_our_reference_loop_equals_generate_of_transformers(folders: dict[str, Path]) -> None:
     row = prompts()[4]
     model = reference("qwen3", folders["qwen3"])
     made = model.generate(
@@ -88,16 +88,16 @@ def test_what_generate_gives_is_what_is_compared_with(folders: dict[str, Path]) 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
-def test_the_way_through_the_engine_changes_no_token(name: str, way: str, folders: dict[str, Path]) -> None:
+def test_engine_options_change_no_token(name: str, way: str, folders: dict[str, Path]) -> None:
     with engine(folders[name], **WAYS[way]) as used:
-        lane = used.local.engine.core.lane
-        assert lane is not None
-        for _ in range(2):  # the second time prefixes are known, where they are kept
+        generation = used.local.engine.core.generation
+        assert generation is not None
+        for _ in range(2):  # the second time prefixes are cached, if the option says so
             got = used.generate(prompts(), GREEDY)
             assert [row.token_ids for row in got] == generated(name, folders[name])
             check_nothing_is_held(used)
-        assert bool(lane.preempted) == way.startswith("preempted")
-        assert bool(lane.pool.hit_tokens) == (used.settings.generate_prefixes)
+        assert bool(generation.num_preemptions) == way.startswith("preempted")
+        assert bool(generation.pool.hit_tokens) == (used.settings.generate_prefixes)
 
 
 def test_log_probabilities_and_ranks_are_those_of_transformers(folders: dict[str, Path]) -> None:
@@ -110,21 +110,22 @@ def test_log_probabilities_and_ranks_are_those_of_transformers(folders: dict[str
             if params.logprobs is None:
                 assert got.logprobs is None
                 continue
-            assert got.logprob_ids is not None and got.logprobs is not None and got.ranks is not None
-            assert got.logprobs.shape == (20, 1 + params.logprobs)
+            assert got.logprobs is not None and got.logprobs.ranks is not None
+            scores = got.logprobs
+            assert scores.values.shape == (20, 1 + params.logprobs)
             values = logits_after(name, folders[name], row, got.token_ids).log_softmax(-1)
-            own = values.gather(1, torch.from_numpy(got.logprob_ids).long()).numpy()
-            np.testing.assert_allclose(got.logprobs, own, atol=1e-4)
-            assert got.logprob_ids[:, 0].tolist() == got.token_ids
-            assert (got.ranks == 1).all()
+            own = values.gather(1, torch.from_numpy(scores.ids).long()).numpy()
+            np.testing.assert_allclose(scores.values, own, atol=1e-4)
+            assert scores.ids[:, 0].tolist() == got.token_ids
+            assert (got.logprobs.ranks == 1).all()
             if params.logprobs:
                 top = values.topk(params.logprobs).values.numpy()
-                np.testing.assert_allclose(got.logprobs[:, 1:], top, atol=1e-4)
+                np.testing.assert_allclose(scores.values[:, 1:], top, atol=1e-4)
         check_nothing_is_held(used)
 
 
 def test_one_engine_embeds_and_generates_at_once(folders: dict[str, Path]) -> None:
-    """GritLM looks both ways to embed and back to generate."""
+    """GritLM attends in both directions to embed, and causally to generate."""
     for name in ("gritlm", "qwen3"):
         with engine(folders[name], pipeline_depth=2) as used, ThreadPoolExecutor(4) as pool:
             alone = used.embed(prompts())
@@ -141,34 +142,29 @@ def test_one_engine_embeds_and_generates_at_once(folders: dict[str, Path]) -> No
 def test_log_probabilities_of_prompts_are_those_of_transformers(way: str, folders: dict[str, Path]) -> None:
     name, rows = "llama", prompts()
     asked = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, prompt_logprobs=2, logprobs=1)
-    with engine(folders[name], **WAYS[way]) as used:
-        used.generate(rows, GREEDY)  # prefixes are known, and must not be used
-        (first,) = used._requests(rows, asked, True, 0, "")
-        parts: list[Any] = []
-        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        used.local.engine.stream_all([first], lambda told: inbox.put(parts_of(told)))  # type: ignore[arg-type]
+    with engine(folders[name], **WAYS[way]) as used, ThreadPoolExecutor(1) as pool:
+        used.generate(rows, GREEDY)  # prefixes are cached, and must not be used
+        scored = pool.submit(used.generate, rows, asked)
         used.generate(rows, GREEDY)
-        while sum(part.finish is not None for part in parts) < len(rows):
-            parts += inbox.get(timeout=60)
-        for number, row in enumerate(rows):
-            mine = [part for part in parts if part.row == number]
-            assert all(part.prompt_logprobs is None for part in mine[1:])
+        for number, (row, got) in enumerate(zip(rows, scored.result(), strict=True)):
+            assert got.token_ids == generated(name, folders[name])[number][:30]
+            if len(row) == 1:  # nothing predicts the first token
+                assert got.prompt_logprobs is None
+                continue
+            assert got.prompt_logprobs is not None and got.prompt_logprobs.ranks is not None
+            ids, scores, found = (getattr(got.prompt_logprobs, each) for each in ("ids", "values", "ranks"))
             values = logits_after(name, folders[name], row[:1], row[1:]).log_softmax(-1)
-            got = mine[0]
-            assert got.prompt_logprob_ids.shape == got.prompt_logprobs.shape == (len(row) - 1, 3)
-            assert got.prompt_logprob_ids[:, 0].tolist() == row[1:]
-            own = values.gather(1, torch.from_numpy(got.prompt_logprob_ids).long()).numpy()
-            np.testing.assert_allclose(got.prompt_logprobs, own, atol=1e-4)
+            assert ids.shape == scores.shape == (len(row) - 1, 3)
+            assert ids[:, 0].tolist() == row[1:]
+            own = values.gather(1, torch.from_numpy(ids).long()).numpy()
+            np.testing.assert_allclose(scores, own, atol=1e-4)
             ranks = (values > values.gather(1, torch.tensor(row[1:]).long()[:, None])).sum(-1) + 1
-            assert np.abs(got.prompt_ranks - ranks.numpy()).max(initial=0) <= 1
-            assert [t for part in mine for t in part.token_ids.tolist()] == generated(name, folders[name])[
-                number
-            ][:30]
+            assert np.abs(found - ranks.numpy()).max(initial=0) <= 1
         check_nothing_is_held(used)
 
 
 class Alternating:
-    """Even tokens after odd ones and the other way round, six of them."""
+    """Six tokens, even and odd in turn."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -186,22 +182,21 @@ class Alternating:
         self.taken.append(token)
 
 
-def test_a_row_that_must_follow_something_does_and_others_are_not_held_up(folders: dict[str, Path]) -> None:
+def test_a_constrained_sequence_follows_its_grammar_and_others_do_not_wait(folders: dict[str, Path]) -> None:
     with engine(folders["llama"], pipeline_depth=2) as used:
         used.local.engine.core.grammars = Grammars(lambda grammar: Alternating)
-        bound = SamplingParams(
-            max_tokens=TOKENS, temperature=0, ignore_eos=True, grammar=Grammar("regex", "")
-        )
+        free = SamplerParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        bound = msgspec.structs.replace(free, grammar=Grammar("regex", ""))
         rows = prompts()
-        got = used.generate([*rows, *rows], [GREEDY] * len(rows) + [bound] * len(rows))
+        got = generate(used, [*rows, *rows], [free] * len(rows) + [bound] * len(rows))
         assert [row.token_ids for row in got[: len(rows)]] == generated("llama", folders["llama"])
         for row in got[len(rows) :]:
             assert [token % 2 for token in row.token_ids] == [0, 1] * 3
-            assert row.finish_reason == "stop" and row.stop_token is None
+            assert row.finish == "stop"
         check_nothing_is_held(used)
 
 
-def test_a_checkpoint_without_its_head_embeds_and_does_not_generate(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_language_model_head_embeds_and_does_not_generate(tmp_path: Path) -> None:
     folder = Family("MistralModel").write(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["MistralForCausalLM"], "tie_word_embeddings": False}

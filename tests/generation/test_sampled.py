@@ -1,4 +1,4 @@
-"""What rows ask of the sampler holds in the engine: beside others, ahead of the CPU, and after giving way."""
+"""Sampling parameters hold in the engine: in a batch, with steps in flight, and after preemption."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import transformers
 from penstock import Engine, SamplingParams
 from penstock.errors import BadValue
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import Grammar
+from penstock.types import SamplerParams
+from tests.generation.direct import generate
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
-from tests.writing import write_model
+from tests.text_models import write_text_model
 
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.9},
@@ -29,20 +30,20 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def params(number: int) -> SamplingParams:
-    return SamplingParams(max_tokens=50, seed=100 + number, ignore_eos=True, **ASKED[number])
+def params(number: int) -> SamplerParams:
+    return SamplerParams(max_tokens=50, seed=100 + number, ignore_eos=True, **ASKED[number])
 
 
 @pytest.mark.parametrize(
     "options",
     [{}, {"pipeline_depth": 3}, {"kv_cache_gb": 1e-9, "pipeline_depth": 2, "max_num_batched_tokens": 40}],
 )
-def test_seeded_rows_get_the_tokens_that_they_get_alone(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_seeded_sequences_get_the_tokens_that_they_get_alone(tmp_path: Path, options: dict[str, Any]) -> None:
     folder, rows = write("qwen3", tmp_path / "qwen3"), prompts()
     with engine(folder, pipeline_depth=1) as used:
-        alone = [used.generate([row], params(i))[0].token_ids for i, row in enumerate(rows)]
+        alone = [generate(used, [row], params(i))[0].token_ids for i, row in enumerate(rows)]
     with engine(folder, **options) as used:
-        together = used.generate(rows, [params(i) for i in range(len(rows))])
+        together = generate(used, rows, [params(i) for i in range(len(rows))])
         check_nothing_is_held(used)
         used.local.engine.core.runner.generator.sampler.plan.check_integrity()  # type: ignore[attr-defined]
     assert [row.token_ids for row in together] == alone
@@ -53,7 +54,7 @@ def test_seeded_rows_get_the_tokens_that_they_get_alone(tmp_path: Path, options:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("llama"))
+    folder = write_text_model(tmp_path_factory.mktemp("llama"))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=Tokenizer(folder).highest_id + 4,
@@ -69,23 +70,22 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_offline_rows_follow_their_grammars_and_a_bad_one_ends_nothing_but_itself(texts: Path) -> None:
+def test_offline_sequences_follow_their_grammars_and_an_invalid_grammar_fails_alone(texts: Path) -> None:
     pytest.importorskip("llguidance")
-    number = Grammar("regex", "[0-9]{3}-[a-c]{2}")
-    listed = Grammar(
-        "json", json.dumps({"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3})
-    )
+    listed = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
     with Engine(str(texts), device="cpu", pipeline_depth=2) as used:
         wanted = [
-            SamplingParams(max_tokens=60, seed=i, grammar=g) for i, g in enumerate((number, listed, None))
+            SamplingParams(max_tokens=60, seed=0, guided_regex="[0-9]{3}-[a-c]{2}"),
+            SamplingParams(max_tokens=60, seed=1, guided_json=listed),
+            SamplingParams(max_tokens=60, seed=2),
         ]
         first, second, free = used.generate(["a", "b", "c"], wanted)
         assert first.text[3] == "-" and first.text[:3].isdigit() and set(first.text[4:]) <= set("abc")
         assert set(json.loads(second.text)) <= {1, 2} and len(free.token_ids) > 0
         assert first.finish_reason == second.finish_reason == "stop"
-        for bad in (Grammar("regex", "(["), Grammar("json", "{"), Grammar("lark", "start: nowhere")):
+        for bad in ({"guided_regex": "(["}, {"guided_json": "{"}, {"guided_grammar": "start: nowhere"}):
             with pytest.raises(BadValue):
-                used.generate(["a"], SamplingParams(grammar=bad))
+                used.generate(["a"], SamplingParams(**bad))
         again = used.generate(["c"], wanted[2])[0]
         assert again.token_ids == free.token_ids
         check_nothing_is_held(used)

@@ -1,4 +1,4 @@
-"""Streams over the wire and in this process: parts in order, and a client that goes away frees its blocks."""
+"""Token streams over the wire and in this process: tokens in order, and blocks freed when a reader leaves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,12 @@ from penstock.types import DecodedTokens, GeneratedTokens, SequenceIds, Timings
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Outcomes, Ready, decode_from_engine, pack_outcomes, unpack_outcomes
 from penstock.wire.server import EngineServer
-from tests.generation.fakes import asking, continued, make_core
+from tests.generation.fakes import continued, generation_request, make_core
 from tests.generation.families import check_nothing_is_held, prompts, write
 from tests.generation.streams import read_stream
 
 
-def test_parts_cross_the_wire_as_they_are() -> None:
+def test_generated_tokens_are_received_as_sent() -> None:
     parts = [
         GeneratedTokens("a", 3, np.array([5, 6], dtype=np.int32)),
         GeneratedTokens(
@@ -59,13 +60,13 @@ def test_parts_cross_the_wire_as_they_are() -> None:
                 assert mine.dtype == theirs.dtype
 
 
-def test_rows_that_go_on_are_named_only_when_they_change() -> None:
-    def sent(rows: SequenceIds, told: SequenceIds) -> tuple[int, DecodedTokens]:
+def test_decoded_sequences_are_named_only_when_they_change() -> None:
+    def sent(rows: SequenceIds, last_rows: SequenceIds) -> tuple[int, DecodedTokens]:
         ids = np.arange(len(rows), dtype=np.int32) + 7
-        header, *frames = pack_outcomes([DecodedTokens(rows, ids)], told)
+        header, *frames = pack_outcomes([DecodedTokens(rows, ids)], last_rows)
         message = decode_from_engine(header)
         assert isinstance(message, Outcomes)
-        (got,) = unpack_outcomes(message.items, frames, told)
+        (got,) = unpack_outcomes(message.items, frames, last_rows)
         assert isinstance(got, DecodedTokens) and got.rows == rows
         np.testing.assert_array_equal(got.token_ids, ids)
         return len(header), got
@@ -77,10 +78,10 @@ def test_rows_that_go_on_are_named_only_when_they_change() -> None:
     assert sent(rows[1:], rows)[0] > again
 
 
-def test_a_step_names_the_same_rows_by_the_same_object() -> None:
+def test_steps_of_the_same_sequences_name_them_by_the_same_object() -> None:
     core = make_core(blocks=60, depth=1)
-    core.add(asking("a", [[1, 2], [3]], 20))
-    core.add(asking("b", [[4]], 6))
+    core.add(generation_request("a", [[1, 2], [3]], 20))
+    core.add(generation_request("b", [[4]], 6))
     seen: list[SequenceIds] = []
     while core.busy:
         for outcome in core.step():
@@ -94,7 +95,7 @@ def test_a_step_names_the_same_rows_by_the_same_object() -> None:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, EngineCore]]:
-    """An engine that continues rows, behind a socket, on a thread."""
+    """A generating engine behind a socket, on a thread."""
     address = f"ipc://{tmp_path}/engine"
     server, core = EngineServer(address), make_core(blocks=60)
     core.wake = server.wake
@@ -104,25 +105,25 @@ def served(tmp_path: Path) -> Iterator[tuple[str, EngineCore]]:
     server.stop()
     thread.join(10)
     assert not thread.is_alive()
-    assert not server._last_rows, "names of rows are kept while rows go on, and no longer"
+    assert not server._last_rows, "an idle server keeps no sequence names"
 
 
 async def connected(address: str) -> EngineClient:
     client = EngineClient(address)
     client.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not client.ready:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return client
 
 
 async def until_idle(core: EngineCore) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while core.busy:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-def test_a_client_gets_every_part_and_one_that_leaves_frees_its_blocks(
+def test_a_client_gets_every_token_and_one_that_leaves_frees_its_blocks(
     served: tuple[str, EngineCore],
 ) -> None:
     address, core = served
@@ -130,38 +131,43 @@ def test_a_client_gets_every_part_and_one_that_leaves_frees_its_blocks(
     async def scene() -> None:
         client = await connected(address)
         tokens: dict[int, list[int]] = {0: [], 1: []}
-        async for part in read_stream(client, asking("a", [[1, 2], [3]], 20)):
+        async for part in read_stream(client, generation_request("a", [[1, 2], [3]], 20)):
             tokens[part.row] += part.token_ids.tolist()
         assert tokens == {0: continued([1, 2], 20), 1: continued([3], 20)}
 
-        left = read_stream(client, asking("b", [[4], [5]], 60))
+        left = read_stream(client, generation_request("b", [[4], [5]], 60))
         assert (await anext(left)).finish is None
         await left.aclose()
         await until_idle(core)
 
-        async def listen() -> None:
-            async for _ in read_stream(client, asking("c", [[6]], 60)):
-                pass
+        has_tokens = asyncio.Event()
 
-        task = asyncio.create_task(listen())
-        await asyncio.sleep(0.03)
+        async def read_until_cancelled() -> None:
+            async with aclosing(read_stream(client, generation_request("c", [[6]], 60))) as stream:
+                await anext(stream)
+                has_tokens.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(read_until_cancelled())
+        async with asyncio.timeout(60):
+            await has_tokens.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await until_idle(core)
 
         with pytest.raises(BadValue, match="max_tokens is 0"):
-            await anext(read_stream(client, asking("d", [[6]], 0)))
+            await anext(read_stream(client, generation_request("d", [[6]], 0)))
         assert client.stats().num_requests == 0
         client.close()
 
     asyncio.run(scene())
-    assert core.lane is not None
-    core.lane.check_integrity()
-    core.lane.pool.check_integrity()
+    assert core.generation is not None
+    core.generation.check_integrity()
+    core.generation.pool.check_integrity()
 
 
-def test_two_clients_get_their_own_tokens_though_others_come_and_go(served: tuple[str, EngineCore]) -> None:
+def test_two_clients_get_their_own_tokens_while_others_come_and_go(served: tuple[str, EngineCore]) -> None:
     address, core = served
 
     async def scene() -> None:
@@ -169,12 +175,12 @@ def test_two_clients_get_their_own_tokens_though_others_come_and_go(served: tupl
 
         async def read(client: EngineClient, name: str, prompts: list[list[int]], count: int) -> None:
             tokens: list[list[int]] = [[] for _ in prompts]
-            async for part in read_stream(client, asking(name, prompts, count)):
+            async for part in read_stream(client, generation_request(name, prompts, count)):
                 tokens[part.row] += part.token_ids.tolist()
             assert tokens == [continued(prompt, count) for prompt in prompts]
 
         async def leave(client: EngineClient, name: str) -> None:
-            stream = read_stream(client, asking(name, [[9, 9]], 50))
+            stream = read_stream(client, generation_request(name, [[9, 9]], 50))
             await anext(stream)
             await stream.aclose()
 
@@ -186,18 +192,18 @@ def test_two_clients_get_their_own_tokens_though_others_come_and_go(served: tupl
             client.close()
 
     asyncio.run(scene())
-    assert core.lane is not None
-    core.lane.check_integrity()
-    core.lane.pool.check_integrity()
+    assert core.generation is not None
+    core.generation.check_integrity()
+    core.generation.pool.check_integrity()
 
 
-def test_a_name_that_is_used_again_is_heard_by_its_new_owner(served: tuple[str, EngineCore]) -> None:
+def test_tokens_of_a_reused_request_id_reach_the_new_request(served: tuple[str, EngineCore]) -> None:
     async def scene() -> None:
         client = await connected(served[0])
         for prompt in ([1, 2], [3]):
             got: list[int] = []
-            async with asyncio.timeout(10):
-                async for part in read_stream(client, asking("same", [prompt], 12)):
+            async with asyncio.timeout(60):
+                async for part in read_stream(client, generation_request("same", [prompt], 12)):
                     got += part.token_ids.tolist()
             assert got == continued(prompt, 12)
         client.close()
@@ -210,22 +216,25 @@ def test_an_async_engine_streams_and_a_reader_that_leaves_frees_its_blocks(tmp_p
     greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
     async def scene() -> None:
-        async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as used:
-            inner = used
-            whole = inner.generate(prompts(), greedy)
-            streams = [used.generate(row, greedy) for row in prompts()]
+        async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as engine:
 
-            async def read(stream: object) -> list[int]:
-                return [token async for part in stream for token in part.token_ids.tolist()]  # type: ignore[attr-defined]
+            async def read(prompt: list[int]) -> list[int]:
+                return [
+                    token_id
+                    async for delta in engine.generate_stream(prompt, greedy)
+                    for token_id in delta.token_ids
+                ]
 
-            got = await asyncio.gather(*(read(stream) for stream in streams))
-            assert got == [row.token_ids for row in whole]
-            check_nothing_is_held(inner)
+            completions = await engine.generate(prompts(), greedy)
+            streamed = await asyncio.gather(*map(read, prompts()))
+            assert streamed == [completion.token_ids for completion in completions]
+            await until_idle(engine.local.engine.core)
+            check_nothing_is_held(engine)
 
-            leaving = used.generate(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
+            leaving = engine.generate_stream(prompts()[5], SamplingParams(max_tokens=150, ignore_eos=True))
             assert len((await anext(leaving)).token_ids) >= 1
             await leaving.aclose()
-            await until_idle(inner.local.engine.core)
-            check_nothing_is_held(inner)
+            await until_idle(engine.local.engine.core)
+            check_nothing_is_held(engine)
 
     asyncio.run(scene())

@@ -1,4 +1,4 @@
-"""A row whose logits are not finite fails alone, at once, and leaves nothing behind."""
+"""A request whose logits are not finite fails alone, at once, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from safetensors.torch import load_file, save_file
 from penstock import AsyncEngine, SamplingParams
 from penstock.errors import RowFailed
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import StepPlan, StepResult
+from penstock.types import SamplerParams, StepPlan, StepResult
 from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
-from tests.generation.fakes import Answers, asking, continued, make_core, run
+from tests.generation.direct import generate, request_of
+from tests.generation.fakes import Answers, continued, generation_request, make_core, run
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
 from tests.generation.streams import read_stream
 
 POISON = 399
 TOKENS = 30
-GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, bad_token_ids=((POISON,),))
-DRAWN = SamplingParams(
+GREEDY = SamplerParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, bad_token_ids=((POISON,),))
+DRAWN = SamplerParams(
     max_tokens=TOKENS, seed=3, top_k=20, ignore_eos=True, logprobs=2, bad_token_ids=((POISON,),)
 )
 SAID = "not finite"
 
 
 def poison(folder: Path, token: int, value: float = float("nan")) -> Path:
-    """Reading this token spoils all that follows; the head is sound."""
+    """Make this token's hidden states NaN, and those of all tokens after it; the head stays finite."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][token] = value
@@ -53,18 +54,18 @@ def healthy() -> list[list[int]]:
     "options", [{}, {"pipeline_depth": 2}, {"max_num_batched_tokens": 24, "pipeline_depth": 2}]
 )
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_rows_beside_it_have_the_tokens_that_they_have_without_it(
-    folder: Path, options: dict[str, Any], params: SamplingParams
+def test_other_sequences_of_the_batch_get_the_tokens_they_get_without_it(
+    folder: Path, options: dict[str, Any], params: SamplerParams
 ) -> None:
     rows = healthy()
     with engine(folder, **options) as used:
-        alone = [row.token_ids for row in used.generate(rows, params)]
+        alone = [row.token_ids for row in generate(used, rows, params)]
         check_nothing_is_held(used)
 
         async def all_at_once() -> list[Any]:
             bad = [[*rows[4][:9], POISON], [POISON], rows[7] + [POISON, 7, 8]]
             asked = [*rows, *bad]
-            made = [used._requests([row], params, False, 0, "")[0] for row in asked]
+            made = [request_of(row, params) for row in asked]
             return await asyncio.gather(*(_read(used, one) for one in made), return_exceptions=True)
 
         got = asyncio.run(all_at_once())
@@ -73,7 +74,9 @@ def test_rows_beside_it_have_the_tokens_that_they_have_without_it(
         for error in got[len(rows) :]:
             assert isinstance(error, RowFailed) and SAID in str(error)
         check_nothing_is_held(used)
-        assert [row.token_ids for row in used.generate(rows, params)] == alone  # in the blocks that it had
+        assert [
+            row.token_ids for row in generate(used, rows, params)
+        ] == alone  # in the blocks that the failed one had
         check_nothing_is_held(used)
 
 
@@ -81,7 +84,7 @@ async def _read(used: Any, request: Any) -> list[int]:
     return [t async for part in read_stream(used.local.engine, request) for t in part.token_ids.tolist()]
 
 
-def test_scores_of_a_prompt_that_are_not_finite_are_an_error(folder: Path) -> None:
+def test_prompt_log_probabilities_that_are_not_finite_are_an_error(folder: Path) -> None:
     asked = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)
     with engine(folder) as used:
         with pytest.raises(RowFailed, match=SAID):
@@ -90,46 +93,48 @@ def test_scores_of_a_prompt_that_are_not_finite_are_an_error(folder: Path) -> No
 
 
 def test_a_stream_ends_with_the_error(folder: Path) -> None:
-    """It comes after what was sound: the model itself names the token that spoils it."""
-    forced = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logit_bias={POISON: 100.0})
+    """The error comes after good tokens: the model itself samples the token that makes its states NaN."""
+    forced = SamplingParams(
+        max_tokens=TOKENS, temperature=0, ignore_eos=True, logit_bias={str(POISON): 100.0}
+    )
 
     async def scene() -> None:
         async with AsyncEngine(str(folder), device="cpu", pipeline_depth=2) as used:
             made: list[int] = []
             with pytest.raises(RowFailed, match=SAID):
-                async for part in used.generate([5, 6], forced):
-                    made += part.token_ids.tolist()
+                async for delta in used.generate_stream([5, 6], forced):
+                    made += delta.token_ids
             assert made == [POISON]
             check_nothing_is_held(used)
 
     asyncio.run(scene())
 
 
-def test_every_token_forbidden_is_an_error_too(folder: Path) -> None:
-    none = SamplingParams(max_tokens=3, allowed_token_ids=(7,), bad_token_ids=((7,),))
+def test_forbidding_every_token_is_an_error(folder: Path) -> None:
+    none = SamplerParams(max_tokens=3, allowed_token_ids=(7,), bad_token_ids=((7,),))
     with engine(folder) as used:
         with pytest.raises(RowFailed, match="no token may follow"):
-            used.generate([[5]], none)
+            generate(used, [[5]], none)
         check_nothing_is_held(used)
 
 
-def test_blocks_that_it_wrote_are_not_found_by_others(folder: Path) -> None:
+def test_blocks_that_it_wrote_are_not_reused(folder: Path) -> None:
     row = [5] * 40 + [POISON] + [6] * 40
     with engine(folder) as used:
-        lane = used.local.engine.core.lane
-        assert lane is not None
+        generation = used.local.engine.core.generation
+        assert generation is not None
         with pytest.raises(RowFailed):
-            used.generate([row], GREEDY)
-        before = lane.pool.hit_tokens
+            generate(used, [row], GREEDY)
+        before = generation.pool.hit_tokens
         with pytest.raises(RowFailed):
-            used.generate([row], GREEDY)
-        assert lane.pool.hit_tokens == before
+            generate(used, [row], GREEDY)
+        assert generation.pool.hit_tokens == before
         check_nothing_is_held(used)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_any_step_may_spoil_any_request(depth: int) -> None:
-    """Of requests with several rows the whole fails, as soon as one of its rows does."""
+def test_any_request_may_fail_in_any_step(depth: int) -> None:
+    """A request with several rows fails as soon as one of its rows does."""
     draw = np.random.default_rng(7)
     for _ in range(20):
         core, answers = make_core(blocks=60, depth=depth), Answers()
@@ -137,7 +142,7 @@ def test_any_step_may_spoil_any_request(depth: int) -> None:
         spoilt, after = f"r{draw.integers(5)}", int(draw.integers(12))
         _spoil(core, requests[spoilt][-1], after)
         for name, rows in requests.items():
-            core.add(asking(name, rows, 10))
+            core.add(generation_request(name, rows, 10))
         run(core, answers)
         assert answers.failed.keys() == ({spoilt} if after < 10 else set())
         for failure in answers.failed.values():
@@ -146,13 +151,13 @@ def test_any_step_may_spoil_any_request(depth: int) -> None:
             for index, row in enumerate(rows):
                 made, wanted = answers.tokens.get((name, index), []), continued(row, 10)
                 assert made == wanted if name not in answers.failed else made == wanted[: len(made)]
-        assert core.lane is not None
-        core.lane.pool.check_integrity()
+        assert core.generation is not None
+        core.generation.pool.check_integrity()
 
 
 def _spoil(core: Any, prompt: list[int], after: int) -> None:
-    """The row of this prompt has no token to give once it has given so many."""
-    launch, lane, given = core.runner.launch, core.lane, [0]
+    """Make the sequence of this prompt fail after some tokens."""
+    launch, generation, given = core.runner.launch, core.generation, [0]
 
     def spoiling(plan: StepPlan) -> Any:
         future = launch(plan)
@@ -160,7 +165,7 @@ def _spoil(core: Any, prompt: list[int], after: int) -> None:
         assert sample is not None
         ids = future.result().outputs[0].copy()
         for at, slot in enumerate(sample.sampled_slots.tolist()):
-            row = lane._rows[slot]
+            row = generation._slots.find(slot)
             if row is not None and row.prompt.tolist() == prompt:
                 given[0] += 1
                 if given[0] > after:
@@ -181,7 +186,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"n": 3, "seed": 5}, {"logprobs": 2}, {"echo": True}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_is_a_500_in_openai_s_shape(server: Server, more: dict[str, Any], stream: bool) -> None:
+def test_the_server_answers_500_in_the_shape_of_openai(
+    server: Server, more: dict[str, Any], stream: bool
+) -> None:
     asked = {"prompt": "日", "max_tokens": 9, "stream": stream} | more
     answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
     assert answer.status_code == 500, answer.text

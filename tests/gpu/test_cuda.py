@@ -14,7 +14,7 @@ import torch
 from penstock import Engine
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import OutputDtype, PoolingParams, Request
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
 
@@ -84,7 +84,7 @@ def test_a_step_never_waits_between_launch_and_collect(folder: Path) -> None:
             lengths = rng.integers(1, 60, 8).astype(np.int32)
             tokens = rng.integers(5, 100, lengths.sum()).astype(np.int32)
             request = Request(str(number), tokens, lengths, params)
-            shares.append(Share(request, np.arange(8, dtype=np.int32)))
+            shares.append(ScheduledRows(request, np.arange(8, dtype=np.int32)))
         plan = build_plan(shares)
         runner.launch(plan).result()  # lazy set-up is allowed to wait
         torch.cuda.set_sync_debug_mode("error")

@@ -17,7 +17,7 @@ import transformers
 
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, Request, Task
 from tests.helpers import ints
 from tests.parity.encoders import ADAPTED, BACKBONES, CASES, make_rows, opened
@@ -59,7 +59,7 @@ def test_a_step_never_waits_between_launch_and_collect(name: str, tmp_path: Path
             lengths = [len(row) for row in ROWS]
             tokens = [token for row in ROWS for token in row]
             request = Request(task, ints(tokens), ints(lengths), PoolingParams(task))
-            shares.append(Share(request, ints(range(len(ROWS)))))
+            shares.append(ScheduledRows(request, ints(range(len(ROWS)))))
         plan = build_plan(shares)
         runner.launch(plan).result()  # lazy set-up is allowed to wait
         torch.cuda.set_sync_debug_mode("error")

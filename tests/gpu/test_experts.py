@@ -17,22 +17,28 @@ from torch import Tensor
 from penstock import Engine, SamplingParams
 from penstock.kernels.blockwise import (
     DENSE_TILES,
-    Blocks,
-    block_product,
-    block_product_reference,
-    dense_product,
+    BlockQuantized,
+    block_matmul,
+    block_matmul_reference,
+    dense_block_matmul,
     quantize_blocks,
     quantize_groups,
 )
-from penstock.kernels.experts import FP8_PLANS, HALF_PLANS, plan_for, route, route_reference, run_experts
+from penstock.kernels.experts import (
+    FP8_TILINGS,
+    HALF_TILINGS,
+    expert_tiling_for,
+    route,
+    route_reference,
+    run_experts,
+)
 from penstock.kernels.quantize import FP8
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8 import BlockLinear
 from penstock.layers.moe import ExpertShape, SparseMLP, _product
 from penstock.models.registry import build_model
 from penstock.weights.stream import DummySource
-from tests.checkpoint.test_quantization import GOOD
-from tests.checkpoints import wordpiece_tokenizer, write_json
+from tests.checkpoints import FP8_BLOCKS, wordpiece_tokenizer, write_json
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,7 +84,7 @@ def make_block(form: str) -> SparseMLP:
     for weight in (gate_up, down):
         blocks = [quantize_blocks(one) for one in weight]
         made.append(
-            Blocks(
+            BlockQuantized(
                 torch.stack([b.values.view(torch.uint8) for b in blocks]).view(FP8),
                 torch.stack([b.scales for b in blocks]),
             )
@@ -125,22 +131,39 @@ def test_every_plan_runs_and_gives_the_same(block: SparseMLP) -> None:
     x = draw(200, HIDDEN)
     logits = F.linear(x.float(), block.router.float())
     expected = by_torch(block, x, logits)
-    for _, plan in FP8_PLANS if isinstance(block.gate_up, Blocks) else HALF_PLANS:
+    for _, plan in FP8_TILINGS if isinstance(block.gate_up, BlockQuantized) else HALF_TILINGS:
         got = run_experts(
             x, logits, block.gate_up, block.down, chosen=CHOSEN, normalize=True, act="silu", plan=plan
         )
         assert cosines(got, expected).min() > 0.999, plan
 
 
+def separated_logits(tokens: int) -> Tensor:
+    """Logits in random order that differ by at least 0.02: no two experts of a token are nearly tied."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    order = torch.rand(tokens, EXPERTS, generator=generator, device="cuda").argsort(dim=1)
+    return order.float() * 0.02
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 128, 129, 1000, 16384])
 def test_routes_are_those_of_torch(tokens: int) -> None:
-    logits = draw(tokens, EXPERTS).float() + torch.rand(tokens, EXPERTS, device="cuda") * 1e-3
+    logits = separated_logits(tokens)
     shares, taken = route_reference(logits, CHOSEN, True)
     routes = route(logits, CHOSEN, True, 16)
     torch.testing.assert_close(routes.shares.view(tokens, CHOSEN), shares, atol=1e-5, rtol=1e-4)
     assert torch.equal(routes.order.long(), taken.flatten().argsort(stable=True))
     used = routes.tiles[routes.tiles[:, 0] < EXPERTS]
     assert int((used[:, 2] - used[:, 1]).clamp(max=16).sum()) == tokens * CHOSEN
+
+
+@pytest.mark.parametrize("tokens", [1, 129, 16384])
+def test_nearly_tied_experts_get_the_shares_that_torch_gives(tokens: int) -> None:
+    """Either of two tied experts may be chosen, so only the shares are compared."""
+    logits = draw(tokens, EXPERTS, seed=tokens).float()  # bfloat16 values, of which many are equal
+    shares, _ = route_reference(logits, CHOSEN, True)
+    routes = route(logits, CHOSEN, True, 16)
+    torch.testing.assert_close(routes.shares.view(tokens, CHOSEN), shares, atol=1e-5, rtol=1e-4)
+    assert torch.equal(routes.order.sort().values.long(), torch.arange(tokens * CHOSEN, device="cuda"))
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 600])
@@ -182,21 +205,21 @@ def test_all_tokens_may_choose_the_same_experts(block: SparseMLP) -> None:
 def test_the_product_of_blocks_is_its_reference(tokens: int, inputs: int, outputs: int) -> None:
     x, weight = draw(tokens, inputs), quantize_blocks(draw(outputs, inputs, scale=inputs**-0.5, seed=1))
     bias = draw(outputs, seed=2)
-    assert cosines(block_product(x, weight, bias), block_product_reference(x, weight, bias)).min() > 0.9995
+    assert cosines(block_matmul(x, weight, bias), block_matmul_reference(x, weight, bias)).min() > 0.9995
 
 
 def test_every_tile_of_the_product_of_blocks_runs() -> None:
     x, weight = draw(77, 1024), quantize_blocks(draw(640, 1024, scale=1 / 32, seed=1))
-    expected = block_product_reference(x, weight, None)
+    expected = block_matmul_reference(x, weight, None)
     for _, tile, _ in DENSE_TILES:
         for rows in (x, quantize_groups(x)):
-            got = dense_product(rows, weight, None, tile, torch.bfloat16)
+            got = dense_block_matmul(rows, weight, None, tile, torch.bfloat16)
             assert cosines(got, expected).min() > 0.9995, tile
 
 
 def test_a_stored_checkpoint_stays_near_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.gpu.test_decoders import make_rows
+    from tests.gpu.decoders import make_rows
     from tests.parity.blocks import write_blocks
 
     rows = [row[:256] for row in make_rows()]
@@ -237,7 +260,7 @@ def test_made_experts_are_held_once_and_in_fp8(stored: bool) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    config = CONFIG | ({"quantization_config": GOOD} if stored else {})
+    config = CONFIG | ({"quantization_config": FP8_BLOCKS} if stored else {})
     source = DummySource(0, torch.bfloat16, torch.device("cuda"))
     with torch.inference_mode():
         model: Any = build_model(
@@ -247,7 +270,7 @@ def test_made_experts_are_held_once_and_in_fp8(stored: bool) -> None:
             generates=True,
         )
     first = model.layers[0]
-    assert isinstance(first.mlp.gate_up, Blocks)
+    assert isinstance(first.mlp.gate_up, BlockQuantized)
     assert isinstance(first.attention.qkv, BlockLinear) is stored
     experts = 4 * 64 * 3 * 1024 * 512
     assert experts < torch.cuda.memory_allocated() - before < 1.3 * experts
@@ -257,7 +280,7 @@ def test_made_experts_are_held_once_and_in_fp8(stored: bool) -> None:
 
 
 def test_a_made_checkpoint_in_blocks_serves(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", CONFIG | {"quantization_config": GOOD})
+    write_json(tmp_path / "config.json", CONFIG | {"quantization_config": FP8_BLOCKS})
     wordpiece_tokenizer().save(str(tmp_path / "tokenizer.json"))
     with Engine(str(tmp_path), load_format="dummy", device="cuda") as used:
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
@@ -268,5 +291,7 @@ def test_a_made_checkpoint_in_blocks_serves(tmp_path: Path) -> None:
 
 def test_plans_change_with_the_count_of_tokens() -> None:
     for fp8 in (False, True):
-        rows = [plan_for(tokens, CHOSEN, EXPERTS, fp8=fp8).rows for tokens in (1, 128, 300, 600, 8192)]
+        rows = [
+            expert_tiling_for(tokens, CHOSEN, EXPERTS, fp8=fp8).rows for tokens in (1, 128, 300, 600, 8192)
+        ]
         assert rows == sorted(rows) and rows[0] == 16 and rows[-1] == 128

@@ -17,16 +17,16 @@ from torch import Tensor
 from penstock import Engine
 from penstock.checkpoint.find import find
 from penstock.errors import ModelLoadError
-from penstock.kernels.language import switch
-from penstock.kernels.quantize import Quantized, plain, quantize, quantize_reference
+from penstock.kernels.language import set_kernel_devices
+from penstock.kernels.quantize import Quantized, dequantize, quantize_rows, quantize_rows_reference
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Request
 from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert
-from tests.gpu import test_decoders as decoders
+from tests.gpu import decoders
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,25 +67,25 @@ def test_a_layer_gives_what_its_fp8_values_stand_for(
     bias = draw(outputs, seed=2) if biased else None
     residual = draw(tokens, outputs, seed=3)
     layer, exact = Fp8Linear(weight, bias, act), Linear(weight, bias, act)
-    rounded = Linear(plain(layer.weight), None if bias is None else bias.float(), act)
+    rounded = Linear(dequantize(layer.weight), None if bias is None else bias.float(), act)
     got = layer(x)
     assert got.dtype == torch.bfloat16 and got.is_contiguous()
     # The library adds up with fewer bits than fp32 has.
-    assert row_cosines(got, rounded(plain(quantize(x)))).min() > 0.9999
+    assert row_cosines(got, rounded(dequantize(quantize_rows(x)))).min() > 0.9999
     assert row_cosines(got, exact(x)).min() > 0.998
     torch.testing.assert_close(layer(x, residual), got + residual)
     handed = layer.quantized(x)
     assert isinstance(handed, Quantized)
-    assert row_cosines(plain(handed), got).min() > 0.999
+    assert row_cosines(dequantize(handed), got).min() > 0.999
 
 
 def test_the_kernel_quantises_as_the_reference() -> None:
     x = draw(300, 4096)
-    got, expected = quantize(x), quantize_reference(x)
+    got, expected = quantize_rows(x), quantize_rows_reference(x)
     torch.testing.assert_close(got.scales, expected.scales)
     assert (got.values.float() == expected.values.float()).float().mean() > 0.99
     huge = torch.full((1, 64), 3e38, device="cuda").bfloat16()
-    assert plain(quantize(huge)).isfinite().all()
+    assert dequantize(quantize_rows(huge)).isfinite().all()
 
 
 def test_blocks_stay_near_the_plain_ones() -> None:
@@ -168,11 +168,11 @@ def test_kernels_off_gives_the_same(tmp_path: Path) -> None:
     folder, rows = str(write_encoder(tmp_path, "bert")), make_rows(60)
     with Engine(folder, device="cuda", quantization="fp8") as cuda:
         got = cuda.embed(rows)
-        switch()
+        set_kernel_devices()
         try:
             plainly = cuda.embed(rows)
         finally:
-            switch("cuda")
+            set_kernel_devices("cuda")
     assert decoders.cosine(got, plainly) >= 0.997  # the kernels quantise before anything is rounded to bf16
 
 
@@ -183,7 +183,7 @@ def test_a_step_never_waits_and_can_be_captured(tmp_path: Path) -> None:
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
         tokens = np.array([token for row in rows for token in row], dtype=np.int32)
         request = Request("test", tokens, lengths)
-        plan = build_plan([Share(request, np.arange(len(rows), dtype=np.int32))])
+        plan = build_plan([ScheduledRows(request, np.arange(len(rows), dtype=np.int32))])
         expected = runner.launch(plan).result().outputs[0].copy()
         torch.cuda.set_sync_debug_mode("error")
         try:

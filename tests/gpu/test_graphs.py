@@ -20,7 +20,7 @@ from penstock.layers.batch import read_in_place
 from penstock.runner.buckets import TOKENS
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import OutputDtype, PoolingParams, Request, StepPlan, Task
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
 from tests.helpers import ints
@@ -83,7 +83,7 @@ def plan_of(lengths: Sequence[int], *params: PoolingParams, seed: int = 0, **mor
     shares = []
     for number, wanted in enumerate(params or (PoolingParams(),)):
         request = Request(str(number), tokens, ints(lengths), wanted, **more)
-        shares.append(Share(request, ints(range(len(lengths)))))
+        shares.append(ScheduledRows(request, ints(range(len(lengths)))))
     return build_plan(shares)
 
 
@@ -316,7 +316,7 @@ def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path
             # The whole engine goes on, in smaller steps where the device is too small, and nobody fails.
             rows = [row.tolist() for row in np.split(plan.token_ids, 8)]
             np.testing.assert_allclose(engine.embed(rows), expected, atol=2e-2)
-            assert core.broken is None
+            assert core.device_failure is None
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         by_graph(runner, plan_of((16,) * 3))  # graphs are still to be had
@@ -338,11 +338,11 @@ CUT: dict[str, Any] = {
 }
 
 
-def piece(length: int, begin: int, end: int, first_block: int | None, params: PoolingParams) -> Share:
+def piece(length: int, begin: int, end: int, first_block: int | None, params: PoolingParams) -> ScheduledRows:
     tokens = np.random.default_rng(length).integers(5, 100, length).astype(np.int32)
     table = None if first_block is None else tuple(range(first_block, first_block + -(-length // 16)))
     request = Request(str(length), tokens, ints([length]), params)
-    return Share(request, ints([0]), ints([begin]), ints([end]), (table,))
+    return ScheduledRows(request, ints([0]), ints([begin]), ints([end]), (table,))
 
 
 @pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])

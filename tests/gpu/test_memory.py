@@ -60,7 +60,7 @@ def test_a_step_that_does_not_fit_is_divided_and_the_row_that_cannot_fit_fails_a
         expected = engine.embed(inputs)
         little_memory(400 << 20)  # a row of 500 needs 16 MB a layer, one of 40,000 1.3 GB
         np.testing.assert_allclose(engine.embed(inputs), expected, atol=2e-2)
-        budget = engine.local.engine.core.scheduler.budget.tokens
+        budget = engine.local.engine.core.scheduler.budget.max_tokens
         assert budget < 65_536, "memory ran out, or this proves nothing"
         with pytest.raises(RowFailed, match="more memory than the device has"):
             engine.embed([random.integers(5, 60, 40_000).tolist()])

@@ -12,7 +12,7 @@ import torch
 
 from penstock.runner import model_runner
 from penstock.types import PoolingParams, Task
-from tests.runner.test_needed import FAMILIES, make_runner, plan_of, seen
+from tests.runner.small_models import FAMILIES, make_runner, plan_of, seen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def test_fewer_tokens_give_the_same(name: str, dtype: torch.dtype, monkeypatch: 
         plan = plan_of(PoolingParams(task), lengths=LENGTHS, left_out=SKIP)
         (got,), tokens = seen(runner, plan)
         assert tokens < plan.num_tokens
-        runner.model.narrows = False
+        runner.model.prunes_last_layer = False
         (expected,), tokens = seen(runner, plan)
         assert tokens == plan.num_tokens
         assert float(torch.cosine_similarity(got, expected).min()) > 0.9999

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from penstock import Engine
 from tests.checkpoints import WORDS, write_cross_encoder
-from tests.parity.test_decoder_rerankers import QWEN3, write, write_listwise
+from tests.parity.rerankers import QWEN3, write, write_listwise
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.language import switch
-from penstock.kernels.thresholds import thresholds, thresholds_reference
+from penstock.kernels.language import set_kernel_devices
+from penstock.kernels.logit_thresholds import logit_thresholds, logit_thresholds_reference
 from penstock.sampling.plan import Column, packed_bits
 from penstock.sampling.sampler import Sampler
 from penstock.types import SamplerParams
@@ -40,7 +40,7 @@ KINDS = [
 def no_synchronization() -> Iterator[None]:
     yield
     torch.cuda.set_sync_debug_mode("default")
-    switch("cuda")
+    set_kernel_devices("cuda")
 
 
 def made() -> tuple[Sampler, np.ndarray, torch.Tensor]:
@@ -62,7 +62,7 @@ def test_kernels_give_the_tokens_of_plain_torch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     batches = [(torch.randn(len(KINDS), VOCAB, device=CUDA) * 2).to(dtype) for _ in range(4)]
     got = torch.stack(steps(*made(), batches))
-    switch()
+    set_kernel_devices()
     expected = torch.stack(steps(*made(), batches))
     # Sums of exponentials differ in their last bits: a nucleus may end one logit sooner.
     assert (got == expected).float().mean() > 0.94
@@ -129,10 +129,12 @@ def test_thresholds_of_a_real_vocabulary(dtype: torch.dtype, spread: float) -> N
         sampler.join(slot, params, ints([1]))
     sampler.flush()
     logits = (torch.randn(64, VOCAB, device=CUDA) * spread).to(dtype)
-    got = thresholds(logits, torch.arange(64, device=CUDA, dtype=torch.int32), sampler.table)
+    got = logit_thresholds(logits, torch.arange(64, device=CUDA, dtype=torch.int32), sampler.table)
     table = sampler.table[:64]
     values = table[:, :6].contiguous().view(torch.float32)
-    expected = thresholds_reference(logits, values[:, 0], table[:, Column.TOP_K], values[:, 1], values[:, 2])
+    expected = logit_thresholds_reference(
+        logits, values[:, 0], table[:, Column.TOP_K], values[:, 1], values[:, 2]
+    )
     x = logits.float()
     kept, wanted = (x >= got[:, None]).sum(dim=1).double(), (x >= expected[:, None]).sum(dim=1).double()
     assert ((kept - wanted).abs() <= 2 + wanted * 2e-2).all()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.checkpoint.dense import DenseSpec
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.chunks import Chunker, ChunkOptions, divide, find_tokens, split_row
 from penstock.inputs.processor import InputOptions

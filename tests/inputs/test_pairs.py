@@ -41,7 +41,7 @@ def make(folder: Path, tokenizer: Rust | None = None, **changes: Any) -> InputPr
     values = {
         "vocab_size": len(wordpiece_vocabulary()),
         "tasks": (Task.CLASSIFY, Task.SCORE),
-        "config": {"type_vocab_size": 2},
+        "num_segments": 2,
         "score": ScoreSpec(),
     }
     return InputProcessor(make_spec(**values | changes), Tokenizer(folder))
@@ -87,7 +87,7 @@ def test_rows_are_those_of_the_tokenizers_own_pairs(
 
 
 def test_models_without_segments_are_not_told_of_any(tmp_path: Path) -> None:
-    processor = make(tmp_path, config={"type_vocab_size": 1})
+    processor = make(tmp_path, num_segments=1)
     assert prepare_pairs(processor, "r", [("a", "b")], SCORE).type_ids is None
 
 
@@ -129,7 +129,7 @@ def test_what_follows_the_document_stays_when_it_is_cut(tmp_path: Path) -> None:
 
 def test_embedders_have_their_queries_first(tmp_path: Path) -> None:
     prompts = {"query": "query ", "document": "passage "}
-    processor = make(tmp_path, tasks=(Task.EMBED, Task.SCORE), score=None, prompts=prompts, limit=40)
+    processor = make(tmp_path, tasks=(Task.EMBED, Task.SCORE), score=None, prompts=prompts, max_model_len=40)
     pairs = [("oil", "water"), ("time", "long water"), ("oil", "see")]
     request = prepare_pairs(processor, "r", pairs, PoolingParams(Task.SCORE, normalize=False))
     texts = ["query oil", "query time", "passage water", "passage long water", "passage see"]
@@ -146,7 +146,7 @@ def test_only_models_that_can_score_do(tmp_path: Path) -> None:
 
 
 def test_causal_rerankers_may_stand_on_cached_prefixes(tmp_path: Path) -> None:
-    processor = make(tmp_path, causal=True, tasks=(Task.SCORE,))
+    processor = make(tmp_path, is_causal=True, tasks=(Task.SCORE,))
     assert prepare_pairs(processor, "r", [("a", "b")], SCORE).reuse_prefix
 
 

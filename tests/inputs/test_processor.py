@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.processor import InputOptions, InputProcessor, split_inputs
 from penstock.inputs.tokenizer import Tokenizer

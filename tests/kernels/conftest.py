@@ -18,6 +18,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("gpu")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Draw the same random tensors in every run, on the CPU and on the device."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,13 +3,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels.activation import KINDS, bias_act_, bias_act_reference, gated, gated_reference
+from penstock.kernels.activation import (
+    ACTIVATION_CODES,
+    bias_act_,
+    bias_act_reference,
+    gated_activation,
+    gated_activation_reference,
+)
 from penstock.layers.activation import activation
 
 WIDTHS = [8, 37, 1024, 1500, 3072]
 
 
-@pytest.mark.parametrize("act", KINDS)
+@pytest.mark.parametrize("act", ACTIVATION_CODES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("biased", [True, False])
 def test_bias_and_activation_equal_the_reference(
@@ -24,7 +30,7 @@ def test_bias_and_activation_equal_the_reference(
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("act", KINDS)
+@pytest.mark.parametrize("act", ACTIVATION_CODES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_gate_times_up_equals_the_reference(
@@ -32,11 +38,11 @@ def test_gate_times_up_equals_the_reference(
 ) -> None:
     torch.manual_seed(1)
     x = torch.randn(3, 2 * width, device=device) * 2
-    expected = gated_reference(x, act, gate_first)
-    torch.testing.assert_close(gated(x, act, gate_first), expected, atol=2e-6, rtol=1e-5)
+    expected = gated_activation_reference(x, act, gate_first)
+    torch.testing.assert_close(gated_activation(x, act, gate_first), expected, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("act", KINDS)
+@pytest.mark.parametrize("act", ACTIVATION_CODES)
 def test_the_reference_is_what_the_layers_mean_by_the_name(act: str) -> None:
     x = torch.randn(4, 50)
     assert torch.equal(bias_act_reference(x, None, act), activation(act)(x))

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from penstock.kernels.attention import (
-    Remembered,
-    Tiles,
+    CachedKeyValues,
+    FlashTiling,
     attention_reference,
-    flash_rows,
-    keep_rows,
-    short_rows,
+    flash_attention,
+    short_attention,
+    write_kv_cache,
 )
 from penstock.layers import attention as layers
-from tests.layers.test_attention import ordered_batch
+from tests.layers.inputs import ordered_batch
 
-SMALL = Tiles(32, 16, 4, 2)
+SMALL = FlashTiling(32, 16, 4, 2)
 
 
 def ragged(lengths: list[int], device: torch.device) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_short_rows_equal_the_reference(
     query, key, value = projected(sum(lengths), heads, kv_heads, dim, device)
     cu = ragged(lengths, device)
     expected = attention_reference(query, key, value, cu, scale=0.2, causal=causal)
-    got = short_rows(query, key, value, cu, max_length=lengths[-1], scale=0.2, causal=causal)
+    got = short_attention(query, key, value, cu, max_length=lengths[-1], scale=0.2, causal=causal)
     close(got, expected)
 
 
@@ -60,8 +60,8 @@ def test_a_row_sees_no_more_keys_than_its_limit(causal: bool, device: torch.devi
     cu, limits = ragged(lengths, device), torch.tensor([4, 5, 11], dtype=torch.int32, device=device)
     options = {"scale": 0.3, "causal": causal, "limits": limits}
     expected = attention_reference(query, key, value, cu, **options)
-    close(short_rows(query, key, value, cu, max_length=30, **options), expected)
-    close(flash_rows(query, key, value, cu, max_length=30, tiles=SMALL, **options), expected)
+    close(short_attention(query, key, value, cu, max_length=30, **options), expected)
+    close(flash_attention(query, key, value, cu, max_length=30, tiles=SMALL, **options), expected)
 
 
 def test_only_the_given_rows_are_written_and_empty_ones_harm_nothing(device: torch.device) -> None:
@@ -69,7 +69,7 @@ def test_only_the_given_rows_are_written_and_empty_ones_harm_nothing(device: tor
     query, key, value = projected(sum(lengths), 2, 2, 32, device)
     cu = ragged(lengths, device)
     expected = attention_reference(query, key, value, cu, scale=0.2)
-    for kernel in (short_rows, flash_rows):
+    for kernel in (short_attention, flash_attention):
         out = torch.full((sum(lengths), 64), 7.0, device=device, dtype=query.dtype)
         kernel(query, key, value, cu[:-1], max_length=8, scale=0.2, out=out)
         close(out[:8], expected[:8])
@@ -95,7 +95,7 @@ def test_long_rows_equal_the_reference(
     cu = ragged(lengths, device)
     options = {"scale": 0.2, "causal": causal, "window": window}
     expected = attention_reference(query, key, value, cu, **options)
-    close(flash_rows(query, key, value, cu, max_length=lengths[-1], tiles=SMALL, **options), expected)
+    close(flash_attention(query, key, value, cu, max_length=lengths[-1], tiles=SMALL, **options), expected)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -107,7 +107,7 @@ def test_keys_of_earlier_steps_stand_before_the_rows_own(window: int | None, dev
     cu_keys = ragged([a + b for a, b in zip(lengths, earlier, strict=True)], device)
     options = {"scale": 0.2, "causal": True, "window": window}
     expected = attention_reference(query, key, value, cu, cu_keys, **options)
-    close(flash_rows(query, key, value, cu, cu_keys, max_length=20, tiles=SMALL, **options), expected)
+    close(flash_attention(query, key, value, cu, cu_keys, max_length=20, tiles=SMALL, **options), expected)
 
 
 def test_the_library_agrees_with_the_reference() -> None:
@@ -153,9 +153,9 @@ def test_keys_are_read_where_earlier_steps_have_left_them(
     values = keys.clone()
     slots = torch.randperm(300)[: len(old)].to(device)
     keys[slots], values[slots] = key[old], value[old]
-    remembered = Remembered(keys, values, slots.int())
-    got = flash_rows(
-        query, key[own], value[own], cu, cu_keys, max_length=max(lengths), remembered=remembered, tiles=SMALL,
+    remembered = CachedKeyValues(keys, values, slots.int())
+    got = flash_attention(
+        query, key[own], value[own], cu, cu_keys, max_length=max(lengths), cached=remembered, tiles=SMALL,
         **options,
     )  # fmt: skip
     close(got, expected)
@@ -166,7 +166,7 @@ def test_only_what_has_a_slot_is_kept(device: torch.device) -> None:
     keys = torch.zeros((9, 3, 20), dtype=key.dtype, device=device)
     values = torch.zeros_like(keys)
     slots = torch.tensor([7, -1, 0, 8, -1, -1], dtype=torch.int32, device=device)
-    keep_rows(key, value, keys, values, slots)
+    write_kv_cache(key, value, keys, values, slots)
     for mine, theirs in ((keys, key), (values, value)):
         assert torch.equal(mine[[7, 0, 8]], theirs[[0, 2, 3]])
         assert not mine[1:7].any()

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 import transformers
 
 from penstock.kernels import language
-from penstock.kernels.blockwise import Blocks
+from penstock.kernels.blockwise import BlockQuantized
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8 import BlockLinear
 from penstock.layers.moe import SparseMLP
 from penstock.models.decoder import Decoder
 from penstock.models.registry import build_model
 from penstock.weights.stream import open_weights
-from tests.layers.test_attention import ordered_batch
+from tests.layers.inputs import ordered_batch
 from tests.parity.blocks import MODELS, write_blocks
 
 CPU = torch.device("cpu")
@@ -27,12 +27,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def on() -> Iterator[None]:
-    if not language.INTERPRETED:
+    if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu compares whole models")
     before = language._devices
-    language.switch("cpu")
+    language.set_kernel_devices("cpu")
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 def build(folder: Path, load_format: str = "safetensors", quantization: str | None = None) -> Decoder:
@@ -68,7 +68,7 @@ def test_made_weights_are_made_in_fp8(tmp_path: Path) -> None:
     stored, _ = write_blocks("qwen3-moe", tmp_path)
     model = build(stored, "dummy")
     first, dense = model.layers[0].mlp, model.layers[1].mlp
-    assert isinstance(first, SparseMLP) and isinstance(first.gate_up, Blocks)
+    assert isinstance(first, SparseMLP) and isinstance(first.gate_up, BlockQuantized)
     assert first.gate_up.values.dtype == torch.float8_e4m3fn and first.router.dtype == torch.float32
     assert not isinstance(dense, SparseMLP) and isinstance(dense.gate_up, BlockLinear)
     states = model(ordered_batch([2, 5]))
@@ -81,9 +81,9 @@ def test_quantisation_at_load_puts_experts_in_blocks(tmp_path: Path) -> None:
     batch = ordered_batch([9, 30])
     quantised, exact = build(folder, quantization="fp8"), build(folder)
     assert isinstance(quantised.layers[0].mlp, SparseMLP)
-    assert isinstance(quantised.layers[0].mlp.gate_up, Blocks)
+    assert isinstance(quantised.layers[0].mlp.gate_up, BlockQuantized)
     near = F.cosine_similarity(quantised(batch), exact(batch)).sort().values
     assert near[len(near) // 10] > 0.98
-    language.switch()  # the same by torch: rows are quantised alike
+    language.set_kernel_devices()  # the same by torch: rows are quantised alike
     again = F.cosine_similarity(build(folder, quantization="fp8")(batch), exact(batch)).sort().values
     assert again[len(again) // 10] > 0.98

@@ -10,19 +10,19 @@ from penstock.kernels import blockwise, language
 from penstock.kernels.blockwise import (
     DENSE_TILES,
     GROUP,
-    Blocks,
+    BlockQuantized,
     DenseTile,
-    block_product,
-    block_product_reference,
-    dense_product,
-    plain_blocks,
-    plain_groups,
+    block_matmul,
+    block_matmul_reference,
+    dense_block_matmul,
+    dequantize_blocks,
+    dequantize_groups,
     quantize_blocks,
     quantize_groups,
     quantize_groups_reference,
 )
-from penstock.kernels.quantize import FP8, LARGEST
-from penstock.layers.stored import join_blocks
+from penstock.kernels.quantize import FP8, FP8_MAX
+from penstock.layers.fp8_blocks import join_blocks
 
 SHAPES = [(1, 128, 128), (5, 256, 128), (17, 130, 200), (33, 48, 72), (70, 384, 132), (130, 128, 64)]
 
@@ -50,16 +50,16 @@ def test_a_group_is_scaled_by_its_own_largest_value(
     torch.testing.assert_close(got.scales, expected.scales)
     assert (got.values.float() == expected.values.float()).float().mean() > 0.99
     by_value = got.scales.repeat_interleave(GROUP, dim=1)[:, :inputs]
-    assert ((plain_groups(got) - x).abs() <= (x.abs() / 16).maximum(2.0**-10 * by_value) * 1.01).all()
+    assert ((dequantize_groups(got) - x).abs() <= (x.abs() / 16).maximum(2.0**-10 * by_value) * 1.01).all()
 
 
 def test_rows_that_lie_apart_zeros_and_what_is_not_finite(device: torch.device) -> None:
     x = draw(device, 4, 400)[:, :300]
     x[1] = 0
     x[2, 200] = float("nan")
-    got = plain_groups(quantize_groups(x))
+    got = dequantize_groups(quantize_groups(x))
     assert (got[1] == 0).all() and got[2, 200].isnan() and got[2, :128].isfinite().all()
-    torch.testing.assert_close(got[0], plain_groups(quantize_groups_reference(x[:1]))[0])
+    torch.testing.assert_close(got[0], dequantize_groups(quantize_groups_reference(x[:1]))[0])
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(128, 256), (200, 130), (24, 48)])
@@ -71,8 +71,8 @@ def test_a_block_of_a_weight_is_scaled_by_its_own_largest_value(
     assert blocks.scales.shape == (-(-outputs // GROUP), -(-inputs // GROUP))
     for i, j in torch.cartesian_prod(*(torch.arange(size) for size in blocks.scales.shape)).tolist():
         own = weight[i * GROUP : (i + 1) * GROUP, j * GROUP : (j + 1) * GROUP]
-        torch.testing.assert_close(blocks.scales[i, j] * LARGEST, own.abs().max())
-        stands = plain_blocks(blocks)[i * GROUP : (i + 1) * GROUP, j * GROUP : (j + 1) * GROUP]
+        torch.testing.assert_close(blocks.scales[i, j] * FP8_MAX, own.abs().max())
+        stands = dequantize_blocks(blocks)[i * GROUP : (i + 1) * GROUP, j * GROUP : (j + 1) * GROUP]
         assert ((stands - own).abs() <= (own.abs() / 16).clamp_min(2.0**-10 * blocks.scales[i, j])).all()
 
 
@@ -83,8 +83,8 @@ def test_the_product_is_that_of_what_both_stand_for(
 ) -> None:
     x, weight = draw(device, rows, inputs), quantize_blocks(draw(device, outputs, inputs, seed=1))
     bias = draw(device, 1, outputs, seed=2)[0] if biased else None
-    expected = block_product_reference(x, weight, bias)
-    got = block_product(x, weight, bias)
+    expected = block_matmul_reference(x, weight, bias)
+    got = block_matmul(x, weight, bias)
     torch.testing.assert_close(got, expected, atol=float(expected.abs().max()) * 1e-3, rtol=1e-3)
 
 
@@ -92,8 +92,8 @@ def test_the_product_is_that_of_what_both_stand_for(
 @pytest.mark.parametrize("early", [True, False])
 def test_every_tile_gives_the_same(tile: DenseTile, early: bool, device: torch.device) -> None:
     x, weight = draw(device, 21, 260), quantize_blocks(draw(device, 140, 260, seed=1))
-    expected = block_product_reference(x, weight, None)
-    got = dense_product(quantize_groups(x) if early else x, weight, None, tile, x.dtype)
+    expected = block_matmul_reference(x, weight, None)
+    got = dense_block_matmul(quantize_groups(x) if early else x, weight, None, tile, x.dtype)
     torch.testing.assert_close(got, expected, atol=float(expected.abs().max()) * 1e-3, rtol=1e-3)
 
 
@@ -103,22 +103,24 @@ def test_rows_of_a_product_are_put_in_their_places(
     """More tiles of rows than are taken together, of which the last are fewer."""
     monkeypatch.setattr(blockwise, "DENSE_TILES", ((1 << 62, DenseTile(16, 32, 4, 3), False),))
     x, weight = draw(device, 170, 128), quantize_blocks(draw(device, 80, 128, seed=1))
-    expected = block_product_reference(x, weight, None)
-    torch.testing.assert_close(block_product(x, weight), expected, atol=1e-2, rtol=1e-3)
+    expected = block_matmul_reference(x, weight, None)
+    torch.testing.assert_close(block_matmul(x, weight), expected, atol=1e-2, rtol=1e-3)
 
 
 @pytest.mark.parametrize("sizes", [(256, 128, 40), (96, 32, 32), (130, 128)])
 def test_parts_that_were_joined_keep_their_scales(sizes: tuple[int, ...], device: torch.device) -> None:
     parts = [quantize_blocks(draw(device, size, 160, seed=n) * 7.0**n) for n, size in enumerate(sizes)]
     joined = join_blocks(parts)
-    torch.testing.assert_close(plain_blocks(joined), torch.cat([plain_blocks(part) for part in parts]))
+    torch.testing.assert_close(
+        dequantize_blocks(joined), torch.cat([dequantize_blocks(part) for part in parts])
+    )
     x = draw(device, 9, 160, seed=9)
-    got = block_product(x, Blocks(joined.values, joined.scales.contiguous()))
+    got = block_matmul(x, BlockQuantized(joined.values, joined.scales.contiguous()))
     for own, part in zip(got.split(list(sizes), dim=1), parts, strict=True):
-        expected = block_product_reference(x, part, None)
+        expected = block_matmul_reference(x, part, None)
         torch.testing.assert_close(own, expected, atol=float(expected.abs().max()) * 1e-3, rtol=1e-3)
 
 
 def test_no_rows_are_no_work(device: torch.device) -> None:
     weight = quantize_blocks(draw(device, 40, 128))
-    assert block_product(torch.empty(0, 128, device=device), weight).shape == (0, 40)
+    assert block_matmul(torch.empty(0, 128, device=device), weight).shape == (0, 40)

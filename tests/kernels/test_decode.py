@@ -1,9 +1,12 @@
-"""Steps that continue rows as graphs would run them, in Triton's interpreter: padded to a bucket's rows and
-read from one buffer, they give the tokens of the plain way."""
+"""Decode steps as CUDA graphs run them, in Triton's interpreter.
+
+They are padded to a bucket's rows and read from one buffer, and give the tokens of steps without graphs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
-from penstock.kernels.feed import feed_tokens
+from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.blocks import BlockPool
 from penstock.kvcache.store import KVStore
 from penstock.layers.build import LayerBuilder
@@ -21,20 +24,19 @@ from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.capture import Work
-from penstock.runner.decode import USES, DecodeGraphs, Key, first_keys
+from penstock.runner.decode import DecodeGraphs, Key, first_keys
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.types import GeneratedTokens, PoolingParams, Request, SamplerParams, Task
 from penstock.weights.stream import open_weights
-from tests.generation.fakes import told_apart
+from tests.generation.fakes import split_decoded
 from tests.helpers import make_spec
 
 CPU = torch.device("cpu")
 CONFIG = {
     "hidden_size": 32,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -43,27 +45,28 @@ CONFIG = {
     "max_position_embeddings": 128,
 }
 SLOTS, LENGTH, BLOCKS = 6, 64, 24
+TOKENS = 7  # that each sequence generates
 PROMPTS = [[5], [7, 8], [9] * 17, [11, 12, 13], [14] * 5]
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes are captured when they first come."""
+def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture a shape at its first step."""
     monkeypatch.setattr("penstock.runner.decode.USES", 0)
 
 
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
-    if not language.INTERPRETED:
+    if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_generation.py replays real graphs")
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
-    """Replays by doing the work again and writing the results where the first ones were."""
+    """Take the place of a CUDA graph: replay by computing again, into the tensors of the first results."""
     kept = [tensor.clone() for tensor in work()]
 
     def replay() -> None:
@@ -74,16 +77,17 @@ def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
 
 
 def make_runner(
-    path: Path, graphs: bool, capture: object = fake, dtype: torch.dtype = torch.float32
+    graphs: bool, capture: object = fake, dtype: torch.dtype = torch.float32, layers: int = 1
 ) -> ModelRunner:
-    weights = open_weights(path, "dummy", 0, dtype, CPU)
-    model = build_model("Qwen3ForCausalLM", CONFIG, LayerBuilder(weights), generates=True)
-    store = KVStore(2, BLOCKS * BLOCK_SIZE, 1, 16, dtype, CPU)
+    weights = open_weights(Path("/nowhere"), "dummy", 0, dtype, CPU)
+    config = CONFIG | {"num_hidden_layers": layers}
+    model = build_model("Qwen3ForCausalLM", config, LayerBuilder(weights), generates=True)
+    store = KVStore(layers, BLOCKS * BLOCK_SIZE, 1, 16, dtype, CPU)
     generator = Generator(model.heads[Task.GENERATE], SLOTS, CPU, seed=1)
     pooler = Pooler(make_spec(pooling=PoolingSpec(("last",))), {}, [])
     runner = ModelRunner(model, pooler, CPU, 2, (store, torch.zeros(0, 32)), generator)
     if graphs:
-        # In fp32 attention is the reference, which reads tables to their end, not to that of each row.
+        # In fp32 the reference computes attention; it reads block tables to their end, not to the row's end.
         slot = runner.staging.slot
         runner.staging.slot = lambda size: slot(size).zero_()  # type: ignore[method-assign]
         runner.decode = DecodeGraphs(model, generator, runner.staging, store, capture)  # type: ignore[arg-type]
@@ -93,38 +97,48 @@ def make_runner(
 def run(
     runner: ModelRunner, params: list[SamplerParams], apart: bool = False
 ) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log probabilities of each prompt; a third of the rows joins later."""
-    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefixes=False, apart=apart)
-    lane = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
+    """Tokens and log probabilities of each prompt; two prompts join after a few steps."""
+    limits = GenerationLimits(SLOTS, 32, 12, LENGTH, 1000, prefix_caching=False, separate_prefill=apart)
+    generation = GenerationScheduler(BlockPool(BLOCKS, BLOCK_SIZE), limits)
     found: list[tuple[list[int], list[float]]] = [([], []) for _ in PROMPTS]
 
     def add(number: int) -> None:
         ids = np.array(PROMPTS[number], dtype=np.int32)
         lengths = np.array([len(ids)], dtype=np.int32)
-        lane.add(Request(str(number), ids, lengths, PoolingParams(Task.GENERATE), sampling=params[number]))
+        generation.add(
+            Request(str(number), ids, lengths, PoolingParams(Task.GENERATE), sampling=params[number])
+        )
 
     for number in range(len(PROMPTS) - 2):
         add(number)
     for step in range(200):
-        if step == 4:
+        if step == 3:
             add(len(PROMPTS) - 2)
             add(len(PROMPTS) - 1)
-        plan = lane.schedule(0.0)
+        plan = generation.schedule(0.0)
         if plan is None:
             break
-        for part in told_apart(lane.collect(plan, runner.launch(plan).result())):
+        for part in split_decoded(generation.collect(plan, runner.launch(plan).result())):
             assert isinstance(part, GeneratedTokens)
             tokens, logprobs = found[int(part.id)]
             tokens.extend(part.token_ids.tolist())
             if part.logprobs is not None:
                 logprobs.extend(part.logprobs.ravel().tolist())
-        lane.check_integrity()
-    assert not lane.busy
+        generation.check_integrity()
+    assert not generation.busy
     return found
 
 
+@cache
+def run_without_graphs(
+    kind: str, dtype: torch.dtype = torch.float32, layers: int = 1
+) -> list[tuple[list[int], list[float]]]:
+    """The expected results; several tests share them."""
+    return run(make_runner(graphs=False, dtype=dtype, layers=layers), KINDS[kind])
+
+
 def sampling(**options: object) -> SamplerParams:
-    return SamplerParams(max_tokens=12, ignore_eos=True, **options)  # type: ignore[arg-type]
+    return SamplerParams(max_tokens=TOKENS, ignore_eos=True, **options)  # type: ignore[arg-type]
 
 
 GREEDY = sampling(temperature=0.0)
@@ -138,57 +152,59 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_gives_the_tokens_of_the_plain_way(kind: str, tmp_path: Path, soon: None) -> None:
-    wanted = run(make_runner(tmp_path, graphs=False), KINDS[kind])
-    runner = make_runner(tmp_path, graphs=True)
+def test_a_graph_gives_the_tokens_of_steps_without_one(kind: str, captured_at_once: None) -> None:
+    layers = 2 if kind == "greedy" else 1
+    expected = run_without_graphs(kind, layers=layers)
+    runner = make_runner(graphs=True, layers=layers)
     got = run(runner, KINDS[kind])
-    assert runner.decode is not None and runner.decode.replays > 10
-    choose = {key.choose for key in runner.decode.captured}
-    assert (False in choose) == (kind in ("edited", "logprobs"))
+    assert runner.decode is not None and runner.decode.replays > TOKENS // 2
+    samples = {key.choose for key in runner.decode.captured}
+    assert (False in samples) == (kind in ("edited", "logprobs"))
     assert any(key.filtered for key in runner.decode.captured) == (kind == "filtered")
-    for (tokens, logprobs), (same, close) in zip(got, wanted, strict=True):
-        assert tokens == same and len(tokens) == 12
+    for (tokens, logprobs), (same, close) in zip(got, expected, strict=True):
+        assert tokens == same and len(tokens) == TOKENS
         np.testing.assert_allclose(logprobs, close, rtol=1e-5, atol=1e-5)
 
 
-def test_prompts_are_replayed_too_piece_after_piece(tmp_path: Path, soon: None) -> None:
-    wanted = run(make_runner(tmp_path, graphs=False, dtype=torch.float16), KINDS["greedy"])
-    runner = make_runner(tmp_path, graphs=True, dtype=torch.float16)
+def test_chunked_prompts_are_replayed_too(captured_at_once: None) -> None:
+    runner = make_runner(graphs=True, dtype=torch.float16)
     runner.graphs = Graphs(runner.model, runner.pooler, runner.staging, fake, cache=runner.cache)
     with runner.graphs.at_once():
         got = run(runner, KINDS["greedy"], apart=True)
-    # One of 17 tokens runs in two pieces of at most 12; only the one of a single token needs no such step.
+    # The prompt of 17 tokens runs in two chunks of at most 12; the prompt of one token needs no prefill step.
     assert runner.graphs.replays >= 3 and all(key.generates for key in runner.graphs.captured)
-    assert runner.decode is not None and runner.decode.replays > 10
-    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in wanted]
+    assert runner.decode is not None and runner.decode.replays > TOKENS // 2
+    expected = run_without_graphs("greedy", torch.float16)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
 
 
-def test_without_a_graph_steps_run_as_ever(tmp_path: Path) -> None:
+def test_steps_run_without_a_graph_when_capture_fails() -> None:
     def broken(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
         raise RuntimeError("no")
 
-    runner = make_runner(tmp_path, graphs=True, capture=broken)
-    assert run(runner, KINDS["noise"]) == run(make_runner(tmp_path, graphs=False), KINDS["noise"])
+    runner = make_runner(graphs=True, capture=broken)
+    assert run(runner, KINDS["noise"]) == run_without_graphs("noise")
     assert runner.decode is not None and not runner.decode.captured and runner.decode.replays == 0
 
 
-def test_without_memory_for_a_graph_no_more_are_tried_for_a_while(tmp_path: Path) -> None:
+def test_capture_pauses_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runner.decode.USES", 2)
     tries = []
 
     def full(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
         tries.append(work())
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    runner = make_runner(tmp_path, graphs=True, capture=full)
-    assert run(runner, KINDS["greedy"]) == run(make_runner(tmp_path, graphs=False), KINDS["greedy"])
-    assert len(tries) == 1  # a shape that came often, and then none
+    runner = make_runner(graphs=True, capture=full)
+    assert run(runner, KINDS["noise"]) == run_without_graphs("noise")
+    assert len(tries) == 1  # the first shape that came often
     assert runner.decode is not None
     runner.decode.drop()
     assert not runner.decode.captured
 
 
-def test_a_capture_continues_no_row(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, graphs=True)
+def test_a_capture_changes_no_sequence() -> None:
+    runner = make_runner(graphs=True)
     assert runner.decode is not None and runner.generator is not None and runner.cache is not None
     generator, keys = runner.generator, runner.cache[0].keys
     last, positions, kept = generator.last.clone(), generator.sampler.positions.clone(), keys.clone()
@@ -199,42 +215,43 @@ def test_a_capture_continues_no_row(tmp_path: Path) -> None:
     assert torch.equal(generator.sampler.positions[:-1], positions[:-1])
 
 
-def test_first_graphs_reach_as_many_rows_as_may_run() -> None:
+def test_the_first_graphs_cover_as_many_rows_as_can_run() -> None:
     assert max(key.rows for key in first_keys(100)) == 128
     assert first_keys(1) == [Key(1, 16, True, True), Key(1, 16, True, False)]
     assert [key.rows for key in first_keys(100) if key.filtered] == [1, 32, 128]
 
 
-def test_a_roomier_graph_stands_in_until_a_shape_has_come_often(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, graphs=True)
+def test_a_larger_graph_serves_a_shape_until_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runner.decode.USES", uses := 2)
+    runner = make_runner(graphs=True)
     assert runner.decode is not None
     with torch.inference_mode():
         runner.decode.ready(Key(8, 16, True, True))
     got = run(runner, KINDS["noise"])
-    assert got == run(make_runner(tmp_path, graphs=False), KINDS["noise"])
-    # Rows come and go: shapes of more than a few steps have a graph of their own now.
+    assert got == run_without_graphs("noise")
+    # Sequences join and end; shapes that came often have their own graph now.
     assert Key(8, 16, True, True) in runner.decode.captured and len(runner.decode.captured) > 1
-    assert runner.decode.replays > sum(1 for _ in runner.decode.captured) * USES
+    assert runner.decode.replays > uses
 
 
-def test_a_graph_stands_in_only_for_what_it_holds() -> None:
-    roomy = Key(8, 64, True, True)
-    assert roomy.serves(Key(4, 16, True, False)) and roomy.serves(roomy)
-    assert not roomy.serves(Key(16, 16, True, False)) and not roomy.serves(Key(4, 256, True, False))
-    assert not roomy.serves(Key(4, 16, False, False))
+def test_a_graph_serves_only_steps_that_fit_into_it() -> None:
+    large = Key(8, 64, True, True)
+    assert large.serves(Key(4, 16, True, False)) and large.serves(large)
+    assert not large.serves(Key(16, 16, True, False)) and not large.serves(Key(4, 256, True, False))
+    assert not large.serves(Key(4, 16, False, False))
     assert not Key(8, 64, True, False).serves(Key(4, 16, True, True))
 
 
 @pytest.mark.parametrize("count", [1, 3, 130])
-def test_tokens_are_fed_where_a_slot_is_named(count: int) -> None:
+def test_sampled_tokens_are_inserted_where_a_slot_is_given(count: int) -> None:
     draw = torch.Generator().manual_seed(count)
     tokens = torch.randint(0, 50, (count,), generator=draw, dtype=torch.int32)
     slots = torch.randint(-1, 9, (count,), generator=draw, dtype=torch.int32)
     last = torch.randint(100, 200, (9,), generator=draw, dtype=torch.int32)
     wanted = [int(last[s]) if s >= 0 else int(t) for s, t in zip(slots, tokens, strict=True)]
     by_torch = tokens.clone()
-    feed_tokens(tokens, slots, last)
+    insert_sampled_tokens(tokens, slots, last)
     assert tokens.tolist() == wanted
-    language.switch()
-    feed_tokens(by_torch, slots, last)
+    language.set_kernel_devices()
+    insert_sampled_tokens(by_torch, slots, last)
     assert by_torch.tolist() == wanted

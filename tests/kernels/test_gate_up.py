@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import gate_up, language
-from penstock.kernels.activation import KINDS
+from penstock.kernels.activation import ACTIVATION_CODES
 from penstock.kernels.gate_up import GateUp, gate_up_reference
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
 
 
 def _has() -> bool:
-    return gate_up.HOPPER and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return gate_up.HAS_GLUON and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 hopper = pytest.mark.skipif(not _has(), reason="needs a Hopper GPU")
@@ -48,7 +48,7 @@ def test_any_shape_equals_the_reference(tokens: int, inner: int, width: int) -> 
 
 
 @hopper
-@pytest.mark.parametrize("act", KINDS)
+@pytest.mark.parametrize("act", ACTIVATION_CODES)
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_activation_equals_the_reference(act: str, gate_first: bool, dtype: torch.dtype) -> None:
@@ -62,7 +62,7 @@ def test_every_activation_equals_the_reference(act: str, gate_first: bool, dtype
 def test_extreme_gates_stay_finite() -> None:
     x, weight = _made(128, 64, 128)
     x[0], x[1] = 1e4, -1e4
-    for act in KINDS:
+    for act in ACTIVATION_CODES:
         made = GateUp.of(weight, act, True)
         assert made is not None
         got = made(x).float()
@@ -93,11 +93,11 @@ def test_it_is_captured_and_launched_the_short_way() -> None:
     made = GateUp.of(weight, "silu", True)
     assert made is not None
     made(x), made(x)
-    before = gate_up._gate_up.quick
+    before = gate_up._gate_up.num_direct_launches
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = made(x)
-    assert gate_up._gate_up.quick == before + 1
+    assert gate_up._gate_up.num_direct_launches == before + 1
     x.copy_(_made(2000, 512, 1025)[0])
     graph.replay()
     _same(got, x, weight, "silu", True)
@@ -127,13 +127,17 @@ def test_a_block_takes_it_for_large_steps_alone() -> None:
     down = Linear(_made(1, 1024, 128)[1][:256], None)
     block = GatedMLP(Linear(weight, None), down, "silu")
     few_rows = x[: len(x) // 2]
-    assert block.joint is not None and block.joint.serves(x) and not block.joint.serves(few_rows)
+    assert (
+        block.fused_gate_up is not None
+        and block.fused_gate_up.serves(x)
+        and not block.fused_gate_up.serves(few_rows)
+    )
     got, few = block(x), block(few_rows)
-    language.switch()
+    language.set_kernel_devices()
     try:
         plain = block(x)
     finally:
-        language.switch("cuda")
+        language.set_kernel_devices("cuda")
     torch.testing.assert_close(got[: len(few)], few, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got, plain, atol=2e-2, rtol=2e-2)
 
@@ -141,13 +145,13 @@ def test_a_block_takes_it_for_large_steps_alone() -> None:
 @pytest.fixture
 def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[GateUp]:
     """For a device of 132 multiprocessors that is not there."""
-    if not gate_up.HOPPER:
+    if not gate_up.HAS_GLUON:
         monkeypatch.setattr(gate_up, "_described", lambda *args: None)
     monkeypatch.setattr(gate_up, "_programs", lambda device: 132)
     before = language._devices
-    language.switch("cpu")
+    language.set_kernel_devices("cpu")
     yield GateUp(torch.zeros(2 * 14336, 64, dtype=torch.bfloat16), "silu", True)
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 def test_it_serves_steps_that_fill_the_device(imagined: GateUp, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +163,9 @@ def test_it_serves_steps_that_fill_the_device(imagined: GateUp, monkeypatch: pyt
     assert [serves(tokens) for tokens in (768, 896, 1024, 2048, 4090)] == [False, True, True, True, True]
     x = torch.zeros(4096, 64, dtype=torch.bfloat16)
     assert not imagined.serves(x.half()) and not imagined.serves(torch.zeros(64, 4096).bfloat16().t())
-    monkeypatch.setattr(gate_up, "compiling", lambda: True)  # so that it is there when it is needed
+    monkeypatch.setattr(gate_up, "is_precompiling", lambda: True)  # so that it is there when it is needed
     assert imagined.serves(x[:1])
-    language.switch()
+    language.set_kernel_devices()
     assert not imagined.serves(x)
 
 
@@ -169,4 +173,4 @@ def test_no_block_on_a_cpu_has_it() -> None:
     block = GatedMLP(
         Linear(torch.zeros(256, 64).bfloat16(), None), Linear(torch.zeros(64, 128), None), "silu"
     )
-    assert block.joint is None
+    assert block.fused_gate_up is None

@@ -1,4 +1,4 @@
-"""What a graph would run, in Triton's interpreter: the bucket's rows and tokens, by the bucket's routes."""
+"""Steps as CUDA graphs run them, in Triton's interpreter: padded to the rows and tokens of a bucket."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
-from penstock.kernels.attention import attention_reference, flash_rows, short_rows
+from penstock.kernels.attention import attention_reference, flash_attention, short_attention
 from penstock.kernels.pooling import METHODS, pool, pool_reference
 from penstock.kvcache.store import KVStore
 from penstock.layers import attention
@@ -24,7 +24,7 @@ from penstock.runner.capture import Work
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, StepPlan, Task
 from penstock.weights.stream import open_weights
 from tests.helpers import ints, make_request, make_spec
@@ -48,16 +48,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def only_interpreted() -> None:
-    if not language.INTERPRETED:
+    if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu/test_graphs.py replays real graphs")
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every layer by its kernels, attention too, which asks for a CUDA tensor otherwise; memory that is not
-    written holds NaN."""
+    """Run every layer in its kernels, even attention, which needs CUDA otherwise. Unwritten memory is NaN."""
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, batch: Any, kind: Any = None, *_: Any, **__: Any
@@ -75,7 +74,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch, "empty", poisoned)
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
@@ -91,13 +90,18 @@ def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
 def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> StepPlan:
     wanted = params or (PoolingParams(),)
     requests = [make_request(str(i), lengths, params=p) for i, p in enumerate(wanted)]
-    return build_plan([Share(request, ints(range(len(lengths)))) for request in requests])
+    return build_plan([ScheduledRows(request, ints(range(len(lengths)))) for request in requests])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lengths", [(5,), (8, 8), (3, 70)])
-def test_a_padded_step_gives_what_the_plain_one_gives(
-    family: str, lengths: tuple[int, ...], kernels: None
+POOLED, PER_TOKEN = PoolingParams(), PoolingParams(Task.TOKEN_EMBED, dimensions=8)
+BOTH = (POOLED, PER_TOKEN)
+CASES = [(family, lengths, BOTH) for family in FAMILIES for lengths in ((5,), (8, 8))]
+CASES += [(family, (3, 70), (PER_TOKEN,)) for family in ("modernbert", "qwen3")]  # more than a short row
+
+
+@pytest.mark.parametrize(("family", "lengths", "outputs"), CASES)
+def test_a_padded_step_gives_what_an_unpadded_one_gives(
+    family: str, lengths: tuple[int, ...], outputs: tuple[PoolingParams, ...], kernels: None
 ) -> None:
     architecture, more = FAMILIES[family]
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
@@ -107,8 +111,8 @@ def test_a_padded_step_gives_what_the_plain_one_gives(
     pooler = Pooler(spec, model.heads, [])
     runner = ModelRunner(model, pooler, CPU, 2)
     graphs = Graphs(model, pooler, runner.staging, fake)
-    for wanted in ((PoolingParams(),), (PoolingParams(Task.TOKEN_EMBED, dimensions=8),)):
-        plan = plan_of(lengths, *wanted)
+    for params in outputs:
+        plan = plan_of(lengths, params)
         key = graphs.key_of(plan)
         assert key is not None
         with graphs.at_once():
@@ -120,7 +124,7 @@ def test_a_padded_step_gives_what_the_plain_one_gives(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("skipped", [False, True])
-def test_pooling_takes_empty_rows_behind_the_last(method: str, skipped: bool) -> None:
+def test_pooling_accepts_padding_rows(method: str, skipped: bool) -> None:
     hidden = torch.randn(12, 8)
     hidden[9:] = NAN
     cu = torch.tensor([0, 2, 9, 9, 9], dtype=torch.int32)
@@ -132,39 +136,43 @@ def test_pooling_takes_empty_rows_behind_the_last(method: str, skipped: bool) ->
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("longest", [32, 64, 256])
-def test_attention_takes_empty_rows_and_never_reads_beyond_the_last(causal: bool, longest: int) -> None:
+def test_attention_accepts_padding_rows_and_never_reads_past_the_last_token(
+    causal: bool, longest: int
+) -> None:
     qkv = torch.randn(40, 6, 16)
     qkv[30:] = NAN
     query, key, value = qkv.split([2, 2, 2], dim=1)
     cu = torch.tensor([0, 7, 30, 30, 30, 30], dtype=torch.int32)
-    own = short_rows if longest <= 64 else flash_rows
-    got = own(query, key, value, cu, max_length=longest, scale=0.25, causal=causal)
+    kernel = short_attention if longest <= 64 else flash_attention
+    got = kernel(query, key, value, cu, max_length=longest, scale=0.25, causal=causal)
     expected = attention_reference(query[:30], key[:30], value[:30], cu[:3], scale=0.25, causal=causal)
     torch.testing.assert_close(got[:30], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
-def by_kernels() -> Iterator[None]:
+def with_kernels() -> Iterator[None]:
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 BLOCK = 4
 
 
-def cut(
+def chunk(
     length: int, begin: int, end: int, table: tuple[int, ...] | None, number: int, params: PoolingParams
-) -> Share:
-    """One row's tokens from `begin` to `end`."""
+) -> ScheduledRows:
+    """The chunk of a row from token `begin` to `end`."""
     request = make_request(str(number), [length], params=params)
     request.token_ids[:] = (np.arange(length) * 7 + 31 * number) % 250
-    return Share(request, ints([0]), ints([begin]), ints([end]), (table,))
+    return ScheduledRows(request, ints([0]), ints([begin]), ints([end]), (table,))
 
 
 @pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])
-def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParams, by_kernels: None) -> None:
+def test_chunked_rows_in_padded_steps_give_what_whole_rows_give(
+    params: PoolingParams, with_kernels: None
+) -> None:
     architecture, more = FAMILIES["qwen3"]
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float16, CPU)
     with torch.inference_mode():
@@ -176,11 +184,15 @@ def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParam
     cache = store, torch.zeros((24, 32))
     runner = ModelRunner(model, pooler, CPU, 2, cache)
     graphs = Graphs(model, pooler, runner.staging, fake, cache=cache)
-    long, other = tuple(range(23, 12, -1)), (3, 7, 1, 9)
+    long, other = tuple(range(23, 16, -1)), (3, 7, 1)
     steps = [
-        [cut(42, 0, 13, long, 0, params)],
-        [cut(42, 13, 30, long, 0, params), cut(14, 0, 5, other, 1, params), cut(6, 0, 6, None, 2, params)],
-        [cut(42, 30, 42, long, 0, params), cut(14, 5, 14, other, 1, params)],
+        [chunk(26, 0, 7, long, 0, params)],
+        [
+            chunk(26, 7, 17, long, 0, params),
+            chunk(10, 0, 3, other, 1, params),
+            chunk(3, 0, 3, None, 2, params),
+        ],
+        [chunk(26, 17, 26, long, 0, params), chunk(10, 3, 10, other, 1, params)],
     ]
     parts: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
     for shares in steps:
@@ -202,9 +214,9 @@ def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParam
                 parts[number].append(np.array(outputs[0][begin:end]))
             elif row in ended:
                 parts[number].append(np.array(outputs[0][ended.index(row)])[None])
-    for number, length in ((0, 42), (1, 14), (2, 6)):
-        whole = cut(length, 0, length, None, number, params)
-        (expected,), _ = runner._step(build_plan([Share(whole.request, ints([0]))]))
+    for number, length in ((0, 26), (1, 10), (2, 3)):
+        whole = chunk(length, 0, length, None, number, params)
+        (expected,), _ = runner._step(build_plan([ScheduledRows(whole.request, ints([0]))]))
         np.testing.assert_allclose(np.concatenate(parts[number]), expected, atol=4e-3)
 
 

@@ -14,6 +14,7 @@ from penstock.kernels import language
 
 launch = pytest.importorskip("penstock.kernels.launch")
 tl = pytest.importorskip("triton.language")
+knobs = pytest.importorskip("triton.knobs")
 _async_compile = pytest.importorskip("triton.runtime._async_compile")
 
 
@@ -50,7 +51,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         return made.compiled[-1]
 
     monkeypatch.setattr(made, "run", run)
-    monkeypatch.setattr(launch, "_where", lambda: (0, 77))
+    monkeypatch.setattr(launch, "current_device_and_stream", lambda: (0, 77))
     return made
 
 
@@ -62,7 +63,7 @@ def test_the_second_launch_goes_straight_to_what_was_compiled(kernel: Any) -> No
     x, y = torch.zeros(64), torch.zeros(32)
     call(kernel, x)
     call(kernel, y, count=5, scale=0.25)
-    assert len(kernel.compiled) == 1 and kernel.quick == 1
+    assert len(kernel.compiled) == 1 and kernel.num_direct_launches == 1
     (args,) = kernel.compiled[0].launches
     assert args[:9] == (3, 1, 1, 77, 0, (1,), None, None, None)
     assert args[9] is y and args[11:] == (5, 0.25, 16, False)
@@ -82,7 +83,7 @@ def test_what_is_compiled_in_makes_another_form(kernel: Any, change: dict[str, A
     usual = {"x": torch.zeros(64)}
     for options in (usual, usual | change, usual, usual | change):
         call(kernel, **options)
-    assert len(kernel.compiled) == 2 and kernel.quick == 2
+    assert len(kernel.compiled) == 2 and kernel.num_direct_launches == 2
     assert [len(each.launches) for each in kernel.compiled] == [1, 1]
 
 
@@ -92,21 +93,21 @@ def test_what_is_compiled_in_makes_another_form(kernel: Any, change: dict[str, A
 def test_what_triton_looks_at_more_closely_is_left_to_it(kernel: Any, change: dict[str, Any]) -> None:
     for _ in range(3):
         call(kernel, **({"x": torch.zeros(64)} | change))
-    assert kernel.quick == 0 and len(kernel.compiled) == 3
+    assert kernel.num_direct_launches == 0 and len(kernel.compiled) == 3
 
 
 def test_another_device_has_its_own_form(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call(kernel, torch.zeros(64))
-    monkeypatch.setattr(launch, "_where", lambda: (1, 77))
+    monkeypatch.setattr(launch, "current_device_and_stream", lambda: (1, 77))
     call(kernel, torch.zeros(64))
     assert len(kernel.compiled) == 2
 
 
 def test_whoever_watches_launches_sees_them_all(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call(kernel, torch.zeros(64))
-    monkeypatch.setattr(launch.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
     call(kernel, torch.zeros(64))
-    assert kernel.quick == 0
+    assert kernel.num_direct_launches == 0
 
 
 def test_what_is_not_given_is_part_of_the_form(kernel: Any) -> None:
@@ -114,10 +115,10 @@ def test_what_is_not_given_is_part_of_the_form(kernel: Any) -> None:
     options = {"BLOCK": 16, "TWICE": False, "num_warps": 4}
     for _ in range(3):
         kernel[(3,)](x, None, 8, 0.5, **options)
-    assert len(kernel.compiled) == 1 and kernel.quick == 2
+    assert len(kernel.compiled) == 1 and kernel.num_direct_launches == 2
     assert kernel.compiled[0].launches[0][9:] == (x, None, 8, 0.5, 16, False)
     kernel[(3,)](x, x, 8, 0.5, **options)  # for Triton to look at
-    assert len(kernel.compiled) == 2 and kernel.quick == 2
+    assert len(kernel.compiled) == 2 and kernel.num_direct_launches == 2
 
 
 def test_a_tensor_that_is_copied_in_pieces_is_known_by_them(kernel: Any) -> None:
@@ -131,10 +132,10 @@ def test_a_tensor_that_is_copied_in_pieces_is_known_by_them(kernel: Any) -> None
     options = {"BLOCK": 16, "TWICE": False, "num_warps": 4}
     for rows, tensor in ((64, x), (64, y), (128, x), (64, x.half()), (128, y)):
         kernel[(3,)](pieces(rows, tensor), x, 8, 0.5, **options)
-    assert len(kernel.compiled) == 3 and kernel.quick == 2
+    assert len(kernel.compiled) == 3 and kernel.num_direct_launches == 2
     kernel[(3,)](x, x, 8, 0.5, **options)  # for Triton to look at
-    assert len(kernel.compiled) == 4 and kernel.quick == 2
-    bound = kernel.fixed(None, **options)
+    assert len(kernel.compiled) == 4 and kernel.num_direct_launches == 2
+    bound = kernel.bind(None, **options)
     for _ in range(2):
         bound(3, pieces(64, x), x, 8, 0.5)
     assert len(kernel.compiled) == 6
@@ -143,15 +144,15 @@ def test_a_tensor_that_is_copied_in_pieces_is_known_by_them(kernel: Any) -> None
 def test_a_kernel_of_unknown_make_is_never_remembered(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "run", lambda *args, **more: None)
     call(kernel, torch.zeros(64))
-    assert not kernel.forms
+    assert not kernel.compiled_kernels
 
 
 def test_a_kernel_with_its_constants_is_handed_addresses_from_its_second_launch_on(kernel: Any) -> None:
     x, y = torch.zeros(64), torch.zeros(32)
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     bound(3, x, x, 8, 0.5)
     bound(2, y, x, 5, 0.25)
-    assert len(kernel.compiled) == 1 and kernel.quick == 1
+    assert len(kernel.compiled) == 1 and kernel.num_direct_launches == 1
     (args,) = kernel.compiled[0].launches
     assert args[:9] == (2, 1, 1, 77, 0, (1,), None, None, None)
     assert args[9:] == (y.data_ptr(), x.data_ptr(), 5, 0.25, 16, False)
@@ -160,12 +161,12 @@ def test_a_kernel_with_its_constants_is_handed_addresses_from_its_second_launch_
 def test_a_kernel_with_its_constants_has_a_form_for_each_kind_of_tensor_and_device(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     wide, narrow = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
     for x in (wide, narrow, wide, narrow):
         bound(3, x, wide, 8, 0.5)
-    assert len(kernel.compiled) == 2 and kernel.quick == 2
-    monkeypatch.setattr(launch, "_where", lambda: (1, 77))
+    assert len(kernel.compiled) == 2 and kernel.num_direct_launches == 2
+    monkeypatch.setattr(launch, "current_device_and_stream", lambda: (1, 77))
     bound(3, wide, wide, 8, 0.5)
     assert len(kernel.compiled) == 3
 
@@ -185,27 +186,27 @@ def test_a_kernel_with_its_constants_has_a_form_for_each_kind_of_tensor_and_devi
 def test_what_triton_looks_at_more_closely_is_left_to_it_with_constants_too(
     kernel: Any, change: dict[str, Any]
 ) -> None:
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     given = {"x": torch.zeros(64), "count": 8, "scale": 0.5}
     for options in (given, given | change, given | change):
         bound(3, options["x"], torch.zeros(64), options["count"], options["scale"])
-    assert kernel.quick == 0 and len(kernel.compiled) == 3
+    assert kernel.num_direct_launches == 0 and len(kernel.compiled) == 3
     bound(3, torch.zeros(64), torch.zeros(64), 8, 0.5)
-    assert kernel.quick == 1
+    assert kernel.num_direct_launches == 1
 
 
 def test_whoever_watches_launches_sees_those_with_constants(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     args = torch.zeros(64), torch.zeros(64), 8, 0.5
     bound(3, *args)
     with monkeypatch.context() as patch:
-        patch.setattr(launch.knobs.runtime, "launch_exit_hook", SimpleNamespace(calls=[print]))
+        patch.setattr(knobs.runtime, "launch_exit_hook", SimpleNamespace(calls=[print]))
         bound(3, *args)
-        assert kernel.quick == 0
+        assert kernel.num_direct_launches == 0
     bound(3, *args)
-    assert kernel.quick == 1
+    assert kernel.num_direct_launches == 1
 
 
 def test_a_kernel_that_is_triton_s_own_takes_its_constants_at_each_launch() -> None:
@@ -215,13 +216,13 @@ def test_a_kernel_that_is_triton_s_own_takes_its_constants_at_each_launch() -> N
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **constants: launches.append((grid, args, constants))
 
-    language.fixed(Plain(), BLOCK=16)(3, "x", 8)
-    language.fixed(Plain(), (1, 0, 0), BLOCK=16)(2, "x", "y", 8)
+    language.bind(Plain(), BLOCK=16)(3, "x", 8)
+    language.bind(Plain(), (1, 0, 0), BLOCK=16)(2, "x", "y", 8)
     assert launches == [((3,), ("x", 8), {"BLOCK": 16}), ((2,), ("y", "x", "x", 8), {"BLOCK": 16})]
 
 
 def test_a_tensor_that_stands_for_several_is_given_once(kernel: Any) -> None:
-    bound = kernel.fixed((0, 0), BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind((0, 0), BLOCK=16, TWICE=False, num_warps=4)
     x, y = torch.zeros(64), torch.zeros(64)
     bound(3, x, 8, 0.5)
     bound(3, y, 5, 0.25)
@@ -229,15 +230,15 @@ def test_a_tensor_that_stands_for_several_is_given_once(kernel: Any) -> None:
     bound(3, y, 1 << 31, 0.25)
     (args,) = kernel.compiled[0].launches
     assert args[9:] == (y.data_ptr(), y.data_ptr(), 5, 0.25, 16, False)
-    assert kernel.quick == 1 and len(kernel.compiled) == 3
+    assert kernel.num_direct_launches == 1 and len(kernel.compiled) == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_with_constants_gives_the_same(device: torch.device) -> None:
-    made = language.jit(loose=("count",))(_scaled)
+    made = language.jit(unspecialized=("count",))(_scaled)
     if not isinstance(made, launch.Kernel):
         pytest.skip("this release of Triton launches by itself")
-    bound = made.fixed(None, BLOCK=16, TWICE=True, num_warps=1)
+    bound = made.bind(None, BLOCK=16, TWICE=True, num_warps=1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         for first in (0, 1):
             for count in (20, 9):
@@ -246,12 +247,12 @@ def test_with_constants_gives_the_same(device: torch.device) -> None:
                 bound(4, x, out, count, 0.5)
                 expected = torch.where(torch.arange(len(x), device=device) < count, x, 0)
                 torch.testing.assert_close(out, expected)
-    assert made.quick == 4
+    assert made.num_direct_launches == 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_both_ways_give_the_same(device: torch.device) -> None:
-    made = language.jit(loose=("count",))(_scaled)
+    made = language.jit(unspecialized=("count",))(_scaled)
     if not isinstance(made, launch.Kernel):
         pytest.skip("this release of Triton launches by itself")
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
@@ -264,36 +265,36 @@ def test_both_ways_give_the_same(device: torch.device) -> None:
                     torch.arange(len(x), device=device) < 20, x * (1.0 if twice else 0.5), 0
                 )
                 torch.testing.assert_close(out, expected)
-    assert made.quick == 8
+    assert made.num_direct_launches == 8
 
 
 def test_a_launch_that_is_repeated_is_looked_at_once(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = kernel.fixed((0, 0), BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind((0, 0), BLOCK=16, TWICE=False, num_warps=4)
     x = torch.zeros(64)
-    again = language.repeated(bound, 3, x, 8, 0.5)
+    again = language.replay(bound, 3, x, 8, 0.5)
     again()  # compiles
     again()  # goes the short way
-    assert len(kernel.compiled) == 1 and kernel.quick == 1
+    assert len(kernel.compiled) == 1 and kernel.num_direct_launches == 1
     monkeypatch.setattr(launch, "_address", None)  # nobody looks any more
     again()
     again()
     launches = kernel.compiled[0].launches
-    assert len(launches) == 3 and kernel.quick == 1 and len(set(launches)) == 1
+    assert len(launches) == 3 and kernel.num_direct_launches == 1 and len(set(launches)) == 1
     assert launches[0][9:] == (x.data_ptr(), x.data_ptr(), 8, 0.5, 16, False)
 
 
 def test_what_triton_looks_at_more_closely_it_looks_at_each_time(kernel: Any) -> None:
-    bound = kernel.fixed(None, BLOCK=16, TWICE=False, num_warps=4)
+    bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     bound(3, torch.zeros(64), torch.zeros(64), 8, 0.5)
-    again = language.repeated(bound, 3, torch.zeros(64)[1:], torch.zeros(64), 8, 0.5)
+    again = language.replay(bound, 3, torch.zeros(64)[1:], torch.zeros(64), 8, 0.5)
     for _ in range(3):
         again()
-    assert kernel.quick == 0 and len(kernel.compiled) == 4
+    assert kernel.num_direct_launches == 0 and len(kernel.compiled) == 4
 
 
 def test_a_launch_of_triton_s_own_is_repeated_as_it_is() -> None:
     launches: list[Any] = []
-    again = language.repeated(lambda *args: launches.append(args), 3, "x", 8)
+    again = language.replay(lambda *args: launches.append(args), 3, "x", 8)
     again()
     again()
     assert launches == [(3, "x", 8)] * 2
@@ -315,18 +316,18 @@ def test_kernels_ahead_are_compiled_by_threads_and_not_run(monkeypatch: pytest.M
         return Made() if mode is None else mode.submit(constants["BLOCK"], Made, lambda kernel: None)
 
     monkeypatch.setattr(launch.JITFunction, "run", run)
-    monkeypatch.setattr(launch, "_where", lambda: (0, 77))
+    monkeypatch.setattr(launch, "current_device_and_stream", lambda: (0, 77))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     kernel = launch.Kernel(_scaled, ("count",))
-    bound = kernel.fixed(None, BLOCK=64, TWICE=False)
+    bound = kernel.bind(None, BLOCK=64, TWICE=False)
     x = torch.zeros(64)
-    with launch.ahead(2):
+    with launch.precompile(2):
         for block in (16, 32, 16):
             kernel[(3,)](x, x, 8, 0.5, BLOCK=block, TWICE=False)
         bound(3, x, x, 8, 0.5)
     assert len(threads) == 3 and all(name.startswith("penstock-compile") for name in threads)
-    assert not kernel.forms and not bound.forms and kernel.quick == 0
+    assert not kernel.compiled_kernels and not bound.compiled_kernels and kernel.num_direct_launches == 0
     bound(3, x, x, 8, 0.5)  # is run again
 
 
@@ -341,11 +342,11 @@ def test_a_kernel_that_cannot_be_compiled_says_so_when_it_is_launched(
         return refused() if mode is None else mode.submit(1, refused, lambda kernel: None)
 
     monkeypatch.setattr(launch.JITFunction, "run", run)
-    monkeypatch.setattr(launch, "_where", lambda: (0, 77))
+    monkeypatch.setattr(launch, "current_device_and_stream", lambda: (0, 77))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     kernel = launch.Kernel(_scaled, ("count",))
-    with launch.ahead(2):
+    with launch.precompile(2):
         call(kernel, torch.zeros(64))
     with pytest.raises(ValueError, match="no such form"):
         call(kernel, torch.zeros(64))

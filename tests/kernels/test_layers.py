@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import SparseSpec
+from penstock.checkpoint.sparse import SparseSpec
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference
-from penstock.kernels.quantize import Quantized, Rows
+from penstock.kernels.quantize import Activations, Quantized
 from penstock.layers import attention
 from penstock.layers.attention import AttentionKind
 from penstock.layers.batch import Batch
@@ -28,7 +28,7 @@ from penstock.pooling.sparse import Splade
 from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
 from tests.helpers import make_spec
-from tests.layers.test_attention import ordered_batch
+from tests.layers.inputs import ordered_batch
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -57,14 +57,14 @@ SPARSE = (
 @pytest.fixture
 def kernels() -> Iterator[None]:
     before = language._devices
-    language.switch("cpu", "cuda")
+    language.set_kernel_devices("cpu", "cuda")
     yield
-    language.switch(*before)
+    language.set_kernel_devices(*before)
 
 
 @pytest.fixture(autouse=True)
 def only_interpreted() -> None:
-    if not language.INTERPRETED:
+    if not language.IS_INTERPRETED:
         pytest.skip("on a CUDA device tests/gpu compares whole models")
 
 
@@ -100,7 +100,7 @@ def test_a_quantised_model_answers_the_same_with_kernels(
     given: list[bool] = []
     product = Fp8Linear._product
 
-    def watched(self: Fp8Linear, x: Rows, bias: Tensor | None) -> Tensor:
+    def watched(self: Fp8Linear, x: Activations, bias: Tensor | None) -> Tensor:
         given.append(isinstance(x, Quantized))
         return product(self, x, bias)
 
@@ -116,7 +116,7 @@ def test_segments_are_looked_up(kernels: None) -> None:
     model = build_model("BertModel", SIZES, LayerBuilder(weights))
     types = torch.tensor([0, 0, 1, 0, 1, 1, 1], dtype=torch.int32)
     with_kernels = model(batch_with([3, 4], types))
-    language.switch()
+    language.set_kernel_devices()
     torch.testing.assert_close(with_kernels, model(batch_with([3, 4], types)), atol=1e-4, rtol=1e-4)
 
 

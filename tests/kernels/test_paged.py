@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.kernels.attention import attention_reference
-from penstock.kernels.paged import paged_reference, paged_rows, splits_for
+from penstock.kernels.paged import num_splits_for, paged_attention, paged_attention_reference
 
 PAGE = 16
 
@@ -45,7 +45,9 @@ def test_the_reference_is_causal_attention_over_the_rows(window: int | None, dev
     expected = attention_reference(
         query, keys[slots], values[slots], one, cu_keys, scale=0.2, causal=True, window=window
     )
-    got = paged_reference(query, keys, values, tables, lengths, block_size=PAGE, scale=0.2, window=window)
+    got = paged_attention_reference(
+        query, keys, values, tables, lengths, block_size=PAGE, scale=0.2, window=window
+    )
     close(got, expected)
 
 
@@ -57,10 +59,10 @@ def test_the_kernel_equals_the_reference(
 ) -> None:
     query, keys, values, tables, counts = memory([1, 16, 63, 64, 65, 200], heads, kv_heads, dim, device)
     options = {"block_size": PAGE, "scale": 0.2, "window": window}
-    expected = paged_reference(query, keys, values, tables, counts, **options)
+    expected = paged_attention_reference(query, keys, values, tables, counts, **options)
     room = torch.full((len(query) + 1, heads * dim + 5), 7.0, device=device, dtype=query.dtype)
     out = room[:-1, : heads * dim]
-    paged_rows(query, keys, values, tables, counts, splits=splits, out=out, **options)
+    paged_attention(query, keys, values, tables, counts, splits=splits, out=out, **options)
     close(out, expected)
     assert (room[-1] == 7).all() and (room[:, heads * dim :] == 7).all()
 
@@ -69,16 +71,16 @@ def test_the_kernel_equals_the_reference(
 def test_scores_are_bent_alike(splits: int, device: torch.device) -> None:
     query, keys, values, tables, counts = memory([3, 40, 130], 4, 2, 32, device)
     options = {"block_size": PAGE, "scale": 0.5, "softcap": 3.0}
-    expected = paged_reference(query, keys, values, tables, counts, **options)
+    expected = paged_attention_reference(query, keys, values, tables, counts, **options)
     out = torch.empty_like(expected)
-    paged_rows(query, keys, values, tables, counts, splits=splits, out=out, **options)
+    paged_attention(query, keys, values, tables, counts, splits=splits, out=out, **options)
     close(out, expected)
-    plain = paged_reference(query, keys, values, tables, counts, block_size=PAGE, scale=0.5)
+    plain = paged_attention_reference(query, keys, values, tables, counts, block_size=PAGE, scale=0.5)
     assert (plain - expected).abs().max() > 0.01
 
 
 def test_few_long_rows_are_split_and_many_short_ones_are_not() -> None:
-    assert splits_for(1, 8, 100) == 1
-    assert splits_for(1, 8, 32_000) == 16
-    assert splits_for(128, 8, 32_000) == 1
-    assert splits_for(16, 8, 2_000) == 4
+    assert num_splits_for(1, 8, 100) == 1
+    assert num_splits_for(1, 8, 32_000) == 16
+    assert num_splits_for(128, 8, 32_000) == 1
+    assert num_splits_for(16, 8, 2_000) == 4

@@ -6,12 +6,12 @@ import torch
 from penstock.kernels import pooling
 from penstock.kernels.pooling import (
     METHODS,
+    copy_rows,
+    copy_rows_reference,
+    normalize_rows,
+    normalize_rows_reference,
     pool,
     pool_reference,
-    put,
-    put_reference,
-    unit,
-    unit_reference,
 )
 
 
@@ -58,8 +58,8 @@ def test_sums_of_half_precision_are_fp32(device: torch.device) -> None:
 def test_unit_vectors_of_a_cut(width: int, device: torch.device) -> None:
     wide = torch.randn(5, 400, device=device).bfloat16()
     cut = wide[:, :width]
-    torch.testing.assert_close(unit(cut), unit_reference(cut), atol=1e-6, rtol=1e-5)
-    assert (unit(torch.zeros(2, 8, device=device)) == 0).all()
+    torch.testing.assert_close(normalize_rows(cut), normalize_rows_reference(cut), atol=1e-6, rtol=1e-5)
+    assert (normalize_rows(torch.zeros(2, 8, device=device)) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -69,7 +69,7 @@ def test_unit_vectors_of_chosen_rows_in_another_precision(
 ) -> None:
     vectors = torch.randn(5, 96, device=device).bfloat16()
     chosen = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
-    got, expected = unit(vectors, chosen, dtype), unit_reference(vectors, chosen, dtype)
+    got, expected = normalize_rows(vectors, chosen, dtype), normalize_rows_reference(vectors, chosen, dtype)
     assert got.dtype == dtype and got.shape == (5 if rows is None else len(rows), 96)
     torch.testing.assert_close(got, expected, atol=1e-6 if dtype == torch.float32 else 1e-3, rtol=1e-3)
 
@@ -82,6 +82,6 @@ def test_rows_are_put_where_they_belong(
     vectors = torch.randn(5, width, device=device).half()
     numbers = [torch.tensor(x, dtype=torch.int32, device=device) for x in (source, target)]
     stores = [torch.full((9, width), 7.0, device=device).half() for _ in range(2)]
-    put(vectors, numbers[0], stores[0], numbers[1])
-    put_reference(vectors, numbers[0], stores[1], numbers[1])
+    copy_rows(vectors, numbers[0], stores[0], numbers[1])
+    copy_rows_reference(vectors, numbers[0], stores[1], numbers[1])
     assert torch.equal(*stores) and (stores[0][[1, 2, 4, 5, 6]] == 7).all()

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from penstock.kernels import language
 from penstock.kernels.activation import (
-    KINDS,
+    ACTIVATION_CODES,
     bias_act_quantized,
     bias_act_reference,
-    gated_quantized,
-    gated_reference,
+    gated_activation_quantized,
+    gated_activation_reference,
 )
 from penstock.kernels.norm import (
     add_norm_quantized,
@@ -20,7 +20,14 @@ from penstock.kernels.norm import (
     norm_add_norm_quantized,
     norm_add_norm_reference,
 )
-from penstock.kernels.quantize import FP8, LARGEST, Quantized, plain, quantize, quantize_reference
+from penstock.kernels.quantize import (
+    FP8,
+    FP8_MAX,
+    Quantized,
+    dequantize,
+    quantize_rows,
+    quantize_rows_reference,
+)
 
 SHAPES = [(1, 16), (5, 384), (3, 37), (2, 1000), (2, 1536)]
 
@@ -44,13 +51,13 @@ def assert_stands_for(got: Quantized, expected: Tensor) -> None:
     assert got.values.dtype == FP8 and got.values.shape == expected.shape
     assert got.scales.dtype == torch.float32 and got.scales.shape == (len(expected), 1)
     bound = (expected.abs() / 16).maximum(2.0**-10 * got.scales) * 1.01
-    assert ((plain(got) - expected).abs() <= bound).all()
+    assert ((dequantize(got) - expected).abs() <= bound).all()
     largest = expected.abs().amax(1, keepdim=True)
-    torch.testing.assert_close(got.scales * LARGEST, largest, atol=1e-11, rtol=1e-4)
+    torch.testing.assert_close(got.scales * FP8_MAX, largest, atol=1e-11, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
-@pytest.mark.parametrize("of", [quantize, quantize_reference])
+@pytest.mark.parametrize("of", [quantize_rows, quantize_rows_reference])
 def test_a_row_is_scaled_by_its_own_largest_value(
     of: type[Quantized], rows: int, width: int, device: torch.device
 ) -> None:
@@ -60,26 +67,26 @@ def test_a_row_is_scaled_by_its_own_largest_value(
 
 def test_rows_may_lie_apart(device: torch.device) -> None:
     x = draw(device, 6, 64)[:, :48]
-    assert_stands_for(quantize(x), x)
+    assert_stands_for(quantize_rows(x), x)
 
 
-@pytest.mark.parametrize("of", [quantize, quantize_reference])
+@pytest.mark.parametrize("of", [quantize_rows, quantize_rows_reference])
 def test_zeros_stay_zeros_and_what_is_not_finite_shows(of: type[Quantized], device: torch.device) -> None:
     x = torch.zeros(3, 32, device=device)
     x[1, 7] = float("nan")
-    got = plain(of(x))
+    got = dequantize(of(x))
     assert (got[[0, 2]] == 0).all()
     assert got[1, 7].isnan()
 
 
 def test_the_kernel_writes_what_the_reference_does(device: torch.device) -> None:
     x = draw(device, 4, 96)
-    got, expected = quantize(x), quantize_reference(x)
+    got, expected = quantize_rows(x), quantize_rows_reference(x)
     torch.testing.assert_close(got.scales, expected.scales)
     assert (got.values.float() == expected.values.float()).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("act", KINDS)
+@pytest.mark.parametrize("act", ACTIVATION_CODES)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("width", [48, 1500])
 def test_an_activation_hands_on_quantised_rows(
@@ -90,12 +97,14 @@ def test_an_activation_hands_on_quantised_rows(
     assert_stands_for(bias_act_quantized(x, bias, act), bias_act_reference(x, bias, act))
 
 
-@pytest.mark.parametrize("act", KINDS)
+@pytest.mark.parametrize("act", ACTIVATION_CODES)
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("width", [48, 1500])
 def test_a_gate_hands_on_quantised_rows(act: str, gate_first: bool, width: int, device: torch.device) -> None:
     x = draw(device, 3, 2 * width)
-    assert_stands_for(gated_quantized(x, act, gate_first), gated_reference(x, act, gate_first))
+    assert_stands_for(
+        gated_activation_quantized(x, act, gate_first), gated_activation_reference(x, act, gate_first)
+    )
 
 
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
@@ -128,5 +137,5 @@ def test_a_norm_before_and_after_the_sum_hands_on_quantised_rows(
 
 
 def test_no_rows_are_no_work(device: torch.device) -> None:
-    assert quantize(torch.empty(0, 16, device=device)).values.shape == (0, 16)
-    assert gated_quantized(torch.empty(0, 32, device=device), "silu", True).values.shape == (0, 16)
+    assert quantize_rows(torch.empty(0, 16, device=device)).values.shape == (0, 16)
+    assert gated_activation_quantized(torch.empty(0, 32, device=device), "silu", True).values.shape == (0, 16)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels.rotary import HeadNorms, Keep, rotate_fused_, rotate_fused_reference
+from penstock.kernels.rotary import HeadNorms, KVCacheWrite, rotate_qkv_, rotate_qkv_reference
 
 LIMIT = 50
 
@@ -32,12 +32,12 @@ def test_the_fused_rotation_equals_the_reference(
         norms = HeadNorms(torch.rand(dim, device=device) + 0.5, torch.rand(dim, device=device) + 0.5, 1e-6)
         if size != dim:
             with pytest.raises(ValueError, match=f"{size} of {dim}"):
-                rotate_fused_(qkv, (queries, keys), positions, cos, sin, size=size, norms=norms)
+                rotate_qkv_(qkv, (queries, keys), positions, cos, sin, size=size, norms=norms)
             return
     gathered = [table.index_select(0, positions)[:, None] for table in (cos, sin)]
     options = {"size": size, "interleaved": interleaved, "norms": norms}
-    expected = rotate_fused_reference(qkv.clone(), (queries, keys), *gathered, **options)
-    got = rotate_fused_(qkv, (queries, keys), positions, cos, sin, **options)
+    expected = rotate_qkv_reference(qkv.clone(), (queries, keys), *gathered, **options)
+    got = rotate_qkv_(qkv, (queries, keys), positions, cos, sin, **options)
     for name, mine, theirs in zip(("query", "key", "value"), got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert got[0].data_ptr() == qkv.data_ptr()  # in place: nothing was copied
@@ -57,10 +57,10 @@ def test_keys_and_values_go_to_their_slots_on_the_way(
         HeadNorms(torch.rand(dim, device=device), torch.rand(dim, device=device), 1e-6) if normed else None
     )
     slots = torch.tensor([7, -1, 0, 3, -1], dtype=torch.int32, device=device)
-    memory = Keep(*(torch.full((9, keys, dim), 5.0, device=device) for _ in range(2)), slots)
+    memory = KVCacheWrite(*(torch.full((9, keys, dim), 5.0, device=device) for _ in range(2)), slots)
     options = {"size": dim, "interleaved": interleaved, "norms": norms}
-    plain = rotate_fused_(qkv.clone(), (queries, keys), positions, cos, sin, **options)
-    got = rotate_fused_(qkv, (queries, keys), positions, cos, sin, keep=memory, **options)
+    plain = rotate_qkv_(qkv.clone(), (queries, keys), positions, cos, sin, **options)
+    got = rotate_qkv_(qkv, (queries, keys), positions, cos, sin, keep=memory, **options)
     for mine, theirs in zip(got, plain, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
     for kept, made in zip(memory[:2], got[1:], strict=True):
@@ -70,7 +70,7 @@ def test_keys_and_values_go_to_their_slots_on_the_way(
 
 
 def test_a_head_that_turns_in_part_keeps_nothing(device: torch.device) -> None:
-    memory = Keep(torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), torch.zeros(2, dtype=torch.int32))
+    memory = KVCacheWrite(torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), torch.zeros(2, dtype=torch.int32))
     cos, sin = tables(4, device)
     with pytest.raises(ValueError, match="4 of 8"):
-        rotate_fused_(torch.zeros(2, 3, 8), (1, 1), memory.slots, cos, sin, size=4, keep=memory)
+        rotate_qkv_(torch.zeros(2, 3, 8), (1, 1), memory.slots, cos, sin, size=4, keep=memory)

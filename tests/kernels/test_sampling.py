@@ -1,3 +1,5 @@
+"""Sampling kernels: noise, filters, edits and the sampled tokens equal their references."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,36 +9,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import thresholds as filters
-from penstock.kernels.language import switch
+from penstock.kernels import logit_thresholds as filters
+from penstock.kernels.language import set_kernel_devices
+from penstock.kernels.logit_thresholds import logit_thresholds, logit_thresholds_reference
 from penstock.kernels.sampling import (
-    NOTHING,
-    PART,
-    ROUNDS,
-    UNSOUND,
-    WIDTH,
-    choose,
-    choose_reference,
-    logsum,
-    logsum_reference,
+    ALL_TOKENS_MASKED,
+    NON_FINITE_LOGITS,
+    PHILOX_ROUNDS,
+    SLOT_TABLE_WIDTH,
+    TOKENS_PER_PROGRAM,
+    logsumexp_and_ranks,
+    logsumexp_and_ranks_reference,
     philox_reference,
+    sample_tokens,
+    sample_tokens_reference,
 )
-from penstock.kernels.thresholds import thresholds, thresholds_reference
 from penstock.sampling import plan
 from penstock.sampling.plan import Column, SlotPlan
 from penstock.sampling.sampler import Sampler
 from penstock.types import SamplerParams
 from tests.helpers import ints
-from tests.sampling.test_plan import KINDS, SLOTS, Driver
+from tests.sampling.driver import KINDS, SLOTS, Driver
 
-VOCAB = PART + 905  # two parts, the second one ragged
+VOCAB = TOKENS_PER_PROGRAM + 905  # two programs, the second with fewer tokens
 
 
 @pytest.fixture
 def kernels(device: torch.device) -> Iterator[None]:
-    switch("cuda", "cpu")
+    set_kernel_devices("cuda", "cpu")
     yield
-    switch("cuda")
+    set_kernel_devices("cuda")
 
 
 def slots_table(params: list[SamplerParams], device: torch.device, vocab: int = VOCAB) -> Tensor:
@@ -50,8 +52,8 @@ def settings(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return table[:rows, :6].contiguous().view(torch.float32), table[:rows, 6:10]
 
 
-def test_kernels_number_the_columns_as_the_plan_does() -> None:
-    assert WIDTH == plan.WIDTH == Column.MIN_TOKENS + 1
+def test_the_kernels_columns_are_those_of_the_plan() -> None:
+    assert SLOT_TABLE_WIDTH == plan.WIDTH == Column.MIN_TOKENS + 1
     names = ("TEMPERATURE", "TOP_P", "MIN_P", "REPETITION", "PRESENCE", "FREQUENCY", "KEY")
     assert [Column[name] for name in names] == list(range(7))
     rest = ("STREAM", "TOP_K", "COUNT_ROW", "MASK_ROW", "WORK_ROW", "MIN_TOKENS")
@@ -59,7 +61,7 @@ def test_kernels_number_the_columns_as_the_plan_does() -> None:
 
 
 def test_noise_is_philox() -> None:
-    """Against the same rounds in unsigned 64-bit integers."""
+    """Compared with the same rounds in unsigned 64-bit integers."""
     keys = np.array([[7, 0, 0, 0], [0xFFFFFFFF, 0x80000001, 5, 1]], np.uint64)
     positions = np.array([0, 2**31 - 1], np.uint64)
     got = philox_reference(
@@ -73,7 +75,7 @@ def test_noise_is_philox() -> None:
             counter = np.uint64(token // 4096 * 1024 + token % 1024)
             c = [counter, positions[row], keys[row, 2], keys[row, 3]]
             k = [keys[row, 0], keys[row, 1]]
-            for _ in range(ROUNDS):
+            for _ in range(PHILOX_ROUNDS):
                 first, second = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
                 shift = np.uint64(32)
                 c = [second >> shift ^ c[1] ^ k[0], second & low, first >> shift ^ c[3] ^ k[1], first & low]
@@ -82,42 +84,42 @@ def test_noise_is_philox() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_choice_equals_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+def test_sampled_tokens_equal_the_reference(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     params = [
         SamplerParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))
     ]
     table = slots_table(params, device)
-    logits = (torch.randn(5, VOCAB + 9, device=device) * 2).to(dtype)[:, :VOCAB]  # rows lie apart
+    logits = (torch.randn(5, VOCAB + 9, device=device) * 2).to(dtype)[:, :VOCAB]  # strided rows
     order = torch.tensor([3, 0, 4, 1, 2], device=device, dtype=torch.int32)
     values, keys = settings(table, 5)
     at = order.long()
     positions = torch.tensor([0, 5, 2, 9, 1, 0], device=device, dtype=torch.int32)
     bounds = torch.tensor([float("-inf"), 9.0, 1.0, 2.5, float("-inf")], device=device)
     for thresholds_ in (None, bounds):
-        expected = choose_reference(logits, values[at, 0], keys[at], positions[at], thresholds_)
+        expected = sample_tokens_reference(logits, values[at, 0], keys[at], positions[at], thresholds_)
         before = positions.clone()
-        got = choose(logits, order, table, positions, thresholds=thresholds_)
+        got = sample_tokens(logits, order, table, positions, thresholds=thresholds_)
         assert got.tolist() == expected.tolist()
         assert (positions - before).tolist() == [1, 1, 1, 1, 1, 0]
 
 
-def test_equal_logits_give_the_first(device: torch.device) -> None:
+def test_equal_logits_give_the_first_token(device: torch.device) -> None:
     table = slots_table([SamplerParams(temperature=0)] * 2, device)
     logits = torch.zeros(2, VOCAB, device=device)
     logits[1, [700, 4500, 4999]] = 1.0
     slots = torch.arange(2, device=device, dtype=torch.int32)
     positions = torch.zeros(3, device=device, dtype=torch.int32)
-    assert choose(logits, slots, table, positions).tolist() == [0, 700]
+    assert sample_tokens(logits, slots, table, positions).tolist() == [0, 700]
 
 
-SPOILT = [float("nan"), float("inf")]
+NON_FINITE = [float("nan"), float("inf")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value", SPOILT)
+@pytest.mark.parametrize("value", NON_FINITE)
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_row_that_is_not_finite_is_told_and_others_are_as_they_were(
+def test_a_row_with_non_finite_logits_is_reported_and_changes_no_other_row(
     dtype: torch.dtype, value: float, whole: bool, device: torch.device
 ) -> None:
     torch.manual_seed(0)
@@ -129,46 +131,51 @@ def test_a_row_that_is_not_finite_is_told_and_others_are_as_they_were(
     bounds = torch.tensor([0.5, 0.5, float("nan"), float("nan")], device=device)
     for thresholds_ in (None, bounds):
         logits[2:] = torch.randn(2, VOCAB, device=device).to(dtype)
-        before = choose(logits, slots, table, zeros.clone(), thresholds=thresholds_)
+        before = sample_tokens(logits, slots, table, zeros.clone(), thresholds=thresholds_)
         logits[2:, slice(None) if whole else slice(4321, 4322)] = value
         last = zeros.clone()
-        got = choose(logits, slots, table, zeros.clone(), thresholds=thresholds_, last=last)
-        assert got.tolist() == [*before[:2].tolist(), UNSOUND, UNSOUND]
-        assert got.tolist() == choose_reference(logits, values[:, 0], keys, zeros[:4], thresholds_).tolist()
+        got = sample_tokens(logits, slots, table, zeros.clone(), thresholds=thresholds_, last=last)
+        assert got.tolist() == [*before[:2].tolist(), NON_FINITE_LOGITS, NON_FINITE_LOGITS]
+        assert (
+            got.tolist()
+            == sample_tokens_reference(logits, values[:, 0], keys, zeros[:4], thresholds_).tolist()
+        )
         assert last[:2].tolist() == before[:2].tolist()
         assert int(last.min()) >= 0 and int(last.max()) < VOCAB
 
 
-def test_a_row_of_which_nothing_is_left_is_told(device: torch.device) -> None:
+def test_a_row_whose_tokens_are_all_masked_is_reported(device: torch.device) -> None:
     table = slots_table([SamplerParams(temperature=0), SamplerParams(temperature=1)], device)
     logits = torch.full((2, VOCAB), float("-inf"), device=device)
     slots = torch.arange(2, device=device, dtype=torch.int32)
     positions, last = (torch.zeros(3, device=device, dtype=torch.int32) for _ in range(2))
-    assert choose(logits, slots, table, positions, last=last).tolist() == [NOTHING] * 2
+    assert sample_tokens(logits, slots, table, positions, last=last).tolist() == [ALL_TOKENS_MASKED] * 2
     assert int(last.min()) >= 0 and int(last.max()) < VOCAB
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on which the interpreter runs
-def test_whatever_rows_ask_for_one_that_is_not_finite_is_told(device: torch.device) -> None:
-    """With kernels and without: thresholds, edits and log probabilities of such rows do no harm."""
+def test_a_row_with_non_finite_logits_is_reported_whatever_it_asks_for(device: torch.device) -> None:
+    """With kernels and without. Each kind of row holds NaN in one step and inf in another."""
     slots = np.arange(len(EVERYTHING), dtype=np.int32)
     generator = torch.Generator().manual_seed(5)
     sound = (torch.randn(len(slots), VOCAB, generator=generator) * 3).to(device)
     found = []
     for kernels in (True, False):
-        switch(*(("cuda", "cpu") if kernels else ()))
-        for value in SPOILT:
-            for spoilt in range(len(EVERYTHING)):
-                sampler = Sampler(VOCAB, len(slots), device, seed=1)
-                for slot, params in enumerate(EVERYTHING):
-                    sampler.join(slot, params, ints([1, 2, 3]))
-                logits = sound.clone()
-                logits[spoilt] = value
-                got = sampler(logits, slots, torch.from_numpy(slots).to(device)).token_ids.tolist()
-                assert got[spoilt] == UNSOUND and sum(token < 0 for token in got) == 1
-                assert int(sampler.last.min()) >= 0 and int(sampler.last.max()) < VOCAB
-                found.append([*got[:spoilt], *got[spoilt + 1 :]])
+        set_kernel_devices(*(("cuda", "cpu") if kernels else ()))
+        for step in range(5):
+            sampler = Sampler(VOCAB, len(slots), device, seed=1)
+            for slot, params in enumerate(EVERYTHING):
+                sampler.join(slot, params, ints([1, 2, 3]))
+            logits = sound.clone()
+            with_nan, with_inf = [step, step + 5], [(step + 2) % 5, (step + 2) % 5 + 5]
+            logits[with_nan], logits[with_inf] = NON_FINITE
+            got = sampler(logits, slots, torch.from_numpy(slots).to(device)).token_ids.tolist()
+            spoilt = {*with_nan, *with_inf}
+            assert {row for row, token in enumerate(got) if token == NON_FINITE_LOGITS} == spoilt
+            assert int(sampler.last.min()) >= 0 and int(sampler.last.max()) < VOCAB
+            found.append([token for row, token in enumerate(got) if row not in spoilt])
+            assert min(found[-1]) >= 0
     assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
@@ -188,31 +195,33 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spread", [0.5, 4.0])
+@pytest.mark.parametrize(
+    ("dtype", "spread"),
+    [(torch.float32, 0.5), (torch.float32, 4.0), (torch.bfloat16, 0.5), (torch.float16, 4.0)],
+)
 def test_thresholds_keep_what_sorting_keeps(
     dtype: torch.dtype, spread: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filters, "_KEPT", 1024)  # so that rows of this size can have too many candidates
+    monkeypatch.setattr(filters, "_KEPT", 1024)  # so that these rows can have too many candidates
     torch.manual_seed(1)
     rows = len(FILTERS)
     table = slots_table(FILTERS, device)
     logits = (torch.randn(rows + 1, VOCAB, device=device) * spread).to(dtype)
     logits[:, 100:200] = float("-inf")
-    slots = torch.arange(rows + 1, device=device, dtype=torch.int32)  # the last asks for nothing
-    got = thresholds(logits, slots, table)
+    slots = torch.arange(rows + 1, device=device, dtype=torch.int32)  # the last row has no filter
+    got = logit_thresholds(logits, slots, table)
     assert got[-1] == float("-inf")
     values, _ = settings(table, rows)
     x = logits[:rows].float()
     top_k = table[:rows, Column.TOP_K]
-    expected = thresholds_reference(x, values[:, 0], top_k, values[:, 1], values[:, 2])
+    expected = logit_thresholds_reference(x, values[:, 0], top_k, values[:, 1], values[:, 2])
     kept, wanted = x >= got[:rows, None], x >= expected[:, None]
     probability = (x / values[:, :1]).softmax(dim=1)
     for row in range(rows):
         differs = kept[row] ^ wanted[row]
         if FILTERS[row].top_p == 1:
             assert not differs.any(), FILTERS[row]
-        # At the edge of a nucleus one more logit, or one less, is a matter of rounding.
+        # At the edge of the top-p set, rounding decides about one more or one less logit value.
         assert x[row][differs].unique().numel() <= 1, FILTERS[row]
         assert probability[row][kept[row]].sum() >= probability[row][wanted[row]].sum() * (
             1 - 1e-4 - differs.any().float() * 1e-2
@@ -227,7 +236,10 @@ def test_sums_and_ranks_equal_the_reference(dtype: torch.dtype, device: torch.de
     logits = (torch.randn(4, VOCAB, device=device) * 3).to(dtype)
     rows = torch.tensor([2, 0], device=device)
     chosen = torch.stack((logits[2].argmax(), torch.tensor(4999, device=device))).int()
-    got, expected = logsum(logits, rows, chosen), logsum_reference(logits, rows, chosen)
+    got, expected = (
+        logsumexp_and_ranks(logits, rows, chosen),
+        logsumexp_and_ranks_reference(logits, rows, chosen),
+    )
     torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=1e-6)
     assert got[1].tolist() == expected[1].tolist()
     assert dtype != torch.float32 or got[1][0] == 1
@@ -270,11 +282,11 @@ def run(steps: int, device: torch.device, dtype: torch.dtype) -> tuple[list[list
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("kernels")
-def test_a_batch_that_asks_for_everything_gives_the_tokens_of_plain_torch(
+def test_a_batch_with_every_option_gives_the_tokens_of_torch(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     got, scores = run(6, device, dtype)
-    switch()
+    set_kernel_devices()
     expected, wanted = run(6, device, dtype)
     assert got == expected
     for one, other in zip(scores, wanted, strict=True):
@@ -287,7 +299,7 @@ def test_a_batch_that_asks_for_everything_gives_the_tokens_of_plain_torch(
     assert columns[9].tolist()[:2] == [4001] * 2
 
 
-def come_and_go(seed: int) -> dict[int, list[int]]:
+def join_and_leave(seed: int) -> dict[int, list[int]]:
     rng, driver = np.random.default_rng(seed), Driver()
     for _ in range(12):
         waiting = [request for request in range(len(KINDS)) if request not in driver.slot_of]
@@ -300,10 +312,10 @@ def come_and_go(seed: int) -> dict[int, list[int]]:
     return driver.history
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter alone: its tensors are the CPU's")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CPU tensors, in the interpreter")
 @pytest.mark.usefixtures("kernels")
-def test_rows_that_come_and_go_have_the_tokens_of_plain_torch(seed: int) -> None:
-    got = come_and_go(seed)
-    switch()
-    assert got == come_and_go(seed)
+def test_sequences_that_join_and_leave_get_the_tokens_of_torch(seed: int) -> None:
+    got = join_and_leave(seed)
+    set_kernel_devices()
+    assert got == join_and_leave(seed)

@@ -13,38 +13,7 @@ from torch import Tensor
 
 from penstock.layers import attention
 from penstock.layers.attention import BIDIRECTIONAL, CAUSAL, AttentionKind, attend_fused
-from penstock.layers.batch import Batch, Limits
-from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
-from penstock.types import KeyLimits
-from tests.helpers import ints, make_request
-
-
-def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
-    """Rows by length; `keys` belongs to the lengths in that order, rising among equal ones."""
-    request = make_request("a", sorted(lengths), keys=keys)
-    plan = build_plan([Share(request, ints(range(len(lengths))))])
-    assert plan.slices[0].slots.tolist() == list(range(len(lengths)))
-    return Batch(
-        token_ids=torch.from_numpy(plan.token_ids),
-        positions=torch.from_numpy(plan.positions),
-        type_ids=None,
-        cu_lengths=torch.from_numpy(plan.cu_lengths),
-        lengths=torch.from_numpy(plan.lengths),
-        skip=None,
-        groups=plan.groups,
-        max_length=plan.max_length,
-        num_tokens=plan.num_tokens,
-        num_rows=plan.num_rows,
-        limits=None if plan.limits is None else _limits(plan.limits),
-    )
-
-
-def _limits(limits: KeyLimits) -> Limits:
-    tokens, cu_lengths, keys, cu_keys = (
-        torch.from_numpy(x) for x in (limits.tokens, limits.cu_lengths, limits.keys, limits.cu_keys)
-    )
-    return Limits(tokens.long(), cu_lengths, keys.long(), cu_keys, limits.max_length, limits.max_keys)
+from tests.layers.inputs import ordered_batch
 
 
 def by_rows(

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock import Engine
+from penstock.checkpoint.spec import describe
+from penstock.config import EngineConfig
 from penstock.errors import ConfigError
-from penstock.kernels.quantize import Quantized, quantize_reference
+from penstock.kernels.quantize import Quantized, quantize_rows_reference
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.int8 import Int8Linear
@@ -20,10 +21,12 @@ from penstock.layers.linear import Linear, make_linear
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.models.encoder import Encoder
 from penstock.models.registry import build_model
+from penstock.runner.base import Runner
+from penstock.runner.load import load_runner, settle
+from penstock.runner.model_runner import ModelRunner
 from penstock.weights.stream import open_weights
 from tests.checkpoints import write_bert
-from tests.layers.test_attention import ordered_batch
-from tests.layers.test_linear import draw
+from tests.layers.inputs import draw, ordered_batch
 
 SHAPES = [(1, 32, 48), (7, 48, 32), (130, 768, 96), (33, 64, 1024)]  # tokens, in, out
 CONFIG = {
@@ -62,9 +65,9 @@ def test_a_layer_stays_near_the_plain_form(
 
 def test_the_product_is_exact_for_what_the_fp8_values_stand_for() -> None:
     weight, x, bias = draw(48, 64), draw(9, 64, seed=1), draw(48, seed=2)
-    scaled = quantize_reference(weight)
+    scaled = quantize_rows_reference(weight)
     rounded = Linear(scaled.values.float() * scaled.scales, bias)
-    quantised = quantize_reference(x)
+    quantised = quantize_rows_reference(x)
     torch.testing.assert_close(Fp8Linear(weight, bias)(x), rounded(quantised))
     torch.testing.assert_close(Fp8Linear(weight, bias)(quantised), Fp8Linear(weight, bias)(x))
 
@@ -128,8 +131,17 @@ def test_norms_know_whom_they_feed() -> None:
 
 def test_a_number_beyond_the_models_layers_is_refused(tmp_path: Path) -> None:
     write_bert(tmp_path)
+
+    def load(*unquantized_layers: int) -> Runner:
+        config = EngineConfig(
+            model=str(tmp_path), device="cpu", quantization="int8", unquantized_layers=unquantized_layers
+        )
+        spec = describe(config)
+        return load_runner(spec, settle(config, spec)).runner
+
     with pytest.raises(ConfigError, match="has 2, but the model's layers are 0 to 1"):
-        Engine(str(tmp_path), device="cpu", quantization="int8", unquantized_layers=(0, 2))
-    with Engine(str(tmp_path), device="cpu", quantization="int8", unquantized_layers=(1,)) as engine:
-        layers = engine.local.engine.core.runner.model.layers  # type: ignore[attr-defined]
-        assert [isinstance(layer.qkv, Int8Linear) for layer in layers] == [True, False]
+        load(0, 2)
+    runner = load(1)
+    assert isinstance(runner, ModelRunner) and isinstance(runner.model, Encoder)
+    assert [isinstance(layer.qkv, Int8Linear) for layer in runner.model.layers] == [True, False]
+    runner.close()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.layers.activation import ACTIVATIONS
 from penstock.layers.int8 import Int8Linear
 from penstock.layers.linear import Linear, PackedLinear, make_linear
 from penstock.layers.norm import LayerNorm
+from tests.layers.inputs import draw
 
 SHAPES = [(1, 32, 48), (7, 48, 32), (130, 64, 96), (600, 33, 17)]  # tokens, in, out
 packed_only = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), SHAPES)

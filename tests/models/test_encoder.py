@@ -14,7 +14,7 @@ from penstock.layers.build import LayerBuilder
 from penstock.models.encoder import distance_bucket
 from penstock.models.registry import Model, build_model
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import StepPlan
 from penstock.weights.stream import DummySource, SafetensorsSource
 from tests.checkpoints import BERT_CONFIG, bert_tensors
@@ -49,7 +49,7 @@ def as_batch(plan: StepPlan) -> Batch:
 def hidden_of(model: Model, lengths: list[int], type_ids: list[int] | None = None) -> list[Tensor]:
     """Hidden states by row, in the order of `lengths`."""
     request = make_request("a", lengths, type_ids=type_ids)
-    plan = build_plan([Share(request, ints(range(len(lengths))))])
+    plan = build_plan([ScheduledRows(request, ints(range(len(lengths))))])
     with torch.inference_mode():
         rows = model(as_batch(plan)).split(plan.lengths.tolist())
     return [rows[int(slot)] for slot in plan.slices[0].slots]
@@ -215,7 +215,7 @@ def test_positions_that_are_not_absolute_are_refused() -> None:
 
 
 def test_an_unknown_activation_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'geglu' is not supported; known: gelu"):
+    with pytest.raises(ModelLoadError, match=r"'geglu' is not supported; supported: gelu"):
         load(tmp_path, bert_tensors(BERT_CONFIG), hidden_act="geglu")
 
 

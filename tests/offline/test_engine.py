@@ -9,7 +9,7 @@ import pytest
 
 from penstock import AsyncEngine, Engine
 from penstock.errors import BadValue, ConfigError, EngineUnavailable, ModelLoadError, NotPossible, RowFailed
-from penstock.offline import engine as offline
+from penstock.tasks import run as task_run
 from tests.checkpoints import BERT_CONFIG, WORDS, bert_tensors, write_bert
 
 TEXTS = [" ".join(WORDS[i % 50 : i % 50 + 1 + i % 17]) for i in range(100)]
@@ -47,7 +47,7 @@ def test_a_call_longer_than_a_window_comes_back_whole_and_in_order(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = engine.embed(TEXTS)
-    monkeypatch.setattr(offline, "WINDOW", 7)
+    monkeypatch.setattr(task_run, "WINDOW_ROWS", 7)
     np.testing.assert_allclose(engine.embed(TEXTS), whole, atol=1e-5)
 
 

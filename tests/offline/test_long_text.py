@@ -10,7 +10,7 @@ import pytest
 
 from penstock import AsyncEngine, Engine
 from penstock.errors import BadValue, NotPossible
-from penstock.offline import engine as offline
+from penstock.tasks import run as task_run
 from tests.checkpoints import WORDS, write_bert, write_json
 
 LONG = " ".join(WORDS[i % len(WORDS)] for i in range(150))  # the model takes 64 tokens
@@ -70,7 +70,7 @@ def test_cuts_and_casts_come_after_the_mean(engine: Engine) -> None:
 def test_windows_do_not_matter(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     mean = engine.embed(TEXTS, chunking="mean")
     late = engine.embed_chunks(["the water", MIDDLE, "people"], chunk_size=9)
-    monkeypatch.setattr(offline, "WINDOW", 1)
+    monkeypatch.setattr(task_run, "WINDOW_ROWS", 1)
     np.testing.assert_allclose(engine.embed(TEXTS, chunking="mean"), mean, atol=1e-5)
     again = engine.embed_chunks(["the water", MIDDLE, "people"], chunk_size=9)
     for one, other in zip(again, late, strict=True):
@@ -152,7 +152,7 @@ def test_the_async_engine_chunks_alike(folder: Path, engine: Engine) -> None:
 
 
 def test_spans_go_with_their_texts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offline, "WINDOW", 1)
+    monkeypatch.setattr(task_run, "WINDOW_ROWS", 1)
     first, second = engine.embed_chunks(["the water", "people go to it"], chunk_spans=[[(0, 3)], [(7, 12)]])
     tokens = engine.token_embed(["the water", "people go to it"], normalize=False)
     np.testing.assert_allclose(first.vectors, unit(tokens[0][None, :2].mean(axis=1)), atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import AsyncEngine, Engine
 from penstock.errors import BadValue, NotPossible
-from penstock.offline import engine as offline
+from penstock.tasks import run as task_run
 from penstock.types import PoolingParams, Request, Task
 from tests.checkpoints import WORDS, write_bert, write_cross_encoder
 
@@ -41,7 +41,7 @@ def test_a_score_does_not_depend_on_what_else_is_asked(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = engine.score(QUERY, DOCUMENTS)
-    monkeypatch.setattr(offline, "WINDOW", 7)
+    monkeypatch.setattr(task_run, "WINDOW_ROWS", 7)
     np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS), whole, atol=1e-5)
     backwards = engine.score(QUERY, DOCUMENTS[::-1])[::-1]
     np.testing.assert_allclose(backwards, whole, atol=1e-5)

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from penstock.kernels.blockwise import plain_blocks, quantize_blocks
+from penstock.kernels.blockwise import dequantize_blocks, quantize_blocks
 from tests.parity.decoders import MOE, Family
 
 STORED: dict[str, Any] = {
@@ -41,7 +41,7 @@ def write_blocks(name: str, root: Path) -> tuple[Path, Path]:
             continue
         blocks = quantize_blocks(tensors[tensor])
         tensors[tensor], tensors[f"{tensor}_scale_inv"] = blocks
-        said[tensor] = plain_blocks(blocks)
+        said[tensor] = dequantize_blocks(blocks)
     for folder, held in ((stored, tensors), (plain, said)):
         save_file(
             {key: held[key].contiguous() for key in held},

@@ -229,10 +229,10 @@ def test_scores_are_the_references(name: str, options: dict[str, Any], tmp_path:
         np.testing.assert_allclose(ours.score(TEXTS, TEXTS[::-1]), several, atol=2e-4)
         best = ours.rerank(TEXTS[1], documents, top_n=3)
         assert [row.index for row in best] == np.argsort(-np.array(expected), kind="stable")[:3].tolist()
-        places = ours.local.engine.core.scheduler.places
+        places = ours.local.engine.core.scheduler.vector_cache
         assert places is not None and places.query_hits > 0
         places.check_integrity()
-        if places.documents:
+        if places.keeps_documents:
             assert places.document_hits > len(TEXTS)
 
 
@@ -245,7 +245,7 @@ def test_an_instruction_has_no_place_in_a_late_model(tmp_path: Path) -> None:
 def test_a_salt_keeps_queries_apart(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
     with engine(tmp_path) as ours:
-        places = ours.local.engine.core.scheduler.places
+        places = ours.local.engine.core.scheduler.vector_cache
         assert places is not None
         for salt, hits in (("a", 0), ("b", 0), ("a", 1)):
             ours.score("who is there?", ["a", "b"], cache_salt=salt)

@@ -14,8 +14,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from tokenizers import processors
+from safetensors.torch import load_file
 
 from penstock import Engine
 from penstock.checkpoint.spec import describe
@@ -23,50 +22,13 @@ from penstock.config import EngineConfig
 from penstock.errors import BadValue, ConfigError, ModelLoadError
 from penstock.inputs.pairs import prepare_pairs
 from penstock.types import PoolingParams, Task
-from tests.parity.decoders import change_config, randomise
-from tests.parity.reference import byte_level_bpe, make_texts
+from tests.parity.decoders import change_config
+from tests.parity.reference import make_texts
+from tests.parity.rerankers import LIMIT, LONG, QWEN3, write, write_listwise
 
-LIMIT = 512
-SIZES: dict[str, Any] = {
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 80,
-    "max_position_embeddings": LIMIT,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
 QUERY = "how long is the water?"
 DOCUMENTS = [text for text in make_texts(14) if text] + ["{query} looks like a field", ""]
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-QWEN3 = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
-
-
-def write(folder: Path, name: str, *, seed: int = 0, bos: bool = False, **settings: Any) -> Path:
-    tokenizer = byte_level_bpe()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|embed_token|>", "<|rerank_token|>"])
-    tokenizer.add_tokens(["<think>", "</think>", "yes", "no", "Yes"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A" if bos else "$A", special_tokens=[("<s>", 0)]
-    )
-    kind = getattr(transformers, name)
-    model = kind(
-        kind.config_class(**SIZES | {"vocab_size": tokenizer.get_vocab_size() + 3} | settings)
-    ).eval()
-    randomise(model, seed)
-    model.get_input_embeddings().weight.data *= 0.3  # so that tied answers stay far from 0 and 1
-    model.save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=LIMIT,
-        pad_token="<pad>",
-        eos_token="</s>",
-        bos_token="<s>",
-    ).save_pretrained(folder)
-    return folder
 
 
 class Reference:
@@ -305,27 +267,10 @@ def test_what_cannot_be_asked_is_refused_when_the_model_is_read(tmp_path: Path) 
         read(hf_overrides={"classifier_from_token": "yes"})
     with pytest.raises(ConfigError, match=r"needs \{query\} and \{document\}"):
         read(score_template="{query}", hf_overrides=QWEN3)
-    with pytest.raises(ConfigError, match="read query and document together"):
+    with pytest.raises(ConfigError, match="reads query and document together"):
         read(score_template="{query} {document}")
     own = read(score_template="Q {query} D {document} A", hf_overrides={"classifier_from_token": ["Yes"]})
     assert own.score.template == ("Q {query} D {document}", " A") and own.score.outputs == (0,)
-
-
-LONG = 4096
-
-
-def write_listwise(folder: Path) -> Path:
-    write(folder, "Qwen3ForCausalLM", max_position_embeddings=LONG)
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop("lm_head.weight", None)
-    generator = torch.Generator().manual_seed(3)
-    for name, shape in {"projector.0.weight": (24, 48), "projector.2.weight": (512, 24)}.items():
-        tensors[name] = torch.randn(shape, generator=generator)
-    save_file(tensors, folder / "model.safetensors")
-    change_config(folder, lambda config: config | {"architectures": ["JinaForRanking"]})
-    change_tokenizer = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": LONG}
-    (folder / "tokenizer_config.json").write_text(json.dumps(change_tokenizer))
-    return folder
 
 
 class ListReference:

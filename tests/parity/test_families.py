@@ -86,7 +86,7 @@ def test_a_text_has_the_same_vector_alone_in_a_batch_and_in_any_order(pair: Pair
 
 
 def test_tokens_and_limit_are_those_of_the_reference(pair: Pair) -> None:
-    assert pair.engine.spec.limit == pair.reference.max_seq_length == LIMIT
+    assert pair.engine.spec.max_model_len == pair.reference.max_seq_length == LIMIT
     theirs = [pair.reference.tokenizer(text)["input_ids"] for text in TEXTS]
     assert pair.engine.tokenize(TEXTS) == theirs
 
@@ -133,7 +133,7 @@ def test_a_sentence_transformers_layout_gives_the_references_vectors(layout: str
     with open_engine(tmp_path / "model") as engine:
         ours, theirs = embed(engine, TEXTS), reference.encode(TEXTS)
         assert engine.spec.embed_dim == theirs.shape[1]
-        assert engine.spec.limit == reference.max_seq_length
+        assert engine.spec.max_model_len == reference.max_seq_length
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert cosines(ours, theirs).min() >= 0.99999
 

@@ -19,10 +19,10 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
 from penstock import AsyncEngine, Engine
-from penstock.engine.progress import rows_of
+from penstock.engine.progress import split_outputs
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_m3 as write_whole_m3
 from tests.parity.reference import FAMILIES, Vectors, make_texts, with_head, write_transformer
@@ -162,12 +162,12 @@ def test_a_step_of_mixed_rows_gives_each_what_it_gives_alone(tmp_path: Path) -> 
         requests = [
             engine.local.text.processor.prepare(str(i), TEXTS[i::3], kind) for i, kind in enumerate(kinds)
         ]
-        shares = [Share(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
+        shares = [ScheduledRows(request, np.arange(request.num_rows, dtype=np.int32)) for request in requests]
         plan = build_plan(shares)
-        mixed = rows_of(plan, runner.launch(plan).result().outputs)
+        mixed = split_outputs(plan, runner.launch(plan).result().outputs)
         for share, (_, (values,)) in zip(shares, mixed, strict=True):
             plan = build_plan([share])
-            ((_, (alone,)),) = rows_of(plan, runner.launch(plan).result().outputs)
+            ((_, (alone,)),) = split_outputs(plan, runner.launch(plan).result().outputs)
             np.testing.assert_allclose(values[..., -1], alone[..., -1], atol=2e-5)
             assert values.shape == alone.shape
 

@@ -9,19 +9,16 @@ pytest.importorskip("sentence_transformers")
 
 from benchmarks import parity_table
 from benchmarks.parity_table import AS_ALL, AS_WORST, MET, MISSED, judged
-from penstock.models.registry import FAMILIES
+from penstock.checkpoint.families import FAMILIES
 from penstock.types import Task
 from tests.parity.subjects import KINDS, subjects
 
-ENCODERS = set(FAMILIES) - {
-    *("gemma", "gemma2", "gpt2", "JinaForRanking", "phi3", "qwen3_moe"),
-    *("gemma3", "gemma3_text", "GritLM", "llama", "llama_bidirec", "ministral", "mistral", "qwen2", "qwen3"),
-}
+ENCODERS = {name for name, family in FAMILIES.items() if not family.is_decoder}
 
 
 def test_every_family_of_the_registry_is_in_the_table() -> None:
     found = {(subject.family, subject.task) for subject in subjects()}
-    embedders = set(FAMILIES) - {"JinaForRanking"}  # which ranks whole lists and nothing else
+    embedders = {name for name, family in FAMILIES.items() if not family.is_listwise}
     assert {family for family, _ in found} == embedders
     assert {(family, task) for family in embedders for task in (Task.EMBED, Task.TOKEN_EMBED)} <= found
     assert {(family, task) for family in ENCODERS for task in KINDS} <= found

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
+from penstock.checkpoint.pooling import PoolingSpec
 from penstock.layers.linear import Linear
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import Dense, cast, unit

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.checkpoint.spec import POOLING_METHODS
+from penstock.checkpoint.pooling import POOLING_METHODS
 from penstock.pooling.methods import METHODS
 from tests.pooling.ragged import batch_of
 

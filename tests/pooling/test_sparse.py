@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import SparseSpec
+from penstock.checkpoint.sparse import SparseSpec
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.spec import PoolingSpec
-from penstock.config import EngineConfig, Machine, resolve
+from penstock.checkpoint.pooling import PoolingSpec
+from penstock.config import EngineConfig, Machine, ModelFacts, resolve
 from penstock.errors import DeviceOutOfMemory
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
@@ -35,7 +35,7 @@ from penstock.runner.capture import FAILURES, Work
 from penstock.runner.graphs import USES, Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import OutputDtype, PoolingParams, StepPlan, Task
 from tests.helpers import ints, make_request
 
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 def plan_of(*lengths: int, params: PoolingParams | None = None, **more: Any) -> StepPlan:
     request = make_request("r", lengths, params=params, **more)
-    return build_plan([Share(request, ints(range(len(lengths))))])
+    return build_plan([ScheduledRows(request, ints(range(len(lengths))))])
 
 
 class Model:
@@ -52,8 +52,8 @@ class Model:
 
     hidden_size = 8
     causal = False
-    narrows = True
-    unneeded = ()
+    prunes_last_layer = True
+    ignored_tensors = ()
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -215,9 +215,9 @@ def test_a_large_graph_ends_with_the_tokens_that_are_read(
         model.seen.clear()
         (values,), _ = replayed(runner, graphs, plan)
         assert all(len(batch.needed.tokens) == batch.num_rows for batch in model.seen)
-        model.narrows = False
+        model.prunes_last_layer = False
         expected, _ = runner._step(plan)
-        model.narrows = True
+        model.prunes_last_layer = True
         np.testing.assert_allclose(values, expected[0], atol=1e-6)
     model.seen.clear()
     replayed(runner, graphs, plan_of(40, 40))  # too small for it
@@ -259,7 +259,7 @@ def test_mixed_steps_share_the_graph_of_the_model_alone() -> None:
     runner, graphs = make_runner()
     wants = (PoolingParams(), PoolingParams(dimensions=4), PoolingParams(Task.TOKEN_EMBED))
     requests = [make_request(str(i), [3, 8], params=params, skip=[1, 0]) for i, params in enumerate(wants)]
-    mixed = build_plan([Share(request, ints([0, 1])) for request in requests])
+    mixed = build_plan([ScheduledRows(request, ints([0, 1])) for request in requests])
     cut = plan_of(10, 23, params=PoolingParams(dimensions=4), skip=[1, 2])
     for plan in (mixed, cut, mixed):
         key = graphs.key_of(plan)
@@ -301,9 +301,9 @@ def test_steps_whose_kernels_are_only_compiled_tell_no_times(monkeypatch: pytest
     plan = plan_of(200, 300)
     key = graphs.key_of(plan)
     assert key is not None and [graphs.place(key, plan) for _ in range(USES)] == [None] * USES
-    monkeypatch.setattr(module, "compiling", lambda: True)
+    monkeypatch.setattr(module, "is_precompiling", lambda: True)
     graphs.observe(key, host_s=0.004, device_s=0.0001)
-    monkeypatch.setattr(module, "compiling", lambda: False)
+    monkeypatch.setattr(module, "is_precompiling", lambda: False)
     assert graphs.place(key, plan) is None, "nothing is known of it"
     graphs.observe(key, host_s=0.004, device_s=0.0001)
     assert graphs.place(key, plan) is not None
@@ -492,8 +492,8 @@ def test_what_cannot_be_replayed_has_no_key() -> None:
     assert graphs.key_of(plan_of(4, 5, keys=[2, 5])) is None
     adapted = make_request("a", [3])
     adapted.adapters = ints([0])
-    assert graphs.key_of(build_plan([Share(adapted, ints([0]))])) is None
-    kept = Share(make_request("k", [6]), ints([0]), ints([0]), ints([3]), ((0,),))
+    assert graphs.key_of(build_plan([ScheduledRows(adapted, ints([0]))])) is None
+    kept = ScheduledRows(make_request("k", [6]), ints([0]), ints([0]), ints([3]), ((0,),))
     assert graphs.key_of(build_plan([kept], block_size=16)) is None
     assert graphs.key_of(plan_of(TOKENS[-1] + 1)) is None
 
@@ -503,9 +503,9 @@ def cut_plan(remembered: int = 21) -> StepPlan:
     length, begin = remembered + 40, remembered
     table = tuple(range(3, 3 + -(-length // 16)))
     shares = [
-        Share(make_request("a", [length]), ints([0]), ints([begin]), ints([begin + 30]), (table,)),
-        Share(make_request("b", [9]), ints([0]), ints([0]), ints([4]), ((1,),)),
-        Share(make_request("c", [6]), ints([0]), ints([0]), ints([6]), (None,)),
+        ScheduledRows(make_request("a", [length]), ints([0]), ints([begin]), ints([begin + 30]), (table,)),
+        ScheduledRows(make_request("b", [9]), ints([0]), ints([0]), ints([4]), ((1,),)),
+        ScheduledRows(make_request("c", [6]), ints([0]), ints([0]), ints([6]), (None,)),
     ]
     return build_plan(shares, block_size=16)
 
@@ -570,4 +570,4 @@ def test_graphs_are_for_native_models_in_half_precision_on_cuda(
     changes: dict[str, Any], wanted: bool
 ) -> None:
     machine = Machine(cpus=2, cuda=True, bf16=True)
-    assert resolve(EngineConfig(**changes), model_limit=512, machine=machine).graphs is wanted
+    assert resolve(EngineConfig(**changes), ModelFacts(max_model_len=512), machine).graphs is wanted

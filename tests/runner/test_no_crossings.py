@@ -148,7 +148,7 @@ def test_the_trap_catches_a_violation(name: str, tmp_path: Path, monkeypatch: py
             return hidden
 
         submit(ours.engine, PoolingParams())  # harmless without the trap's help: the model is whole
-        bad.narrows = model.narrows  # type: ignore[attr-defined]
+        bad.prunes_last_layer = model.prunes_last_layer  # type: ignore[attr-defined]
         runner.model = bad
         submit(ours.engine, PoolingParams())
         with trapped(monkeypatch), pytest.raises(Exception, match=Crossing.__name__):

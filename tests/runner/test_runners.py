@@ -7,14 +7,17 @@ import torch
 from penstock.runner.null import NullRunner
 from penstock.runner.staging import Staging
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import OutputDtype, PoolingParams, StepPlan, Task
 from tests.helpers import ints, make_request
 
 
 def plan_of(*params: PoolingParams) -> StepPlan:
     return build_plan(
-        [Share(make_request(str(i), [3, 1, 2], params=p), ints([0, 1, 2])) for i, p in enumerate(params)]
+        [
+            ScheduledRows(make_request(str(i), [3, 1, 2], params=p), ints([0, 1, 2]))
+            for i, p in enumerate(params)
+        ]
     )
 
 

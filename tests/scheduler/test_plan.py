@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import OutputDtype, PoolingParams, Request, StepPlan
 from tests.helpers import ints, make_request, row_tokens
 
@@ -16,7 +16,7 @@ PARAMS = [PoolingParams(), PoolingParams(dimensions=4), PoolingParams(dtype=Outp
 
 
 @st.composite
-def shares(draw: st.DrawFn) -> list[Share]:
+def shares(draw: st.DrawFn) -> list[ScheduledRows]:
     out, first_token = [], 1
     for number in range(draw(st.integers(1, 6))):
         lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
@@ -34,7 +34,7 @@ def shares(draw: st.DrawFn) -> list[Share]:
         rows = draw(
             st.lists(st.integers(0, len(lengths) - 1), unique=True, min_size=1, max_size=len(lengths))
         )
-        out.append(Share(request, ints(rows)))
+        out.append(ScheduledRows(request, ints(rows)))
     return out
 
 
@@ -49,7 +49,7 @@ def rows_in_slots(plan: StepPlan) -> dict[int, tuple[Request, int]]:
 
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_a_plan_holds_exactly_the_rows_of_its_shares(given_shares: list[Share]) -> None:
+def test_a_plan_holds_exactly_the_rows_of_its_shares(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     placed = rows_in_slots(plan)
     wanted = [(share.request, int(row)) for share in given_shares for row in share.rows]
@@ -65,7 +65,7 @@ def test_a_plan_holds_exactly_the_rows_of_its_shares(given_shares: list[Share]) 
 @given(shares())
 @settings(max_examples=200, deadline=None)
 def test_segments_and_skips_follow_their_rows_and_are_zero_where_a_request_has_none(
-    given_shares: list[Share],
+    given_shares: list[ScheduledRows],
 ) -> None:
     plan = build_plan(given_shares)
     requests = [share.request for share in given_shares]
@@ -83,7 +83,7 @@ def test_segments_and_skips_follow_their_rows_and_are_zero_where_a_request_has_n
 
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_rows_are_ordered_by_length_and_groups_cover_them_all(given_shares: list[Share]) -> None:
+def test_rows_are_ordered_by_length_and_groups_cover_them_all(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     assert np.all(np.diff(plan.lengths) >= 0)
     assert plan.max_length == plan.lengths.max()
@@ -101,7 +101,7 @@ def test_rows_are_ordered_by_length_and_groups_cover_them_all(given_shares: list
 
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_every_row_stands_in_the_variant_of_its_own_parameters(given_shares: list[Share]) -> None:
+def test_every_row_stands_in_the_variant_of_its_own_parameters(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     kinds = {share.request.params for share in given_shares}
     assert {variant.params for variant in plan.variants} == kinds
@@ -119,7 +119,7 @@ def test_every_row_stands_in_the_variant_of_its_own_parameters(given_shares: lis
 
 @given(shares())
 @settings(max_examples=50, deadline=None)
-def test_all_integers_of_a_plan_are_int32(given_shares: list[Share]) -> None:
+def test_all_integers_of_a_plan_are_int32(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     arrays = [plan.token_ids, plan.positions, plan.cu_lengths, plan.lengths, plan.type_ids, plan.skip]
     arrays += [variant.rows for variant in plan.variants] + [piece.slots for piece in plan.slices]
@@ -128,7 +128,10 @@ def test_all_integers_of_a_plan_are_int32(given_shares: list[Share]) -> None:
 
 def test_rows_of_equal_length_keep_the_order_of_their_requests() -> None:
     plan = build_plan(
-        [Share(make_request("a", [3]), ints([0])), Share(make_request("b", [3], first_token=50), ints([0]))]
+        [
+            ScheduledRows(make_request("a", [3]), ints([0])),
+            ScheduledRows(make_request("b", [3], first_token=50), ints([0])),
+        ]
     )
     assert plan.token_ids.tolist() == [1, 2, 3, 50, 51, 52]
     assert len(plan.groups) == 1
@@ -136,14 +139,14 @@ def test_rows_of_equal_length_keep_the_order_of_their_requests() -> None:
 
 @pytest.mark.parametrize("lengths", [[1], [7]])
 def test_a_single_row_is_a_plan_of_its_own(lengths: list[int]) -> None:
-    plan = build_plan([Share(make_request("a", lengths), ints([0]))])
+    plan = build_plan([ScheduledRows(make_request("a", lengths), ints([0]))])
     assert plan.token_ids.tolist() == list(range(1, lengths[0] + 1))
     assert plan.cu_lengths.tolist() == [0, lengths[0]]
 
 
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[Share]) -> None:
+def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     seen: dict[int, int] = {}
     for slot, (request, row) in rows_in_slots(plan).items():
@@ -167,20 +170,20 @@ def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[Shar
 
 
 def test_key_limits_that_are_no_limits_leave_no_trace() -> None:
-    plan = build_plan([Share(make_request("a", [3, 5], keys=[3, 9]), ints([0, 1]))])
+    plan = build_plan([ScheduledRows(make_request("a", [3, 5], keys=[3, 9]), ints([0, 1]))])
     assert plan.limits is None and all(group.keys == 0 for group in plan.groups)
 
 
 def test_a_row_that_may_be_cut_has_no_key_limit() -> None:
     request = make_request("a", [4], keys=[2])
-    share = Share(request, ints([0]), ints([0]), ints([4]), (None,))
+    share = ScheduledRows(request, ints([0]), ints([0]), ints([4]), (None,))
     with pytest.raises(ValueError, match="no key limit"):
         build_plan([share], block_size=4)
 
 
 def test_rows_that_could_be_cut_but_run_whole_need_no_memory() -> None:
-    whole = Share(make_request("a", [4, 2]), ints([0, 1]), ints([0, 0]), ints([4, 2]), (None, None))
-    cut = Share(make_request("b", [9]), ints([0]), ints([0]), ints([3]), ([0, 1, 2],))
+    whole = ScheduledRows(make_request("a", [4, 2]), ints([0, 1]), ints([0, 0]), ints([4, 2]), (None, None))
+    cut = ScheduledRows(make_request("b", [9]), ints([0]), ints([0]), ints([3]), ([0, 1, 2],))
     alone, together = build_plan([whole], block_size=4), build_plan([whole, cut], block_size=4)
     assert alone.kv is None and alone.variants[0].rows is None
     assert together.kv is not None and together.kv.write_tokens.tolist() == [2, 3, 4]

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.errors import QueueFull
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.scheduler import Budget, Scheduler, Share
+from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from penstock.types import Request
 from tests.helpers import make_request
 
-BUDGET = Budget(tokens=32, rows=5, queued_tokens=200)
+BUDGET = Budget(max_tokens=32, max_rows=5, max_queued_tokens=200)
 STEP_S = 0.25
 
 
@@ -44,17 +44,17 @@ def place(request: Request) -> tuple[float, int]:
 
 @given(arrivals)
 @settings(max_examples=150, deadline=None)
-def test_every_request_is_finished_within_the_steps_that_its_place_in_line_allows(
+def test_every_request_finishes_within_the_steps_that_its_place_in_the_queue_allows(
     stream: list[Arrival],
 ) -> None:
-    """Each step runs at least one row of whoever is first, so a request ends after as many steps as
-    there are rows before it in line and its own, however many requests arrive behind it."""
+    """Each step runs at least one row of the first request. So a request ends after as many steps as it has
+    rows and there are rows before it, however many requests arrive behind it."""
     clock = itertools.accumulate(arrival.gap_s for arrival in stream)
     requests = [
         make_request(str(i), arrival.lengths, priority=arrival.priority, arrival_s=now)
         for i, (arrival, now) in enumerate(zip(stream, clock, strict=True))
     ]
-    scheduler = Scheduler(Budget(BUDGET.tokens, BUDGET.rows, 10**9))
+    scheduler = Scheduler(Budget(BUDGET.max_tokens, BUDGET.max_rows, 10**9))
     joined: dict[str, int] = {}
     finished: dict[str, int] = {}
     rows_run = dict.fromkeys((request.id for request in requests), 0)
@@ -63,12 +63,12 @@ def test_every_request_is_finished_within_the_steps_that_its_place_in_line_allow
         while waiting and waiting[0].arrival_s <= step * STEP_S:
             joined[waiting[0].id] = step
             scheduler.add(waiting.pop(0))
-        shares = scheduler.schedule()
-        for share in shares:
-            rows_run[share.request.id] += len(share.rows)
-            if rows_run[share.request.id] == share.request.num_rows:
-                finished[share.request.id] = step
-        if not shares and not waiting:
+        scheduled = scheduler.schedule()
+        for entry in scheduled:
+            rows_run[entry.request.id] += len(entry.rows)
+            if rows_run[entry.request.id] == entry.request.num_rows:
+                finished[entry.request.id] = step
+        if not scheduled and not waiting:
             break
     assert finished.keys() == rows_run.keys()
     for request in requests:
@@ -79,7 +79,7 @@ def test_every_request_is_finished_within_the_steps_that_its_place_in_line_allow
 @dataclass
 class Expected:
     request: Request
-    number: int  # how many came before it
+    number: int  # how many arrived before it
     rows: set[int]
 
     @property
@@ -92,7 +92,7 @@ class Expected:
 
 
 class Line(RuleBasedStateMachine):
-    """Adds, cancels, schedules and expires at random; ids are few, so they are used again."""
+    """Adds, cancels, schedules and expires at random; ids are few, so that they are reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Line(RuleBasedStateMachine):
         deadline = None if timeout_s is None else self.now_s + timeout_s
         request = make_request(name, lengths, priority=priority, arrival_s=self.now_s, deadline_s=deadline)
         queued = sum(expected.tokens for expected in self.waiting.values())
-        room = not queued or queued + request.num_tokens <= BUDGET.queued_tokens
+        room = not queued or queued + request.num_tokens <= BUDGET.max_queued_tokens
         try:
             self.scheduler.add(request)
             assert room
@@ -142,23 +142,23 @@ class Line(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         first = min(self.waiting.values(), key=lambda expected: expected.place)
-        shares = self.scheduler.schedule()
-        assert shares[0].request is first.request, "the first in line always runs"
-        self._check_budget(shares)
-        for share in shares:
-            expected = self.waiting[share.request.id]
-            taken = {int(row) for row in share.rows}
-            assert share.request is expected.request
-            assert len(taken) == len(share.rows) and taken <= expected.rows
+        scheduled = self.scheduler.schedule()
+        assert scheduled[0].request is first.request, "the first request in the queue always runs"
+        self._check_budget(scheduled)
+        for entry in scheduled:
+            expected = self.waiting[entry.request.id]
+            taken = {int(row) for row in entry.rows}
+            assert entry.request is expected.request
+            assert len(taken) == len(entry.rows) and taken <= expected.rows
             expected.rows -= taken
             if not expected.rows:
-                del self.waiting[share.request.id]
+                del self.waiting[entry.request.id]
 
     @invariant()
     def the_books_are_right(self) -> None:
-        line = self.scheduler.line
-        assert line.tokens == sum(expected.tokens for expected in self.waiting.values())
-        assert line.rows == sum(len(expected.rows) for expected in self.waiting.values())
+        line = self.scheduler.queue
+        assert line.num_tokens == sum(expected.tokens for expected in self.waiting.values())
+        assert line.num_rows == sum(len(expected.rows) for expected in self.waiting.values())
         assert {waiting.request.id for waiting in line} == self.waiting.keys()
         assert len(line) == len(self.waiting)
         assert all(name in line for name in self.waiting)
@@ -170,11 +170,11 @@ class Line(RuleBasedStateMachine):
         self.the_books_are_right()
 
     @staticmethod
-    def _check_budget(shares: list[Share]) -> None:
-        rows = sum(len(share.rows) for share in shares)
-        tokens = sum(int(share.request.lengths[share.rows].sum()) for share in shares)
-        assert rows <= BUDGET.rows
-        assert tokens <= BUDGET.tokens or rows == 1
+    def _check_budget(scheduled: list[ScheduledRows]) -> None:
+        rows = sum(len(entry.rows) for entry in scheduled)
+        tokens = sum(int(entry.request.lengths[entry.rows].sum()) for entry in scheduled)
+        assert rows <= BUDGET.max_rows
+        assert tokens <= BUDGET.max_tokens or rows == 1
 
 
 Line.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

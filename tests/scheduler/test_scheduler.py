@@ -4,32 +4,33 @@ import pytest
 
 from penstock.errors import QueueFull
 from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.scheduler import Budget, Chunking, Scheduler, Share
-from penstock.types import PoolingParams, Request, Task
-from tests.helpers import make_request
+from penstock.scheduler.scheduler import Budget, Chunking, ScheduledRows, Scheduler
+from penstock.types import PoolingParams, Request, SamplerParams, Task
+from tests.helpers import ints, make_request
 
 
 def scheduler_of(tokens: int = 100, rows: int = 100, queued_tokens: int = 10**9) -> Scheduler:
     return Scheduler(Budget(tokens, rows, queued_tokens))
 
 
-def ids(shares: list[Share]) -> list[str]:
-    return [share.request.id for share in shares]
+def ids(scheduled: list[ScheduledRows]) -> list[str]:
+    return [entry.request.id for entry in scheduled]
 
 
-def lengths(share: Share) -> list[int]:
-    return share.request.lengths[share.rows].tolist()
+def lengths(entry: ScheduledRows) -> list[int]:
+    return entry.request.lengths[entry.rows].tolist()
 
 
-def drain(scheduler: Scheduler) -> list[list[Share]]:
+def drain(scheduler: Scheduler) -> list[list[ScheduledRows]]:
     steps = []
-    while shares := scheduler.schedule():
-        steps.append(shares)
+    while scheduled := scheduler.schedule():
+        steps.append(scheduled)
     return steps
 
 
-def test_an_empty_line_gives_no_work() -> None:
+def test_an_empty_queue_gives_no_work() -> None:
     assert scheduler_of().schedule() == []
 
 
@@ -57,7 +58,7 @@ def test_a_step_never_exceeds_its_row_budget() -> None:
     scheduler = scheduler_of(tokens=10**6, rows=3)
     scheduler.add(make_request("a", [1] * 4))
     scheduler.add(make_request("b", [1] * 3))
-    assert [[len(share.rows) for share in step] for step in drain(scheduler)] == [[3], [1, 2], [1]]
+    assert [[len(entry.rows) for entry in step] for step in drain(scheduler)] == [[3], [1, 2], [1]]
 
 
 def test_a_request_too_large_for_one_step_runs_over_several_longest_rows_first() -> None:
@@ -90,7 +91,7 @@ def test_requests_behind_one_that_does_not_fit_fill_the_rest_of_the_step() -> No
     assert ids(scheduler.schedule()) == ["wide"]
 
 
-def test_the_one_that_was_passed_over_is_first_in_the_next_step() -> None:
+def test_a_request_that_was_passed_over_is_first_in_the_next_step() -> None:
     scheduler = scheduler_of(tokens=10)
     scheduler.add(make_request("first", [6]))
     scheduler.add(make_request("wide", [10]))
@@ -153,7 +154,7 @@ def test_a_steady_stream_of_urgent_requests_does_not_starve_a_patient_one() -> N
     assert now <= 3 * HEAD_START_S + step_s
 
 
-def test_a_large_request_lets_those_who_come_after_it_fill_its_gaps() -> None:
+def test_later_requests_fill_the_room_that_a_large_request_leaves() -> None:
     scheduler = scheduler_of(tokens=10)
     scheduler.add(make_request("bulk", [7] * 20))
     scheduler.add(make_request("small", [3]))
@@ -172,7 +173,7 @@ def test_cancelling_an_unknown_request_changes_nothing() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("a", [10]))
     assert not scheduler.cancel("stranger")
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (10, 1, 1)
 
 
 def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
@@ -181,7 +182,7 @@ def test_cancelling_a_half_run_request_drops_the_rest_of_its_rows() -> None:
     scheduler.schedule()
     assert scheduler.cancel("a")
     assert scheduler.schedule() == []
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (0, 0, 0)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (0, 0, 0)
 
 
 def expired_ids(scheduler: Scheduler, now_s: float) -> list[str]:
@@ -203,7 +204,7 @@ def test_requests_without_a_deadline_never_expire() -> None:
     assert ids(scheduler.schedule()) == ["a"]
 
 
-def test_only_those_past_their_deadline_expire() -> None:
+def test_only_requests_past_their_deadline_expire() -> None:
     scheduler = scheduler_of()
     for name, deadline in (("late", 1.0), ("early", 9.0), ("later", 2.0)):
         scheduler.add(make_request(name, [10], deadline_s=deadline))
@@ -229,14 +230,14 @@ def test_an_id_that_is_used_again_does_not_inherit_the_old_deadline() -> None:
     assert expired_ids(scheduler, 9.0) == ["a"]
 
 
-def test_the_next_deadline_is_the_earliest_of_those_who_wait() -> None:
+def test_the_next_deadline_is_the_earliest_of_the_waiting_requests() -> None:
     scheduler = scheduler_of()
-    assert scheduler.line.next_deadline_s() is None
+    assert scheduler.queue.next_deadline_s() is None
     scheduler.add(make_request("a", [10], deadline_s=7.0))
     scheduler.add(make_request("b", [10], deadline_s=3.0))
-    assert scheduler.line.next_deadline_s() == 3.0
+    assert scheduler.queue.next_deadline_s() == 3.0
     scheduler.cancel("b")
-    assert scheduler.line.next_deadline_s() == 7.0
+    assert scheduler.queue.next_deadline_s() == 7.0
 
 
 def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
@@ -244,33 +245,33 @@ def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
     for number in range(1000):
         scheduler.add(make_request(str(number), [10], deadline_s=1e6 + number))
         scheduler.schedule()
-    assert len(scheduler.line._deadlines) < 200
+    assert len(scheduler.queue._deadlines) < 200
 
 
-def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
+def test_a_full_queue_refuses_and_says_how_full_it_is() -> None:
     scheduler = scheduler_of(queued_tokens=100)
     scheduler.add(make_request("a", [60]))
     with pytest.raises(QueueFull, match="60 tokens are waiting and at most 100"):
         scheduler.add(make_request("b", [41]))
     scheduler.add(make_request("c", [40]))
-    assert scheduler.line.tokens == 100
-    assert "b" not in scheduler.line
+    assert scheduler.queue.num_tokens == 100
+    assert "b" not in scheduler.queue
 
 
-def test_an_empty_line_takes_a_request_of_any_size() -> None:
+def test_an_empty_queue_takes_a_request_of_any_size() -> None:
     scheduler = scheduler_of(tokens=10, queued_tokens=20)
     scheduler.add(make_request("bulk", [10] * 30))
     assert len(drain(scheduler)) == 30
 
 
-def test_the_line_takes_requests_again_once_it_has_moved() -> None:
+def test_a_full_queue_takes_requests_again_after_a_step() -> None:
     scheduler = scheduler_of(tokens=50, queued_tokens=100)
     scheduler.add(make_request("a", [50, 50]))
     with pytest.raises(QueueFull):
         scheduler.add(make_request("b", [50]))
     scheduler.schedule()
     scheduler.add(make_request("b", [50]))
-    assert scheduler.line.tokens == 100
+    assert scheduler.queue.num_tokens == 100
 
 
 def test_a_refused_request_leaves_no_trace() -> None:
@@ -280,18 +281,18 @@ def test_a_refused_request_leaves_no_trace() -> None:
     with pytest.raises(QueueFull):
         scheduler.add(refused)
     assert expired_ids(scheduler, 2.0) == []
-    assert (scheduler.line.tokens, scheduler.line.rows, len(scheduler.line)) == (10, 1, 1)
+    assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (10, 1, 1)
 
 
-def test_large_rows_are_chosen_so_that_they_fill_the_step_behind_the_first_in_line() -> None:
+def test_large_rows_are_chosen_to_fill_the_step_behind_the_first_in_the_queue() -> None:
     scheduler = scheduler_of(tokens=100)
     for name, length in (("a", 50), ("b", 30), ("c", 70), ("d", 49), ("e", 50)):
         scheduler.add(make_request(name, [length]))
-    # "e" fits beside "a" exactly. Then "b" is the first in line, and "c" fills what it leaves.
+    # "e" fits beside "a" exactly. Then "b" is the first in the queue, and "c" fills the room that it leaves.
     assert [sorted(ids(step)) for step in drain(scheduler)] == [["a", "e"], ["b", "c"], ["d"]]
 
 
-def test_small_rows_come_in_order_even_where_a_large_one_would_fill_more() -> None:
+def test_small_rows_run_in_order_even_where_a_large_one_would_fill_more() -> None:
     scheduler = scheduler_of(tokens=100)
     for name, length in (("a", 20), ("b", 20), ("c", 20), ("d", 45), ("e", 40)):
         scheduler.add(make_request(name, [length]))
@@ -303,43 +304,85 @@ TOKENS = PoolingParams(Task.TOKEN_EMBED)
 
 
 def limited(chunked: bool, output_bytes: int = 40, tokens: int = 100) -> Scheduler:
-    """A token of a row whose tokens leave the engine has four bytes."""
+    """A scheduler with a bound on outputs, where each token of a per-token task outputs four bytes."""
     chunking = Chunking(BlockPool(64, 4), tokens) if chunked else None
     budget = Budget(tokens, 100, 10**9, output_bytes)
     return Scheduler(budget, chunking, token_bytes=lambda params: 4 if params.per_token else 0)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_token_vectors_that_leave_a_step_are_bounded_and_other_rows_fill_it(chunked: bool) -> None:
+def test_token_outputs_of_a_step_are_bounded_and_other_rows_fill_it(chunked: bool) -> None:
     scheduler = limited(chunked)
     scheduler.add(make_request("a", [4, 4, 4], params=TOKENS))
     scheduler.add(make_request("b", [3, 3], params=TOKENS))
     scheduler.add(make_request("c", [50]))
     steps = drain(scheduler)
-    assert [[(share.request.id, lengths(share)) for share in step] for step in steps] == [
+    assert [[(entry.request.id, lengths(entry)) for entry in step] for step in steps] == [
         [("a", [4, 4]), ("c", [50])],
         [("a", [4]), ("b", [3, 3])],
     ]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_row_beyond_the_bound_runs_whole_and_lets_no_other_in(chunked: bool) -> None:
+def test_a_row_beyond_the_output_bound_runs_whole_and_without_others(chunked: bool) -> None:
     scheduler = limited(chunked)
     scheduler.add(make_request("a", [30, 2], params=TOKENS))
-    assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[30]], [[2]]]
-    assert scheduler.line.tokens == scheduler.line.rows == 0
+    assert [[lengths(entry) for entry in step] for step in drain(scheduler)] == [[[30]], [[2]]]
+    assert scheduler.queue.num_tokens == scheduler.queue.num_rows == 0
 
 
-def test_a_row_that_is_cut_by_the_step_goes_on_whatever_leaves_it() -> None:
+def test_a_chunked_row_continues_whatever_it_outputs() -> None:
     scheduler = limited(chunked=True, tokens=20)
     scheduler.add(make_request("a", [45], params=TOKENS))
-    ends = [share.ends.tolist() for step in drain(scheduler) for share in step if share.ends is not None]
+    ends = [entry.ends.tolist() for step in drain(scheduler) for entry in step if entry.ends is not None]
     assert ends == [[20], [40], [45]]
 
 
-def test_further_outputs_of_a_row_count_too() -> None:
+def test_every_output_of_a_row_counts_towards_the_bound() -> None:
     scheduler = limited(chunked=False)
     request = make_request("a", [5, 5])
     request.also = (TOKENS, TOKENS)
     scheduler.add(request)
-    assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[5]], [[5]]]
+    assert [[lengths(entry) for entry in step] for step in drain(scheduler)] == [[[5]], [[5]]]
+
+
+def prefix_caching_scheduler(pool: BlockPool) -> Scheduler:
+    return Scheduler(Budget(100, 100, 10**9), Chunking(pool, 100, prefix_caching=True))
+
+
+def run_with_prefixes(scheduler: Scheduler, request: Request) -> tuple[int, ...]:
+    """Run requests of one row; returns the number of tokens that came from the prefix cache."""
+    request.reuse_prefix = True
+    scheduler.add(request)
+    (step,) = drain(scheduler)
+    assert step[0].begins is not None
+    return tuple(step[0].begins.tolist())
+
+
+def test_rows_of_equal_tokens_share_the_blocks_of_their_prefix() -> None:
+    scheduler = prefix_caching_scheduler(BlockPool(64, 4))
+    assert run_with_prefixes(scheduler, make_request("a", [17])) == (0,)
+    assert run_with_prefixes(scheduler, make_request("b", [17])) == (16,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("adapters", [0]), ("adapters", [1]), ("type_ids", [1] * 17), ("keys", [9])], ids=str
+)
+def test_rows_whose_hidden_states_differ_share_no_prefix_block(name: str, value: list[int]) -> None:
+    scheduler = prefix_caching_scheduler(BlockPool(64, 4))
+    run_with_prefixes(scheduler, make_request("a", [17]))
+    for again, cached in (("b", 0), ("c", 16)):
+        request = make_request(again, [17])
+        setattr(request, name, ints(value))
+        assert run_with_prefixes(scheduler, request) == (cached,)
+
+
+def test_rows_that_generate_share_no_prefix_block_with_rows_that_are_pooled() -> None:
+    pool = BlockPool(64, 4)
+    run_with_prefixes(prefix_caching_scheduler(pool), make_request("a", [17]))
+    generation = GenerationScheduler(pool, GenerationLimits(4, 100, 100, 64, 1000))
+    request = make_request("b", [17], params=PoolingParams(Task.GENERATE))
+    request.sampling = SamplerParams(max_tokens=2)
+    generation.add(request)
+    assert generation.schedule(0.0) is not None
+    assert pool.hit_tokens == 0

@@ -1,4 +1,4 @@
-"""Processes that are begun before their order is known."""
+"""Child processes that are spawned before their configuration is known."""
 
 from __future__ import annotations
 
@@ -10,31 +10,46 @@ import pytest
 from penstock.serving.child import Child, engine_child, spawned_engine
 
 
-def test_an_order_goes_to_the_process_that_was_begun() -> None:
+def test_start_sends_the_configuration_to_a_spawned_process() -> None:
     child = Child("json.tool")
-    child.begin()
-    process = child.process
-    assert process is not None and process.poll() is None
-    child.order = b"{}"
+    process = child.spawn()
+    assert child.process is process and process.poll() is None
+    child.config = b"{}"
     child.start()
     assert child.process is process and process.wait(20) == 0
-    assert child.died() == 0 and child.restarts == 1
-    child.order = b"no JSON"
-    child.start()  # a new one
+    assert child.poll_exit() == 0 and child.num_restarts == 1
+    child.config = b"no JSON"
+    child.start()  # spawns a new process
     assert child.process is not None and child.process is not process and child.process.wait(20) == 1
 
 
-def test_a_process_that_ended_before_its_order_is_noticed_as_any_other() -> None:
-    child = Child("json.tool", order=b"{}" * 100_000)
-    child.begin()
-    assert child.process is not None
-    child.process.kill()
-    child.process.wait()
+def test_a_process_that_exits_before_its_configuration_is_reported_like_any_other() -> None:
+    child = Child("json.tool", config=b"{}" * 100_000)
+    process = child.spawn()
+    process.kill()
+    process.wait()
     child.start()
-    assert child.died() == -9
+    assert child.poll_exit() == -9
 
 
-def test_whatever_goes_wrong_meanwhile_ends_the_engine() -> None:
+def test_the_restart_delay_doubles_with_early_exits_up_to_its_maximum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("penstock.serving.child.time.monotonic", lambda: now_s)
+    delays_s, child = [], Child("json.tool")
+    for lifetime_s in (0.1,) * 10 + (61.0, 0.1):
+        process = child.spawn()
+        process.kill()
+        process.wait()
+        now_s += lifetime_s
+        assert child.poll_exit() == -9 and child.restart_at_s is not None
+        delays_s.append(round(child.restart_at_s - now_s, 3))
+    assert delays_s == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0, 0.2, 0.2]
+    assert child.num_restarts == 12
+
+
+def test_an_exception_before_the_launch_stops_the_spawned_engine() -> None:
     with pytest.raises(ValueError, match="wrong"), spawned_engine("null") as child:
         process = child.process
         assert process is not None and process.poll() is None
@@ -42,7 +57,7 @@ def test_whatever_goes_wrong_meanwhile_ends_the_engine() -> None:
     assert process.poll() is not None
 
 
-def test_an_engine_that_gets_no_order_leaves_without_a_word() -> None:
+def test_an_engine_process_without_a_configuration_exits_silently() -> None:
     child = engine_child("null")
     command = [sys.executable, "-m", child.module, *child.arguments]
     ran = subprocess.run(command, input=b"", capture_output=True, timeout=60)
@@ -50,14 +65,14 @@ def test_an_engine_that_gets_no_order_leaves_without_a_word() -> None:
 
 
 @pytest.mark.parametrize(("device", "imported"), [("null", "False"), ("cpu", "True")])
-def test_what_takes_longest_is_begun_with_where_it_is_needed(device: str, imported: str) -> None:
-    script = f"import sys; from penstock.serving.engine_process import begin; begin({device!r}); "
+def test_torch_is_preloaded_only_for_devices_that_need_it(device: str, imported: str) -> None:
+    script = f"import sys; from penstock.serving.engine_process import preload; preload({device!r}); "
     script += "print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert ran.stdout.strip() == imported, ran.stderr
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto", "cuda:x"])
-def test_a_machine_without_a_driver_is_no_hindrance(device: str) -> None:
-    script = f"from penstock.serving.engine_process import _wake_driver; _wake_driver({device!r})"
+def test_preloading_works_without_a_cuda_driver(device: str) -> None:
+    script = f"from penstock.serving.engine_process import _create_cuda_context as f; f({device!r})"
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0

@@ -1,4 +1,4 @@
-"""The engine's loop: how much of a flood of messages it takes before the device gets a step."""
+"""The engine server: how many messages of a burst it reads before it launches a step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.engine.fakes import ManualRunner, make_core
 from tests.helpers import make_request
 
 
-class Flood:
-    """A server whose turns the test takes, and a client that has sent all it had."""
+class Burst:
+    """A server that the test steps by hand, and a client that has sent all its messages."""
 
     def __init__(self, address: str, core: EngineCore) -> None:
         self.core = core
@@ -32,12 +32,12 @@ class Flood:
         for number in range(count):
             self.client.send_multipart(pack_requests([make_request(f"r{number}", [tokens])]))
 
-    def turn(self) -> int:
-        """How many messages it took; waits for the first."""
-        assert self.server._socket.poll(5000)
-        before = self.core.scheduler.line.tokens
+    def receive(self) -> int:
+        """Handle messages as in one iteration of the server; returns the tokens they queued."""
+        assert self.server._socket.poll(30_000)
+        before = self.core.scheduler.queue.num_tokens
         self.server._receive()
-        return self.core.scheduler.line.tokens - before
+        return self.core.scheduler.queue.num_tokens - before
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -45,11 +45,11 @@ class Flood:
 
 
 @pytest.fixture
-def flood(tmp_path: Path) -> Iterator[Callable[[EngineCore], Flood]]:
-    made: list[Flood] = []
+def open_burst(tmp_path: Path) -> Iterator[Callable[[EngineCore], Burst]]:
+    made: list[Burst] = []
 
-    def make(core: EngineCore) -> Flood:
-        made.append(Flood(f"ipc://{tmp_path}/engine{len(made)}", core))
+    def make(core: EngineCore) -> Burst:
+        made.append(Burst(f"ipc://{tmp_path}/engine{len(made)}", core))
         return made[-1]
 
     yield make
@@ -57,41 +57,41 @@ def flood(tmp_path: Path) -> Iterator[Callable[[EngineCore], Flood]]:
         one.close()
 
 
-def test_a_full_step_does_not_wait_for_the_rest_of_a_flood(flood: Callable[[EngineCore], Flood]) -> None:
+def test_a_full_step_does_not_wait_for_the_rest_of_a_burst(open_burst: Callable[[EngineCore], Burst]) -> None:
     runner = ManualRunner()
     core = make_core(runner, tokens=100, depth=2)
-    flooded = flood(core)
-    flooded.send(60, 10)
+    burst = open_burst(core)
+    burst.send(60, 10)
     for steps in (1, 2):
-        assert flooded.turn() == 100
+        assert burst.receive() == 100
         core.step()
         assert len(runner.launched) == steps and runner.launched[-1].num_tokens == 100
     taken = 200
-    while taken < 600:  # two are in flight, so nothing keeps the loop from taking all that comes
-        taken += flooded.turn()
-    assert taken == 600 and core.scheduler.line.tokens == 400
-    assert not core.starving
+    while taken < 600:  # two steps are in flight, so the server reads all messages
+        taken += burst.receive()
+    assert taken == 600 and core.scheduler.queue.num_tokens == 400
+    assert not core.can_fill_step
     runner.finish()
-    assert not core.starving  # until it has been collected
+    assert not core.can_fill_step  # before the step is collected
     core.step()
     assert len(runner.launched) == 3
 
 
-def test_every_turn_takes_a_message_even_if_nothing_can_be_launched(
-    flood: Callable[[EngineCore], Flood], monkeypatch: pytest.MonkeyPatch
+def test_every_iteration_handles_a_message_even_if_no_step_can_be_launched(
+    open_burst: Callable[[EngineCore], Burst], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that waits for memory must not keep its own cancellation out."""
+    """A request that waits for memory must not block its own cancellation."""
     runner = ManualRunner()
     core = make_core(runner, tokens=10)
-    flooded = flood(core)
-    flooded.send(1, 30)
-    flooded.client.send_multipart([encode(Cancel(["r0"]))])
+    burst = open_burst(core)
+    burst.send(1, 30)
+    burst.client.send_multipart([encode(Cancel(["r0"]))])
     monkeypatch.setattr(core, "_next_step", lambda: None)
-    until = time.monotonic() + 10
-    while core.scheduler.line.tokens == 0 and time.monotonic() < until:
-        flooded.turn()
-    assert core.starving
-    while core.scheduler.line.tokens and time.monotonic() < until:
-        flooded.turn()
+    deadline_s = time.monotonic() + 10
+    while core.scheduler.queue.num_tokens == 0 and time.monotonic() < deadline_s:
+        burst.receive()
+    assert core.can_fill_step
+    while core.scheduler.queue.num_tokens and time.monotonic() < deadline_s:
+        burst.receive()
         core.step()
     assert not core.busy

@@ -26,10 +26,13 @@ from penstock.wire.messages import (
     unpack_outcomes,
     unpack_requests,
 )
-from tests.helpers import make_request
+from penstock.wire.shared_memory import Region
+from tests.helpers import ints, make_request
+
+OPTIONAL_ARRAYS = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")
 
 
-def through_the_wire(frames: list[Any]) -> list[bytes]:
+def sent_and_received(frames: list[Any]) -> list[bytes]:
     return [bytes(memoryview(frame).cast("B")) if len(frame) else b"" for frame in frames]
 
 
@@ -38,37 +41,38 @@ def requests(draw: st.DrawFn) -> list[Request]:
     out = []
     for number in range(draw(st.integers(1, 6))):
         lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-        total = sum(lengths)
-        out.append(
-            make_request(
-                f"id-{number}-é",
-                lengths,
-                first_token=100 * number,
-                params=PoolingParams(
-                    dimensions=draw(st.none() | st.integers(1, 9)),
-                    normalize=draw(st.none() | st.booleans()),
-                    dtype=draw(st.sampled_from(OutputDtype)),
-                ),
-                priority=draw(st.integers(-5, 5)),
-                arrival_s=draw(st.floats(0, 1e6)),
-                deadline_s=draw(st.none() | st.floats(0, 1e6)),
-                type_ids=draw(st.none() | st.just([1] * total)),
-                skip=draw(st.none() | st.just([n - 1 for n in lengths])),
-            )
+        request = make_request(
+            f"id-{number}-é",
+            lengths,
+            first_token=100 * number,
+            params=PoolingParams(
+                dimensions=draw(st.none() | st.integers(1, 9)),
+                normalize=draw(st.none() | st.booleans()),
+                dtype=draw(st.sampled_from(OutputDtype)),
+            ),
+            priority=draw(st.integers(-5, 5)),
+            arrival_s=draw(st.floats(0, 1e6)),
+            deadline_s=draw(st.none() | st.floats(0, 1e6)),
         )
+        for value, name in enumerate(OPTIONAL_ARRAYS):
+            if draw(st.booleans()):
+                size = sum(lengths) if name in ("type_ids", "keep") else len(lengths) - (name == "pairs")
+                setattr(request, name, ints([value] * size))
+        out.append(request)
     return out
 
 
 @given(requests())
 @settings(max_examples=100, deadline=None)
-def test_requests_arrive_as_they_were_sent(sent: list[Request]) -> None:
-    header, frame = through_the_wire(pack_requests(sent))
+def test_requests_are_received_as_sent(sent: list[Request]) -> None:
+    header, frame = sent_and_received(pack_requests(sent))
     message = decode_to_engine(header)
     assert isinstance(message, Submit)
-    for before, after in zip(sent, unpack_requests(message.entries, frame), strict=True):
+    for before, after in zip(sent, unpack_requests(message.requests, frame), strict=True):
         for name in ("id", "params", "priority", "arrival_s", "deadline_s"):
             assert getattr(before, name) == getattr(after, name)
-        for name in ("token_ids", "lengths", "type_ids", "skip", "starts"):
+        for name in ("token_ids", "lengths", "starts", *OPTIONAL_ARRAYS):
+            assert (getattr(before, name) is None) == (getattr(after, name) is None)
             np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
 
 
@@ -79,7 +83,7 @@ def test_requests_arrive_as_they_were_sent(sent: list[Request]) -> None:
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_answers_small_and_large_arrive_as_they_were_sent(shapes: list[tuple[int, int, str]]) -> None:
+def test_small_and_large_outputs_are_received_as_sent(shapes: list[tuple[int, int, str]]) -> None:
     generator = np.random.default_rng(0)
     sent = [
         PooledOutput(
@@ -89,7 +93,7 @@ def test_answers_small_and_large_arrive_as_they_were_sent(shapes: list[tuple[int
         )
         for i, (rows, width, kind) in enumerate(shapes)
     ]
-    header, *frames = through_the_wire(pack_outcomes(sent))
+    header, *frames = sent_and_received(pack_outcomes(sent))
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes)
     for before, after in zip(sent, unpack_outcomes(message.items, frames), strict=True):
@@ -99,7 +103,7 @@ def test_answers_small_and_large_arrive_as_they_were_sent(shapes: list[tuple[int
         np.testing.assert_array_equal(after.values, before.values)
 
 
-def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_other() -> None:
+def test_shared_arrays_are_sent_once_and_large_outputs_in_messages_of_their_own() -> None:
     shared, other = (np.full((300, 1024), value, dtype=np.float32) for value in (1, 2))
     small = np.zeros((2, 4), dtype=np.float32)
     sent = [
@@ -108,7 +112,7 @@ def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_
     ]
     groups = split_into_messages([*sent, Failure("f", BadValue("no"))])
     assert [[outcome.id for outcome in group] for group in groups] == [["b", "e", "f"], ["a", "d"], ["c"]]
-    header, *frames = through_the_wire(pack_outcomes(sent))
+    header, *frames = sent_and_received(pack_outcomes(sent))
     assert [len(frame) for frame in frames] == [2 * small.nbytes, shared.nbytes, other.nbytes]
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes)
@@ -120,9 +124,9 @@ def test_answers_that_are_alike_travel_once_and_large_ones_do_not_wait_for_each_
 @pytest.mark.parametrize(
     "error", [BadValue("no", param="input"), DeadlineExceeded("late"), EngineError("oh")]
 )
-def test_failures_arrive_as_the_same_error(error: PenstockError) -> None:
+def test_failures_are_received_as_the_same_error(error: PenstockError) -> None:
     answer = PooledOutput("b", np.ones((2, 3), dtype=np.float32), Timings())
-    header, *frames = through_the_wire(pack_outcomes([Failure("a", error), answer]))
+    header, *frames = sent_and_received(pack_outcomes([Failure("a", error), answer]))
     message = decode_from_engine(header)
     assert isinstance(message, Outcomes)
     failure, other = unpack_outcomes(message.items, frames)
@@ -133,7 +137,7 @@ def test_failures_arrive_as_the_same_error(error: PenstockError) -> None:
     np.testing.assert_array_equal(other.values, answer.values)
 
 
-def test_control_messages_arrive_as_their_own_kind() -> None:
+def test_control_messages_keep_their_type() -> None:
     assert isinstance(decode_to_engine(encode(Hello())), Hello)
     cancel = decode_to_engine(encode(Cancel(["a", "b"])))
     assert isinstance(cancel, Cancel) and cancel.ids == ["a", "b"]
@@ -141,38 +145,38 @@ def test_control_messages_arrive_as_their_own_kind() -> None:
     assert isinstance(ready, Ready) and ready.settings == {"device": "cpu"}
 
 
-def test_bytes_that_are_no_message_are_refused() -> None:
+def test_invalid_messages_are_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_to_engine(b"\xc1 nonsense")
     with pytest.raises(msgspec.ValidationError):
         decode_to_engine(encode(["explode"]))
 
 
-@pytest.mark.parametrize("lent", [(), (0,), (1,), (0, 2), (0, 1, 2)])
-def test_arrays_that_lie_elsewhere_take_the_places_of_the_frames_that_do_not_come(
-    lent: tuple[int, ...],
+@pytest.mark.parametrize("shared", [(), (0,), (1,), (0, 2), (0, 1, 2)])
+def test_arrays_in_shared_memory_replace_the_frames_that_are_not_sent(
+    shared: tuple[int, ...],
 ) -> None:
     large = [np.full(40_000, number, dtype=np.float32) for number in range(3)]
     small = np.arange(4, dtype=np.float32)
-    elsewhere: dict[int, Any] = {}
+    in_memory: dict[int, Any] = {}
 
-    def lend(array: Any) -> tuple[int, int] | None:
+    def share(array: Any) -> Region | None:
         number = next(number for number, one in enumerate(large) if one is array)
-        if number not in lent:
+        if number not in shared:
             return None
-        assert number not in elsewhere, "those who share an array are told of it once"
-        elsewhere[number] = array
-        return number, array.nbytes
+        assert number not in in_memory, "outputs with the same array share one region"
+        in_memory[number] = array
+        return Region(number, array.nbytes)
 
     outcomes = [
         PooledOutput("a", large[0], Timings(), (small, large[1])),
         Failure("b", BadValue("no")),
         PooledOutput("c", small, Timings(), (large[2], large[0])),
     ]
-    header, *frames = through_the_wire(pack_outcomes(outcomes, (), lend))
+    header, *frames = sent_and_received(pack_outcomes(outcomes, (), share))
     message = decode_from_engine(header)
-    assert isinstance(message, Outcomes) and len(frames) == 4 - len(lent)
-    whole = merge_shared_frames(frames, message.shared, lambda place: elsewhere[place[0]])
+    assert isinstance(message, Outcomes) and len(frames) == 4 - len(shared)
+    whole = merge_shared_frames(frames, message.shared, lambda region: in_memory[region.start])
     a, _, c = unpack_outcomes(message.items, whole)
     assert isinstance(a, PooledOutput) and isinstance(c, PooledOutput)
     expected = [large[0], small, large[1], small, large[2], large[0]]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from penstock.engine.loop import EngineCore
 from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.types import Array, Request, StepPlan, StepResult
-from penstock.wire import shared_memory as arenas
+from penstock.wire import shared_memory
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
@@ -34,17 +34,17 @@ from penstock.wire.shared_memory import (
 from tests.helpers import make_request
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
-WIDTH = MIN_SHARED_BYTES // 4  # numbers of a row that is large enough alone
+WIDTH = MIN_SHARED_BYTES // 4  # values of a row that is just large enough to be shared
 BYTES = np.dtype(np.uint8)
 
 
-def dies(arena: SharedMemory, connection: bytes) -> None:
-    """As the engine sees it when the process behind a connection has ended."""
+def simulate_exit(memory: SharedMemory, connection: bytes) -> None:
+    """Make the engine see that the process of a connection has exited."""
     reading, writing = os.pipe()
     os.close(writing)
-    reader = arena._readers[connection]
+    reader = memory._readers[connection]
     reader.close()
-    reader.life = reading
+    reader.pidfd = reading
 
 
 Step = tuple[str, int]
@@ -53,103 +53,104 @@ Step = tuple[str, int]
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["make", "drop", "lend", "give", "die"]), st.integers(0, 99)), max_size=60
+        st.tuples(st.sampled_from(["allocate", "drop", "share", "release", "exit"]), st.integers(0, 99)),
+        max_size=60,
     )
 )
-def test_no_block_is_used_again_while_somebody_can_read_it_and_all_come_back(steps: list[Step]) -> None:
-    arena = SharedMemory(12 * MIN_SHARED_BYTES)
-    given_back: list[int] = []
-    window = MappedMemory(arena.shared, lambda name, block: given_back.append(block))
+def test_no_block_is_reused_while_a_process_can_read_it_and_all_are_freed(steps: list[Step]) -> None:
+    memory = SharedMemory(12 * MIN_SHARED_BYTES)
+    released: list[int] = []
+    mapped = MappedMemory(memory.info, lambda name, block: released.append(block))
     names = [b"one", b"two"]
     for name in names:
-        arena.attach(name, name.decode(), os.getpid())
+        memory.add_reader(name, name.decode(), os.getpid())
     own: list[tuple[Array, int]] = []  # the engine's arrays, and what was written to each
-    lent: dict[bytes, list[tuple[Region, Array, int]]] = {name: [] for name in names}
+    shared: dict[bytes, list[tuple[Region, Array, int]]] = {name: [] for name in names}
     stamp = 0
 
     def check() -> None:
         for array, number in own:
             assert (array == number).all()
-        for held in lent.values():
+        for held in shared.values():
             for _, view, number in held:
                 assert (view == number).all() and not view.flags.writeable
 
     for what, which in steps:
         name = names[which % 2]
-        if what == "make":
+        if what == "allocate":
             stamp = stamp % 250 + 1
-            array = arena.empty((MIN_SHARED_BYTES + which * 10_000,), BYTES)
+            array = memory.empty((MIN_SHARED_BYTES + which * 10_000,), BYTES)
             array[:] = stamp
             own.append((array, stamp))
             del array
         elif what == "drop" and own:
             own.pop(which % len(own))
-        elif what == "lend" and own:
+        elif what == "share" and own:
             array, number = own[which % len(own)]
-            if (place := arena.lend(array, name)) is not None:
-                lent[name].append((place, window.block(place), number))
+            if (region := memory.share(array, name)) is not None:
+                shared[name].append((region, mapped.read(region), number))
             del array
-        elif what == "give" and lent[name]:
-            (start, _), *_ = lent[name].pop(which % len(lent[name]))
-            arena.give_back(name, [start])
-        elif what == "die":
-            dies(arena, name)
-            lent[name].clear()
-            arena._bury()
-            assert arena.lend(np.empty(1, BYTES), name) is None
-            arena.attach(name, name.decode(), os.getpid())
+        elif what == "release" and shared[name]:
+            region, *_ = shared[name].pop(which % len(shared[name]))
+            memory.release(name, [region.start])
+        elif what == "exit":
+            simulate_exit(memory, name)
+            shared[name].clear()
+            memory._remove_exited_readers()
+            assert memory.share(np.empty(1, BYTES), name) is None
+            memory.add_reader(name, name.decode(), os.getpid())
         check()
     own.clear()
     for name in names:
-        arena.give_back(name, [start for (start, _), *_ in lent[name]])
-        lent[name].clear()
-    assert arena.used == 0
-    assert (arena._free.starts, arena._free.sizes) == ([0], [arena.size])
-    arena.close()
+        memory.release(name, [region.start for region, *_ in shared[name]])
+        shared[name].clear()
+    assert memory.used_bytes == 0
+    assert (memory._free.starts, memory._free.sizes) == ([0], [memory.size])
+    memory.close()
 
 
-def test_what_is_not_its_to_give_changes_nothing() -> None:
-    arena = SharedMemory(4 * MIN_SHARED_BYTES)
-    arena.attach(b"a", "a", os.getpid())
-    array = arena.empty((WIDTH,), np.dtype(np.float32))
-    place = arena.lend(array, b"a")
-    assert place is not None
-    arena.give_back(b"stranger", [place[0]])
-    arena.give_back(b"a", [place[0] + 1, 7 * MIN_SHARED_BYTES])
-    assert arena.used == MIN_SHARED_BYTES
-    arena.give_back(b"a", [place[0], place[0], place[0]])
-    assert arena.used == MIN_SHARED_BYTES, "the engine's own array is still there"
+def test_releasing_blocks_that_a_process_was_not_given_changes_nothing() -> None:
+    memory = SharedMemory(4 * MIN_SHARED_BYTES)
+    memory.add_reader(b"a", "a", os.getpid())
+    array = memory.empty((WIDTH,), np.dtype(np.float32))
+    region = memory.share(array, b"a")
+    assert region is not None
+    memory.release(b"stranger", [region.start])
+    memory.release(b"a", [region.start + 1, 7 * MIN_SHARED_BYTES])
+    assert memory.used_bytes == MIN_SHARED_BYTES
+    memory.release(b"a", [region.start, region.start, region.start])
+    assert memory.used_bytes == MIN_SHARED_BYTES, "the engine's own array is still there"
     del array
-    assert arena.used == 0
-    arena.close()
+    assert memory.used_bytes == 0
+    memory.close()
 
 
-def test_only_whole_large_arrays_for_somebody_who_can_read_lie_there() -> None:
-    arena = SharedMemory(8 * MIN_SHARED_BYTES)
-    assert arena.empty((WIDTH,), np.dtype(np.float32)).base is None, "nobody has mapped it"
-    arena.attach(b"a", "a", os.getpid())
-    assert arena.empty((WIDTH - 1,), np.dtype(np.float32)).base is None
-    array = arena.empty((2, WIDTH), np.dtype(np.float32))
-    assert arena.lend(array, b"b") is None
-    assert arena.lend(array[1:], b"a") is None and arena.lend(array.T, b"a") is None
-    assert arena.lend(array, b"a") == (0, 2 * MIN_SHARED_BYTES)
-    arena.close()
+def test_only_whole_large_arrays_with_a_reader_are_shared() -> None:
+    memory = SharedMemory(8 * MIN_SHARED_BYTES)
+    assert memory.empty((WIDTH,), np.dtype(np.float32)).base is None, "no process has mapped it"
+    memory.add_reader(b"a", "a", os.getpid())
+    assert memory.empty((WIDTH - 1,), np.dtype(np.float32)).base is None
+    array = memory.empty((2, WIDTH), np.dtype(np.float32))
+    assert memory.share(array, b"b") is None
+    assert memory.share(array[1:], b"a") is None and memory.share(array.T, b"a") is None
+    assert memory.share(array, b"a") == (0, 2 * MIN_SHARED_BYTES)
+    memory.close()
 
 
-def test_a_process_that_comes_by_another_connection_keeps_its_blocks() -> None:
-    arena = SharedMemory(2 * MIN_SHARED_BYTES)
-    arena.attach(b"a", "one", os.getpid())
-    array = arena.empty((WIDTH,), np.dtype(np.float32))
-    assert arena.lend(array, b"a") is not None
-    arena.attach(b"b", "one", os.getpid())
+def test_a_process_that_reconnects_keeps_its_blocks() -> None:
+    memory = SharedMemory(2 * MIN_SHARED_BYTES)
+    memory.add_reader(b"a", "one", os.getpid())
+    array = memory.empty((WIDTH,), np.dtype(np.float32))
+    assert memory.share(array, b"a") is not None
+    memory.add_reader(b"b", "one", os.getpid())
     del array
-    assert arena.used == MIN_SHARED_BYTES
-    arena.give_back(b"b", [0])
-    assert arena.used == 0
-    arena.close()
+    assert memory.used_bytes == MIN_SHARED_BYTES
+    memory.release(b"b", [0])
+    assert memory.used_bytes == 0
+    memory.close()
 
 
-def test_where_there_is_no_such_memory_nothing_is_shared(
+def test_nothing_is_shared_where_the_system_has_no_such_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert open_shared_memory(0) is None and not caplog.records
@@ -160,12 +161,12 @@ def test_where_there_is_no_such_memory_nothing_is_shared(
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert open_shared_memory(1 << 20) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "no memory is shared with API processes, answers are sent: not here"
+        "no memory is shared with API processes, large outputs are sent instead: not here"
     ]
 
 
 class WideRunner:
-    """A row's values count up from its first token; steps wait while the gate is closed."""
+    """The values of a row count up from its first token. Steps wait while the gate is closed."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -215,9 +216,13 @@ class Served:
         self.thread.start()
 
     @property
-    def arena(self) -> SharedMemory:
-        assert self.server.arena is not None
-        return self.server.arena
+    def memory(self) -> SharedMemory:
+        assert self.server.memory is not None
+        return self.server.memory
+
+    def num_references(self) -> list[int]:
+        """Blocks that each connected process holds, in ascending order."""
+        return sorted(reader.references.total() for reader in self.memory._readers.values())
 
     def stop(self) -> None:
         self.runner.gate.set()
@@ -250,14 +255,14 @@ async def connected(address: str) -> EngineClient:
 
 
 def is_shared(client: EngineClient, array: Array) -> bool:
-    """Whether the array lies in the engine's memory rather than in a message."""
-    assert client._window is not None
-    memory = np.frombuffer(client._window._memory, dtype=np.uint8)
+    """Whether the array is in the engine's memory rather than in a message."""
+    assert client._memory is not None
+    memory = np.frombuffer(client._memory._memory, dtype=np.uint8)
     return 0 <= array.ctypes.data - memory.ctypes.data < memory.nbytes
 
 
 @pytest.mark.parametrize("shared_bytes", [0, 32 * MIN_SHARED_BYTES])
-def test_answers_are_the_same_whether_they_are_shared_or_sent(tmp_path: Path, shared_bytes: int) -> None:
+def test_outputs_are_the_same_whether_shared_or_sent(tmp_path: Path, shared_bytes: int) -> None:
     async def scene(address: str, served: Served) -> None:
         client = await connected(address)
         requests = [make_request(f"r{n}", [2] * (1 + n % 3), first_token=10 * n) for n in range(12)]
@@ -267,20 +272,20 @@ def test_answers_are_the_same_whether_they_are_shared_or_sent(tmp_path: Path, sh
             if shared_bytes:
                 assert is_shared(client, answer.values) and not answer.values.flags.writeable
         if shared_bytes:
-            assert served.arena.used == 24 * MIN_SHARED_BYTES
-            kept = answers[3].values[0, 5:]  # a part of an answer keeps all of it
+            assert served.memory.used_bytes == 24 * MIN_SHARED_BYTES
+            kept = answers[3].values[0, 5:]  # a view keeps the whole block
             del answer, answers
-            await until(lambda: served.arena.used == MIN_SHARED_BYTES)
+            await until(lambda: served.memory.used_bytes == MIN_SHARED_BYTES)
             np.testing.assert_array_equal(kept, expected(requests[3])[0, 5:])
             del kept
-            await until(lambda: served.arena.used == 0)
+            await until(lambda: served.memory.used_bytes == 0)
         client.close()
 
     with serve(tmp_path, shared_bytes) as (address, served):
         asyncio.run(scene(address, served))
 
 
-def test_what_finds_no_room_is_sent(tmp_path: Path) -> None:
+def test_an_output_that_does_not_fit_is_sent(tmp_path: Path) -> None:
     async def scene(address: str, served: Served) -> None:
         client = await connected(address)
         first = await client.run(make_request("a", [1], first_token=5))
@@ -288,7 +293,7 @@ def test_what_finds_no_room_is_sent(tmp_path: Path) -> None:
         assert is_shared(client, first.values) and not is_shared(client, second.values)
         assert first.values[0, 0] == 5 and second.values[0, 0] == 9
         del first
-        await until(lambda: served.arena.used == 0)
+        await until(lambda: served.memory.used_bytes == 0)
         third = await client.run(make_request("c", [1], first_token=7))
         assert is_shared(client, third.values) and third.values[0, 0] == 7
         client.close()
@@ -297,7 +302,7 @@ def test_what_finds_no_room_is_sent(tmp_path: Path) -> None:
         asyncio.run(scene(address, served))
 
 
-def test_requests_that_are_alike_share_a_block_until_the_last_process_gives_it_back(tmp_path: Path) -> None:
+def test_deduplicated_requests_share_a_block_until_the_last_process_releases_it(tmp_path: Path) -> None:
     async def scene(address: str, served: Served) -> None:
         one, two = await connected(address), await connected(address)
         served.runner.gate.clear()
@@ -305,21 +310,20 @@ def test_requests_that_are_alike_share_a_block_until_the_last_process_gives_it_b
             asyncio.ensure_future(client.run(make_request(name, [3], first_token=5)))
             for client, name in ((one, "a"), (one, "b"), (two, "c"))
         ]
-        await until(lambda: len(served.core._progress) == 3)
+        await until(lambda: len(served.core.pending) == 3)
         served.runner.gate.set()
         a, b, c = await asyncio.gather(*tasks)
         tasks.clear()
-        assert served.arena.used == MIN_SHARED_BYTES
+        assert served.memory.used_bytes == MIN_SHARED_BYTES
         for client, answer in ((one, a), (one, b), (two, c)):
             assert is_shared(client, answer.values) and answer.values[0, 0] == 5
         del a, answer
-        await asyncio.sleep(0.1)
-        assert served.arena.used == MIN_SHARED_BYTES and c.values[0, 0] == 5
+        assert served.num_references() == [1, 1] and c.values[0, 0] == 5
         del b
-        await asyncio.sleep(0.1)
-        assert served.arena.used == MIN_SHARED_BYTES and c.values[0, 0] == 5
+        await until(lambda: served.num_references() == [0, 1])
+        assert served.memory.used_bytes == MIN_SHARED_BYTES and c.values[0, 0] == 5
         del c
-        await until(lambda: served.arena.used == 0)
+        await until(lambda: served.memory.used_bytes == 0)
         one.close()
         two.close()
 
@@ -328,8 +332,8 @@ def test_requests_that_are_alike_share_a_block_until_the_last_process_gives_it_b
 
 
 @pytest.mark.parametrize("computed", [False, True])
-def test_what_is_cancelled_is_free_again(tmp_path: Path, computed: bool) -> None:
-    """Before the engine has its values, and when its answer is on its way."""
+def test_the_block_of_a_cancelled_request_is_freed(tmp_path: Path, computed: bool) -> None:
+    """Before the engine has its values, and while its output is on the way."""
 
     async def scene(address: str, served: Served) -> None:
         client = await connected(address)
@@ -338,20 +342,20 @@ def test_what_is_cancelled_is_free_again(tmp_path: Path, computed: bool) -> None
         await until(served.runner.launched.is_set)
         if computed:
             served.runner.gate.set()
-            while served.core.busy:  # the loop must not see the answer
+            while served.core.busy:  # without running the loop, which would read the output
                 pass
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         served.runner.gate.set()
-        await until(lambda: not served.core.busy and served.arena.used == 0)
+        await until(lambda: not served.core.busy and served.memory.used_bytes == 0)
         client.close()
 
     with serve(tmp_path, 4 * MIN_SHARED_BYTES) as (address, served):
         asyncio.run(scene(address, served))
 
 
-def test_what_is_cancelled_halfway_through_rows_of_another_holds_nothing(tmp_path: Path) -> None:
+def test_a_request_cancelled_while_it_receives_deduplicated_rows_holds_no_block(tmp_path: Path) -> None:
     async def scene(address: str, served: Served) -> None:
         client = await connected(address)
         served.core.scheduler.budget = Budget(1, 64, 1 << 20)  # a row a step
@@ -359,21 +363,21 @@ def test_what_is_cancelled_halfway_through_rows_of_another_holds_nothing(tmp_pat
         leader = asyncio.ensure_future(client.run(make_request("a", [1], first_token=5)))
         await until(served.runner.launched.is_set)
         follower = asyncio.ensure_future(client.run(make_request("b", [1, 1], first_token=5)))
-        await until(lambda: len(served.core._progress) == 2)
+        await until(lambda: len(served.core.pending) == 2)
         gate, served.runner.gate = served.runner.gate, threading.Event()  # the next step waits
         gate.set()
         await leader
-        assert served.core._progress["b"].received and not served.core._progress["b"].complete
+        assert served.core.pending["b"].received and not served.core.pending["b"].complete
         del leader
         follower.cancel()
         with pytest.raises(asyncio.CancelledError):
             await follower
-        await until(lambda: "b" not in served.core._progress)
+        await until(lambda: "b" not in served.core.pending)
         served.runner.gate.set()
-        await until(lambda: not served.core.busy and served.arena.used == 0)
+        await until(lambda: not served.core.busy and served.memory.used_bytes == 0)
         client.close()
 
-    gc.disable()  # nothing may wait for it
+    gc.disable()  # blocks must be freed without it
     try:
         with serve(tmp_path, 4 * MIN_SHARED_BYTES) as (address, served):
             asyncio.run(scene(address, served))
@@ -399,7 +403,7 @@ asyncio.run(hold(sys.argv[1]))
 """
 
 
-def test_what_a_process_held_that_was_killed_is_free_again_and_not_before(tmp_path: Path) -> None:
+def test_blocks_of_a_killed_process_are_freed_and_not_before(tmp_path: Path) -> None:
     async def scene(address: str, served: Served) -> None:
         client = await connected(address)
         command = [sys.executable, "-c", HOLDER, address]
@@ -407,7 +411,7 @@ def test_what_a_process_held_that_was_killed_is_free_again_and_not_before(tmp_pa
         try:
             assert holder.stdout is not None
             assert await asyncio.to_thread(holder.stdout.readline) == "3.0\n"
-            assert served.arena.used == MIN_SHARED_BYTES
+            assert served.memory.used_bytes == MIN_SHARED_BYTES
             answer = await client.run(make_request("a", [1], first_token=5))
             assert not is_shared(client, answer.values) and answer.values[0, 0] == 5
         finally:
@@ -422,7 +426,7 @@ def test_what_a_process_held_that_was_killed_is_free_again_and_not_before(tmp_pa
         asyncio.run(scene(address, served))
 
 
-def test_a_new_engine_has_new_memory_and_what_came_from_the_old_one_stays_readable(tmp_path: Path) -> None:
+def test_outputs_of_a_former_engine_stay_readable_after_a_restart(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/engine"
 
     async def scene() -> None:
@@ -439,34 +443,40 @@ def test_a_new_engine_has_new_memory_and_what_came_from_the_old_one_stays_readab
         np.testing.assert_array_equal(old.values, wide(np.array([5])))
         np.testing.assert_array_equal(new.values, wide(np.array([8])))
         del old
-        await asyncio.sleep(0.1)
-        assert second.arena.used == MIN_SHARED_BYTES, (
-            "what belonged to the old one frees nothing of the new one"
+        await until(lambda: not client._released)
+        again = await client.run(
+            make_request("c", [1], first_token=9)
+        )  # behind any release on the connection
+        assert second.memory.used_bytes == 2 * MIN_SHARED_BYTES, (
+            "an old block frees nothing of the new memory"
         )
+        del again
         del new
-        await until(lambda: second.arena.used == 0)
+        await until(lambda: second.memory.used_bytes == 0)
         client.close()
         await asyncio.to_thread(second.stop)
 
     asyncio.run(scene())
 
 
-def test_a_process_that_cannot_map_the_memory_is_sent_its_answers(
+def test_a_process_that_cannot_map_the_memory_gets_its_outputs_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scene(address: str, served: Served) -> None:
         able = await connected(address)
         with monkeypatch.context() as patch:
-            patch.setattr(arenas.os, "open", lambda *_: (_ for _ in ()).throw(PermissionError("not yours")))
+            patch.setattr(
+                shared_memory.os, "open", lambda *_: (_ for _ in ()).throw(PermissionError("not yours"))
+            )
             unable = await connected(address)
-        assert unable._window is None and "cannot be shared, answers are sent: not yours" in caplog.text
+        assert unable._memory is None and "large outputs are sent instead: not yours" in caplog.text
         answers = await asyncio.gather(
             able.run(make_request("a", [1], first_token=5)), unable.run(make_request("b", [1], first_token=6))
         )
         assert is_shared(able, answers[0].values)
         assert [answer.values[0, 0] for answer in answers] == [5, 6]
         del answers
-        await until(lambda: served.arena.used == 0)
+        await until(lambda: served.memory.used_bytes == 0)
         able.close()
         unable.close()
 

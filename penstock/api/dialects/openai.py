@@ -46,7 +46,7 @@ async def models(call: Call) -> Reply:
             "object": "model",
             "created": model.created_s,
             "owned_by": "penstock",
-            "max_model_len": model.spec.limit,
+            "max_model_len": model.spec.max_model_len,
             "tasks": [task.value for task in model.spec.tasks],
             "dimensions": model.spec.embed_dim,
         }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.layers.batch import Batch
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Ints, PoolingParams, Request
 
 
@@ -51,7 +51,7 @@ def ragged(lengths: list[int], place: Place) -> Batch:
     """A batch of rows of these lengths, laid out as the engine lays them out."""
     tokens = np.ones(sum(lengths), dtype=np.int32)
     request = Request("bench", tokens, np.array(lengths, dtype=np.int32), PoolingParams())
-    plan = build_plan([Share(request, np.arange(len(lengths), dtype=np.int32))])
+    plan = build_plan([ScheduledRows(request, np.arange(len(lengths), dtype=np.int32))])
 
     def tensor(values: Ints) -> Tensor:
         return torch.from_numpy(values).to(place.device)

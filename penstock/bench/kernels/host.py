@@ -10,9 +10,9 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from penstock.engine.progress import rows_of
+from penstock.engine.progress import split_outputs
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, Request, StepPlan, Task, split_rows
 
 ROWS = (1, 64, 1024)
@@ -46,14 +46,14 @@ def step_all() -> Iterator[HostCase]:
     a view for each."""
     for rows in ROWS:
         values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
-        yield HostCase("step all", rows, partial(rows_of, _plan(rows), [values]))
+        yield HostCase("step all", rows, partial(split_outputs, _plan(rows), [values]))
 
 
 def _plan(rows: int) -> StepPlan:
     params, lengths = PoolingParams(Task.TOKEN_EMBED), np.full(1, TOKENS, dtype=np.int32)
     tokens = np.ones(TOKENS, dtype=np.int32)
     requests = [Request(str(i), tokens, lengths, params) for i in range(rows)]
-    return build_plan([Share(request, np.zeros(1, dtype=np.int32)) for request in requests])
+    return build_plan([ScheduledRows(request, np.zeros(1, dtype=np.int32)) for request in requests])
 
 
 HOST: dict[str, Callable[[], Iterator[HostCase]]] = {"pooling_all": pooling_all, "step_all": step_all}

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from penstock.bench.kernels.cases import Case, Place, mixed_lengths, ragged, size
 from penstock.bench.kernels.sampling import sampling
-from penstock.kernels.activation import gated, gated_reference
-from penstock.kernels.language import fused
+from penstock.kernels.activation import gated_activation, gated_activation_reference
+from penstock.kernels.language import use_kernel
 from penstock.kernels.maxsim import maxsim_packed
 from penstock.layers.attention import attend_fused
 from penstock.layers.batch import Batch
@@ -177,7 +177,7 @@ def norm(place: Place) -> Iterator[Case]:
 
 
 def _joined(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:
-    return layer.after(x, residual)[0]
+    return layer.post_norm(x, residual)[0]
 
 
 def _one_by_one(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:
@@ -192,8 +192,8 @@ def gate(place: Place) -> Iterator[Case]:
             yield Case(
                 "gate",
                 f"{tokens} × {width} {act}",
-                run=partial(gated if fused(x) else gated_reference, x, act, True),
-                reference=partial(gated_reference, x, act, True),
+                run=partial(gated_activation if use_kernel(x) else gated_activation_reference, x, act, True),
+                reference=partial(gated_activation_reference, x, act, True),
                 moved_bytes=size(x) * 3 // 2,
                 flops=0,
             )

@@ -35,7 +35,7 @@ class PaddedEmbedder(ABC):
         if self.spec.pooling.dense or len(self.spec.pooling.methods) > 1:
             raise BadValue(f"{self.folder} has heads that this backend does not support; use another")
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file(self.folder)))
-        self.tokenizer.enable_truncation(self.spec.limit)
+        self.tokenizer.enable_truncation(self.spec.max_model_len)
         self.tokenizer.no_padding()
 
     def embed(self, texts: Sequence[str]) -> Vectors:

@@ -1,5 +1,4 @@
-"""What helps when a step needs more memory than the device has: the step in two parts, and smaller steps for
-a while."""
+"""Out of memory: run a step's rows again in two halves, and keep steps smaller for a while."""
 
 from __future__ import annotations
 
@@ -8,93 +7,99 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.scheduler.scheduler import Budget, Share
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Ints
 
 
-def halves(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
+def halves(scheduled: Sequence[ScheduledRows]) -> tuple[list[ScheduledRows], list[ScheduledRows]] | None:
     """Two parts of about as many tokens, to be run in this order; None for a row that cannot be divided.
 
-    Queries come before the documents that are scored against them. A row is cut only where its keys are kept.
+    Queries come before the documents that are scored against them. Only a row with a block table is chunked.
     """
-    shares = [_queries_first(share) for share in shares]
-    lengths = np.concatenate([tokens_of_rows(share) for share in shares])
+    scheduled = [_queries_first(entry) for entry in scheduled]
+    lengths = np.concatenate([num_scheduled_tokens(entry) for entry in scheduled])
     if len(lengths) < 2:
-        return _cut(shares)
+        return _halve_row(scheduled)
     ends = np.cumsum(lengths)
     at = int(np.argmin(np.abs(2 * ends[:-1] - ends[-1]))) + 1
-    first: list[Share] = []
-    second: list[Share] = []
-    for share in shares:
-        size = len(share.rows)
+    first: list[ScheduledRows] = []
+    second: list[ScheduledRows] = []
+    for entry in scheduled:
+        size = len(entry.rows)
         if at >= size:
-            first.append(share)
+            first.append(entry)
         elif at <= 0:
-            second.append(share)
-        else:  # documents that lie in the store are scored when all queries have been run
-            first.append(part_of(share, slice(0, at))._replace(stored=None))
-            second.append(part_of(share, slice(at, size)))
+            second.append(entry)
+        else:  # cached documents are scored when all queries have run
+            first.append(select(entry, slice(0, at))._replace(cached_documents=None))
+            second.append(select(entry, slice(at, size)))
         at -= size
     return first, second
 
 
-def tokens_of_rows(share: Share) -> Ints:
-    """How many tokens of each of its rows a share runs."""
-    if share.begins is not None and share.ends is not None:
-        return share.ends - share.begins
-    return share.request.lengths[share.rows]
+def num_scheduled_tokens(entry: ScheduledRows) -> Ints:
+    """[rows], how many tokens of each row are scheduled."""
+    if entry.begins is not None and entry.ends is not None:
+        return entry.ends - entry.begins
+    return entry.request.lengths[entry.rows]
 
 
-def _queries_first(share: Share) -> Share:
-    if share.request.pairs is None or len(share.rows) < 2:
-        return share
-    order = np.argsort(share.rows >= share.request.num_queries, kind="stable")
-    return part_of(share, order.astype(np.int32))
+def _queries_first(entry: ScheduledRows) -> ScheduledRows:
+    if entry.request.pairs is None or len(entry.rows) < 2:
+        return entry
+    order = np.argsort(entry.rows >= entry.request.num_queries, kind="stable")
+    return select(entry, order.astype(np.int32))
 
 
-def part_of(share: Share, which: slice | Ints) -> Share:
-    """Some places of a share."""
-    places = np.arange(len(share.rows))[which]
-    return share._replace(
-        rows=share.rows[which],
-        begins=None if share.begins is None else share.begins[which],
-        ends=None if share.ends is None else share.ends[which],
-        tables=tuple(share.tables[place] for place in places) if share.tables else (),
+def select(entry: ScheduledRows, index: slice | Ints) -> ScheduledRows:
+    """Some of the scheduled rows, by index."""
+    return entry._replace(
+        rows=entry.rows[index],
+        begins=None if entry.begins is None else entry.begins[index],
+        ends=None if entry.ends is None else entry.ends[index],
+        tables=tuple(entry.tables[i] for i in np.arange(len(entry.rows))[index]) if entry.tables else (),
     )
 
 
-def _cut(shares: Sequence[Share]) -> tuple[list[Share], list[Share]] | None:
-    """The tokens of one row in two steps. Shares without rows only read what is stored: they go last."""
-    (share,) = [share for share in shares if len(share.rows)] or (None,)
-    if share is None or share.begins is None or share.ends is None or share.tables[0] is None:
+def _halve_row(
+    scheduled: Sequence[ScheduledRows],
+) -> tuple[list[ScheduledRows], list[ScheduledRows]] | None:
+    """The tokens of the only row in two steps. Entries without rows only score cached documents: they go
+    last."""
+    (entry,) = [entry for entry in scheduled if len(entry.rows)] or (None,)
+    if entry is None or entry.begins is None or entry.ends is None or entry.tables[0] is None:
         return None
-    middle = (share.begins + share.ends) // 2
-    if middle[0] == share.begins[0]:
+    middle = (entry.begins + entry.ends) // 2
+    if middle[0] == entry.begins[0]:
         return None
-    others = [other for other in shares if other is not share]
-    return [share._replace(ends=middle, stored=None)], [share._replace(begins=middle), *others]
+    others = [other for other in scheduled if other is not entry]
+    return [entry._replace(ends=middle, cached_documents=None)], [entry._replace(begins=middle), *others]
 
 
 @dataclass(slots=True)
-class Pressure:
-    """The token budget: halved when memory runs out, doubled again after enough steps that went well."""
+class TokenBackoff:
+    """A token budget that is halved when memory runs out, and doubled again after enough good steps."""
 
-    full: int
-    now: int
-    good_steps: int = 0
+    full_tokens: int
+    max_tokens: int
+    num_good_steps: int = 0
 
-    PATIENCE = 64
+    PATIENCE = 64  # good steps before the budget grows
 
     @classmethod
-    def of(cls, budget: Budget) -> Pressure:
-        return cls(budget.tokens, budget.tokens)
+    def of(cls, max_tokens: int) -> TokenBackoff:
+        return cls(max_tokens, max_tokens)
 
-    def ran_out(self, tokens: int) -> None:
-        """A step of so many tokens did not fit."""
-        self.now = max(1, min(self.now, tokens) // 2)
-        self.good_steps = 0
+    @property
+    def is_reduced(self) -> bool:
+        return self.max_tokens < self.full_tokens
 
-    def went_well(self) -> None:
-        self.good_steps += 1
-        if self.good_steps >= self.PATIENCE:
-            self.now, self.good_steps = min(self.full, 2 * self.now), 0
+    def ran_out(self, num_tokens: int) -> None:
+        """A step of this many tokens did not fit."""
+        self.max_tokens = max(1, min(self.max_tokens, num_tokens) // 2)
+        self.num_good_steps = 0
+
+    def succeeded(self) -> None:
+        self.num_good_steps += 1
+        if self.num_good_steps >= self.PATIENCE:
+            self.max_tokens, self.num_good_steps = min(self.full_tokens, 2 * self.max_tokens), 0

@@ -1,51 +1,53 @@
-"""What a failed step takes with it: rows of steps behind it that read what it was to write."""
+"""Rows that a failed step takes with it: rows of later in-flight steps that read what it should have
+written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.progress import Part, documents_of
-from penstock.engine.recovery.oom import part_of
-from penstock.scheduler.scheduler import Share
+from penstock.engine.inflight import RowSet
+from penstock.engine.progress import Values, scored_documents
+from penstock.engine.recovery.oom import select
+from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Array, Ints, Request, RowSlice
 
-Rows = set[tuple[Request, int]]
 
+class LostRowTracker:
+    """Follows steps in launch order, the failed one first, and finds the rows that it took with it.
 
-class Spoiled:
-    """Follows steps in the order in which they were launched, the one that failed first.
-
-    A row is lost if an earlier part of it is, if it reads a block of memory that a lost row was to write, or
-    if it is scored against a query that is lost. A block that another row has written since is sound again.
+    A row is lost if an earlier chunk of it is lost, if it reads a KV cache block that a lost row should have
+    written, or if it is scored against a lost query. A block that a good row writes later is valid again.
     """
 
-    def __init__(self, failed: Sequence[Share], block_size: int) -> None:
+    def __init__(self, failed: Sequence[ScheduledRows], block_size: int) -> None:
         self.block_size = max(1, block_size)
-        self.rows: Rows = {(share.request, row) for share in failed for row in share.rows.tolist()}
-        self._blocks: set[int] = set()
-        for share in failed:
-            for place in range(len(share.rows)):
-                self._blocks.update(self._memory(share, place)[1])
+        self.rows: RowSet = {(entry.request, row) for entry in failed for row in entry.rows.tolist()}
+        self._blocks: set[int] = set()  # blocks with invalid content
+        for entry in failed:
+            for index in range(len(entry.rows)):
+                self._blocks.update(self._blocks_of(entry, index)[1])
 
-    def of(self, shares: Sequence[Share]) -> list[Share]:
-        """The rows of a later step that are lost, as shares of it."""
+    def find(self, scheduled: Sequence[ScheduledRows]) -> list[ScheduledRows]:
+        """The rows of a later step that are lost."""
         found = []
-        for share in shares:
-            places = [place for place in range(len(share.rows)) if self._loses(share, place)]
-            stored = None if share.stored is None else self._scored_against_lost(share.request, share.stored)
-            if places or stored is not None:
-                which = np.array(places, dtype=np.int32)
-                found.append(part_of(share, which)._replace(stored=stored))
+        for entry in scheduled:
+            lost = [index for index in range(len(entry.rows)) if self._loses(entry, index)]
+            documents = entry.cached_documents
+            if documents is not None:
+                documents = self._scored_against_lost(entry.request, documents)
+            if lost or documents is not None:
+                index = np.array(lost, dtype=np.int32)
+                found.append(select(entry, index)._replace(cached_documents=documents))
         return found
 
-    def _loses(self, share: Share, place: int) -> bool:
-        request, row = share.request, int(share.rows[place])
-        read, written = self._memory(share, place)
+    def _loses(self, entry: ScheduledRows, index: int) -> bool:
+        request, row = entry.request, int(entry.rows[index])
+        read, written = self._blocks_of(entry, index)
         lost = (request, row) in self.rows or not self._blocks.isdisjoint(read)
-        if lost or self._scored_against_lost(request, share.rows[place : place + 1]) is not None:
+        if lost or self._scored_against_lost(request, entry.rows[index : index + 1]) is not None:
             self.rows.add((request, row))
             self._blocks.update(written)
             return True
@@ -53,64 +55,77 @@ class Spoiled:
         return False
 
     def _scored_against_lost(self, request: Request, rows: Ints) -> Ints | None:
-        """Those of the rows that are documents of a lost query; None: there are none."""
+        """The rows among these that are documents of a lost query; None if there are none."""
         if request.pairs is None:
             return None
         first = request.num_queries
         lost = [row >= first and (request, int(request.pairs[row - first])) in self.rows for row in rows]
         return rows[lost] if any(lost) else None
 
-    def _memory(self, share: Share, place: int) -> tuple[list[int], list[int]]:
+    def _blocks_of(self, entry: ScheduledRows, index: int) -> tuple[list[int], list[int]]:
         """The blocks that a row reads, and those that it writes."""
-        table = share.tables[place] if share.tables else None
-        if table is None or share.begins is None or share.ends is None:
+        table = entry.tables[index] if entry.tables else None
+        if table is None or entry.begins is None or entry.ends is None:
             return [], []
-        begin, end, size = int(share.begins[place]), int(share.ends[place]), self.block_size
+        begin, end, size = int(entry.begins[index]), int(entry.ends[index]), self.block_size
         return table[: -(-begin // size)], table[begin // size : -(-end // size)]
 
 
-def without(shares: Sequence[Share], lost: Rows) -> list[Share]:
-    """What is left of the shares of a step; documents that are only scored count as its rows."""
+def rows_of(scheduled: Iterable[ScheduledRows]) -> RowSet:
+    """All rows that run or are scored; cached documents count."""
+    return {
+        (entry.request, row)
+        for entry in scheduled
+        for rows in (entry.rows, entry.cached_documents)
+        if rows is not None
+        for row in rows.tolist()
+    }
+
+
+def excluding(scheduled: Sequence[ScheduledRows], lost: RowSet) -> list[ScheduledRows]:
+    """The scheduled rows without the lost ones; cached documents count as rows."""
     left = []
-    for share in shares:
-        keep = _mask(share.request, share.rows, lost)
-        stored = share.stored
-        if stored is not None:
-            stored = stored[_mask(share.request, stored, lost)]
-            stored = stored if len(stored) else None
-        if keep.any() or stored is not None:
-            left.append(part_of(share, np.flatnonzero(keep).astype(np.int32))._replace(stored=stored))
+    for entry in scheduled:
+        keep = _survives(entry.request, entry.rows, lost)
+        documents = entry.cached_documents
+        if documents is not None:
+            documents = documents[_survives(entry.request, documents, lost)]
+            documents = documents if len(documents) else None
+        if keep.any() or documents is not None:
+            index = np.flatnonzero(keep).astype(np.int32)
+            left.append(select(entry, index)._replace(cached_documents=documents))
     return left
 
 
-def sound_rows(
-    piece: RowSlice, parts: tuple[Part, ...], lost: Rows
-) -> tuple[RowSlice, tuple[Part, ...]] | None:
-    """What is left of a slice and of its parts of the outputs; None: nothing is."""
-    request = piece.request
-    keep = _mask(request, piece.rows, lost)
-    stored, finished = piece.stored, keep[piece.finished]
+def surviving_values(
+    row_slice: RowSlice, values: tuple[Values, ...], lost: RowSet
+) -> tuple[RowSlice, tuple[Values, ...]] | None:
+    """A slice and its values without the lost rows; None if no row is left."""
+    request = row_slice.request
+    keep = _survives(request, row_slice.rows, lost)
+    documents, finished = row_slice.cached_documents, keep[row_slice.finished]
     if request.pairs is not None:
-        finished = _mask(request, documents_of(piece), lost)
-        stored = None if stored is None else stored[_mask(request, stored, lost)]
-    if not keep.any() and (stored is None or not len(stored)):
+        finished = _survives(request, scored_documents(row_slice), lost)
+        documents = None if documents is None else documents[_survives(request, documents, lost)]
+    if not keep.any() and (documents is None or not len(documents)):
         return None
-    left = piece._replace(
-        rows=piece.rows[keep],
-        slots=piece.slots[keep],
-        begins=None if piece.begins is None else piece.begins[keep],
-        ends=None if piece.ends is None else piece.ends[keep],
-        stored=stored,
+    left = row_slice._replace(
+        rows=row_slice.rows[keep],
+        slots=row_slice.slots[keep],
+        begins=None if row_slice.begins is None else row_slice.begins[keep],
+        ends=None if row_slice.ends is None else row_slice.ends[keep],
+        cached_documents=documents,
     )
-    return left, tuple(_kept(part, keep, finished) for part in parts)
+    return left, tuple(_select_values(part, keep, finished) for part in values)
 
 
-def _kept(part: Part, keep: NDArray[np.bool_], finished: NDArray[np.bool_]) -> Part:
+def _select_values(part: Values, keep: NDArray[np.bool_], finished: NDArray[np.bool_]) -> Values:
     if isinstance(part, list):
         return [tokens for tokens, kept in zip(part, keep.tolist(), strict=True) if kept]
     values: Array = part[finished]
     return values
 
 
-def _mask(request: Request, rows: Ints, lost: Rows) -> NDArray[np.bool_]:
+def _survives(request: Request, rows: Ints, lost: RowSet) -> NDArray[np.bool_]:
+    """[rows], whether each row is not lost."""
     return np.array([(request, row) not in lost for row in rows.tolist()], dtype=bool)

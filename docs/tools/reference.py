@@ -1,0 +1,360 @@
+"""Render the generated parts of the reference pages, each in place of a `<!-- generated: NAME -->`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import re
+import tomllib
+import typing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from docs.tools.source import Field, fields_of, signature
+
+METRIC_MODULES = ("penstock.api.metrics", "penstock.serving.engine_metrics")
+_MEANINGS = Path(__file__).with_name("fields.toml")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head)]
+    lines.append(["---"] * len(lines[0]))
+    lines += [[_cell(text) for text in row] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """One line, with `|` escaped outside code spans: inside them the tables need no escape."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in parts)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+# --- HTTP ---------------------------------------------------------------------------------------------------
+
+
+def meaning(body: str, field: str) -> str:
+    """What a field means, from fields.toml: its own section first, then the common one."""
+    texts = tomllib.loads(_MEANINGS.read_text(encoding="utf-8"))
+    found = texts.get(body, {}).get(field) or texts["common"].get(field)
+    if found is None:
+        raise KeyError(f"{_MEANINGS.name} says nothing about field {field!r} of {body}")
+    return str(found)
+
+
+def http() -> str:
+    """Every route, grouped as in /docs, with the fields of its body."""
+    from penstock.api.app import ROUTES
+
+    groups: dict[str, list[str]] = {}
+    shown: set[type] = set()
+    for route in ROUTES:
+        part = groups.setdefault(route.group, [])
+        method = "GET" if route.body is None else "POST"
+        part.append(f"#### `{method} {route.path}`\n\n{first_line(route.handler)}\n")
+        bodies = [] if route.body is None else [route.body]
+        if route.other is not None:
+            bodies.append(route.other.body)
+        for body in bodies:
+            if body in shown:
+                part.append(f"The body is the same `{body.__name__}` as above.\n")
+                continue
+            shown.add(body)
+            note = inspect.getdoc(body) or ""
+            part.append(f"`{body.__name__}`: {note}\n\n{_body(body, body.__name__)}")
+    return "\n".join(f"### {group}\n\n" + "\n".join(parts) for group, parts in groups.items())
+
+
+def _body(body: type, described_as: str) -> str:
+    rows = [
+        (
+            _code(field.name),
+            _code(as_json(field.type)),
+            as_json(_shown_default(field)),
+            meaning(described_as, field.name),
+        )
+        for field in fields_of(body)
+    ]
+    return table(("field", "type", "default", "meaning"), rows)
+
+
+_JSON = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "None": "null",
+    "True": "true",
+    "False": "false",
+}
+
+
+def as_json(text: str) -> str:
+    """Python's names of types and values as JSON's."""
+    text = re.sub(r"\b(?:str|int|float|bool|None|True|False)\b", lambda match: _JSON[match[0]], text)
+    return re.sub(r"dict\[string, (\w+)\]", r"object", text).replace("'", '"')
+
+
+def _shown_default(field: Field) -> str:
+    return field.default if field.default == "required" else _code(field.default)
+
+
+def first_line(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
+
+
+# --- Python -------------------------------------------------------------------------------------------------
+
+
+def engine() -> str:
+    """Every public method of Engine."""
+    from penstock import Engine
+
+    return _methods(Engine, "Engine")
+
+
+def async_engine() -> str:
+    """The methods of AsyncEngine: names of those that Engine has too, and the others in full."""
+    from penstock import AsyncEngine, Engine
+
+    own = [name for name, _ in _public(AsyncEngine) if not hasattr(Engine, name)]
+    shared = [name for name, _ in _public(AsyncEngine) if hasattr(Engine, name)]
+    line = "Methods that `Engine` has too, awaited here: " + ", ".join(map(_code, shared)) + ".\n\n"
+    return line + _methods(AsyncEngine, "AsyncEngine", own)
+
+
+def _methods(cls: type, heading: str, only: list[str] | None = None) -> str:
+    parts = []
+    for name, member in _public(cls):
+        if only is not None and name not in only:
+            continue
+        text = inspect.getdoc(member) or ""
+        if isinstance(member, property):
+            if text:
+                parts.append(f"### `{heading}.{name}`\n\n{text}\n")
+        else:
+            code = f"```python\n{signature(member, name, _aliases())}\n```"
+            parts.append(f"### `{heading}.{name}`\n\n{code}\n\n{text}\n")
+    return "\n".join(parts)
+
+
+def _public(cls: type) -> list[tuple[str, Any]]:
+    """Public methods and properties in the order of the source, base classes last."""
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        for name, member in vars(base).items():
+            is_member = inspect.isfunction(member) or isinstance(member, property)
+            if not name.startswith("_") and is_member and name not in found:
+                found[name] = member
+    return list(found.items())
+
+
+def results() -> str:
+    """Every exported type that is a plain record: results and parameters."""
+    import penstock
+
+    parts = []
+    for name in penstock.__all__:
+        cls = getattr(penstock, name)
+        if not isinstance(cls, type) or name in ("Engine", "AsyncEngine", "EngineConfig", "ServerConfig"):
+            continue
+        if dataclasses.is_dataclass(cls) or issubclass(cls, msgspec.Struct | tuple):
+            text = inspect.getdoc(cls) or ""
+            text = "" if text.startswith(f"{name}(") else text  # made by the decorator
+            parts.append(f"### `{name}`\n\n{text}\n\n{_record(cls)}")
+    return "\n".join(parts)
+
+
+def _aliases() -> dict[Any, str]:
+    from penstock.inputs.processor import Inputs
+
+    return {Inputs: "Inputs"}
+
+
+def _record(cls: type) -> str:
+    if cls.__name__ == "SamplingParams":  # the fields of the server's route, described there
+        return _body(cls, "CompletionRequest")
+    rows = [
+        (_code(each.name), _code(each.type), _shown_default(each), each.comment) for each in fields_of(cls)
+    ]
+    return table(("field", "type", "default", "meaning"), rows)
+
+
+# --- CLI ----------------------------------------------------------------------------------------------------
+
+
+def cli() -> str:
+    """Every command with its arguments and flags, as the parser has them."""
+    import typer
+
+    from penstock.cli.main import app
+
+    parts: list[str] = []
+
+    def visit(command: Any, path: str) -> None:
+        children = getattr(command, "commands", None)
+        if children is None:
+            parts.append(_command(command, path))
+            return
+        for name, child in children.items():
+            visit(child, f"{path} {name}")
+
+    visit(typer.main.get_command(app), "penstock")
+    return "\n".join(parts)
+
+
+def _command(command: Any, path: str) -> str:
+    text = inspect.cleandoc(command.help or "").replace("\f", "")
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    usage = " ".join([path, *(_argument(each) for each in arguments), "[OPTIONS]"])
+    parts = [f"## `{path}`\n\n{text}\n\n```text\n{usage}\n```\n"]
+    if arguments:
+        rows = [(_code(_argument(each)), getattr(each, "help", None) or "") for each in arguments]
+        parts.append(table(("argument", "meaning"), rows))
+    panels: dict[str, list[Any]] = {}
+    for each in command.params:
+        if each.param_type_name == "option" and not each.hidden:
+            panels.setdefault(getattr(each, "rich_help_panel", None) or "Options", []).append(each)
+    for panel, options in panels.items():
+        rows = [(_flag(each), _value(each), _flag_default(each), each.help or "") for each in options]
+        parts.append(f"**{panel}**\n\n" + table(("flag", "value", "default", "meaning"), rows))
+    return "\n".join(parts)
+
+
+def _argument(each: Any) -> str:
+    name = each.metavar or (each.name or "").upper()
+    name += "…" if each.nargs == -1 else ""
+    return name if each.required else f"[{name}]"
+
+
+def _flag(each: Any) -> str:
+    names = ", ".join(_code(name) for name in each.opts)
+    return names + (
+        ", " + ", ".join(_code(name) for name in each.secondary_opts) if each.secondary_opts else ""
+    )
+
+
+def _value(each: Any) -> str:
+    if each.is_flag or each.secondary_opts:
+        return ""
+    if each.metavar:
+        return _code(each.metavar)
+    if (kind := getattr(each, "type", None)) is not None:  # click's own, in older releases of typer
+        choices = getattr(kind, "choices", None)
+        names = (
+            [str(getattr(choice, "value", choice)) for choice in choices] if choices else [kind.name.upper()]
+        )
+        return " ".join(map(_code, names))
+    return _type_value(each.type_descriptor.annotation)
+
+
+_VALUES = {"str": "TEXT", "int": "INTEGER", "float": "FLOAT", "Path": "PATH", "bool": ""}
+
+
+def _type_value(hint: Any) -> str:
+    kinds = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
+    kind = kinds[0]
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return " ".join(_code(str(member.value)) for member in kind)
+    name = getattr(kind, "__name__", str(kind))
+    return _code(_VALUES.get(name, name.upper()))
+
+
+def _flag_default(each: Any) -> str:
+    value = each.default
+    if value is None or value is False or callable(value) or "UNSET" in repr(value).upper():
+        return ""
+    if value is True:
+        return "on"
+    return _code(str(getattr(value, "value", value)))
+
+
+# --- configuration and metrics ------------------------------------------------------------------------------
+
+
+def engine_config() -> str:
+    from penstock.config import EngineConfig
+
+    return _config(EngineConfig)
+
+
+def server_config() -> str:
+    from penstock.config import ServerConfig
+
+    return _config(ServerConfig)
+
+
+def pooler_config() -> str:
+    from penstock.config import PoolerConfig
+
+    return _record(PoolerConfig)
+
+
+def _config(cls: type) -> str:
+    flags = _serve_flags()
+    rows = [
+        (
+            _code(each.name),
+            _code(each.type),
+            _shown_default(each),
+            _code(flags.get(each.name, ("", ""))[0]),
+            flags.get(each.name, ("", ""))[1] or each.comment,
+        )
+        for each in fields_of(cls)
+    ]
+    return table(("field", "type", "default", "flag of `serve`", "meaning"), rows)
+
+
+_RENAMED = {"max_body_bytes": "max_body_mb", "default_timeout_s": "timeout", "drain_s": "drain"}
+
+
+def _serve_flags() -> dict[str, tuple[str, str]]:
+    """Configuration field: (flag of `penstock serve`, its help)."""
+    import typer
+
+    from penstock.cli.main import app
+
+    root: Any = typer.main.get_command(app)
+    options = {each.name: each for each in root.commands["serve"].params if each.param_type_name == "option"}
+    names = {name: name for name in options} | _RENAMED
+    found = {}
+    for field, parameter in names.items():
+        if parameter in options:
+            found[field] = (options[parameter].opts[0], options[parameter].help or "")
+    return found
+
+
+def metrics() -> str:
+    """Every metric that the server exports, with its labels."""
+    rows = []
+    for module in METRIC_MODULES:
+        for metric in vars(importlib.import_module(module)).values():
+            if not hasattr(metric, "describe") or isinstance(metric, type):
+                continue
+            (family,) = metric.describe()
+            if family.name.startswith("penstock_"):
+                labels = ", ".join(map(_code, metric._labelnames))
+                suffix = "_total" if family.type == "counter" else ""
+                rows.append((_code(family.name + suffix), family.type, labels, family.documentation))
+    return table(("metric", "type", "labels", "meaning"), sorted(rows))
+
+
+RENDERERS: dict[str, Callable[[], str]] = {
+    "http": http,
+    "engine": engine,
+    "async-engine": async_engine,
+    "results": results,
+    "cli": cli,
+    "engine-config": engine_config,
+    "server-config": server_config,
+    "pooler-config": pooler_config,
+    "metrics": metrics,
+}

@@ -1,0 +1,279 @@
+"""One record for each model family: everything that differs by family and is known without its weights.
+
+Free of torch, because API processes read it. `models/registry.py` builds models from the same records, so
+a new family is one record here, the file that builds it, and a parity test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelLoadError
+from penstock.types import Task
+
+COLBERT_CLASS = "HF_ColBERT"  # says nothing about the backbone; model_type does
+
+# What follows a family's prefix in a class name, and the head that such a checkpoint carries.
+CLASS_SUFFIXES: dict[str, Task | None] = {
+    "Model": None,
+    "ForMaskedLM": None,
+    "ForPreTraining": None,
+    "ForCausalLM": None,
+    "LMHeadModel": None,
+    "ForSequenceClassification": Task.CLASSIFY,
+    "ForTokenClassification": Task.TOKEN_CLASSIFY,
+    "ForRewardModel": Task.REWARD,
+    "ForProcessRewardModel": Task.REWARD,
+}
+_ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
+_DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE})
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKeys:
+    """What a family's config.json calls its sizes; the first key that is set counts."""
+
+    hidden_size: tuple[str, ...] = ("hidden_size",)
+    num_layers: tuple[str, ...] = ("num_hidden_layers",)
+    max_positions: tuple[str, ...] = ("max_position_embeddings",)
+    trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
+
+
+# For architectures that only transformers knows.
+ANY_KEYS = ConfigKeys(
+    hidden_size=("hidden_size", "n_embd", "dim", "d_model"),
+    num_layers=("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    max_positions=("max_position_embeddings", "n_positions"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    name: str  # its model_type, or its class name where it shares the model_type of another family
+    class_prefix: str  # class names are this and one of CLASS_SUFFIXES
+    builder: str  # "file:function" below penstock/models
+    is_decoder: bool = False
+    attends_both_ways: bool = False  # of a decoder: its tokens see later ones unless config.json says not
+    keys: ConfigKeys = field(default_factory=ConfigKeys)
+    heads: frozenset[Task] = _ENCODER_HEADS  # that the builder can add
+    pooling: str = "mean"  # where no file names a method and tokens see the whole text
+    causal_pooling: str = "last"  # the same where they see only what comes before
+    positions_follow_padding: bool = False  # positions are counted from pad_token_id + 1
+    default_num_segments: int = 0  # where config.json has no type_vocab_size
+    colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
+    score_prompts: tuple[str, ...] = ()  # names in checkpoint/score.py that its rerankers were trained with
+    instruction_template: str | None = None  # with {instruction}; precedes every text
+    embed_mark: str | None = None  # mean pooling starts after this text
+    is_listwise: bool = False  # scores a whole list of documents in one row
+    generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
+
+    def is_causal(self, config: Mapping[str, Any]) -> bool:
+        """Whether tokens see only those before them: config.json's value, else the family's."""
+        if not self.is_decoder:
+            return False
+        if (causal := _boolean(config, "is_causal")) is not None:
+            return causal
+        if (both_ways := _boolean(config, "use_bidirectional_attention")) is not None:
+            return not both_ways
+        return not self.attends_both_ways
+
+
+def _encoder(name: str, class_prefix: str, builder: str, **facts: Any) -> Family:
+    return Family(name=name, class_prefix=class_prefix, builder=builder, **facts)
+
+
+def _decoder(name: str, class_prefix: str, builder: str, **facts: Any) -> Family:
+    heads = {"heads": _DECODER_HEADS} | facts
+    return Family(name=name, class_prefix=class_prefix, builder=builder, is_decoder=True, **heads)
+
+
+_XLM_R_MARKERS = ("[QueryMarker]", "[DocumentMarker]")
+_GRITLM_MARK = "<|embed|>\n"
+_DISTILBERT_KEYS = ConfigKeys(hidden_size=("dim",), num_layers=("n_layers",))
+_GPT2_KEYS = ConfigKeys(
+    hidden_size=("n_embd",), num_layers=("n_layer",), max_positions=("n_positions", "n_ctx")
+)
+_NOMIC_KEYS = ConfigKeys(
+    hidden_size=("hidden_size", "n_embd"),
+    num_layers=("num_hidden_layers", "n_layer"),
+    max_positions=("n_positions", "max_position_embeddings"),
+    trained_positions="max_trained_positions",
+)
+_GEMMA_PROMPTS = ("bge-reranker-v2-gemma",)
+_RECORDS = (
+    _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
+    _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
+    _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
+    _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
+    _decoder("gemma", "Gemma", "decoder:gemma", score_prompts=_GEMMA_PROMPTS),
+    _decoder("gemma2", "Gemma2", "decoder:gemma2", score_prompts=_GEMMA_PROMPTS),
+    _decoder("gemma3", "Gemma3", "decoder:gemma3", score_prompts=_GEMMA_PROMPTS),
+    _decoder("gemma3_text", "Gemma3Text", "decoder:gemma3", score_prompts=_GEMMA_PROMPTS),
+    _decoder(
+        "GritLM",
+        "GritLM",
+        "decoder:gritlm",
+        attends_both_ways=True,
+        generates_by_default=True,
+        embed_mark=_GRITLM_MARK,
+        instruction_template="<|user|>\n{instruction}\n" + _GRITLM_MARK,
+    ),
+    _decoder("gpt2", "GPT2", "gpt2:gpt2", keys=_GPT2_KEYS, heads=_DECODER_HEADS - {Task.REWARD}),
+    _encoder("gte", "Gte", "gte:gte"),
+    _decoder(
+        "JinaForRanking",
+        "JinaForRanking",
+        "decoder:jina_ranking",
+        heads=frozenset({Task.SCORE}),
+        is_listwise=True,
+    ),
+    _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3"),
+    _decoder("llama", "Llama", "decoder:llama"),
+    _decoder(
+        "llama_bidirec",
+        "LlamaBidirectional",
+        "decoder:llama_bidirectional",
+        attends_both_ways=True,
+        score_prompts=("nemotron-rerank",),
+    ),
+    _decoder("ministral", "Ministral", "decoder:mistral"),
+    _decoder("mistral", "Mistral", "decoder:mistral"),
+    _encoder("modernbert", "ModernBert", "modernbert:modernbert"),
+    _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
+    _encoder("new", "New", "gte:new"),
+    _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS),
+    _decoder("phi3", "Phi3", "decoder:phi3"),
+    _decoder("qwen2", "Qwen2", "decoder:qwen2", score_prompts=("mxbai-rerank-v2",)),
+    _decoder("qwen3", "Qwen3", "decoder:qwen3", score_prompts=("qwen3-reranker",)),
+    _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", score_prompts=("qwen3-reranker",)),
+    _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
+    _encoder(
+        "xlm-roberta",
+        "XLMRoberta",
+        "jina:xlm_roberta",
+        positions_follow_padding=True,
+        colbert_markers=_XLM_R_MARKERS,
+    ),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _RECORDS}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What config.json names: a class of a family, or a family's model_type alone."""
+
+    name: str
+    family: Family
+    suffix: str = ""  # of CLASS_SUFFIXES; "" for a bare model_type and for classes without one
+
+    @property
+    def head(self) -> Task | None:
+        """The head that the checkpoint carries."""
+        return CLASS_SUFFIXES.get(self.suffix)
+
+    @property
+    def classifies_sequences(self) -> bool:
+        return self.suffix == "ForSequenceClassification"
+
+    @property
+    def classifies_tokens(self) -> bool:
+        return self.suffix == "ForTokenClassification"
+
+    @property
+    def is_reward_model(self) -> bool:
+        return self.head is Task.REWARD
+
+    @property
+    def is_process_reward_model(self) -> bool:
+        """Rewards each step of a text instead of the whole."""
+        return self.suffix == "ForProcessRewardModel"
+
+    @property
+    def is_masked_language_model(self) -> bool:
+        return self.suffix in ("ForMaskedLM", "ForPreTraining")
+
+    @property
+    def has_language_head(self) -> bool:
+        if self.suffix in ("ForCausalLM", "LMHeadModel"):
+            return True
+        return self.family.generates_by_default and self.name == self.family.class_prefix
+
+    @property
+    def is_colbert(self) -> bool:
+        return self.name == COLBERT_CLASS
+
+
+def read_architecture(file: Path, config: Mapping[str, Any], *, native: bool = True) -> Architecture:
+    """The architecture that `config`, from `file`, names. It is refused here unless a record covers it or
+    transformers is to run it (`native` False)."""
+    name = _named(file, config)
+    return find_architecture(name, config) if native else _any_architecture(name, config)
+
+
+def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
+    """The record for a class name or a model_type; raises `ModelLoadError` if there is none."""
+    if name == COLBERT_CLASS:
+        backbone = FAMILIES.get(str(config.get("model_type")))
+        if backbone is None:
+            raise _unsupported(f"{name} on model_type {config.get('model_type')!r}")
+        return Architecture(name, backbone)
+    if name in FAMILIES:
+        return Architecture(name, FAMILIES[name])
+    for family in FAMILIES.values():
+        suffix = name.removeprefix(family.class_prefix)
+        if not name.startswith(family.class_prefix) or suffix not in CLASS_SUFFIXES:
+            continue
+        head = CLASS_SUFFIXES[suffix]
+        if head is None or head in family.heads:
+            return Architecture(name, family, suffix)
+    raise _unsupported(repr(name))
+
+
+def _any_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
+    """For a model that transformers runs: its record, else defaults of the family with the nearest name."""
+    try:
+        return find_architecture(name, config)
+    except ModelLoadError:
+        pass
+    suffix = next((suffix for suffix in CLASS_SUFFIXES if name.endswith(suffix)), "")
+    known = [family for family in FAMILIES.values() if name.startswith((family.class_prefix, family.name))]
+    nearest = max(known, key=lambda family: len(family.class_prefix), default=None)
+    if nearest is None:
+        return Architecture(name, _encoder("", "", "", keys=ANY_KEYS), suffix)
+    return Architecture(name, replace(nearest, keys=ANY_KEYS), suffix)
+
+
+def _named(file: Path, config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ModelLoadError(
+            f'{file} has architectures = {names!r}; it has to be a list of class names such as ["BertModel"]',
+            param="model",
+        )
+    name = names[0] if names else config.get("model_type")
+    if not isinstance(name, str) or not name:
+        raise ModelLoadError(
+            f"{file} names neither architectures nor model_type; name a class with "
+            """--hf-overrides '{"architectures": ["BertModel"]}'""",
+            param="model",
+        )
+    return name
+
+
+def _unsupported(what: str) -> ModelLoadError:
+    prefixes = ", ".join(f"{prefix}*" for prefix in sorted(f.class_prefix for f in FAMILIES.values()))
+    return ModelLoadError(
+        f"architecture {what} is not supported; supported: {prefixes}, where * is one of "
+        f"{', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others that transformers knows",
+        param="model",
+    )
+
+
+def _boolean(config: Mapping[str, Any], name: str) -> bool | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelLoadError(f"config.json has {name} = {value!r}; it has to be true or false")
+    return value

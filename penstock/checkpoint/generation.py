@@ -1,0 +1,45 @@
+"""Whether a checkpoint generates text, and which tokens end what it generates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.families import Architecture
+from penstock.checkpoint.files import CheckpointFiles, optional_json
+
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+_HEAD = "lm_head.weight"
+
+
+def eos_token_ids(files: CheckpointFiles) -> tuple[int, ...]:
+    """From generation_config.json, else config.json."""
+    generation = optional_json(files.folder / "generation_config.json")
+    ids = generation.get("eos_token_id", files.config.get("eos_token_id"))
+    if ids is None:
+        return ()
+    return tuple(int(token) for token in (ids if isinstance(ids, list) else [ids]))
+
+
+def why_not_generate(folder: Path, architecture: Architecture, config: Mapping[str, Any]) -> str | None:
+    """Why a checkpoint cannot generate; None if it can."""
+    if config.get("tie_word_embeddings") is False and not _has_head(folder):
+        return f"the checkpoint has no {_HEAD}, and tie_word_embeddings is false"
+    if not architecture.has_language_head:
+        return f"{architecture.name} has no language-model head"
+    if not architecture.family.is_causal(config) and not architecture.family.generates_by_default:
+        return f"{architecture.name} is not causal"
+    return None
+
+
+def _has_head(folder: Path) -> bool:
+    """Some checkpoints are saved without the head of their architecture. Without weights, assume it."""
+    if (where := optional_json(folder / "model.safetensors.index.json").get("weight_map")) is not None:
+        return _HEAD in where
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return True
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        return f'"{_HEAD}"'.encode() in opened.read(min(size, _MAX_HEADER_BYTES))

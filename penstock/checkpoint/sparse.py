@@ -1,0 +1,76 @@
+"""How a model makes sparse weights: SPLADE from a masked-language head, or BGE-M3's lexical layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.checkpoint.families import Architecture
+from penstock.checkpoint.files import CheckpointFiles
+from penstock.checkpoint.pooling import SPLADE, is_pooling_type
+from penstock.config import PoolerConfig
+from penstock.errors import ModelLoadError
+from penstock.types import Task
+
+_LEXICAL_LAYER = "sparse_linear"  # BGE-M3 stores each of its two layers in a file of its own
+_MULTI_VECTOR_LAYER = "colbert_linear"
+_LOGS = {"relu": 1, "log1p_relu": 2}
+
+
+class SparseSpec(msgspec.Struct, frozen=True):
+    """The kind of sparse weights.
+
+    splade: log(1 + relu) of the vocabulary's logits, reduced over the row's tokens by `reduce`; with
+    `logs` 2 the logarithm is taken twice. lexical: one weight per input token, from the layer in `file`.
+    """
+
+    kind: Literal["splade", "lexical"]
+    reduce: Literal["max", "sum"] = "max"
+    logs: int = 1
+    file: str = ""
+
+
+def read_sparse(
+    files: CheckpointFiles, architecture: Architecture, pooler: PoolerConfig
+) -> SparseSpec | None:
+    """None for a model without sparse weights."""
+    module = next(files.modules_of("SpladePooling"), None)
+    if module is not None or is_pooling_type(pooler, SPLADE):
+        if not architecture.is_masked_language_model or Task.SPARSE not in architecture.family.heads:
+            raise ModelLoadError(
+                f"SPLADE needs a masked-language model, such as BertForMaskedLM; {architecture.name} is none",
+                param="model",
+            )
+        return SparseSpec("splade") if module is None else _splade(files.module_config(module))
+    file = _layer_file(files.folder, _LEXICAL_LAYER)
+    if file is None or architecture.suffix not in ("Model", "ForMaskedLM"):
+        return None
+    return SparseSpec("lexical", file=file)
+
+
+def multi_vector_file(folder: Path) -> str | None:
+    """The file with BGE-M3's projection of token vectors, if the folder has one."""
+    return _layer_file(folder, _MULTI_VECTOR_LAYER)
+
+
+def _layer_file(folder: Path, name: str) -> str | None:
+    names = (f"{name}.safetensors", f"{name}.pt")
+    return next((file for file in names if (folder / file).is_file()), None)
+
+
+def _splade(values: Mapping[str, Any]) -> SparseSpec:
+    strategy, activation = values.get("pooling_strategy", "max"), values.get("activation_function", "relu")
+    if strategy not in ("max", "sum"):
+        raise ModelLoadError(
+            f"the SpladePooling module has pooling_strategy = {strategy!r}, which is not supported; "
+            "supported: max, sum"
+        )
+    if activation not in _LOGS:
+        raise ModelLoadError(
+            f"the SpladePooling module has activation_function = {activation!r}, which is not supported; "
+            f"supported: {', '.join(_LOGS)}"
+        )
+    return SparseSpec("splade", strategy, _LOGS[activation])

@@ -1,0 +1,27 @@
+"""A step between its launch and its result."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from penstock.scheduler.scheduler import ScheduledRows
+from penstock.types import Request, StepPlan, StepResult
+
+RowSet = set[tuple[Request, int]]  # rows by request and row number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlightStep:
+    plan: StepPlan
+    scheduled: list[ScheduledRows]  # empty for a step that generates
+    future: Future[StepResult]
+    launched_s: float
+    is_alone: bool  # no other step was in flight at its launch
+    is_suspect: bool  # it reruns rows of a failed step, so nothing is launched behind it
+    estimate_s: float  # the device time that it is expected to take
+    lost: RowSet = field(default_factory=set)  # rows that depend on a failed step and start over
+
+    @property
+    def generates(self) -> bool:
+        return self.plan.sample is not None

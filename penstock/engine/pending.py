@@ -1,0 +1,183 @@
+"""Requests between arrival and answer: they start, get the rows of finished steps, and end exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.engine.dedup import Deduplicator, select_rows
+from penstock.engine.inflight import InFlightStep
+from penstock.engine.progress import Allocate, Follower, Progress, Values, all_finite, split_outputs
+from penstock.engine.recovery.poisoned import surviving_values
+from penstock.errors import PenstockError, RowFailed
+from penstock.scheduler.scheduler import ScheduledRows, Scheduler
+from penstock.types import (
+    Array,
+    Failure,
+    Outcome,
+    PooledOutput,
+    Request,
+    RowSlice,
+    StepResult,
+    Timings,
+)
+
+
+class PendingRequests:
+    """Pooling requests by id. Generation has its own bookkeeping in `GenerationScheduler`."""
+
+    def __init__(self, scheduler: Scheduler, dedup: Deduplicator | None) -> None:
+        self.allocate: Allocate = np.empty  # makes the arrays of answers
+        self._scheduler = scheduler
+        self._dedup = dedup
+        self._progress: dict[str, Progress] = {}
+        self._num_relays = 0
+
+    def __len__(self) -> int:
+        return len(self._progress)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._progress
+
+    def __getitem__(self, request_id: str) -> Progress:
+        return self._progress[request_id]
+
+    def add(self, request: Request) -> None:
+        """Queue the rows of a request that no other computes; `QueueFull` or `NotPossible` if refused."""
+        if self._dedup is None or request.pairs is not None:
+            self._scheduler.add(request)
+            self._track(Progress.of(request))
+            return
+        split = self._dedup.split(request)
+        if split.job.num_rows:
+            self._scheduler.add(split.job)
+        self._track(self._dedup.begin(request, split))
+
+    def waits_for(self, job: Request) -> bool:
+        """Whether a request still waits for rows of this job: it has neither ended nor been cancelled."""
+        progress = self._progress.get(job.id)
+        return progress is not None and progress.job is job
+
+    def mark_launched(self, scheduled: Sequence[ScheduledRows], now_s: float) -> None:
+        for entry in scheduled:
+            progress = self._progress.get(entry.request.id)
+            if progress is not None and progress.first_launch_s is None:
+                progress.first_launch_s = now_s
+
+    def deliver(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
+        """Give each request its rows of a step; requests that are complete become answers."""
+        outcomes: list[Outcome] = []
+        not_finite = _requests_not_finite(step, result)
+        for row_slice, values in _slice_values(step, result.outputs):
+            progress = self._progress.get(row_slice.request.id)
+            if progress is None or progress.job is not row_slice.request:
+                continue  # cancelled meanwhile
+            if not_finite and row_slice.request.id in not_finite:
+                outcomes += self._fail(progress, RowFailed("the model gave values that are not finite"))
+                continue
+            progress.store(row_slice, values)
+            progress.device_s += result.device_s
+            if progress.complete:
+                outcomes += self._finish(progress)
+        return outcomes
+
+    def fail(self, request_id: str, error: PenstockError) -> list[Outcome]:
+        """End a request with an error, if it is still pending."""
+        progress = self._progress.get(request_id)
+        return [] if progress is None else self._fail(progress, error)
+
+    def fail_all(self, error: PenstockError) -> list[Outcome]:
+        """End every request with an error."""
+        pending = list(self._progress.values())
+        for progress in pending:
+            self._scheduler.cancel(progress.request.id)
+            self._forget(progress, succeeded=False)
+            progress.detach()
+        return [Failure(progress.request.id, error) for progress in pending if not progress.is_relay]
+
+    def cancel(self, request_id: str) -> bool:
+        """Drop a request; False if there is none of this id. Rows in flight finish and are ignored."""
+        if (progress := self._progress.get(request_id)) is None:
+            return False
+        self._drop(progress)
+        return True
+
+    def _track(self, progress: Progress) -> None:
+        progress.allocate = self.allocate
+        self._progress[progress.request.id] = progress
+
+    def _finish(self, progress: Progress) -> list[Outcome]:
+        """The answer of a complete request, and of followers that waited for it alone."""
+        progress.spread()
+        self._forget(progress, succeeded=True)
+        outcomes: list[Outcome] = [] if progress.is_relay else [_answer(progress)]
+        for follower in progress.detach():
+            other = follower.progress
+            if self._progress.get(other.request.id) is not other:
+                continue
+            other.receive(progress, follower)
+            if other.complete:
+                outcomes += self._finish(other)
+        return outcomes
+
+    def _fail(self, progress: Progress, error: PenstockError) -> list[Outcome]:
+        """End a request with an error. Rows that its followers need run for them."""
+        outcomes: list[Outcome] = [] if progress.is_relay else [Failure(progress.request.id, error)]
+        return outcomes + self._drop(progress, error)
+
+    def _drop(self, progress: Progress, error: PenstockError | None = None) -> list[Outcome]:
+        self._scheduler.cancel(progress.request.id)
+        self._forget(progress, succeeded=False)
+        outcomes: list[Outcome] = []
+        for follower in progress.detach():
+            other = follower.progress
+            if self._progress.get(other.request.id) is not other:
+                continue
+            if progress.is_relay and error is not None:  # the rows ran for this follower alone
+                outcomes += self._fail(other, error)
+            else:
+                self._relay(follower)
+        return outcomes
+
+    def _relay(self, follower: Follower) -> None:
+        """Run rows for a follower whose leader is gone. It was admitted before, so no queue limit applies."""
+        other, rows = follower.progress, follower.rows
+        self._num_relays += 1
+        job = select_rows(other.request, rows, f"{other.request.id}~{self._num_relays}")
+        self._scheduler.queue.add(job)
+        relay = Progress.of(job)
+        relay.is_relay = True
+        relay.followers.append(Follower(other, rows, np.arange(len(rows), dtype=np.int32)))
+        self._track(relay)
+
+    def _forget(self, progress: Progress, *, succeeded: bool) -> None:
+        del self._progress[progress.request.id]
+        self._scheduler.finish(progress.request, succeeded=succeeded)
+        if self._dedup is not None:
+            self._dedup.forget(progress)
+
+
+def _slice_values(step: InFlightStep, arrays: tuple[Array, ...]) -> list[tuple[RowSlice, tuple[Values, ...]]]:
+    """What each slice of a step gets, without the rows that depend on a failed step."""
+    found = split_outputs(step.plan, arrays)
+    if not step.lost:
+        return found
+    left = (surviving_values(row_slice, values, step.lost) for row_slice, values in found)
+    return [each for each in left if each is not None]
+
+
+def _requests_not_finite(step: InFlightStep, result: StepResult) -> set[str]:
+    """The requests with values that are not finite. One look at the whole step rules out most steps."""
+    checked, are_flags = result.finite or result.outputs, bool(result.finite)
+    if all_finite(checked, are_flags):
+        return set()
+    found = _slice_values(step, checked)
+    return {row_slice.request.id for row_slice, values in found if not all_finite(values, are_flags)}
+
+
+def _answer(progress: Progress) -> PooledOutput:
+    request, launched_s = progress.request, progress.first_launch_s
+    queue_s = 0.0 if launched_s is None else max(0.0, launched_s - request.arrival_s)
+    first, *more = progress.outputs()
+    return PooledOutput(request.id, first, Timings(queue_s, progress.device_s), tuple(more))

@@ -1,0 +1,75 @@
+"""Weights that a checkpoint stores in fp8 blocks: kept as blocks, or dequantised as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.blockwise import GROUP, BlockQuantized, dequantize_blocks, quantize_blocks
+from penstock.kernels.language import cdiv, use_kernel
+from penstock.kernels.quantize import FP8
+from penstock.weights.stream import WeightSource
+
+
+def supports_fp8_blocks(device: torch.device) -> bool:
+    """Whether kernels can multiply fp8 blocks on this device; if not, blocks are dequantised at load."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return False
+    return use_kernel(torch.empty(0, device=device))
+
+
+def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> BlockQuantized:
+    """Read the tensor `name` and its scales to the model's device."""
+    values = weights.read_fp8(name, (outputs, inputs)).to(weights.device)
+    scales = weights.read(f"{name}_scale_inv", (cdiv(outputs, GROUP), cdiv(inputs, GROUP)))
+    return BlockQuantized(values, scales.to(dtype=torch.float32, device=weights.device))
+
+
+def read_plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) -> Tensor:
+    """Read a weight that is not stored in blocks; it stays on the device that it was read to."""
+    return weights.read_plain(name, (outputs, inputs))
+
+
+def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
+    """Concatenate along the outputs. Where blocks would not align, each output row gets its own scales."""
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+    if all(len(part.values) % GROUP == 0 for part in parts[:-1]):
+        return BlockQuantized(values, torch.cat([part.scales for part in parts]))
+    rows = [part.scales.repeat_interleave(GROUP, dim=0)[: len(part.values)] for part in parts]
+    return BlockQuantized(values, torch.cat(rows))
+
+
+class ExpertStack:
+    """The weights of all experts in one tensor, filled part by part, so that no layer is in memory twice."""
+
+    def __init__(
+        self, experts: int, halves: int, outputs: int, inputs: int, weights: WeightSource, *, blocks: bool
+    ) -> None:
+        """Each expert has `halves` weights [outputs, inputs], stacked along the outputs."""
+        shape, device = (experts, halves * outputs, inputs), weights.device
+        self.outputs, self.scale_rows = outputs, cdiv(outputs, GROUP)
+        self.dtype = weights.dtype
+        self.device = device
+        self.all: Tensor | BlockQuantized
+        if blocks:
+            scales = (experts, halves * self.scale_rows, cdiv(inputs, GROUP))
+            self.all = BlockQuantized(
+                torch.empty(shape, dtype=FP8, device=device),
+                torch.empty(scales, dtype=torch.float32, device=device),
+            )
+        else:
+            self.all = torch.empty(shape, dtype=weights.dtype, device=device)
+
+    def put(self, expert: int, half: int, part: Tensor | BlockQuantized) -> None:
+        rows = slice(half * self.outputs, (half + 1) * self.outputs)
+        if isinstance(self.all, Tensor):
+            self.all[expert, rows] = (
+                dequantize_blocks(part, self.dtype) if isinstance(part, BlockQuantized) else part
+            )
+            return
+        if not isinstance(part, BlockQuantized):
+            part = quantize_blocks(part.to(dtype=self.dtype, device=self.device))
+        self.all.values[expert, rows] = part.values
+        self.all.scales[expert, half * self.scale_rows : (half + 1) * self.scale_rows] = part.scales

@@ -1,0 +1,68 @@
+"""The whole application in this process, on a local engine instead of an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from penstock.api.app import build_app
+from penstock.api.state import ServedModel, ServerState
+from penstock.checkpoint.spec import describe, with_max_model_len
+from penstock.config import EngineConfig, ServerConfig
+from penstock.offline.local import LocalEngine
+from penstock.runner.load import settle
+from penstock.tasks.model import TextModel
+from penstock.types import PooledOutput, Request
+
+
+class CountingClient:
+    """Stands in for `EngineClient` and keeps the requests that it gets."""
+
+    ready: Any = object()
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+        self.requests: list[Request] = []
+
+    def start(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    async def run(self, request: Request) -> PooledOutput:
+        self.requests.append(request)
+        return await asyncio.wrap_future(self.submit(request))
+
+    def submit(self, request: Request) -> Future[PooledOutput]:
+        return self.engine.submit(request)
+
+
+@contextmanager
+def local_app(
+    folder: Path,
+    *,
+    client: type[CountingClient] = CountingClient,
+    server: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[tuple[TestClient, CountingClient]]:
+    config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
+    described = describe(config)
+    settings = settle(config, described)
+    spec = with_max_model_len(described, settings.max_model_len)
+    engine = LocalEngine(spec, settings)
+    local = client(engine)
+    text = TextModel(spec, chat_template=(server or {}).get("chat_template"))
+    model = ServedModel(text=text, engine=local, created_s=0)  # type: ignore[arg-type]
+    state = ServerState(ServerConfig(**(server or {})), {spec.name: model})
+    try:
+        with TestClient(build_app(state)) as http:
+            yield http, local
+    finally:
+        engine.close()

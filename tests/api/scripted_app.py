@@ -1,0 +1,47 @@
+"""The application on a scripted engine, in this process or on a loopback port."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from penstock.api.app import build_app
+from penstock.api.state import ServedModel, ServerState
+from penstock.config import ServerConfig
+from penstock.tasks.model import TextModel
+from tests.text_models import ScriptedEngine, text_spec
+from tests.waiting import PATIENCE_S, wait_until
+
+
+def make_state(
+    folder: Path, engine: ScriptedEngine, server: dict[str, Any] | None = None, **spec: Any
+) -> ServerState:
+    described = text_spec(folder, **spec)
+    text = TextModel(described, chat_template=(server or {}).get("chat_template"))
+    model = ServedModel(text=text, engine=engine, created_s=0)
+    return ServerState(ServerConfig(**(server or {})), {described.name: model})
+
+
+@contextmanager
+def listening(state: ServerState) -> Iterator[str]:
+    """Serve from a thread of this process and yield the address."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(build_app(state), http="httptools", lifespan="on", log_config=None)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started or not thread.is_alive())
+    assert server.started
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+        listener.close()

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT
+from tests.docs.stand_ins import STAND_INS
+from tests.e2e.server import serving
+
+Folder = Callable[[str], Path]
+Url = Callable[[str | None], str]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """The folder of a stand-in, written once."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = STAND_INS[kind](tmp_path_factory.mktemp("models") / kind)
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def url_of(folder_of: Folder) -> Iterator[Url]:
+    """The address of a server of a stand-in, or of the default model; each is started once."""
+    urls: dict[str | None, str] = {}
+    with ExitStack() as stack:
+
+        def url(kind: str | None) -> str:
+            if kind not in urls:
+                model = [] if kind is None else [str(folder_of(kind))]
+                server = stack.enter_context(serving(*model, "--device", "cpu", "--kv-cache-gb", "0.05"))
+                urls[kind] = server.url
+            return urls[kind]
+
+        yield url
+
+
+@pytest.fixture(scope="session")
+def shell_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which `penstock` is this checkout's."""
+    programs = tmp_path_factory.mktemp("bin")
+    command = programs / "penstock"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m penstock "$@"\n')
+    command.chmod(0o755)
+    path = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PATH": path, "PYTHONPATH": python_path}

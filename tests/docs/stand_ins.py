@@ -1,0 +1,75 @@
+"""Small seeded models that take the place of published ones when an example runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoints import (
+    BERT_CONFIG,
+    bert_tensors,
+    write_bert,
+    write_cross_encoder,
+    write_json,
+    write_m3,
+    write_splade,
+)
+
+WIDTH = BERT_CONFIG["hidden_size"]
+
+
+def with_prompts(folder: Path) -> Path:
+    write_bert(folder)
+    prompts = {"query": "query: ", "document": "passage: "}
+    write_json(folder / "config_sentence_transformers.json", {"prompts": prompts})
+    return folder
+
+
+def colbert(folder: Path) -> Path:
+    config = BERT_CONFIG | {"architectures": ["HF_ColBERT"], "dim": 16}
+    tensors = _prefixed(config)
+    tensors["linear.weight"] = torch.randn((16, WIDTH), generator=torch.Generator().manual_seed(2))
+    write_bert(folder, tensors=tensors, config=config, modules=False)
+    write_json(folder / "special_tokens_map.json", {"mask_token": "[MASK]", "unk_token": "[UNK]"})
+    markers = {"query_maxlen": 32, "query_token_id": "query", "doc_token_id": "document"}
+    write_json(folder / "artifact.metadata", markers)
+    return folder
+
+
+def tagger(folder: Path) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    tensors = _prefixed(BERT_CONFIG)
+    tensors["classifier.weight"] = torch.randn(3, WIDTH, generator=generator)
+    tensors["classifier.bias"] = torch.zeros(3)
+    labels = {"0": "O", "1": "B-PER", "2": "I-PER"}
+    config = {"architectures": ["BertForTokenClassification"], "id2label": labels}
+    return write_bert(folder, tensors=tensors, config=config, modules=False)
+
+
+def classifier(folder: Path) -> Path:
+    return write_cross_encoder(folder, labels=4)
+
+
+def llama(folder: Path) -> Path:
+    from tests.e2e.llama import write_llama
+
+    return write_llama(folder)
+
+
+def _prefixed(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {f"bert.{name}": tensor for name, tensor in bert_tensors(config).items()}
+
+
+STAND_INS: dict[str, Callable[[Path], Path]] = {
+    "prompts": with_prompts,
+    "cross-encoder": write_cross_encoder,
+    "colbert": colbert,
+    "splade": write_splade,
+    "m3": write_m3,
+    "classifier": classifier,
+    "tagger": tagger,
+    "llama": llama,
+}

@@ -1,0 +1,55 @@
+"""Files by which a test holds back the engine of a server on the null device, instead of keeping it busy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.waiting import wait_until
+
+HOOKS = Path(__file__).parent / "hooks"
+
+
+class Gates:
+    """Closed gates hold back steps that were launched, or an engine process that starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of a server whose engine looks at these gates."""
+        path = os.pathsep.join([str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return os.environ | {"PYTHONPATH": path, "PENSTOCK_TEST_GATES": str(self.folder)}
+
+    @contextmanager
+    def no_step_finishes(self) -> Iterator[None]:
+        """Keep every step in flight. Deadlines, cancellations and new requests are handled as ever."""
+        with self._closed("steps"):
+            yield
+
+    @contextmanager
+    def no_engine_starts(self) -> Iterator[None]:
+        with self._closed("start"):
+            yield
+
+    def finish_one_step(self) -> None:
+        """Let one step pass the closed gate."""
+        permit = self.folder / "permit"
+        permit.touch()
+        wait_until(lambda: not permit.exists())
+
+    def fail_next_step(self, message: str) -> None:
+        """Lose the device at the next launch."""
+        (self.folder / "device-failure").write_text(message)
+
+    @contextmanager
+    def _closed(self, name: str) -> Iterator[None]:
+        gate = self.folder / name
+        gate.touch()
+        try:
+            yield
+        finally:
+            gate.unlink()

@@ -1,0 +1,60 @@
+"""The runner behind `make gpu-test`: what it runs, its summary line and its status. Needs no device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import run
+
+PASSES = "@pytest.mark.gpu\ndef test_passes(): pass\n"
+SKIPS = "@pytest.mark.gpu\ndef test_skips(): pytest.skip('not here')\n"
+FAILS = "@pytest.mark.gpu\ndef test_fails(): assert False\n"
+NEEDS_NO_DEVICE = "def test_needs_no_device(): assert False\n"
+BROKEN_FIXTURE = (
+    "@pytest.fixture\ndef broken(): raise ValueError\n@pytest.mark.gpu\ndef test_errs(broken): pass\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("tests", "summary", "status"),
+    [
+        (PASSES + SKIPS + NEEDS_NO_DEVICE, "1 passed, 0 failed, 1 skipped", 0),
+        (PASSES + FAILS, "1 passed, 1 failed, 0 skipped", 1),
+        (PASSES + BROKEN_FIXTURE, "1 passed, 1 failed, 0 skipped", 1),
+        (PASSES + "import no_such_module\n", "0 passed, 1 failed, 0 skipped", 1),
+        (SKIPS, "0 passed, 0 failed, 1 skipped", 1),
+    ],
+)
+def test_the_summary_and_the_status_follow_the_outcomes(
+    tests: str, summary: str, status: int, tmp_path: Path
+) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
+    file = tmp_path / "test_some.py"
+    file.write_text("import pytest\n" + tests)
+    code = "sys.exit(run.run([pathlib.Path(sys.argv[1])], [], 'X'))"
+    script = f"import pathlib, sys; from tests.gpu import run; {code}"
+    ran = subprocess.run(
+        [sys.executable, "-c", script, file], cwd=run.TESTS.parent, capture_output=True, text=True
+    )
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    last = ran.stdout.splitlines()[-1]
+    assert last.startswith(f"gpu-test: {summary} in ") and last.endswith(" s on X")
+
+
+def test_a_machine_without_a_device_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.main([]) == run.NO_DEVICE
+    assert "no CUDA device found" in capsys.readouterr().out
+
+
+def test_all_kernel_tests_and_all_marked_tests_are_run() -> None:
+    files = {str(file.relative_to(run.TESTS)) for file in run.gpu_test_files()}
+    assert {"kernels/test_norm.py", "gpu/test_graphs.py", "runner/test_runners.py"} <= files
+    assert "inputs/test_late.py" not in files

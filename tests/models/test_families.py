@@ -1,0 +1,90 @@
+"""Each family's record agrees with the model that its builder makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.checkpoint.families import CLASS_SUFFIXES, FAMILIES, Family
+from penstock.errors import ModelLoadError
+from penstock.layers.build import LayerBuilder
+from penstock.models.registry import Model, build_model
+from penstock.types import Task
+from penstock.weights.stream import DummySource
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "vocab_size": 100,
+    "num_labels": 3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+CONFIG |= {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}  # DistilBERT
+CONFIG |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}  # GPT-2
+DECODERS = [name for name, family in FAMILIES.items() if family.is_decoder]
+
+
+def build(family: Family, suffix: str = "", *, config: dict[str, Any] | None = None, **asked: Any) -> Model:
+    name = family.class_prefix + suffix if suffix else family.name
+    weights = DummySource(0, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        return build_model(name, CONFIG | (config or {}), LayerBuilder(weights), **asked)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_is_causal_where_its_record_says_so(name: str) -> None:
+    family = FAMILIES[name]
+    assert build(family).is_causal is family.is_causal(CONFIG)
+    assert family.is_causal(CONFIG) is (family.is_decoder and not family.attends_both_ways)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_attends_as_its_configuration_says_or_is_refused(name: str, causal: bool) -> None:
+    family = FAMILIES[name]
+    if name == "gpt2" and not causal:
+        with pytest.raises(ModelLoadError, match="is_causal = False, which is not supported"):
+            build(family, config={"is_causal": causal})
+        return
+    assert build(family, config={"is_causal": causal}).is_causal is causal
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_builder_adds_each_head_of_its_record(name: str) -> None:
+    family = FAMILIES[name]
+    for suffix, head in CLASS_SUFFIXES.items():
+        if head is not None and head in family.heads:
+            assert head in build(family, suffix).heads
+    if Task.SPARSE in family.heads:
+        assert Task.SPARSE in build(family, "ForMaskedLM", splade=True).heads
+    if Task.GENERATE in family.heads:
+        assert Task.GENERATE in build(family, generates=True).heads
+    if Task.SCORE in family.heads:
+        assert Task.SCORE in build(family).heads
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_that_is_not_in_the_record_is_refused(name: str) -> None:
+    family = FAMILIES[name]
+    if Task.SPARSE not in family.heads:
+        with pytest.raises(ModelLoadError, match="'sparse' is not supported"):
+            build(family, splade=True)
+    if Task.GENERATE not in family.heads:
+        with pytest.raises(ModelLoadError, match="'generate' is not supported"):
+            build(family, generates=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_models_sizes_are_under_the_keys_of_its_record(name: str) -> None:
+    keys = FAMILIES[name].keys
+    assert build(FAMILIES[name]).hidden_size == next(CONFIG[key] for key in keys.hidden_size)
+    assert all(key in CONFIG for key in (keys.num_layers[0], keys.max_positions[0]))
