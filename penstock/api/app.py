@@ -40,7 +40,7 @@ class RouteSpec:
     group: str
     open_to_all: bool = False
     error_shape: ErrorShape = openai_error
-    other: Dialect | None = None  # a second kind of body
+    other: Dialect | None = None  # a second kind of body on the same path
 
 
 ROUTES = (
@@ -77,7 +77,7 @@ ROUTES = (
 
 
 class App(Starlette):
-    """Routes have no parameters, so a path is looked up; what else a server sends goes the long way."""
+    """Routes have no path parameters, so a path is looked up; everything else goes through Starlette."""
 
     def __init__(self, endpoints: dict[str, Endpoint], **options: Any) -> None:
         super().__init__(routes=[Route(path, endpoint=each) for path, each in endpoints.items()], **options)
@@ -129,7 +129,7 @@ async def _lifespan(state: ServerState, app: Any) -> AsyncIterator[None]:
 
 def _not_found(state: ServerState, metrics: ApiMetrics) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     async def refuse(call: Call) -> Reply:
-        raise NotFound("there is no such route; /docs lists them all")
+        raise NotFound("no such route; /docs lists all routes")
 
     endpoint = Endpoint(state, metrics, "other", None, refuse, open_to_all=True, limited=False)
     endpoint.methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")

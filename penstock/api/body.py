@@ -1,4 +1,4 @@
-"""The body of a reply: bytes, or parts of which the large ones are encoded while they are sent."""
+"""The body of a reply: bytes, or parts whose large rows are encoded while they are sent."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from penstock.outputs.encoders import LargeRow
 Body = bytes | list[bytes | LargeRow]
 Piece = bytes | memoryview
 
-_MARK = secrets.token_hex(16)  # stands for a large row until the rest is written; no client can guess it
-_QUOTED = f'"{_MARK}"'.encode()
-_SEND_FROM = 1 << 16  # small pieces leave together
+_PLACEHOLDER = secrets.token_hex(16)  # of a large row in the encoded JSON; no client can guess it
+_QUOTED = f'"{_PLACEHOLDER}"'.encode()
+_MIN_PIECE_BYTES = 1 << 16  # smaller pieces are sent together
 
 
 def json_body(content: Any) -> Body:
-    """JSON of plain values, NumPy arrays and large rows; what is large is not copied into it."""
+    """JSON of plain values, NumPy arrays and large rows, which are not copied into it."""
     large: list[LargeRow] = []
 
-    def later(value: Any) -> str:
+    def defer(value: Any) -> str:
         if not isinstance(value, LargeRow):
-            raise TypeError(f"{type(value).__name__} has no form in JSON")
+            raise TypeError(f"{type(value).__name__} cannot be encoded as JSON")
         large.append(value)
-        return _MARK
+        return _PLACEHOLDER
 
-    raw = orjson.dumps(content, later, orjson.OPT_SERIALIZE_NUMPY)
+    raw = orjson.dumps(content, defer, orjson.OPT_SERIALIZE_NUMPY)
     if not large:
         return raw
     first, *others = raw.split(_QUOTED)
@@ -40,30 +40,30 @@ def json_body(content: Any) -> Body:
 
 
 async def sized(body: list[bytes | LargeRow]) -> tuple[int, Iterator[Piece]]:
-    """How many bytes there will be, and the pieces. Where only encoding can tell, it is done here."""
+    """The size of the body and its pieces. Rows whose size is unknown are encoded here."""
     sizes = [part.size if isinstance(part, LargeRow) else len(part) for part in body]
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes):
-        return sum(known), _together(body)
+        return sum(known), _joined_pieces(body)
     pieces: list[Piece] = []
-    for piece in _together(body):
+    for piece in _joined_pieces(body):
         pieces.append(piece)
-        await asyncio.sleep(0)  # others take their turn
+        await asyncio.sleep(0)  # lets other requests run
     return sum(len(piece) for piece in pieces), iter(pieces)
 
 
-def _together(body: list[bytes | LargeRow]) -> Iterator[Piece]:
-    """Small neighbours joined, large pieces as they are."""
+def _joined_pieces(body: list[bytes | LargeRow]) -> Iterator[Piece]:
+    """Small neighbouring pieces joined, large pieces as they are."""
     waiting: list[Piece] = []
     size = 0
     for part in body:
         for piece in part.pieces() if isinstance(part, LargeRow) else (part,):
-            if len(piece) >= _SEND_FROM and not waiting:
+            if len(piece) >= _MIN_PIECE_BYTES and not waiting:
                 yield piece
                 continue
             waiting.append(piece)
             size += len(piece)
-            if size >= _SEND_FROM:
+            if size >= _MIN_PIECE_BYTES:
                 yield b"".join(waiting)
                 waiting, size = [], 0
     if waiting:

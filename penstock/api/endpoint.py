@@ -1,6 +1,6 @@
-"""How every route treats a request: admit, read, decode, run, answer; errors become statuses here.
+"""What every route does with a request: admit, read, decode, run, reply. Errors become statuses here.
 
-A dialect is a set of routes plus the shape of its error body; the rest is shared.
+A dialect is a set of routes and the shape of its error body; everything else is shared.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Reply:
 
 @dataclass(slots=True)
 class Streamed:
-    """A reply whose body comes in pieces. The first is there already: what failed before it has a status."""
+    """A reply whose body is sent in pieces. The first piece exists already, so earlier failures have a
+    status."""
 
     first: bytes
     rest: AsyncGenerator[bytes, None]
@@ -59,13 +60,13 @@ class Streamed:
 
 
 async def streamed(pieces: AsyncGenerator[bytes, None]) -> Streamed:
-    """Wait for the first piece; an error until then is the whole reply's."""
+    """Wait for the first piece; an error before it fails the whole reply."""
     return Streamed(await anext(pieces), pieces)
 
 
 @dataclass(slots=True)
 class Call:
-    """One request on its way through a handler, and where its time went."""
+    """One HTTP request in a handler, and where its time went."""
 
     state: ServerState
     metrics: ApiMetrics
@@ -75,7 +76,7 @@ class Call:
     queue_s: float = 0.0
     device_s: float = 0.0
     encode_s: float = 0.0
-    error_shape: ErrorShape | None = None  # of the dialect that was found in the body
+    error_shape: ErrorShape | None = None  # of the dialect that the body turned out to be
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         total_s = time.monotonic() - self.began_s
@@ -106,22 +107,22 @@ Handler = Callable[..., Awaitable[Reply | Streamed]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Another kind of body on the same route, told apart by a field that only it has."""
+    """Another kind of body on the same route, recognised by a field that only it has."""
 
-    mark: str
+    marker_field: str
     body: type[msgspec.Struct]
     handler: Handler
     error_shape: ErrorShape
 
     def claims(self, raw: bytes) -> bool:
         try:
-            return self.mark in msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            return self.marker_field in msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
 
 
 class Endpoint:
-    """An ASGI application for one route that takes a JSON body."""
+    """An ASGI application for one route."""
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class Endpoint:
             check_key(scope, self.state.config.api_key)
 
     async def _limited(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
-        """The reply; one in pieces has been sent when this returns, so that its place is kept till then."""
+        """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
         self.state.admit()
         try:
             if self.decoder is None:
@@ -191,16 +192,16 @@ class Endpoint:
             self.state.release()
 
     async def _stream(self, call: Call, reply: Streamed, receive: Receive, send: Send) -> None:
-        """Piece by piece, no faster than the client reads; one that goes away ends the work."""
+        """Send piece by piece, no faster than the client reads. A disconnect cancels the work."""
         plain = [(b"content-type", reply.content_type), (b"cache-control", b"no-cache")]
-        headers = [*plain, (b"x-accel-buffering", b"no"), *reply.headers]  # proxies hand pieces on at once
+        headers = [*plain, (b"x-accel-buffering", b"no"), *reply.headers]  # proxies must not collect pieces
         pump = asyncio.ensure_future(self._pump(call, reply, headers, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
             if not pump.done():
                 reply.status = Cancelled.status
-                self.metrics.refused(Cancelled("the client went away"))
+                self.metrics.refused(Cancelled("the client disconnected"))
         finally:
             pump.cancel()
             gone.cancel()
@@ -218,7 +219,7 @@ class Endpoint:
         except PenstockError as error:
             reply.status = error.status
             await send({"type": "http.response.body", "body": self._event(error, call), "more_body": True})
-        except OSError:  # the client is gone, and the watch will say so
+        except OSError:  # the client has disconnected, which the watcher reports
             reply.status = Cancelled.status
             return
         except Exception:
@@ -229,25 +230,25 @@ class Endpoint:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _event(self, error: PenstockError, call: Call) -> bytes:
-        """An error after the status is out: the last event but one."""
+        """An error after the status was sent: the event before the last."""
         self.metrics.refused(error)
         shape = call.error_shape or self.error_shape
         return b"data: " + msgspec.json.encode(shape(error)) + b"\n\ndata: [DONE]\n\n"
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         limit = self.state.config.max_body_bytes
-        said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if said.isdigit() and int(said) > limit:
-            raise BodyTooLarge(f"the body has {int(said)} bytes; at most {limit} are taken")
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if declared.isdigit() and int(declared) > limit:
+            raise BodyTooLarge(f"the body has {int(declared)} bytes; the limit is {limit}")
         chunks, size = [], 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Cancelled("the client went away")
+                raise Cancelled("the client disconnected")
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             if size > limit:
-                raise BodyTooLarge(f"the body has more than {limit} bytes, which is the limit")
+                raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")
             if not message.get("more_body", False):
                 return b"".join(chunks) if len(chunks) > 1 else chunks[0]
 
@@ -276,17 +277,17 @@ _MISSING = re.compile(r"missing required field `(.*?)`")
 
 
 def explain(text: str) -> tuple[str, str | None]:
-    """The decoder's complaint as (message, field)."""
+    """The decoder's message as (message, field)."""
     place = _PLACE.search(text)
     field_name = place.group(1) if place else ""
     for pattern in (_UNKNOWN, _MISSING):
         if found := pattern.search(text):
             field_name = f"{field_name}.{found.group(1)}".strip(".")
-    said = _PLACE.sub("", text)
+    message = _PLACE.sub("", text)
     if not field_name:
-        return said, None
+        return message, None
     name = re.split(r"[\[.]", field_name)[0]
-    return (said if f"`{name}`" in said else f"{field_name}: {said}"), name
+    return (message if f"`{name}`" in message else f"{field_name}: {message}"), name
 
 
 def check_key(scope: Scope, key: str | None) -> None:
@@ -297,10 +298,10 @@ def check_key(scope: Scope, key: str | None) -> None:
             return
         if name == b"x-api-key" and hmac.compare_digest(value, key.encode()):
             return
-    raise Unauthorized("a valid API key is needed: send `Authorization: Bearer …`")
+    raise Unauthorized("a valid API key is required; send `Authorization: Bearer KEY`")
 
 
-WATCH_AFTER_S = 0.005  # most requests are answered sooner, and need nobody who watches their client
+WATCH_AFTER_S = 0.005  # most requests are answered sooner and need no watcher
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -309,7 +310,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def unless_gone(work: Awaitable[Answered], receive: Receive) -> Answered:
-    """The handler's reply; if the client disconnects first, the handler is cancelled."""
+    """The handler's reply. If the client disconnects first, the handler is cancelled."""
     loop, handling = asyncio.get_running_loop(), asyncio.current_task()
     assert handling is not None
     watcher: asyncio.Task[None] | None = None
@@ -317,7 +318,7 @@ async def unless_gone(work: Awaitable[Answered], receive: Receive) -> Answered:
 
     async def watch() -> None:
         nonlocal gone
-        await receive()  # the body has been read: all that can come is the end of the connection
+        await receive()  # the body has been read: the only message left is the disconnect
         gone = True
         handling.cancel()
 
@@ -332,7 +333,7 @@ async def unless_gone(work: Awaitable[Answered], receive: Receive) -> Answered:
         if not gone:
             raise
         handling.uncancel()
-        raise Cancelled("the client went away") from None
+        raise Cancelled("the client disconnected") from None
     finally:
         timer.cancel()
         if watcher is not None:
@@ -353,5 +354,5 @@ async def _send(send: Send, reply: Reply, head_only: bool) -> None:
         return
     for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await asyncio.sleep(0)  # others take their turn, even where the client reads as fast as we write
+        await asyncio.sleep(0)  # lets other requests run, even if the client reads as fast as we write
     await send({"type": "http.response.body", "body": b""})

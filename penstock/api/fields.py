@@ -1,4 +1,4 @@
-"""The fields that bodies of several routes share, and what they mean to the engine."""
+"""Fields that the bodies of several routes share, and their engine parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.types import OutputDtype, PoolingParams, Task
 
 
 class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What is asked about, how rows are made from it, and when they run."""
+    """The inputs, how rows are made from them, and when they run."""
 
     input: str | list[str | int | list[int]]
     model: str | None = None
@@ -47,7 +47,7 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class VectorFields(InputFields, kw_only=True):
-    """How values leave."""
+    """How values are returned."""
 
     encoding_format: EncodingFormat = "float"
     dimensions: int | None = None
@@ -62,18 +62,23 @@ class VectorFields(InputFields, kw_only=True):
 
 
 class ChunkFields(VectorFields, kw_only=True):
-    """What to do with long texts: `mean` for one vector a text, `late` for one a chunk besides."""
+    """How long texts are chunked: `mean` gives one vector a text, `late` also one for each chunk."""
 
     chunking: Chunking = "none"
     chunk_size: int | None = None
     chunk_spans: list[list[tuple[int, int]]] | None = None
+
+    @property
+    def wants_chunks(self) -> bool:
+        """Whether any chunking field is set; the options themselves are checked by the task."""
+        return self.chunking != "none" or self.chunk_size is not None or self.chunk_spans is not None
 
     def chunk_options(self) -> ChunkOptions:
         return ChunkOptions(chunking=self.chunking, chunk_size=self.chunk_size, chunk_spans=self.chunk_spans)
 
 
 def agreed(normalize: bool | None, use_activation: bool | None) -> bool | None:
-    """Two spellings of one wish; they must not contradict each other."""
+    """`normalize` and `use_activation` mean the same; they must agree."""
     if normalize is not None and use_activation is not None and normalize != use_activation:
         raise BadValue("normalize and use_activation contradict each other", param="use_activation")
     return normalize if normalize is not None else use_activation

@@ -1,4 +1,4 @@
-"""The API processes' share of the Prometheus metrics, and the page that shows all processes'."""
+"""Prometheus metrics of an API process, and the page that shows those of all processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.errors import Cancelled, PenstockError, QueueFull
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 REQUESTS = Counter("penstock_requests", "Requests by route and status", ["route", "status"])
 REQUEST_SECONDS = Histogram(
-    "penstock_request_seconds", "Whole time of a request", ["route"], buckets=_SECONDS
+    "penstock_request_seconds", "End-to-end time of a request", ["route"], buckets=_SECONDS
 )
-ROWS = Counter("penstock_rows", "Rows taken in", ["model"])
-TOKENS = Counter("penstock_tokens", "Tokens taken in", ["model"])
+ROWS = Counter("penstock_rows", "Rows received", ["model"])
+TOKENS = Counter("penstock_tokens", "Tokens received", ["model"])
 GENERATED = Counter("penstock_generated_tokens", "Tokens generated", ["model"])
 FIRST_TOKEN_SECONDS = Histogram(
     "penstock_first_token_seconds", "Time from arrival to a request's first token", buckets=_SECONDS
@@ -29,17 +29,17 @@ PHASES = Histogram(
     buckets=_SECONDS,
 )
 QUEUE_SECONDS = Histogram("penstock_queue_seconds", "Time from arrival to the first step", buckets=_SECONDS)
-IN_FLIGHT = Gauge("penstock_requests_in_flight", "Requests under way", multiprocess_mode="livesum")
+IN_FLIGHT = Gauge("penstock_requests_in_flight", "Requests in flight", multiprocess_mode="livesum")
 REJECTED = Counter("penstock_rejected", "Requests refused because the server was full")
-CANCELLED = Counter("penstock_cancelled", "Requests whose client went away")
+CANCELLED = Counter("penstock_cancelled", "Requests whose client disconnected")
 ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemin")
 
 
-SHOWN_EVERY_S = 0.1
+PUBLISH_INTERVAL_S = 0.1
 
 
 class ApiMetrics:
-    """What happens is counted at once and shown to all processes a moment later."""
+    """Counts in memory, and publishes to the files that all processes share a moment later."""
 
     def __init__(self) -> None:
         self._buffer = BufferedMetrics()
@@ -54,7 +54,7 @@ class ApiMetrics:
         self._buffer.histogram(REQUEST_SECONDS, route).observe(seconds)
         if not self._due:
             self._due = True
-            asyncio.get_running_loop().call_later(SHOWN_EVERY_S, self.show)
+            asyncio.get_running_loop().call_later(PUBLISH_INTERVAL_S, self.publish)
 
     def refused(self, error: PenstockError) -> None:
         if isinstance(error, QueueFull):
@@ -77,7 +77,7 @@ class ApiMetrics:
             phase.observe(seconds)
         self._queue.observe(queue_s)
 
-    def show(self) -> None:
+    def publish(self) -> None:
         self._due = False
         self._buffer.flush()
 

@@ -35,7 +35,7 @@ def build_state(launch: ApiLaunch) -> ServerState:
 
 
 def tokenizer_threads(cpus: int, processes: int) -> int:
-    """For long texts. More than the machine has cores would only take them from the engine."""
+    """Threads that tokenise long texts; more than there are spare cores would slow the engine down."""
     return max(1, min(4, cpus // (processes + 1)))
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     setup_child_process()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
-    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are encoded
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are tokenised
     logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
     try:
         state = build_state(launch)
@@ -58,7 +58,7 @@ def main() -> None:
         lifespan="on",
         log_config=None,
         access_log=launch.server.access_log,
-        proxy_headers=False,  # nothing here asks for the client's address
+        proxy_headers=False,  # nothing here uses the client's address
         server_header=False,
         date_header=False,
         timeout_keep_alive=75,

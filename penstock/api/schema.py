@@ -1,4 +1,4 @@
-"""The OpenAPI description, made from the routes and the types of their bodies."""
+"""The OpenAPI schema, generated from the routes and the types of their bodies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _STATUSES = {
     "413": "the body is too large",
     "422": "well-formed, but not possible for this model",
     "429": "the server is full; see Retry-After",
-    "503": "the engine is not ready; the message says why",
+    "503": "the engine is not ready; the message gives the reason",
 }
 
 

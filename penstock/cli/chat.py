@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from penstock.offline.open import LocalModel
 
 HELP = (
-    "/reset forgets the conversation, /system TEXT says what comes first, /exit ends; ctrl-C stops an answer"
+    "/reset clears the conversation, /system TEXT sets a system message, /exit quits, ctrl-C stops an answer"
 )
 
-# A model's words must not move the cursor or ring the bell: control signs but for tab and new line.
+# Control characters except tab and new line: a model must not move the cursor or ring the bell.
 _QUIET = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -47,7 +47,7 @@ def chat(engine: EngineFields, options: ChatOptions, sampling: SamplingOptions) 
 
 
 class Conversation:
-    """Messages so far, and the loop that adds to them."""
+    """The messages so far, and the loop that adds to them."""
 
     def __init__(
         self, model: LocalModel, fields: GenerationFields, console: Console, system: str | None = None
@@ -75,16 +75,18 @@ class Conversation:
     def _command(self, name: str, words: str = "") -> None:
         if name == "/reset":
             self.messages.clear()
-            self._say("forgotten")
+            self._say("conversation cleared")
         elif name == "/system":
             self._system = words or None
             self.messages.clear()
-            self._say("a new conversation " + ("begins with that" if words else "without a system message"))
+            self._say(
+                "new conversation " + ("with this system message" if words else "without a system message")
+            )
         else:
-            self._say(HELP if name == "/help" else f"there is no {name}; {HELP}")
+            self._say(HELP if name == "/help" else f"unknown command {name}; {HELP}")
 
     def _turn(self, line: str) -> None:
-        """One question and its answer; what was said before ctrl-C stays said."""
+        """One question and its answer. ctrl-C keeps the part that has been generated."""
         self.messages.append({"role": "user", "content": line})
         texts: list[str] = []
         tokens, began_s = [0], time.monotonic()

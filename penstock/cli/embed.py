@@ -1,4 +1,4 @@
-"""`penstock embed`: a file of texts to a file of vectors. Here are the flags; the work is in `job`."""
+"""`penstock embed`: a file of texts to a file of vectors. The flags are here, the work is in `job`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.cli.formats import InputFormat, OutputFormat
 
 
 class EmbedDtype(enum.StrEnum):
-    """As `penstock.types.OutputDtype`, which would bring NumPy into `penstock --help`."""
+    """The values of `penstock.types.OutputDtype`, without its import of NumPy."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"

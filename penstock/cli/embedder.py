@@ -1,4 +1,4 @@
-"""The model at work for `penstock embed`: chunks of rows in, vectors out, in order.
+"""Embeds chunks of rows for `penstock embed`, in order.
 
 A thread reads and tokenises the next chunk while the engine computes the two before it.
 """
@@ -29,7 +29,7 @@ from penstock.tasks.model import TextModel
 from penstock.tasks.run import DEFAULT_SCHEDULING, submit
 from penstock.types import PooledOutput, PoolingParams, Request
 
-MAX_CHUNKS_IN_FLIGHT = 2  # chunks with the engine: it goes on with the second while the first is saved
+MAX_CHUNKS_IN_FLIGHT = 2  # the engine computes the second while the first is saved
 T = TypeVar("T")
 
 
@@ -37,11 +37,11 @@ T = TypeVar("T")
 class PreparedChunk:
     chunk: Chunk
     request: Request
-    cut: int
+    num_truncated: int
 
 
 class Embedder:
-    """The model and how this run uses it. Weights are loaded on entering, not before."""
+    """The model and how this run uses it. Weights are loaded on entering the context."""
 
     def __init__(self, engine: dict[str, Any], params: PoolingParams, options: InputOptions) -> None:
         self._described = DescribedModel.of(None, engine)
@@ -72,7 +72,7 @@ class Embedder:
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """All that decides the vectors; what only decides the speed is left out."""
+        """All settings that decide the vectors, without those that only decide the speed."""
         params, options, settings = self.params, self._options, self.settings
         weights = [(file, file.stat()) for file in weight_files(self.spec)]
         return {
@@ -81,6 +81,7 @@ class Embedder:
             "device": settings.device.partition(":")[0],
             "dtype": settings.dtype,
             "quantization": settings.quantization,
+            "unquantized_layers": list(settings.unquantized_layers) or None,
             "load_format": settings.load_format,
             "seed": settings.seed,
             "max_model_len": settings.max_model_len,
@@ -107,7 +108,7 @@ class Embedder:
 
     def embed(self, chunks: Iterator[Chunk]) -> Iterator[tuple[PreparedChunk, Vectors]]:
         """Chunks with their vectors, in order."""
-        for prepared in ahead(self._prepare(chunk) for chunk in chunks):
+        for prepared in read_ahead(self._prepare(chunk) for chunk in chunks):
             run = submit(self._local.engine, prepared.request, DEFAULT_SCHEDULING)
             self._running.append((prepared, self._loop.submit(run)))
             if len(self._running) == MAX_CHUNKS_IN_FLIGHT:
@@ -122,18 +123,18 @@ class Embedder:
         return prepared, vectors
 
     def _prepare(self, chunk: Chunk) -> PreparedChunk:
-        num_cut = 0
+        num_truncated = 0
 
         def check(lengths: list[int]) -> None:
-            nonlocal num_cut
-            num_cut = self._check_lengths(lengths, chunk.first)
+            nonlocal num_truncated
+            num_truncated = self._check_lengths(lengths, chunk.first)
 
         task = Embed(inputs=chunk.texts, params=self.params, options=self._options, check_lengths=check)
         prepared = self._loop.wait(task.prepare(self._text, f"rows-{chunk.first}"))
-        return PreparedChunk(chunk, prepared.request, num_cut)
+        return PreparedChunk(chunk, prepared.request, num_truncated)
 
     def _check_lengths(self, lengths: list[int], first: int) -> int:
-        """How many rows are too long. Refuses rows that cannot be used, by their number in the file."""
+        """The number of rows beyond the limit. Errors name the row by its number in the file."""
         limit = self.spec.max_model_len
         if 0 in lengths:
             raise BadValue(f"row {first + lengths.index(0)} has no tokens", param="input")
@@ -147,19 +148,19 @@ class Embedder:
         return len(long)
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items in order, made on a thread of their own while the caller works on the one before.
+def read_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items in order, read on another thread while the caller works on the item before.
 
-    The thread is a daemon: one that waits for a line on stdin must not keep the process alive.
+    The thread is a daemon: while it waits for a line on stdin it must not keep the process alive.
     """
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=1)
-    left = threading.Event()
+    is_abandoned = threading.Event()
 
     def work() -> None:
         try:
             for item in items:
                 ready.put((item, None))
-                if left.is_set():
+                if is_abandoned.is_set():
                     return
             ready.put((None, None))
         except BaseException as error:
@@ -175,6 +176,6 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
                 return
             yield item
     finally:
-        left.set()
+        is_abandoned.set()
         with suppress(queue.Empty):
-            ready.get_nowait()  # room for the item the thread holds, so that it can see that nobody waits
+            ready.get_nowait()  # room for the item that the thread holds, so that it sees the event

@@ -201,7 +201,7 @@ class _Task:
         self._chat = chat
 
     async def stream(self, prompt: str, out: TextIO) -> None:
-        """One answer, shown while it comes."""
+        """One answer, written as it is generated."""
         async with aclosing(self._deltas(prompt)) as stream:
             async for deltas in stream:
                 out.write("".join(delta.text for delta in deltas))
@@ -209,7 +209,7 @@ class _Task:
         out.write("\n")
 
     async def run(self, prompts: Iterable[str], out: TextIO, jsonl: bool) -> None:
-        """Many at once, written in their order."""
+        """Answers to many prompts at once, written in the order of the prompts."""
         import asyncio
 
         import orjson
@@ -262,7 +262,7 @@ class _Task:
 
 
 class _progress:
-    """A count on a terminal, and nothing elsewhere."""
+    """A count of finished prompts on a terminal; elsewhere nothing."""
 
     def __enter__(self) -> Any:
         self._bar: Any = None

@@ -1,4 +1,4 @@
-"""`penstock info`: what a model is and what would be loaded, read from its files alone."""
+"""`penstock info`: what a model is and what would be loaded, read from its files only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.errors import ModelLoadError
 if TYPE_CHECKING:
     from penstock.checkpoint.spec import ModelSpec
 
-_SIZES = {  # our name: the names that config.json files use
+_SIZES = {  # our name: the names in config.json files
     "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
     "hidden": ("hidden_size", "dim", "d_model", "n_embd"),
     "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
@@ -92,7 +92,7 @@ def _late(spec: ModelSpec) -> dict[str, Any] | None:
 
 
 def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict[str, Any] | None:
-    """The settled engine; None where torch is missing and "auto" cannot be settled."""
+    """The resolved settings; None if torch is missing and "auto" cannot be resolved."""
     from penstock.runner.load import settle
 
     try:
@@ -113,7 +113,7 @@ def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict
 
 
 def weight_files(spec: ModelSpec) -> list[Path]:
-    """The files that loading the model would read: its shards, and those of its dense layers."""
+    """The weight files of the model: its shards, and those of its dense layers."""
     index = spec.path / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
@@ -127,7 +127,7 @@ def weight_files(spec: ModelSpec) -> list[Path]:
 
 
 def weight_facts(files: list[Path]) -> dict[str, Any]:
-    """Parameters and bytes, counted from the files' headers."""
+    """Parameters and bytes, counted from the headers of the files."""
     tensors = [tensor for file in files for tensor in _tensors(file)]
     return {
         "parameters": sum(count for _, count in tensors) if files else None,
@@ -137,7 +137,7 @@ def weight_facts(files: list[Path]) -> dict[str, Any]:
 
 
 def _tensors(file: Path) -> list[tuple[str, int]]:
-    """(type, number of values) of each tensor but buffers that only count positions."""
+    """(type, number of values) of each tensor, except position buffers."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -180,7 +180,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def _vector_lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """What the vectors are: of texts, of their tokens, or both."""
+    """The lines about vectors of texts, of tokens, or both."""
     lines: list[tuple[str, str | None]] = []
     if (late := facts["late_interaction"]) is not None:
         lengths = [late[name] or facts["max_tokens"] for name in ("query_length", "document_length")]
@@ -213,7 +213,7 @@ def _pooling_line(pooling: dict[str, Any]) -> str:
     steps = [" + ".join(pooling["methods"])]
     steps += [f"dense {dense['in']} → {dense['out']} ({dense['activation']})" for dense in pooling["dense"]]
     steps += ["normalize"] if pooling["normalize"] else []
-    steps += [] if pooling["include_prompt"] else ["prompt left out"]
+    steps += [] if pooling["include_prompt"] else ["without the prompt"]
     return ", ".join(steps)
 
 

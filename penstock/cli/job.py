@@ -1,6 +1,6 @@
 """One run of `penstock embed`: source → embedder → parts → output.
 
-Memory holds a handful of chunks, however many rows there are.
+Memory holds a few chunks at a time, however many rows the file has.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ Advance = Callable[[int, float | None], None]
 
 
 class Job(EmbedOptions, frozen=True, kw_only=True):
-    """The command's flags."""
+    """The command's flags, and the engine to run."""
 
     engine: EngineFields
 
 
 @dataclass(slots=True)
-class Tally:
-    """What this run did, for the line at its end."""
+class RunStats:
+    """Counts of this run, for the summary line at its end."""
 
     rows: int = 0
     tokens: int = 0
-    cut: int = 0  # rows that were longer than the model's limit
+    truncated: int = 0  # rows beyond the model's limit
 
 
 def run(job: Job) -> None:
     began_s = time.monotonic()
     if job.source == STDIN and job.resume:
-        raise BadValue("stdin cannot be resumed: what was read is gone; use a file", param="--resume")
+        raise BadValue(
+            "stdin cannot be resumed, because it cannot be read again; use a file", param="--resume"
+        )
     check_output(job.output, resume=job.resume, overwrite=job.overwrite)
     form = job.output_format or by_extension(job.output, BY_EXTENSION, "--output-format")
     check_storable(form, _params(job).dtype)
@@ -56,15 +58,15 @@ def run(job: Job) -> None:
         columns = choose_columns(source, job.column, job.id_column, job.keep)
         embedder = Embedder(job.engine, _params(job), _options(job))
         writer = vector_format(form, embedder.params.dtype, embedder.about)
-        settings = {**_of_input(job, columns), "output": form, **embedder.fingerprint()}
+        settings = {**_input_settings(job, columns), "output": form, **embedder.fingerprint()}
         with Parts(job.output, writer.suffix, settings, resume=job.resume, overwrite=job.overwrite) as parts:
-            resumed_at, tally = parts.rows, Tally()
-            with _kept_for_later(parts, resumable=job.source != STDIN):
+            resumed_at, stats = parts.rows, RunStats()
+            with _keep_parts(parts, resumable=job.source != STDIN):
                 if not parts.joined:
-                    _embed_rows(job, source, columns, embedder, parts, writer, tally)
+                    _embed_rows(job, source, columns, embedder, parts, writer, stats)
                 total = parts.rows
                 parts.finish(writer.join)
-    _report(job, embedder, tally, resumed_at, total, time.monotonic() - began_s)
+    _report(job, embedder, stats, resumed_at, total, time.monotonic() - began_s)
 
 
 def _params(job: Job) -> PoolingParams:
@@ -87,23 +89,23 @@ def _embed_rows(
     embedder: Embedder,
     parts: Parts,
     writer: VectorFormat,
-    tally: Tally,
+    stats: RunStats,
 ) -> None:
-    """Everything that is not on disk yet. The first chunk is read before the weights are."""
+    """Embed the rows that are not on disk yet. The first chunk is read before the weights are loaded."""
     chunks = source.chunks(columns, start=parts.rows, stop=job.limit, size=job.batch_rows)
     first = next(chunks, None)
     if first is None:
         if parts.rows == 0:
-            nothing = np.zeros((0, embedder.width), embedder.params.dtype.numpy)
-            parts.add(0, partial(_write, writer, source.nothing(columns), columns, nothing))
+            empty = np.zeros((0, embedder.width), embedder.params.dtype.numpy)
+            parts.add(0, partial(_write, writer, source.empty_chunk(columns), columns, empty))
         return
     with embedder, _progress(parts.rows) as advance:
         for prepared, vectors in embedder.embed(chain([first], chunks)):
             chunk = prepared.chunk
             parts.add(len(chunk.texts), partial(_write, writer, chunk, columns, vectors))
-            tally.rows += len(chunk.texts)
-            tally.tokens += prepared.request.num_tokens
-            tally.cut += prepared.cut
+            stats.rows += len(chunk.texts)
+            stats.tokens += prepared.request.num_tokens
+            stats.truncated += prepared.num_truncated
             advance(len(chunk.texts), chunk.read)
 
 
@@ -115,19 +117,19 @@ def _write(writer: VectorFormat, chunk: Chunk, columns: Columns, vectors: Vector
 
 
 @contextmanager
-def _kept_for_later(parts: Parts, *, resumable: bool) -> Iterator[None]:
-    """When a run breaks off: say what is safe, or remove a folder that is of no use."""
+def _keep_parts(parts: Parts, *, resumable: bool) -> Iterator[None]:
+    """When a run fails: say which rows are saved, or remove a folder that cannot be resumed."""
     try:
         yield
     except BaseException as error:
         if not resumable or parts.rows == 0:
             parts.discard()
-        elif not isinstance(error, ClientError):  # then the same flags can succeed
-            _say(f"{parts.rows:,} rows are safe in {parts.folder}; continue with --resume")
+        elif not isinstance(error, ClientError):  # the same flags can still succeed
+            _report_line(f"{parts.rows:,} rows are safe in {parts.folder}; continue with --resume")
         raise
 
 
-def _of_input(job: Job, columns: Columns) -> dict[str, Any]:
+def _input_settings(job: Job, columns: Columns) -> dict[str, Any]:
     about: dict[str, Any] = {"input": job.source}
     if job.source != STDIN:
         file = Path(job.source).resolve()
@@ -143,26 +145,28 @@ def _of_input(job: Job, columns: Columns) -> dict[str, Any]:
     }
 
 
-def _report(job: Job, embedder: Embedder, tally: Tally, resumed_at: int, total: int, seconds: float) -> None:
+def _report(
+    job: Job, embedder: Embedder, stats: RunStats, resumed_at: int, total: int, seconds: float
+) -> None:
     if total == 0:
-        _say(f"{job.source} has no rows; {job.output} is empty")
+        _report_line(f"{job.source} has no rows; {job.output} is empty")
         return
-    rate = tally.rows / seconds if seconds else 0.0
-    parts = [f"{tally.rows:,} rows, {tally.tokens:,} tokens in {seconds:.1f} s ({rate:,.0f} rows/s)"]
+    rate = stats.rows / seconds if seconds else 0.0
+    parts = [f"{stats.rows:,} rows, {stats.tokens:,} tokens in {seconds:.1f} s ({rate:,.0f} rows/s)"]
     if resumed_at:
-        parts.append(f"{resumed_at:,} rows were done before")
-    if tally.cut:
-        parts.append(f"{tally.cut:,} rows were cut at {embedder.spec.max_model_len} tokens")
-    _say("; ".join(parts) + f" → {job.output}")
+        parts.append(f"{resumed_at:,} rows were embedded before")
+    if stats.truncated:
+        parts.append(f"{stats.truncated:,} rows were truncated to {embedder.spec.max_model_len} tokens")
+    _report_line("; ".join(parts) + f" → {job.output}")
 
 
-def _say(line: str) -> None:
+def _report_line(line: str) -> None:
     print(line, file=sys.stderr)
 
 
 @contextmanager
 def _progress(rows: int) -> Iterator[Advance]:
-    """A bar on a terminal, and nothing elsewhere."""
+    """A progress bar on a terminal; elsewhere nothing."""
     if not sys.stderr.isatty():
         yield lambda count, read: None
         return

@@ -1,6 +1,6 @@
-"""The `penstock` command: registers the subcommands and turns errors into one line and an exit code.
+"""The `penstock` command: registers the subcommands, and turns errors into one line and an exit code.
 
-Importing this module stays cheap: a subcommand imports what it computes with only when it runs.
+Importing this module is cheap: a subcommand imports heavy libraries only when it runs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 
 class Commands(TyperGroup):
-    """Errors that a command foresees end as `error: …` on stderr; anything else is a bug and shows itself."""
+    """Prints expected errors as `error: …` on stderr. Other exceptions are bugs and show a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except PenstockError as error:
-            raise _failed(error.message, USAGE_ERROR if isinstance(error, ClientError) else FAILURE) from None
+            raise _exit_with_error(
+                error.message, USAGE_ERROR if isinstance(error, ClientError) else FAILURE
+            ) from None
         except BrokenPipeError:
-            raise  # the reader of our output left; typer ends quietly
+            raise  # the reader of our output is gone; typer exits quietly
         except OSError as error:
-            raise _failed(f"{type(error).__name__}: {error}", FAILURE) from None
+            raise _exit_with_error(f"{type(error).__name__}: {error}", FAILURE) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _failed(message: str, code: int) -> typer.Exit:
+def _exit_with_error(message: str, code: int) -> typer.Exit:
     print("error:", " ".join(message.split()), file=sys.stderr)
     return typer.Exit(code)
 

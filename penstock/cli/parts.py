@@ -1,10 +1,10 @@
-"""The folder beside an unfinished output: finished parts, and what they were made with.
+"""The folder next to an unfinished output: finished parts, and the settings they were made with.
 
 `OUT.parts/` holds `manifest.json` and one file for each chunk of rows, named by first row and count.
-Everything enters under its name only when it is complete and on disk, so a run that is killed at any
-moment leaves whole parts and at most a draft that nobody counts:
+A file gets its name only when it is complete and on disk. A run that is killed at any moment leaves
+complete parts and at most one draft, which is ignored:
 
-    running   manifest, parts …                 --resume goes on after the last part
+    running   manifest, parts …                 --resume continues after the last part
     joined    manifest says so, `whole` is OUT   --resume only moves it into place
     finished  OUT is in its place                the folder is removed, the manifest last
 """
@@ -29,8 +29,8 @@ _LAYOUT = 1
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: int = _LAYOUT
     settings: dict[str, Any]
-    overwrite: bool  # the run may replace an output that is there
-    joined_rows: int | None = None  # set once `whole` is complete
+    overwrite: bool  # the run may replace an existing output
+    joined_rows: int | None = None  # set when `whole` is complete
 
 
 def parts_folder(output: Path) -> Path:
@@ -38,7 +38,7 @@ def parts_folder(output: Path) -> Path:
 
 
 def check_output(output: Path, *, resume: bool, overwrite: bool) -> None:
-    """Refuse early what would fail or destroy something later."""
+    """Refuse early what would fail later or destroy an output."""
     if output.is_dir():
         raise BadValue(f"{output} is a folder; give a file", param="--output")
     if not output.parent.is_dir():
@@ -46,18 +46,18 @@ def check_output(output: Path, *, resume: bool, overwrite: bool) -> None:
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise BadValue(f"the folder {output.parent} is not writable", param="--output")
     folder = parts_folder(output)
-    begun = (folder / _MANIFEST).is_file()
-    if begun and not (resume or overwrite):
+    is_started = (folder / _MANIFEST).is_file()
+    if is_started and not (resume or overwrite):
         raise BadValue(
             f"{folder} holds an unfinished run; continue with --resume, or start again with --overwrite",
             param="--output",
         )
-    if output.exists() and not overwrite and not (resume and begun):
-        raise BadValue(f"{output} is there already; replace it with --overwrite", param="--output")
+    if output.exists() and not overwrite and not (resume and is_started):
+        raise BadValue(f"{output} exists; replace it with --overwrite", param="--output")
 
 
 class Parts:
-    """One run's hold on its folder. Only one process has it at a time."""
+    """The parts folder of one run. Only one process can open it at a time."""
 
     def __init__(
         self, output: Path, suffix: str, settings: dict[str, Any], *, resume: bool, overwrite: bool
@@ -70,7 +70,7 @@ class Parts:
         try:
             check_output(
                 output, resume=resume, overwrite=overwrite
-            )  # again, now that nobody else can change it
+            )  # again, now that no other process can change it
             self._manifest = self._begin(settings, resume, overwrite)
             self._finished = self._contiguous()
         except BaseException:
@@ -79,7 +79,7 @@ class Parts:
 
     @property
     def rows(self) -> int:
-        """Rows that are safe on disk, from row 0 on."""
+        """Number of rows on disk, from row 0 on."""
         if self._manifest.joined_rows is not None:
             return self._manifest.joined_rows
         first, count = _span(self._finished[-1]) if self._finished else (0, 0)
@@ -90,7 +90,7 @@ class Parts:
         return self._manifest.joined_rows is not None
 
     def add(self, count: int, write: Callable[[Path], object]) -> None:
-        """The next `count` rows: `write` makes the file, which then takes its name."""
+        """Add the next `count` rows. `write` creates the file."""
         part = self.folder / f"{self.rows:012d}-{count}{self._suffix}"
         self._commit(part, write)
         self._finished.append(part)
@@ -107,7 +107,7 @@ class Parts:
         self.discard()
 
     def discard(self) -> None:
-        """Remove the folder, the manifest last: until then it says what the rest is."""
+        """Remove the folder, the manifest last, because it describes the rest."""
         if self.folder.exists():
             _clear(self.folder)
             self.folder.rmdir()
@@ -124,33 +124,34 @@ class Parts:
         self.close()
 
     def _begin(self, settings: dict[str, Any], resume: bool, overwrite: bool) -> Manifest:
-        _refuse_strangers(self.folder)
+        _refuse_foreign_files(self.folder)
         found = _read_manifest(self.folder) if resume else None
         if found is None:
             _clear(self.folder)
             return self._save(Manifest(settings=settings, overwrite=overwrite))
         if changed := _changes(found.settings, settings):
             raise BadValue(
-                f"{self.folder} was begun with other settings ({changed}); "
-                "repeat those, or start again with --overwrite",
+                f"{self.folder} was started with other settings ({changed}); "
+                "use those, or start again with --overwrite",
                 param="--resume",
             )
-        self._check_place(found, overwrite)
+        self._check_output_state(found, overwrite)
         (self.folder / _DRAFT).unlink(missing_ok=True)
         return found
 
-    def _check_place(self, found: Manifest, overwrite: bool) -> None:
-        """Whether the output may be there: as an old one to replace, or because the run got that far."""
+    def _check_output_state(self, found: Manifest, overwrite: bool) -> None:
+        """Refuse an output that exists, unless the run may replace it or has written it itself."""
         moved = found.joined_rows is not None and not (self.folder / _WHOLE).exists()
         if moved and not self.output.exists():
             raise BadValue(
-                f"{self.output} was finished, but is gone; start again with --overwrite", param="--resume"
+                f"{self.output} was finished, but no longer exists; start again with --overwrite",
+                param="--resume",
             )
         if self.output.exists() and not (moved or overwrite or found.overwrite):
-            raise BadValue(f"{self.output} is there already; replace it with --overwrite", param="--output")
+            raise BadValue(f"{self.output} exists; replace it with --overwrite", param="--output")
 
     def _contiguous(self) -> list[Path]:
-        """The parts from row 0 without a gap. Any others would have to be made again, so they go."""
+        """The parts from row 0 up to the first gap. Parts after a gap are removed."""
         parts = sorted(file for file in self.folder.iterdir() if _PART.fullmatch(file.name))
         finished, rows = [], 0
         for part in parts:
@@ -169,7 +170,7 @@ class Parts:
         return manifest
 
     def _commit(self, file: Path, write: Callable[[Path], object]) -> None:
-        """Write under another name, wait for the disk, then take the name: there is no half file."""
+        """Write a draft, sync it, then rename it, so that `file` is always complete."""
         draft = self.folder / _DRAFT
         write(draft)
         _sync(draft)
@@ -192,12 +193,12 @@ def _read_manifest(folder: Path) -> Manifest | None:
     except msgspec.DecodeError as error:
         raise BadValue(f"{file} is damaged ({error}); start again with --overwrite") from None
     if manifest.layout != _LAYOUT:
-        raise BadValue(f"{folder} was begun by another version; start again with --overwrite")
+        raise BadValue(f"{folder} was started by another version; start again with --overwrite")
     return manifest
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    after = msgspec.json.decode(msgspec.json.encode(after))  # as it reads back: tuples are lists
+    after = msgspec.json.decode(msgspec.json.encode(after))  # as it is read back: tuples become lists
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return "; ".join(f"{name}: {_shown(before.get(name))}, now {_shown(after.get(name))}" for name in names)
 
@@ -206,11 +207,13 @@ def _shown(value: Any) -> str:
     return "none" if value is None else msgspec.json.encode(value).decode()
 
 
-def _refuse_strangers(folder: Path) -> None:
-    """What this module did not write is not its to remove."""
+def _refuse_foreign_files(folder: Path) -> None:
+    """Refuse files that this module did not write, because it would remove them."""
     for file in folder.iterdir():
         if file.name not in (_MANIFEST, _WHOLE, _DRAFT) and not _PART.fullmatch(file.name):
-            raise BadValue(f"{folder} holds {file.name}, which is not of an unfinished run; move it away")
+            raise BadValue(
+                f"{folder} holds {file.name}, which is not part of an unfinished run; move it away"
+            )
 
 
 def _clear(folder: Path) -> None:
@@ -231,7 +234,7 @@ def _sync(path: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Hold the folder until this process ends, however it ends."""
+    """Lock the folder until this process ends, however it ends."""
     try:
         import fcntl
     except ImportError:

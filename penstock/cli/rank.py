@@ -1,5 +1,4 @@
-"""`penstock rerank` and `penstock score`: documents in their order for a query, and scores for a file of
-pairs."""
+"""`penstock rerank` and `penstock score`: documents sorted for a query, and scores for a file of pairs."""
 
 from __future__ import annotations
 

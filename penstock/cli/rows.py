@@ -1,4 +1,4 @@
-"""Rows out of a file or stdin, a chunk at a time: plain text, JSONL, CSV, Parquet. Nothing is held whole."""
+"""Reads rows from a file or stdin, a chunk at a time: plain text, JSONL, CSV, Parquet."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BY_EXTENSION = {
     ".txt": InputFormat.TEXT,
     ".text": InputFormat.TEXT,
 }
-_HEAD = 100  # records looked at to learn which columns there are
+_HEAD = 100  # records that are read to find the columns
 _BUFFER_BYTES = 1 << 20
 F = TypeVar("F")
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns a run reads; without `id` the rows are numbered."""
+    """The columns that a run reads. Without `id` the rows are numbered."""
 
     text: str
     id: str | None
@@ -45,12 +45,12 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Neighbouring rows: their texts, and the columns that go to the output as they are."""
+    """Consecutive rows: their texts, and the columns that are copied to the output."""
 
     first: int  # number of its first row, from 0
     texts: list[str]
     carried: dict[str, Any]  # name → list or Arrow array, one value a row
-    read: float | None  # share of the input read so far, 0 to 1; None where nobody knows
+    read: float | None  # share of the input read so far, 0 to 1; None if unknown
 
 
 class Record(NamedTuple):
@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
 
 class Source(ABC):
-    """An open input. `names` are its columns, `text_names` those that seem to hold text."""
+    """An open input. `names` are its columns, `text_names` those that appear to hold text."""
 
     def __init__(self, name: str, names: Sequence[str], text_names: Sequence[str]) -> None:
         self.name = name
@@ -68,10 +68,10 @@ class Source(ABC):
 
     @abstractmethod
     def chunks(self, columns: Columns, *, start: int, stop: int | None, size: int) -> Iterator[Chunk]:
-        """Rows `start` up to `stop` in chunks of at most `size`. To be called once."""
+        """Rows `start` up to `stop` in chunks of at most `size`. Call it once."""
 
     @abstractmethod
-    def nothing(self, columns: Columns) -> Chunk:
+    def empty_chunk(self, columns: Columns) -> Chunk:
         """A chunk without rows, for an input that has none."""
 
     @abstractmethod
@@ -100,9 +100,7 @@ def open_source(path: str, wanted: InputFormat | None) -> Source:
 
 def by_extension(file: Path, known: Mapping[str, F], flag: str) -> F:
     if (form := known.get(file.suffix.lower())) is None:
-        raise BadValue(
-            f"the extension of {file.name} says nothing; use {', '.join(known)}, or give {flag}", param=flag
-        )
+        raise BadValue(f"{file.name} has no known extension ({', '.join(known)}); give {flag}", param=flag)
     return form
 
 
@@ -115,7 +113,7 @@ def _open_stdin(wanted: InputFormat | None) -> Source:
 
 
 def choose_columns(source: Source, text: str | None, id_column: str | None, keep: Sequence[str]) -> Columns:
-    """The columns to read, checked against those that are there."""
+    """The columns to read, checked against those of the source."""
     if not source.names:  # an empty input has no columns to check against
         return Columns(text or "text", id_column, tuple(keep))
     columns = Columns(text or _text_column(source), id_column, tuple(dict.fromkeys(keep)))
@@ -129,7 +127,7 @@ def choose_columns(source: Source, text: str | None, id_column: str | None, keep
                 f"{source.name} has no column {name!r} for {flag}; it has: {_listed(source.names)}",
                 param=flag,
             )
-    return _without_clash(columns)
+    return _without_conflicts(columns)
 
 
 def _text_column(source: Source) -> str:
@@ -139,23 +137,23 @@ def _text_column(source: Source) -> str:
         return source.text_names[0]
     found = f"{len(source.text_names)} columns" if source.text_names else "no column"
     raise BadValue(
-        f"{source.name} has no column 'text' and {found} with text; name one with --column, out of: "
+        f"{source.name} has no column 'text' and {found} with text; choose one with --column: "
         f"{_listed(source.names)}",
         param="--column",
     )
 
 
-def _without_clash(columns: Columns) -> Columns:
+def _without_conflicts(columns: Columns) -> Columns:
     if columns.id is not None and columns.id in columns.keep:
         columns = Columns(
             columns.text, columns.id, tuple(name for name in columns.keep if name != columns.id)
         )
     if columns.id is None and "id" in columns.keep:
         raise BadValue(
-            "the output numbers its rows in 'id'; give --id-column id, not --keep id", param="--keep"
+            "the output stores row numbers in 'id'; give --id-column id instead of --keep id", param="--keep"
         )
     if "embedding" in columns.carried:
-        raise BadValue("a column 'embedding' cannot be kept: the vectors go there", param="--keep")
+        raise BadValue("the column 'embedding' cannot be kept, because it holds the vectors", param="--keep")
     return columns
 
 
@@ -184,7 +182,7 @@ class RecordSource(Source):
                 return
             yield self._chunk(first, taken, columns, stop)
 
-    def nothing(self, columns: Columns) -> Chunk:
+    def empty_chunk(self, columns: Columns) -> Chunk:
         return Chunk(0, [], {name: [] for name in columns.carried}, 1.0)
 
     def close(self) -> None:
@@ -220,7 +218,7 @@ class RecordSource(Source):
 
 
 class _Lines:
-    """A stream's lines as (number, bytes without the line's end), counting what was read."""
+    """The lines of a stream, with counts of the lines and bytes read."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self.name = name
@@ -319,7 +317,7 @@ def _kind(value: Any) -> str:
 
 
 class ParquetSource(Source):
-    """Reads column chunks through a small buffer, and skips whole row groups when it starts late."""
+    """Reads columns through a small buffer, and skips whole row groups before its first row."""
 
     def __init__(self, file: Path) -> None:
         import pyarrow as pa
@@ -355,7 +353,7 @@ class ParquetSource(Source):
         except pa.ArrowException as error:
             raise BadValue(f"{self.name} cannot be read after row {row}: {error}", param="input") from None
 
-    def nothing(self, columns: Columns) -> Chunk:
+    def empty_chunk(self, columns: Columns) -> Chunk:
         empty = self._schema.empty_table()
         return Chunk(0, [], {name: empty[name].combine_chunks() for name in columns.carried}, 1.0)
 
@@ -367,7 +365,7 @@ class ParquetSource(Source):
             raise BadValue(f"{self.name}: column {name!r} holds {kind}, not text", param="--column")
 
     def _groups_from(self, start: int) -> tuple[list[int], int]:
-        """The row groups that hold rows from `start` on, and the number of their first row."""
+        """The row groups from row `start` on, and the number of their first row."""
         metadata, row = self._file.metadata, 0
         for group in range(metadata.num_row_groups):
             rows = metadata.row_group(group).num_rows

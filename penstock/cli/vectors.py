@@ -1,6 +1,6 @@
-"""Vectors into files: parts of an output as they are computed, and the parts joined into the whole.
+"""Writes vectors to files: parts as they are computed, then all parts joined into the output.
 
-Both formats stream: a part is one chunk of rows, and joining holds a few parts at a time.
+Both formats stream: a part is one chunk of rows, and joining holds a few parts in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BY_EXTENSION = {
     ".jsonl": OutputFormat.JSONL,
     ".ndjson": OutputFormat.JSONL,
 }
-_GROUP_BYTES = 32 << 20  # of one Parquet row group
+_GROUP_BYTES = 32 << 20  # size of a Parquet row group
 Vectors = NDArray[Any]
 
 
@@ -31,14 +31,14 @@ class VectorFormat(Protocol):
     suffix: str
 
     def write(self, file: Path, carried: dict[str, Any], vectors: Vectors) -> None:
-        """One part: the carried columns, and beside them `vectors` [rows, width]."""
+        """Write one part: the carried columns, then `vectors` [rows, width]."""
 
     def join(self, parts: Sequence[Path], file: Path) -> None:
-        """All parts, in order, as one file."""
+        """Join all parts, in order, into one file."""
 
 
 def vector_format(form: OutputFormat, dtype: OutputDtype, about: dict[str, str]) -> VectorFormat:
-    """`about` is what a Parquet file says of itself in its metadata."""
+    """`about` is stored in the metadata of a Parquet file."""
     return JsonlVectors(dtype) if form is OutputFormat.JSONL else ParquetVectors(about)
 
 
@@ -74,7 +74,7 @@ class JsonlVectors:
                     shutil.copyfileobj(stream, whole, 1 << 20)
 
     def _as_numbers(self, vectors: Vectors) -> Vectors:
-        """bfloat16 arrives as bits: the upper half of a float32."""
+        """bfloat16 arrives as bits, the upper half of a float32."""
         if self._dtype is OutputDtype.BFLOAT16:
             return (vectors.astype(np.uint32) << 16).view(np.float32)
         return vectors
@@ -116,7 +116,7 @@ class ParquetVectors:
 
 
 def _row_groups(parts: Iterable[Path], schema: Any) -> Iterator[Any]:
-    """The parts' tables, gathered to row groups of a good size."""
+    """The tables of the parts, combined into row groups of about `_GROUP_BYTES`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -148,7 +148,7 @@ def _fitted_column(column: Any, kind: Any) -> Any:
 
 
 def _common_type(kinds: set[Any]) -> Any:
-    """One type for a column whose parts were typed apart; text where nothing else holds them all."""
+    """One type for a column whose parts have different types; text if no other type fits all."""
     import pyarrow as pa
 
     kinds = {kind for kind in kinds if not pa.types.is_null(kind)}

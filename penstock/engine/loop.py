@@ -65,7 +65,6 @@ class EngineCore:
         observe: Callable[[StepStats], None] = lambda stats: None,
         share_identical: bool = True,
         generation: GenerationScheduler | None = None,
-        grammars: Grammars | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -74,7 +73,7 @@ class EngineCore:
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
         self.generation = generation  # None: this engine only pools
-        self.grammars = grammars  # compiles the grammars of requests before they join `generation`
+        self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.dedup = Deduplicator() if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
         self._recovery = StepRecovery(scheduler, self.pending, generation)

@@ -41,7 +41,7 @@ class _LoopRecipient(_Recipient):
         return request_id in self.subscribers or request_id in self.cancelling
 
     def deliver(self, outcomes: list[Outcome]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task awaits the outcomes
             self.loop.call_soon_threadsafe(self.subscribers.deliver, outcomes)
 
     def confirm_cancel(self, request_id: str) -> None:
@@ -82,7 +82,7 @@ class LocalEngine(EngineHandle):
         self._loops: dict[asyncio.AbstractEventLoop, _LoopRecipient] = {}
         self._closing = False
         self._closed_reason = "the engine is closed"
-        self._submit_lock = threading.Lock()  # nothing is submitted once closing has begun
+        self._submit_lock = threading.Lock()  # nothing is submitted after `close`
         self._core = build_core(spec, settings, wake=lambda: self._inbox.put(None))
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()

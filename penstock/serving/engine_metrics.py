@@ -141,15 +141,15 @@ class EngineMetrics:
             self.graph_steps.set(sum(each.replays for each in sets))
         if core.dedup is not None:
             self.shared_rows.set(core.dedup.shared_rows)
-        if (places := core.scheduler.vector_cache) is not None:
-            self.query_hits.set(places.query_hits)
-            self.query_asked.set(places.query_lookups)
-            self.document_hits.set(places.document_hits)
-            self.document_asked.set(places.document_lookups)
+        if (vectors := core.scheduler.vector_cache) is not None:
+            self.query_hits.set(vectors.query_hits)
+            self.query_asked.set(vectors.query_lookups)
+            self.document_hits.set(vectors.document_hits)
+            self.document_asked.set(vectors.document_lookups)
         if self._shared_memory is not None:
             self.shared_bytes.set(self._shared_memory.used_bytes)
         if generation is not None:
-            self.preempted_rows.set(generation.preempted)
+            self.preempted_rows.set(generation.num_preemptions)
         if (pool := core.pool) is not None:
             self.held_blocks.set(pool.num_blocks - pool.available)
             self.prefix_hit_tokens.set(pool.hit_tokens)

@@ -114,10 +114,10 @@ def pooling_task(
     allows_empty_text: bool = True,
 ) -> TextTask[Any]:
     """The task that `params` name, over texts or token ids."""
-    refuse_generation(params.task)
-    if params.task is Task.SCORE:
+    kind = _TASKS.get(params.task)
+    if kind is None:
+        refuse_generation(params.task)
         raise BadValue("task 'score' takes pairs; use /score or /rerank", param="task")
-    kind = _TASKS[params.task]
-    if params.task is Task.REWARD and rewards_steps(model):
+    if kind is Reward and rewards_steps(model):
         kind = StepRewards
     return kind(inputs=inputs, params=params, options=options, allows_empty_text=allows_empty_text)

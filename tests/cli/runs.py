@@ -1,4 +1,4 @@
-"""The command line as tests drive it: in this process where that is enough, as a real process where not."""
+"""Runs the command line for tests: in this process, or as a process of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NULL = ("--device", "null")
 
 
 def invoke(*args: object) -> Result:
-    """A command in this process; anything but a clean exit is raised, not swallowed."""
+    """Run a command in this process. Exceptions other than an exit are raised."""
     result = CliRunner().invoke(app, [str(arg) for arg in args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -27,7 +27,7 @@ def invoke(*args: object) -> Result:
 
 
 def error_of(*args: object) -> str:
-    """The one line that a command ends with when its input is at fault."""
+    """The one line that a command prints when its input is wrong."""
     result = invoke(*args)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
@@ -45,7 +45,7 @@ def run(*args: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]
 
 
 def peak_memory(*args: object) -> int:
-    """The most bytes that a successful command held."""
+    """Peak resident memory in bytes of a command that must succeed."""
     process = spawn(*args, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -115,7 +115,7 @@ def test_flags_reach_the_engine(tmp_path: Path, output: Path, engine: Engine) ->
             truncation_side="left",
         )
     np.testing.assert_allclose(vectors(output), expected, atol=1e-4)
-    assert "rows were cut at 12 tokens" in result.stderr
+    assert "rows were truncated to 12 tokens" in result.stderr
 
 
 def test_pooler_config_changes_the_pooling(tmp_path: Path, output: Path) -> None:
@@ -126,12 +126,14 @@ def test_pooler_config_changes_the_pooling(tmp_path: Path, output: Path) -> None
         np.testing.assert_allclose(vectors(output), cls.embed(TEXTS[:3]), atol=1e-4)
 
 
-def test_every_output_dtype_of_the_engine_can_be_asked_for() -> None:
+def test_every_output_dtype_of_the_engine_has_a_flag_value() -> None:
     assert [dtype.value for dtype in EmbedDtype] == [dtype.value for dtype in OutputDtype]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "ubinary"])
-def test_smaller_vectors(tmp_path: Path, output: Path, engine: Engine, dtype: str) -> None:
+def test_dimensions_and_dtype_make_vectors_smaller(
+    tmp_path: Path, output: Path, engine: Engine, dtype: str
+) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in TEXTS[:4]])
     assert invoke("embed", source, "-o", output, *CPU, "--embed-dtype", dtype).exit_code == 0
     stored, expected = vectors(output), engine.embed(TEXTS[:4], dtype=dtype)
@@ -151,7 +153,7 @@ def test_the_summary_counts_rows_and_tokens(lines: Path, output: Path) -> None:
     assert shown.startswith("1,000 rows, ") and "tokens in " in shown and shown.count("\n") == 1
 
 
-def test_stdin_is_read_as_it_comes(tmp_path: Path) -> None:
+def test_stdin_is_read_without_a_file(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     ran = run("embed", "-", "--format", "csv", "--column", "t", "-o", output, *NULL, stdin=b"n,t\n1,a\n2,b\n")
     assert ran.returncode == 0, ran.stderr
@@ -173,7 +175,7 @@ def test_the_null_device_runs_without_torch(lines: Path, output: Path) -> None:
 # Interruptions
 
 
-def test_kill_minus_nine_and_resume_give_the_rows_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_resumed_writes_the_same_rows(tmp_path: Path) -> None:
     rows = [{"key": i * 7, "text": TEXTS[i % len(TEXTS)] + str(i)} for i in range(600)]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     whole, broken = tmp_path / "whole.parquet", tmp_path / "broken.parquet"
@@ -184,7 +186,7 @@ def test_kill_minus_nine_and_resume_give_the_rows_of_an_undisturbed_run(tmp_path
 
     resumed = invoke("embed", source, "-o", broken, *args, "--resume")
     assert resumed.exit_code == 0, resumed.output
-    assert f"{done:,} rows were done before" in resumed.stderr
+    assert f"{done:,} rows were embedded before" in resumed.stderr
     assert resumed.stderr.startswith(f"{len(rows) - done:,} rows, ")  # nothing was computed twice
 
     assert invoke("embed", source, "-o", whole, *args).exit_code == 0
@@ -193,7 +195,7 @@ def test_kill_minus_nine_and_resume_give_the_rows_of_an_undisturbed_run(tmp_path
     np.testing.assert_allclose(vectors(broken), vectors(whole), atol=2e-5)
 
 
-def test_a_run_that_is_killed_again_and_again_still_ends_complete(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_repeatedly_still_completes(tmp_path: Path) -> None:
     source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("".join(f"line {i}\n" for i in range(20_000)))
     folder = tmp_path / "out.jsonl.parts"
@@ -202,7 +204,7 @@ def test_a_run_that_is_killed_again_and_again_still_ends_complete(tmp_path: Path
         run_killed(parts, *args)
         assert not output.exists()
     assert len(list(folder.glob("0*"))) == 90
-    assert invoke(*args[:-3], "--batch-rows", 1111, "--resume").exit_code == 0  # another size is no obstacle
+    assert invoke(*args[:-3], "--batch-rows", 1111, "--resume").exit_code == 0  # another size is allowed
     assert ids(output) == list(range(20_000))
     assert not folder.exists()
 
@@ -232,7 +234,7 @@ def test_resume_without_anything_to_resume_starts_from_the_beginning(lines: Path
     assert ids(output) == list(range(1000))
 
 
-def test_a_run_that_fails_at_once_leaves_nothing_behind(tmp_path: Path, output: Path) -> None:
+def test_a_run_that_fails_at_once_leaves_no_files(tmp_path: Path, output: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a"}, {"text": 1}])
     error_of("embed", source, "-o", output, *NULL)
     assert list(tmp_path.iterdir()) == [source]
@@ -290,14 +292,19 @@ def test_an_input_without_rows_gives_an_empty_output(tmp_path: Path) -> None:
     assert (tmp_path / "out.jsonl").read_text() == ""
 
 
-def test_bad_usage_is_told_before_anything_is_loaded(tmp_path: Path, lines: Path, output: Path) -> None:
+def test_usage_errors_are_reported_before_anything_is_loaded(
+    tmp_path: Path, lines: Path, output: Path
+) -> None:
     for args, message in [
         ((tmp_path / "none.txt", "-o", output), "there is no file"),
-        ((lines, "-o", tmp_path / "out.npy"), "the extension of out.npy says nothing; use .parquet, .jsonl"),
+        ((lines, "-o", tmp_path / "out.npy"), "out.npy has no known extension (.parquet, .jsonl"),
         ((lines, "-o", tmp_path / "none" / "out.jsonl"), "there is no folder"),
         ((lines, "-o", output, "--column", "body"), "no column 'body' for --column; it has: text"),
         ((lines, "-o", output, "--embed-dtype", "bfloat16"), "Parquet has no bfloat16"),
-        ((lines, "-o", output, "--model", "no/such/model"), "there is no folder 'no/such/model'"),
+        (
+            (lines, "-o", output, "--model", "no/such/model"),
+            "'no/such/model' is neither a folder nor a hub id",
+        ),
         ((lines, "-o", output, "--dimensions", 1000), "dimensions is 1000, but the model gives 384"),
         ((lines, "-o", output, "--prompt-name", "query"), "has no prompt named 'query'"),
         ((lines, "-o", output, "--prompt-name", "a", "--prompt", "b"), "exclude each other"),
@@ -312,7 +319,7 @@ def test_bad_usage_is_told_before_anything_is_loaded(tmp_path: Path, lines: Path
     assert not output.exists() and list(tmp_path.glob("*.parts")) == []
 
 
-def test_an_output_that_is_there_is_not_replaced_unasked(lines: Path, output: Path) -> None:
+def test_an_existing_output_is_not_replaced_without_overwrite(lines: Path, output: Path) -> None:
     output.write_text("precious")
     assert "replace it with --overwrite" in error_of("embed", lines, "-o", output, *NULL)
     assert output.read_text() == "precious"
@@ -320,7 +327,7 @@ def test_an_output_that_is_there_is_not_replaced_unasked(lines: Path, output: Pa
     assert len(ids(output)) == 1000
 
 
-def test_a_text_that_is_too_long_is_named_by_its_row(tmp_path: Path, output: Path) -> None:
+def test_an_error_about_a_long_text_names_its_row(tmp_path: Path, output: Path) -> None:
     source = write_jsonl(
         tmp_path / "in.jsonl", [{"text": "word " * (300 if i == 7 else 3)} for i in range(10)]
     )

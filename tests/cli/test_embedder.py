@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.cli.embedder import ahead
+from penstock.cli.embedder import read_ahead
 from penstock.errors import BadValue
 
 
@@ -17,7 +17,7 @@ def readers() -> int:
 
 
 def test_items_come_in_order() -> None:
-    assert list(ahead(iter(range(50)))) == list(range(50))
+    assert list(read_ahead(iter(range(50)))) == list(range(50))
 
 
 def test_the_next_item_is_read_while_this_one_is_used() -> None:
@@ -29,7 +29,7 @@ def test_the_next_item_is_read_while_this_one_is_used() -> None:
             has_read.release()
             yield number
 
-    for used, _ in enumerate(ahead(items()), start=1):
+    for used, _ in enumerate(read_ahead(items()), start=1):
         assert len(read) <= used + 2  # one waits in the queue, and the thread holds one
         if used == 1:
             for _ in range(3):
@@ -43,14 +43,14 @@ def test_an_error_comes_after_the_items_before_it() -> None:
 
     found = []
     with pytest.raises(BadValue, match="line 2"):
-        for item in ahead(items()):
+        for item in read_ahead(items()):
             found.append(item)
     assert found == [1]
 
 
 def test_a_reader_thread_ends_when_its_consumer_stops() -> None:
     before = readers()
-    for _ in ahead(iter(range(1000))):
+    for _ in read_ahead(iter(range(1000))):
         break
     deadline_s = time.monotonic() + 60
     while readers() > before:

@@ -138,7 +138,7 @@ def test_a_flag_sets_its_field(
     assert msgspec.structs.replace(seen[0], **{field: getattr(EngineConfig(), field)}) == EngineConfig()
 
 
-def test_sampling_has_the_name_seed_where_a_command_samples() -> None:
+def test_seed_is_the_sampling_seed_in_commands_that_sample() -> None:
     assert names(["generate"]).count("--seed") == 1
     assert "--weights-seed" in names(["generate"])
 
@@ -174,7 +174,7 @@ def test_a_flag_without_effect_warns_once_and_says_why(
     assert warnings == [f"{flag.name} changes nothing: {flag.why}"]
 
 
-def test_a_limit_of_the_queue_warns_where_there_is_no_queue(capsys: pytest.CaptureFixture[str]) -> None:
+def test_max_queued_tokens_warns_in_offline_commands(capsys: pytest.CaptureFixture[str]) -> None:
     values = {parameter.name: parameter.default for parameter in ENGINE.parameters(frozenset())}
     assert ENGINE.build({**values, "engineconfig_max_queued_tokens": 9}) == {"max_queued_tokens": 9}
     warning = capsys.readouterr().err

@@ -24,19 +24,19 @@ from penstock.offline.open import LocalModel
 from penstock.tasks.model import TextModel
 from penstock.types import Task
 from tests.cli.runs import error_of, invoke, read_jsonl, write_jsonl
-from tests.writing import ScriptedEngine, says, text_spec, write_model
+from tests.text_models import ScriptedEngine, continue_with, text_spec, write_text_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+    return write_text_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
-    """What commands open instead of a real engine; answers begin with the prompt's last two tokens."""
+    """Replaces the real engine; answers begin with the prompt's last two tokens."""
     tokenizer = Tokenizer(folder)
-    said = says(tokenizer, " was long 🙂", " other")
+    said = continue_with(tokenizer, " was long 🙂", " other")
     scripted = ScriptedEngine(lambda prompt, copy: [*prompt[-2:], *said(prompt, copy)])
 
     @contextmanager
@@ -88,7 +88,7 @@ def test_many_prompts_keep_their_order(folder: Path, engine: ScriptedEngine, tmp
 
 @contextmanager
 def stdin_of(content: bytes) -> Iterator[None]:
-    """This process's own standard input, which commands read past Python's."""
+    """Replaces this process's file descriptor 0, which commands read instead of `sys.stdin`."""
     kept = os.dup(0)
     with tempfile.TemporaryFile() as file:
         file.write(content)
@@ -101,7 +101,7 @@ def stdin_of(content: bytes) -> Iterator[None]:
             os.close(kept)
 
 
-def test_prompts_from_stdin_and_as_messages(folder: Path, engine: ScriptedEngine) -> None:
+def test_prompts_are_read_from_stdin_and_sent_as_messages(folder: Path, engine: ScriptedEngine) -> None:
     args = ["generate", "-f", "-", "--format", "text", "-m", "x", "--chat", "--system", "be brief"]
     with stdin_of(b"the water\nan oil\n"):
         result = invoke(*args)
@@ -112,7 +112,7 @@ def test_prompts_from_stdin_and_as_messages(folder: Path, engine: ScriptedEngine
     assert "system\nbe brief" in oil and "user\nan oil" in oil
 
 
-def test_mistakes_are_one_line(engine: ScriptedEngine, tmp_path: Path) -> None:
+def test_usage_errors_are_one_line(engine: ScriptedEngine, tmp_path: Path) -> None:
     assert "give prompts" in error_of("generate", "-m", "x")
     assert "--system needs --chat" in error_of("generate", "a", "-m", "x", "--system", "b")
     assert "does not generate" in error_of("generate", "a", "-m", "embedder")
@@ -134,28 +134,28 @@ def prompts_of(folder: Path, engine: ScriptedEngine) -> list[str]:
     return [Tokenizer(folder).decode(request.token_ids.tolist()) for request in engine.requests]
 
 
-def test_a_conversation_remembers(folder: Path, engine: ScriptedEngine) -> None:
+def test_a_conversation_keeps_its_messages_until_reset(folder: Path, engine: ScriptedEngine) -> None:
     shown = talk("/system be brief\nthe water\nan oil\n/reset\nagain\n/nothing\n/exit\n")
-    assert shown.count("was long 🙂") == 3 and "tokens/s" in shown and "there is no /nothing" in shown
+    assert shown.count("was long 🙂") == 3 and "tokens/s" in shown and "unknown command /nothing" in shown
     first, second, third = prompts_of(folder, engine)
     assert "system\nbe brief" in first and "assistant\n" in first
     assert "the water" in second and "was long 🙂<|im_end|>" in second and "an oil" in second
     assert "the water" not in third and "be brief" in third
 
 
-def test_control_signs_do_not_reach_the_terminal(folder: Path, engine: ScriptedEngine) -> None:
+def test_control_characters_do_not_reach_the_terminal(folder: Path, engine: ScriptedEngine) -> None:
     tokenizer = Tokenizer(folder)
-    engine.script = says(tokenizer, "one\x1b[2J\x07 two\nthree")
+    engine.script = continue_with(tokenizer, "one\x1b[2J\x07 two\nthree")
     assert "one[2J two\nthree\n" in talk("the water\n")
 
 
-def test_the_end_of_input_ends_it_and_errors_do_not(folder: Path, engine: ScriptedEngine) -> None:
+def test_a_conversation_ends_with_its_input_and_survives_errors(folder: Path, engine: ScriptedEngine) -> None:
     shown = talk("word " * 300 + "\nthe water\n")
     assert "the model takes at most" in shown and shown.count("was long") == 1
     assert "word word" not in prompts_of(folder, engine)[-1]
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: Path, engine: ScriptedEngine) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(folder: Path, engine: ScriptedEngine) -> None:
     tokenizer = Tokenizer(folder)
     engine.script = lambda prompt, copy: tokenizer.encode(["the water was long and"])[0].tolist()
 
@@ -176,12 +176,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(folder: Path, engine: S
     assert len(conversation.messages) == 4
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_model(tmp_path / "bare", template=None)
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_text_model(tmp_path / "bare", template=None)
 
     @contextmanager
     def opened(options: dict[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
-        yield local_model(ScriptedEngine(says(Tokenizer(folder), "x")), folder, chat_template)
+        yield local_model(ScriptedEngine(continue_with(Tokenizer(folder), "x")), folder, chat_template)
 
     monkeypatch.setattr(offline_open, "open_model", opened)
     assert "no chat template" in error_of("chat", "x")

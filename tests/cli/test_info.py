@@ -58,7 +58,7 @@ def test_the_default_model_is_described_completely() -> None:
     assert (found["load"]["device"], found["load"]["dtype"]) == ("cpu", "float32")
 
 
-def test_the_text_says_the_same_in_words() -> None:
+def test_the_text_shows_the_same_facts() -> None:
     shown = invoke("info", "--device", "null").stdout
     for words in (
         "all-MiniLM-L6-v2",
@@ -78,7 +78,7 @@ def test_flags_change_what_would_be_loaded() -> None:
     assert pooling["methods"] == ["cls"]
 
 
-def test_torch_is_not_imported_for_a_device_that_needs_none() -> None:
+def test_torch_is_not_imported_for_the_null_device() -> None:
     program = (
         "import sys; from penstock.cli.main import app\n"
         "try: app(['info', '--device', 'null'])\n"
@@ -115,7 +115,7 @@ def test_parameters_are_counted_over_shards_and_dense_layers(model: Path) -> Non
     assert "dense 384 → 16 (tanh)" in invoke("info", model, "--device", "null").stdout
 
 
-def test_prompts_and_a_missing_weight_file_are_said(model: Path) -> None:
+def test_prompts_and_a_missing_weight_file_are_shown(model: Path) -> None:
     table = {"prompts": {"query": "query: ", "passage": "p: "}, "default_prompt_name": "query"}
     (model / "config_sentence_transformers.json").write_text(json.dumps(table))
     shown = invoke("info", model, "--device", "null").stdout
@@ -123,12 +123,12 @@ def test_prompts_and_a_missing_weight_file_are_said(model: Path) -> None:
     assert facts(model, "--device", "null")["parameters"] is None
 
 
-def test_bad_models_are_one_line(model: Path, tmp_path: Path) -> None:
+def test_errors_about_models_are_one_line(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(b"not weights at all")
     assert "is not a safetensors file" in error_of("info", model, "--device", "null")
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in error_of("info", tmp_path / "empty")
-    assert "is not a hub id" in error_of("info", "no such/model/here")
+    assert "neither a folder nor a hub id" in error_of("info", "no such/model/here")
     assert "dtype 'int4' is unknown" in error_of("info", "--device", "null", "--dtype", "int4")
 
 

@@ -1,4 +1,4 @@
-"""The command itself: a light start, one-line errors, exit codes."""
+"""The command itself: light imports, one-line errors, exit codes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,21 @@ from penstock.errors import BadValue, EngineUnavailable, ModelLoadError
 from tests.cli.runs import invoke, run, spawn
 
 
-def test_importing_the_command_line_brings_no_heavy_library() -> None:
+def test_importing_the_command_line_imports_no_heavy_library() -> None:
     program = "import sys, penstock.cli.main; print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    heavy = {"torch", "pyarrow", "numpy", "starlette", "tokenizers", "huggingface_hub", "transformers"}
+    heavy = {
+        "torch",
+        "pyarrow",
+        "zmq",
+        "numpy",
+        "rich",
+        "asyncio",
+        "starlette",
+        "tokenizers",
+        "huggingface_hub",
+        "transformers",
+    }
     assert not heavy & set(ran.stdout.split())
 
 
@@ -40,7 +51,7 @@ def test_help_lists_every_command() -> None:
         assert command in ran.stdout
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     result = invoke("--version")
     assert (result.exit_code, result.stdout) == (0, f"penstock {__version__}\n")
 
@@ -59,7 +70,7 @@ def test_unknown_commands_and_flags_are_usage_errors() -> None:
         (OSError(28, "No space left on device"), 1),
     ],
 )
-def test_foreseen_errors_are_one_line_and_a_code(
+def test_expected_errors_are_one_line_and_an_exit_code(
     error: Exception, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = typer.Typer(cls=main.Commands)
@@ -83,7 +94,7 @@ def test_ctrl_c_exits_with_130_and_no_traceback(tmp_path: Path) -> None:
         stdin=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None and process.stderr is not None
-    process.stdin.write(b"some text\n" * 200)  # and then it waits for more
+    process.stdin.write(b"some text\n" * 200)  # then it waits for more
     process.stdin.flush()
     folder = tmp_path / "out.jsonl.parts"
     deadline_s = time.monotonic() + 120
@@ -95,4 +106,4 @@ def test_ctrl_c_exits_with_130_and_no_traceback(tmp_path: Path) -> None:
     assert b"Traceback" not in process.stderr.read()
     process.stdin.close()
     process.stderr.close()
-    assert not folder.exists()  # what came through a pipe cannot be resumed
+    assert not folder.exists()  # input from a pipe cannot be resumed

@@ -38,7 +38,7 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
-def test_parts_become_the_output_and_the_folder_goes(output: Path) -> None:
+def test_parts_are_joined_into_the_output_and_the_folder_is_removed(output: Path) -> None:
     with open_parts(output) as parts:
         add(parts, 0, 1)
         add(parts, 2)
@@ -48,7 +48,7 @@ def test_parts_become_the_output_and_the_folder_goes(output: Path) -> None:
     assert list(output.parent.iterdir()) == [output]
 
 
-def test_resuming_goes_on_after_the_last_whole_part(output: Path) -> None:
+def test_resuming_continues_after_the_last_complete_part(output: Path) -> None:
     with open_parts(output) as parts:
         add(parts, 0, 1)
 
@@ -65,7 +65,7 @@ def test_resuming_goes_on_after_the_last_whole_part(output: Path) -> None:
     assert output.read_text() == "0\n1\n2\n3\n"
 
 
-def test_parts_behind_a_gap_are_made_again(output: Path) -> None:
+def test_parts_after_a_gap_are_computed_again(output: Path) -> None:
     with open_parts(output) as parts:
         for number in range(3):
             add(parts, number)
@@ -92,7 +92,7 @@ def test_a_run_killed_while_joining_joins_again(output: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["replace", "discard"])
-def test_a_run_killed_after_joining_only_tidies_up(
+def test_a_run_killed_after_joining_only_moves_its_output(
     output: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     def dies(*_: object) -> None:
@@ -115,18 +115,18 @@ def test_a_run_killed_after_joining_only_tidies_up(
     assert not parts_folder(output).exists()
 
 
-def test_other_settings_are_refused_by_name(output: Path) -> None:
+def test_changed_settings_are_refused_by_name(output: Path) -> None:
     with open_parts(output) as parts:
         add(parts, 0)
     with pytest.raises(
-        BadValue, match=r'begun with other settings \(model: "m", now "n"; keep: \["a"\], now \[\]\)'
+        BadValue, match=r'started with other settings \(model: "m", now "n"; keep: \["a"\], now \[\]\)'
     ):
         open_parts(output, resume=True, settings={**SETTINGS, "model": "n", "keep": ()})
     with open_parts(output, resume=True) as parts:
         assert parts.rows == 1
 
 
-def test_an_unfinished_run_is_neither_dropped_nor_continued_unasked(output: Path) -> None:
+def test_an_unfinished_run_needs_resume_or_overwrite(output: Path) -> None:
     with open_parts(output) as parts:
         add(parts, 0)
     with pytest.raises(
@@ -137,10 +137,10 @@ def test_an_unfinished_run_is_neither_dropped_nor_continued_unasked(output: Path
         assert parts.rows == 0
 
 
-def test_an_output_that_is_there_is_replaced_only_when_asked_and_only_at_the_end(output: Path) -> None:
+def test_an_existing_output_is_replaced_only_with_overwrite_and_only_at_the_end(output: Path) -> None:
     output.write_text("old")
     for resume in (False, True):
-        with pytest.raises(BadValue, match="is there already; replace it with --overwrite"):
+        with pytest.raises(BadValue, match="exists; replace it with --overwrite"):
             check_output(output, resume=resume, overwrite=False)
     with open_parts(output, overwrite=True) as parts:
         add(parts, 0)
@@ -150,11 +150,11 @@ def test_an_output_that_is_there_is_replaced_only_when_asked_and_only_at_the_end
     assert output.read_text() == "0\n"
 
 
-def test_an_output_that_appeared_meanwhile_is_not_replaced(output: Path) -> None:
+def test_an_output_that_appears_during_a_run_is_not_replaced(output: Path) -> None:
     with open_parts(output) as parts:
         add(parts, 0)
     output.write_text("someone else's")
-    with pytest.raises(BadValue, match="is there already"):
+    with pytest.raises(BadValue, match="exists; replace"):
         open_parts(output, resume=True)
 
 
@@ -166,11 +166,11 @@ def test_only_one_process_writes_an_output(output: Path) -> None:
         assert parts.rows == 1
 
 
-def test_files_of_others_are_never_removed(output: Path) -> None:
+def test_foreign_files_are_never_removed(output: Path) -> None:
     parts_folder(output).mkdir()
     theirs = parts_folder(output) / "holiday.jpg"
     theirs.write_text("beach")
-    with pytest.raises(BadValue, match=r"holds holiday.jpg, which is not of an unfinished run"):
+    with pytest.raises(BadValue, match=r"holds holiday.jpg, which is not part of an unfinished run"):
         open_parts(output, overwrite=True)
     assert theirs.exists()
 
@@ -185,7 +185,7 @@ def test_a_damaged_manifest_can_only_be_overwritten(output: Path) -> None:
         assert parts.rows == 0
 
 
-def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadValue, match="there is no folder"):
         check_output(tmp_path / "none" / "out.jsonl", resume=False, overwrite=False)
     with pytest.raises(BadValue, match="is a folder"):

@@ -38,7 +38,7 @@ def documents(tmp_path: Path) -> Path:
     return file
 
 
-def test_documents_come_best_first(folder: Path, engine: Engine, documents: Path, tmp_path: Path) -> None:
+def test_documents_are_sorted_by_score(folder: Path, engine: Engine, documents: Path, tmp_path: Path) -> None:
     expected = engine.rerank(QUERY, DOCUMENTS)
     result = invoke("rerank", QUERY, documents, "-m", folder, *CPU)
     rows = [line.split("\t") for line in result.stdout.splitlines()]
@@ -54,7 +54,9 @@ def test_documents_come_best_first(folder: Path, engine: Engine, documents: Path
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
-def test_pairs_are_scored_in_their_order(folder: Path, engine: Engine, tmp_path: Path, form: str) -> None:
+def test_pairs_are_scored_in_the_order_of_the_file(
+    folder: Path, engine: Engine, tmp_path: Path, form: str
+) -> None:
     queries = [QUERY, "oil", QUERY, "word", "see"]
     rows = [{"query": q, "document": d} for q, d in zip(queries, DOCUMENTS, strict=True)]
     file = tmp_path / f"pairs.{form}"
@@ -72,7 +74,7 @@ def test_pairs_are_scored_in_their_order(folder: Path, engine: Engine, tmp_path:
     )
 
 
-def test_stdin_and_a_template_from_the_command_line(tmp_path: Path) -> None:
+def test_documents_come_from_stdin_and_the_template_from_a_flag(tmp_path: Path) -> None:
     folder = write_cross_encoder(tmp_path / "two", labels=2)
     template, labels = "Query: {query}\nSentence: {document}", {"score_labels": [1, 0]}
     options = {"score_template": template, "pooler_config": labels, "device": "cpu", "threads": 1}
@@ -86,7 +88,7 @@ def test_stdin_and_a_template_from_the_command_line(tmp_path: Path) -> None:
     assert [int(row[1]) for row in rows] == [found.index for found in expected]
 
 
-def test_a_template_is_a_text_a_file_or_a_name(tmp_path: Path) -> None:
+def test_a_score_template_is_a_text_a_file_or_a_name(tmp_path: Path) -> None:
     file = tmp_path / "template.txt"
     file.write_text("a {query}\nb {document}\n")
     assert score_template(str(file)) == "a {query}\nb {document}"
@@ -94,7 +96,7 @@ def test_a_template_is_a_text_a_file_or_a_name(tmp_path: Path) -> None:
     assert score_template("qwen3-reranker") == "qwen3-reranker"
 
 
-def test_what_is_wrong_is_said_in_a_line(folder: Path, documents: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(folder: Path, documents: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     assert "no documents" in error_of("rerank", QUERY, empty, "-m", folder, *CPU)

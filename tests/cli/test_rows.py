@@ -72,13 +72,13 @@ def test_rows_come_in_order_and_in_chunks(table: Path) -> None:
 
 @pytest.mark.parametrize("start", range(6))
 @pytest.mark.parametrize("stop", [None, 1, 3, 9])
-def test_any_start_and_stop_gives_those_rows(table: Path, start: int, stop: int | None) -> None:
+def test_rows_between_any_start_and_stop_are_read(table: Path, start: int, stop: int | None) -> None:
     found = chunks(table, "body", "key", start=start, stop=stop, size=3)
     assert texts(found) == [f"text, {i}" for i in range(5)][start:stop]
     assert all(chunk.first >= start for chunk in found)
 
 
-def test_a_missing_column_is_named_with_those_that_are_there(table: Path) -> None:
+def test_an_error_about_a_missing_column_lists_the_columns(table: Path) -> None:
     for flag, message in [
         ({"column": "text"}, "no column 'text' for --column; it has: key, body, n"),
         ({"column": "body", "id_column": "x"}, "no column 'x' for --id-column"),
@@ -87,9 +87,9 @@ def test_a_missing_column_is_named_with_those_that_are_there(table: Path) -> Non
         assert message in refused(table, **flag)
 
 
-def test_several_columns_with_text_must_be_told_apart(table: Path) -> None:
+def test_several_columns_with_text_need_a_choice(table: Path) -> None:
     message = refused(table)
-    assert "2 columns with text" in message and "--column, out of: key, body, n" in message
+    assert "2 columns with text" in message and "--column: key, body, n" in message
 
 
 def test_the_only_column_with_text_is_taken(tmp_path: Path) -> None:
@@ -101,19 +101,19 @@ def test_the_only_column_with_text_is_taken(tmp_path: Path) -> None:
     assert texts(chunks(tmp_path / "a.parquet")) == ["one", "two"]
 
 
-def test_a_column_called_text_comes_first(tmp_path: Path) -> None:
+def test_a_column_named_text_is_preferred(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"title": "no", "text": "yes"}])
     assert texts(chunks(file)) == ["yes"]
 
 
-def test_columns_that_the_output_needs_cannot_be_kept(tmp_path: Path) -> None:
+def test_columns_whose_names_the_output_needs_cannot_be_kept(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "id": 1, "embedding": [1]}])
     assert "--id-column id" in refused(file, keep=("id",))
     assert "'embedding' cannot be kept" in refused(file, keep=("embedding",))
     assert values(chunks(file, id_column="id", keep=("id",)), "id") == [1]
 
 
-def test_plain_text_is_one_row_a_line_blank_ones_too(tmp_path: Path) -> None:
+def test_every_line_of_plain_text_is_a_row_also_blank_ones(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfone\r\n\n  three \nfour")
     assert texts(chunks(file)) == ["one", "", "  three ", "four"]
@@ -157,17 +157,17 @@ def test_parquet_reads_every_type_of_text(tmp_path: Path) -> None:
         ("a.txt", "fine\n\udcff\n", "line 2 is not UTF-8"),
     ],
 )
-def test_bad_lines_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_errors_name_the_line(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content, errors="surrogateescape")
     assert message in refused(tmp_path / name)
 
 
-def test_an_id_must_be_there_in_every_row(tmp_path: Path) -> None:
+def test_every_row_needs_an_id(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "key": 1}, {"text": "b"}])
     assert "row 1 (line 2): 'key' is missing" in refused(file, id_column="key")
 
 
-def test_parquet_nulls_and_wrong_types_are_named(tmp_path: Path) -> None:
+def test_errors_name_parquet_nulls_and_wrong_types(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", "b", "c", None], "n": [1, 2, None, 4]}), file)
     assert "row 3: 'text' is null" in refused(file)
@@ -175,11 +175,11 @@ def test_parquet_nulls_and_wrong_types_are_named(tmp_path: Path) -> None:
     assert "column 'n' holds int64, not text" in refused(file, "n")
 
 
-def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_files_that_cannot_be_opened_are_refused(tmp_path: Path) -> None:
     assert "there is no file" in refused(tmp_path / "none.txt")
     assert "is a folder" in refused(tmp_path)
     (tmp_path / "a.docx").write_text("x")
-    assert "the extension of a.docx says nothing; use .jsonl" in refused(tmp_path / "a.docx")
+    assert "a.docx has no known extension (.jsonl" in refused(tmp_path / "a.docx")
     (tmp_path / "a.parquet").write_text("not parquet")
     assert "is not a readable Parquet file" in refused(tmp_path / "a.parquet")
 
@@ -195,5 +195,5 @@ def test_an_empty_input_has_no_rows_and_no_columns_to_check(tmp_path: Path) -> N
         (tmp_path / name).write_text("")
         assert chunks(tmp_path / name) == []
     with open_source(str(tmp_path / "a.jsonl"), None) as source:
-        nothing = source.nothing(Columns("text", "key", ("n",)))
-    assert (nothing.texts, nothing.carried) == ([], {"key": [], "n": []})
+        empty = source.empty_chunk(Columns("text", "key", ("n",)))
+    assert (empty.texts, empty.carried) == ([], {"key": [], "n": []})

@@ -18,18 +18,18 @@ from penstock.errors import ConfigError
         ("cpu", 16, True, 1),
     ],
 )
-def test_auto_takes_half_of_the_cores_unless_the_engine_needs_them(
+def test_auto_starts_a_process_for_two_cores_unless_the_engine_needs_them(
     device: str, cores: int, gpu: bool, processes: int
 ) -> None:
     assert api_processes("auto", device, cores, gpu) == processes
 
 
-def test_a_number_is_taken_as_it_is() -> None:
+def test_a_given_number_of_api_processes_is_kept() -> None:
     assert api_processes("24", "cpu", 2, False) == 24
 
 
 @pytest.mark.parametrize("wanted", ["0", "-1", "1.5", "many", "", "²"])
-def test_anything_else_is_refused_with_what_would_be_accepted(wanted: str) -> None:
+def test_other_values_are_refused_with_the_accepted_ones(wanted: str) -> None:
     with pytest.raises(ConfigError, match="auto or a number from 1"):
         api_processes(wanted, "auto")
 
@@ -38,13 +38,13 @@ def test_anything_else_is_refused_with_what_would_be_accepted(wanted: str) -> No
     ("asked", "runner", "expected"),
     [(None, "auto", None), (True, "auto", True), (None, "pooling", False), (None, "generate", True)],
 )
-def test_the_runner_says_whether_rows_are_continued(
+def test_the_runner_turns_generation_on_or_off(
     asked: bool | None, runner: str, expected: bool | None
 ) -> None:
     assert generation(asked, runner) is expected
 
 
 @pytest.mark.parametrize(("asked", "runner"), [(True, "pooling"), (False, "generate")])
-def test_a_runner_that_contradicts_or_is_unknown_is_refused(asked: bool | None, runner: str) -> None:
+def test_a_runner_that_contradicts_another_flag_is_refused(asked: bool | None, runner: str) -> None:
     with pytest.raises(ConfigError, match="--runner"):
         generation(asked, runner)

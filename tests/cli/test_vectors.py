@@ -78,7 +78,7 @@ def test_bfloat16_is_written_as_numbers_and_refused_by_parquet(tmp_path: Path) -
         ([None, None], [None], pa.string(), [None, None, None]),
     ],
 )
-def test_a_column_whose_type_changes_between_parts_is_still_stored(
+def test_a_column_whose_type_changes_between_parts_is_stored(
     tmp_path: Path, first: list[Any], second: list[Any], kind: pa.DataType, values: list[Any]
 ) -> None:
     columns = [{"id": [0, 1], "extra": first}, {"id": [2], "extra": second}]

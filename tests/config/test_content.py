@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.content import ROW_FIELDS, TOKEN_FIELDS, PrefixKeys, row_keys, scope
-from penstock.types import Request, SamplingParams
+from penstock.types import Request, SamplerParams
 from tests.helpers import ints, make_request
 
 LENGTHS = [4, 1, 7]
@@ -101,7 +101,7 @@ def test_a_salt_separates_rows_of_equal_tokens() -> None:
         {"type_ids": ints([0] * 12)},
         {"type_ids": ints([1] + [0] * 11)},
         {"cache_salt": "x"},
-        {"sampling": SamplingParams()},
+        {"sampling": SamplerParams()},
     ],
     ids=str,
 )
@@ -135,7 +135,7 @@ def test_a_row_without_an_adapter_shares_prefixes_with_rows_of_requests_that_hav
 
 
 def test_keys_of_a_row_that_grows_are_those_of_the_whole_row() -> None:
-    request = with_changes(make_request("a", [6]), sampling=SamplingParams(), adapters=ints([1]))
+    request = with_changes(make_request("a", [6]), sampling=SamplerParams(), adapters=ints([1]))
     tokens = ints(range(1, 31))
     growing = PrefixKeys(request, 0, BLOCK)
     for end in (6, 7, 8, 8, 15, 30):

@@ -1,4 +1,4 @@
-"""Generation requests put to an engine's handle as they are, with parameters that no public field sets."""
+"""Generation requests sent straight to an engine's handle, with parameters that no public field sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ids = itertools.count()
 
 @dataclass
 class GeneratedSequence:
-    """All that the engine gave for one prompt."""
+    """Everything that the engine returned for one prompt."""
 
     token_ids: list[int]
     finish: str | None

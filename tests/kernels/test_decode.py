@@ -31,7 +31,7 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.types import GeneratedTokens, PoolingParams, Request, SamplerParams, Task
 from penstock.weights.stream import open_weights
-from tests.generation.fakes import told_apart
+from tests.generation.fakes import split_decoded
 from tests.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def run(
         plan = generation.schedule(0.0)
         if plan is None:
             break
-        for part in told_apart(generation.collect(plan, runner.launch(plan).result())):
+        for part in split_decoded(generation.collect(plan, runner.launch(plan).result())):
             assert isinstance(part, GeneratedTokens)
             tokens, logprobs = found[int(part.id)]
             tokens.extend(part.token_ids.tolist())

@@ -215,7 +215,7 @@ def test_positions_that_are_not_absolute_are_refused() -> None:
 
 
 def test_an_unknown_activation_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'geglu' is not supported; known: gelu"):
+    with pytest.raises(ModelLoadError, match=r"'geglu' is not supported; supported: gelu"):
         load(tmp_path, bert_tensors(BERT_CONFIG), hidden_act="geglu")
 
 

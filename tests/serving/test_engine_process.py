@@ -35,7 +35,7 @@ class Burst:
     def receive(self) -> int:
         """Handle messages as in one iteration of the server; returns the tokens they queued."""
         assert self.server._socket.poll(30_000)
-        before = self.core.scheduler.queue.tokens
+        before = self.core.scheduler.queue.num_tokens
         self.server._receive()
         return self.core.scheduler.queue.num_tokens - before
 
@@ -69,10 +69,10 @@ def test_a_full_step_does_not_wait_for_the_rest_of_a_burst(open_burst: Callable[
     taken = 200
     while taken < 600:  # two steps are in flight, so the server reads all messages
         taken += burst.receive()
-    assert taken == 600 and core.scheduler.queue.tokens == 400
-    assert not core.starving
+    assert taken == 600 and core.scheduler.queue.num_tokens == 400
+    assert not core.can_fill_step
     runner.finish()
-    assert not core.starving  # before the step is collected
+    assert not core.can_fill_step  # before the step is collected
     core.step()
     assert len(runner.launched) == 3
 
@@ -88,10 +88,10 @@ def test_every_iteration_handles_a_message_even_if_no_step_can_be_launched(
     burst.client.send_multipart([encode(Cancel(["r0"]))])
     monkeypatch.setattr(core, "_next_step", lambda: None)
     deadline_s = time.monotonic() + 10
-    while core.scheduler.queue.tokens == 0 and time.monotonic() < deadline_s:
+    while core.scheduler.queue.num_tokens == 0 and time.monotonic() < deadline_s:
         burst.receive()
-    assert core.starving
-    while core.scheduler.queue.tokens and time.monotonic() < deadline_s:
+    assert core.can_fill_step
+    while core.scheduler.queue.num_tokens and time.monotonic() < deadline_s:
         burst.receive()
         core.step()
     assert not core.busy

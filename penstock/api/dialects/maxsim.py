@@ -1,4 +1,4 @@
-"""Late interaction of vectors that the caller brings: `/v1/maxsim`."""
+"""Late interaction of token vectors that the caller sends: `/v1/maxsim`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MaxsimRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 async def maxsim(call: Call, body: MaxsimRequest) -> Reply:
-    """The late-interaction score of each document."""
+    """Score documents by late interaction (MaxSim)."""
     call.request_id = body.request_id
     model = call.state.model(body.model)
     check_num_rows(call, len(body.documents), "documents")

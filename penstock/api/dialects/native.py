@@ -1,4 +1,4 @@
-"""Penstock's own routes: any task, classification, sparse weights, and the tokenizer."""
+"""Penstock's own routes: any pooling task, classification, sparse embeddings, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.types import PoolingParams, Task
 
 
 class PoolingRequest(ChunkFields, kw_only=True):
-    """Body of `POST /pooling`: any task that the model has, or several; its first if none is named."""
+    """Body of `POST /pooling`: one or several of the model's tasks; by default its first."""
 
     task: Task | list[Task] | None = None
     top_k: int | None = None
@@ -172,7 +172,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
-    """The token ids that the model would see."""
+    """Tokenise texts as the model does."""
     model = call.state.model(body.model)
     if (body.prompt is None) == (body.input is None):
         raise BadValue("give either prompt or input", param="prompt")
@@ -195,7 +195,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
 
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
-    """The text that token ids stand for."""
+    """Decode token ids to text."""
     model = call.state.model(body.model)
     rows = body.tokens if body.tokens and isinstance(body.tokens[0], list) else [body.tokens]
     checked: list[list[int]] = []

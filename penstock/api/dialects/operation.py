@@ -15,12 +15,12 @@ HTML = b"text/html; charset=utf-8"
 
 
 async def health(call: Call) -> Reply:
-    """This process answers."""
+    """Report that this process is alive."""
     return Reply(b'{"status":"alive"}')
 
 
 async def ready(call: Call) -> Reply:
-    """The engine can serve now; 503 with the reason otherwise."""
+    """Report whether the engine can serve; 503 with the reason otherwise."""
     for model in call.state.models.values():
         if not model.engine.ready:
             raise EngineUnavailable(model.engine.unavailable_reason)
@@ -28,14 +28,14 @@ async def ready(call: Call) -> Reply:
 
 
 async def metrics(call: Call) -> Reply:
-    """Prometheus metrics of all processes of this server."""
-    call.metrics.show()
+    """Show the Prometheus metrics of all processes of this server."""
+    call.metrics.publish()
     text = render(call.state.in_flight, call.state.ready)
     return Reply(text, b"text/plain; version=0.0.4; charset=utf-8")
 
 
 async def version(call: Call) -> Reply:
-    """The version of this server."""
+    """Show the version of this server."""
     return Reply(orjson.dumps({"version": __version__}))
 
 
@@ -44,10 +44,10 @@ def page(name: str) -> bytes:
 
 
 async def playground(call: Call) -> Reply:
-    """A page to try the server from."""
+    """Show a page to try the server from."""
     return Reply(page("playground.html"), HTML)
 
 
 async def docs(call: Call) -> Reply:
-    """The API's description, readable."""
+    """Show the API reference."""
     return Reply(page("docs.html"), HTML)

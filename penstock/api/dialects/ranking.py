@@ -1,5 +1,7 @@
-"""Scores and rankings of documents in the dialects of vLLM, Jina and Cohere. One request is one message to
-the engine, however many documents it has."""
+"""Scores and rankings of documents in the dialects of vLLM, Jina and Cohere.
+
+One HTTP request is one message to the engine, however many documents it has.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ class RerankRequest(RankFields, kw_only=True):
 
 
 class CohereRerankRequest(RerankRequest, kw_only=True):
-    """Body of `POST /v2/rerank`. As Cohere does it, texts beyond the model's limit are cut."""
+    """Body of `POST /v2/rerank`. As at Cohere, texts beyond the model's limit are truncated."""
 
     def options(self) -> PairOptions:
         options = super().options()
@@ -91,7 +93,7 @@ class CohereRerankRequest(RerankRequest, kw_only=True):
 
 
 async def score(call: Call, body: ScoreRequest) -> Reply:
-    """How well each document answers its query."""
+    """Score how well each document answers its query."""
     first, second = (_listed(side) for side in body.sides())
     queries, documents = _texts(first, "queries"), _texts(second, "documents")
     for index, query in enumerate(queries):
@@ -106,7 +108,7 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
 
 
 async def rerank(call: Call, body: RerankRequest) -> Reply:
-    """The documents from best to worst."""
+    """Rank documents from best to worst."""
     result = await _ranked(call, body)
     with timed_encoding(call):
         head = result.head(body, "rerank")
@@ -115,7 +117,7 @@ async def rerank(call: Call, body: RerankRequest) -> Reply:
 
 
 async def cohere_rerank(call: Call, body: CohereRerankRequest) -> Reply:
-    """The documents from best to worst, as Cohere's v2 answers."""
+    """Rank documents from best to worst, in the shape of Cohere's v2 API."""
     result = await _ranked(call, body)
     with timed_encoding(call):
         meta = {
@@ -175,7 +177,7 @@ def _texts(documents: list[Document], name: str) -> list[str]:
     for index, document in enumerate(documents):
         text = document if isinstance(document, str) else document.get("text")
         if not isinstance(text, str):
-            raise BadValue(f"{name} {index} is an object without a text under `text`", param=name)
+            raise BadValue(f"{name} {index} is an object without a string under `text`", param=name)
         texts.append(text)
     return texts
 

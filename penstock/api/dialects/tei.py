@@ -19,7 +19,7 @@ Direction = Literal["left", "right", "Left", "Right"]
 
 
 class TeiFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """When a request runs; TEI has no such fields, but they mean the same on every route."""
+    """Scheduling fields. TEI has none, but they mean the same on every route."""
 
     model: str | None = None
     priority: int = 0
@@ -29,7 +29,7 @@ class TeiFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TeiRerankRequest(TeiFields, kw_only=True):
-    """Body of `POST /rerank` as TEI has it, told apart by its `texts`."""
+    """Body of `POST /rerank` in TEI's dialect, recognised by its field `texts`."""
 
     query: str
     texts: list[str]
@@ -58,7 +58,7 @@ class SimilarityRequest(TeiFields, kw_only=True):
 
 
 async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
-    """The texts from best to worst, as TEI answers."""
+    """Rank texts from best to worst, in TEI's shape."""
     if not body.query.strip():
         raise BadValue("query is an empty text", param="query")
     if not body.texts:
@@ -75,11 +75,11 @@ async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
 
 
 async def similarity(call: Call, body: SimilarityRequest) -> Reply:
-    """How alike a sentence and others are, by the vectors of an embedder."""
+    """Compare a sentence with others by the vectors of an embedding model."""
     model, parameters = call.state.model(body.model), body.parameters or SimilarityParameters()
     if score_kind(model.spec) != "bi":
         raise NotPossible(
-            f"model {model.spec.name} has no sentence vectors to compare; use /rerank", param="model"
+            f"model {model.spec.name} has no sentence embeddings to compare; use /rerank", param="model"
         )
     if not body.inputs.source_sentence.strip():
         raise BadValue("source_sentence is an empty text", param="inputs")
