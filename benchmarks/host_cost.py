@@ -164,7 +164,7 @@ def batch_of(lengths: list[int]) -> Batch:
         max_length=plan.max_length,
         num_tokens=tokens,
         num_rows=rows,
-        shares=True,
+        reuses_buffers=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Small makers of the engine's nouns, so that a test says only what matters to it."""
+"""Builders of requests and model descriptions, so that a test states only what matters to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_request(
     skip: Sequence[int] | None = None,
     key_limits: Sequence[int] | None = None,
 ) -> Request:
-    """A request whose tokens count up from `first_token`, so that every token can be told apart."""
+    """A request whose tokens count up from `first_token`, so that every token is different."""
     total = sum(lengths)
     return Request(
         request_id,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.types import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
+from penstock.types import Array, Ints, PoolingParams, PoolPlan, Request, RowSlice, split_rows
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
 Values = Array | list[Array]  # one output of a slice: an array of its rows, or the tokens of each row
@@ -153,15 +153,15 @@ class Follower:
     leader_rows: Ints
 
 
-def split_outputs(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Values, ...]]]:
+def split_outputs(plan: PoolPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Values, ...]]]:
     """Each slice of the plan with its part of the variants' arrays, one for each output it wants."""
     if plan.variants and (first := plan.variants[0]).rows is None:
         values = arrays[0]
         if first.params.per_token:
-            return [(each, (_tokens(plan, values, each.slots),)) for each in plan.slices]
-        return [(each, (_vectors(values, each.slots),)) for each in plan.slices]
+            return [(each, (_tokens(plan, values, each.step_rows),)) for each in plan.slices]
+        return [(each, (_vectors(values, each.step_rows),)) for each in plan.slices]
     cursors = {
-        variant.params: _Cursor(array, variant.pairs.from_store if variant.pairs else 0)
+        variant.params: _Cursor(array, variant.pairs.num_from_store if variant.pairs else 0)
         for variant, array in zip(plan.variants, arrays, strict=True)
     }
     # A variant lists the rows of its slices in the order of the plan's slices.
@@ -178,7 +178,7 @@ def _vectors(values: Array, slots: Ints) -> Array:
     return values[slots]
 
 
-def _tokens(plan: StepPlan, values: Array, slots: Ints) -> list[Array]:
+def _tokens(plan: PoolPlan, values: Array, slots: Ints) -> list[Array]:
     """For each row a view of its tokens."""
     begins, ends = plan.cu_lengths[slots].tolist(), plan.cu_lengths[slots + 1].tolist()
     return [values[begin:end] for begin, end in zip(begins, ends, strict=True)]
@@ -202,7 +202,7 @@ class _Cursor:
 
 
 def _take(
-    row_slice: RowSlice, params: PoolingParams, plan: StepPlan, cursors: dict[PoolingParams, _Cursor]
+    row_slice: RowSlice, params: PoolingParams, plan: PoolPlan, cursors: dict[PoolingParams, _Cursor]
 ) -> Values:
     if row_slice.request.pairs is not None:
         cursor, cached = cursors[params], row_slice.cached_documents
@@ -210,7 +210,7 @@ def _take(
         run = cursor.take(len(scored_documents(row_slice)) - num_cached)
         return np.concatenate([run, cursor.take_cached(num_cached)]) if num_cached else run
     if params.per_token:
-        lengths = plan.lengths[row_slice.slots]
+        lengths = plan.lengths[row_slice.step_rows]
         return split_rows(cursors[params].take(int(lengths.sum())), lengths)
     count = len(row_slice.finished)
     return cursors[params].take(count) if count else _NO_VALUES  # a variant without rows is left out

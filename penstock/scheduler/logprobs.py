@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.scheduler.sequence import SequenceState, TokenLogprobs
+from penstock.scheduler.sequence import SequenceState
 from penstock.scheduler.slots import SlotTable
-from penstock.types import Ints, PromptPlan, SamplePlan
+from penstock.types import Ints, PromptPlan, SamplePlan, TokenLogprobs
 
 
 class Logprobs(NamedTuple):

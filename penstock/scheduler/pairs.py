@@ -63,9 +63,11 @@ def pair_variant(
         document_lengths=document_lengths,
         write_from=ragged_arange(begins[placed], sizes, ends),
         write_to=ragged_arange(run.starts[placed], sizes, ends),
-        from_store=sum(len(piece.cached_documents) for piece in pieces if piece.cached_documents is not None),
-        max_query=int(query_lengths.max(initial=0)),
-        max_document=int(document_lengths.max(initial=0)),
+        num_from_store=sum(
+            len(piece.cached_documents) for piece in pieces if piece.cached_documents is not None
+        ),
+        max_query_length=int(query_lengths.max(initial=0)),
+        max_document_length=int(document_lengths.max(initial=0)),
     )
     return Variant(params, run.slots[documents], tokens, plan)
 
@@ -74,7 +76,7 @@ def _run(pieces: Sequence[RowSlice], rows: Sequence[Ints], bases: Sequence[int])
     parts: list[tuple[Ints, NDArray[np.bool_], Ints, Ints, Ints]] = []
     for piece, mine, base in zip(pieces, rows, bases, strict=False):
         held = _held(piece)
-        places = piece.slots if piece.ends is None else piece.slots[piece.finished]
+        places = piece.step_rows if piece.ends is None else piece.step_rows[piece.finished]
         parts.append(
             (
                 places,

@@ -1,4 +1,4 @@
-"""From the rows that a lane has chosen to the `StepPlan` of a step that generates."""
+"""From the rows that a lane has chosen to the `GeneratePlan` of a step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.scheduler.ragged import runs
 from penstock.types import (
+    GeneratePlan,
     Ints,
     Join,
     KVPlan,
@@ -16,7 +17,6 @@ from penstock.types import (
     PagedPlan,
     PromptPlan,
     SamplePlan,
-    StepPlan,
     cumulative,
 )
 
@@ -47,7 +47,7 @@ def generation_plan(
     masks: tuple[tuple[int, Ints], ...] = (),
     prompt_ends: Ints | None = None,  # [rows], tokens of a prompt that is asked about, else 0; None: none is
     most: int = 0,  # likeliest tokens of prompts that are asked for
-) -> StepPlan:
+) -> GeneratePlan:
     """Rows of one token stand first: they read memory block by block, all others as a run of keys."""
     if prompt_ends is None and len(rows.counts) and int(rows.counts.max()) == 1:
         return decode_plan(
@@ -76,10 +76,10 @@ def generation_plan(
         epochs=epochs,
         visits=visits,
         ends=begins + counts,
-        rows=chosen,
-        tokens=cu_lengths[1:][chosen] - 1,
+        sampled_rows=chosen,
+        sampled_tokens=cu_lengths[1:][chosen] - 1,
         sampled_slots=slots[chosen],
-        asked=wants[order][chosen],
+        num_logprobs=wants[order][chosen],
         fed_tokens=fed,
         fed_slots=slot_of[fed],
         leaves=leaves,
@@ -90,17 +90,14 @@ def generation_plan(
         else _prompt_plan(slots, begins, counts, cu_lengths, prompt_ends[order], tokens, most),
     )
     own = tables[slots, : -(-int((begins + counts).max()) // block_size)]
-    return StepPlan(
+    return GeneratePlan(
         token_ids=tokens[slot_of, np.minimum(positions, tokens.shape[1] - 1)],
         positions=positions,
         cu_lengths=cu_lengths,
         lengths=counts,
-        type_ids=None,
-        skip=None,
         groups=_groups(begins, counts, cu_lengths, paged),
-        slices=(),
-        variants=(),
         kv=_kv_plan(own, begins, counts, positions, paged, block_size),
+        paged=_paged_plan(own, begins, paged, block_size),
         sample=sample,
     )
 
@@ -117,7 +114,7 @@ def decode_plan(
     leaves: tuple[int, ...],
     joins: tuple[Join, ...],
     masks: tuple[tuple[int, Ints], ...] = (),
-) -> StepPlan:
+) -> GeneratePlan:
     """The same where every row runs one token, as in most steps: no run has to be built."""
     order = np.argsort(rows.begins, kind="stable")
     slots, positions, counts = rows.slots[order], rows.begins[order], rows.counts[order]
@@ -132,41 +129,37 @@ def decode_plan(
     width = -(-int(keys[-1]) // block_size)
     block, within = np.divmod(positions, np.int32(block_size))
     token_slots = tables[slots, block] * np.int32(block_size) + within
-    return StepPlan(
+    return GeneratePlan(
         token_ids=tokens[slots, np.minimum(positions, tokens.shape[1] - 1)],
         positions=positions,
         cu_lengths=places,
         lengths=counts,
-        type_ids=None,
-        skip=None,
         groups=(),
-        slices=(),
-        variants=(),
         kv=KVPlan(
             cu_keys=places,
             max_keys=1,
-            new_at=_NONE,
-            old_at=_NONE,
+            new_key_at=_NONE,
+            cached_key_at=_NONE,
             read_slots=_NONE,
             write_tokens=places[:-1],
             write_slots=token_slots,
             token_slots=token_slots,
-            carry_rows=_NONE,
-            carry_slots=_NONE,
-            carry_old=_NONE,
-            paged=PagedPlan(
-                rows=len(slots), width=width, tables=tables[slots, :width].reshape(-1), keys=keys
-            ),
+        ),
+        paged=PagedPlan(
+            num_rows=len(slots),
+            max_blocks=width,
+            block_tables=tables[slots, :width].reshape(-1),
+            num_keys=keys,
         ),
         sample=SamplePlan(
             slots=slots,
             epochs=rows.epochs[order],
             visits=rows.visits[order],
             ends=keys,
-            rows=chosen,
-            tokens=chosen,
+            sampled_rows=chosen,
+            sampled_tokens=chosen,
             sampled_slots=own_slots,
-            asked=wants,
+            num_logprobs=wants,
             fed_tokens=fed,
             fed_slots=slots[fed],
             leaves=leaves,
@@ -228,24 +221,24 @@ def _kv_plan(
     first = cu_keys[paged:-1] - paged
     old = runs(np.zeros_like(context), context)
     old_rows = np.repeat(np.arange(paged, len(counts), dtype=np.int32), context)
-    most = int(begins[:paged].max(initial=0)) + 1
-    width = -(-most // size)
     return KVPlan(
         cu_keys=cu_keys,
         max_keys=int(keys.max(initial=0)),
-        new_at=runs(first + context, length),
-        old_at=runs(first, context),
+        new_key_at=runs(first + context, length),
+        cached_key_at=runs(first, context),
         read_slots=slots(old_rows, old),
         write_tokens=np.arange(len(rows), dtype=np.int32),
         write_slots=token_slots,
         token_slots=token_slots,
-        carry_rows=_NONE,
-        carry_slots=_NONE,
-        carry_old=_NONE,
-        paged=PagedPlan(
-            rows=paged,
-            width=width,
-            tables=np.ascontiguousarray(tables[:paged, :width]).reshape(-1),
-            keys=begins[:paged] + 1,
-        ),
+    )
+
+
+def _paged_plan(tables: Ints, begins: Ints, rows: int, size: int) -> PagedPlan:
+    longest = int(begins[:rows].max(initial=0)) + 1
+    width = -(-longest // size)
+    return PagedPlan(
+        num_rows=rows,
+        max_blocks=width,
+        block_tables=np.ascontiguousarray(tables[:rows, :width]).reshape(-1),
+        num_keys=begins[:rows] + 1,
     )

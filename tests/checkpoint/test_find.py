@@ -37,7 +37,7 @@ def test_the_users_home_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: p
 def test_a_file_is_refused_with_advice(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(ModelLoadError, match=r"is a file; give the folder that holds config\.json"):
+    with pytest.raises(ModelLoadError, match=r"is a file; give the folder that contains config\.json"):
         find(str(file))
 
 
@@ -47,7 +47,7 @@ def test_what_is_neither_folder_nor_hub_id_is_refused_without_asking_the_hub(
 ) -> None:
     monkeypatch.setattr(finding, "_from_hub", no_hub)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelLoadError, match="not a hub id"):
+    with pytest.raises(ModelLoadError, match="neither a folder nor a hub id"):
         find(model)
 
 

@@ -197,7 +197,7 @@ def test_values_of_the_wrong_kind_are_named(tmp_path: Path, metadata: dict[str, 
 def test_layers_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None:
     pylate(tmp_path, ("Dense", "2_Dense"))
     write_json(tmp_path / "2_Dense/config.json", {"in_features": 13, "out_features": 4, "bias": False})
-    with pytest.raises(ModelLoadError, match="2_Dense projects 13 numbers, but 12 come before it"):
+    with pytest.raises(ModelLoadError, match="2_Dense has in_features = 13, but its input has 12"):
         read_spec(tmp_path, "m")
 
 

@@ -151,7 +151,9 @@ def test_a_dense_module_that_names_no_activation_has_the_reference_default(folde
 
 
 def test_an_activation_that_is_not_known_is_refused_with_the_known_ones(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'softplus' is not supported; known: identity, tanh"):
+    with pytest.raises(
+        ModelLoadError, match=r"'softplus', which is not supported; supported: identity, tanh"
+    ):
         read_spec(with_dense(folder, activation_function="torch.nn.modules.activation.Softplus"), "m")
 
 

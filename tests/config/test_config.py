@@ -49,7 +49,7 @@ def test_a_device_that_is_asked_for_is_used(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_gpu_that_is_not_there_is_an_error(device: str) -> None:
-    with pytest.raises(ConfigError, match="no CUDA device is here") as caught:
+    with pytest.raises(ConfigError, match="has no CUDA device") as caught:
         settle(CPU, device=device)
     assert caught.value.param == "device"
 
@@ -101,7 +101,7 @@ def test_each_quantization_has_its_device() -> None:
         (CPU, {"quantization": "fp8"}, "quantization", "on a CPU use int8"),
         (GPU, {"quantization": "fp8", "device": "cpu"}, "quantization", "on a CPU use int8"),
         (OLD_GPU, {"quantization": "fp8"}, "quantization", "compute capability 8.9"),
-        (GPU, {"quantization": "fp8", "dtype": "float16"}, "dtype", "give bfloat16"),
+        (GPU, {"quantization": "fp8", "dtype": "float16"}, "dtype", "computes in bfloat16"),
         (GPU, {"unquantized_layers": (1,)}, "unquantized_layers", "needs a quantization"),
         (GPU, {"quantization": "fp8", "unquantized_layers": (-1,)}, "unquantized_layers", "from 0"),
     ],

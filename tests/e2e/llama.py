@@ -8,11 +8,11 @@ import torch
 import transformers
 
 from penstock.inputs.tokenizer import Tokenizer
-from tests.writing import write_model
+from tests.text_models import write_text_model
 
 
 def write_llama(folder: Path) -> Path:
-    write_model(folder)
+    write_text_model(folder)
     tokenizer = Tokenizer(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -16,7 +16,7 @@ from penstock.inputs import constraints
 from penstock.inputs.constraints import Constraint, GrammarCompiler
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Grammar
-from tests.writing import KINDS, tokenizer_folder
+from tests.text_models import KINDS, tokenizer_folder
 
 pytest.importorskip("llguidance")
 SCHEMA = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.outputs.detokenizer import detokenizer
-from tests.writing import KINDS, TEXTS, tokenizer_folder
+from tests.text_models import KINDS, TEXTS, tokenizer_folder
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 HARD = [

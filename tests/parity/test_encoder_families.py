@@ -172,7 +172,7 @@ def test_int8_keeps_the_direction(name: str, tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling 'max'"),
+    ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling = 'max'"),
     ("modernbert", {"layer_types": ["full_attention"] * 3}, "layer_types"),
     ("modernbert", {"hidden_activation": "mish"}, "activation 'mish'"),
     ("nomic-original", {"prenorm": True}, "prenorm = True"),
@@ -186,8 +186,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gte-original", {"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute'"),
     ("gte-original", {"rope_scaling": {"type": "spiral", "factor": 2}}, "rope type 'spiral'"),
     ("jina-flash", {"use_reg_tokens": True}, "use_reg_tokens = True"),
-    ("jina-flash", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
-    ("jina-flash", {"lora_task": "poetry"}, "lora_task 'poetry'.*retrieval.query"),
+    ("jina-flash", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+    ("jina-flash", {"lora_task": "poetry"}, "lora_task is 'poetry'.*retrieval.query"),
     ("deberta-v3", {"pos_att_type": ["p2p"]}, "pos_att_type p2p"),
     ("deberta-v3", {"norm_rel_ebd": "rms"}, "norm_rel_ebd = 'rms'"),
     ("deberta-v3", {"conv_kernel_size": 4}, "conv_kernel_size = 4"),

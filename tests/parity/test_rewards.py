@@ -110,7 +110,7 @@ def test_steps_without_a_tag_are_refused_at_load(tmp_path: Path) -> None:
 
 def test_a_model_without_a_judging_head_refuses_steps(tmp_path: Path) -> None:
     FAMILIES["qwen2"].write(tmp_path)
-    with pytest.raises(ModelLoadError, match="no head that judges steps"):
+    with pytest.raises(ModelLoadError, match="needs a reward model or a sequence classifier"):
         Engine(str(tmp_path), device="cpu", pooler_config=PoolerConfig(pooling_type="STEP", step_tag_id=3))
 
 

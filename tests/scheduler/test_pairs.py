@@ -59,7 +59,7 @@ def scored(pairs: PairPlan, vectors: list[Any], store: dict[int, Any]) -> list[A
         query, begin = int(pairs.pair_queries[i]), int(pairs.document_starts[i])
         at = int(pairs.query_starts[query])
         span = range(begin, begin + int(pairs.document_lengths[i]))
-        where: Any = store if i >= total - pairs.from_store else vectors
+        where: Any = store if i >= total - pairs.num_from_store else vectors
         found.append(
             ([store[at + k] for k in range(int(pairs.query_lengths[query]))], [where[k] for k in span])
         )

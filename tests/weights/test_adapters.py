@@ -61,7 +61,7 @@ def test_a_tensor_that_nobody_took_is_still_an_error(tmp_path: Path, tensors: di
     weights = source(tmp_path, tensors, SECOND)
     weights.take("roberta.up.weight", 5, 4)
     with pytest.raises(ModelLoadError, match="embeddings"):
-        weights.finish([])
+        weights.check_all_read([])
 
 
 def test_adapters_of_another_count_are_an_error(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
