@@ -19,7 +19,7 @@ from tests.checkpoints import (
     write_m3,
     write_splade,
 )
-from tests.writing import write_model
+from tests.text_models import write_model
 
 WIDTH = BERT_CONFIG["hidden_size"]
 
