@@ -25,8 +25,8 @@ from penstock.kernels.experts import (
     route_reference,
     run_experts,
 )
+from penstock.layers.fp8_blocks import ExpertStack
 from penstock.layers.moe import _product
-from penstock.layers.stored import ExpertStack
 from penstock.weights.stream import DummySource
 
 TILINGS = {
