@@ -212,10 +212,13 @@ def cli() -> str:
 
 
 def _command(command: Any, path: str) -> str:
-    text = inspect.cleandoc(command.help or "").replace("\f", "")
+    text, _, examples = inspect.cleandoc(command.help or "").replace("\f", "").partition("\b\n")
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join([path, *(_argument(each) for each in arguments), "[OPTIONS]"])
     parts = [f"## `{path}`\n\n{text}\n\n```text\n{usage}\n```\n"]
+    if examples:
+        title, *lines = examples.splitlines()
+        parts.append(f"{title}\n\n```text\n" + "\n".join(line.strip() for line in lines) + "\n```\n")
     if arguments:
         rows = [(_code(_argument(each)), getattr(each, "help", None) or "") for each in arguments]
         parts.append(table(("argument", "meaning"), rows))
@@ -270,7 +273,9 @@ def _type_value(hint: Any) -> str:
 
 def _flag_default(each: Any) -> str:
     value = each.default
-    if value is None or value is False or callable(value) or "UNSET" in repr(value).upper():
+    if isinstance(each.show_default, str):
+        return each.show_default
+    if value is None or value is False or value == [] or callable(value) or "UNSET" in repr(value).upper():
         return ""
     if value is True:
         return "on"
@@ -313,23 +318,11 @@ def _config(cls: type) -> str:
     return table(("field", "type", "default", "flag of `serve`", "meaning"), rows)
 
 
-_RENAMED = {"max_body_bytes": "max_body_mb", "default_timeout_s": "timeout", "drain_s": "drain"}
-
-
 def _serve_flags() -> dict[str, tuple[str, str]]:
     """Configuration field: (flag of `penstock serve`, its help)."""
-    import typer
+    from penstock.cli.flags import ENGINE_FLAGS, SERVER_FLAGS
 
-    from penstock.cli.main import app
-
-    root: Any = typer.main.get_command(app)
-    options = {each.name: each for each in root.commands["serve"].params if each.param_type_name == "option"}
-    names = {name: name for name in options} | _RENAMED
-    found = {}
-    for field, parameter in names.items():
-        if parameter in options:
-            found[field] = (options[parameter].opts[0], options[parameter].help or "")
-    return found
+    return {flag.field: (flag.name, flag.help) for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
 
 
 def metrics() -> str:
