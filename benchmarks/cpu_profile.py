@@ -23,12 +23,12 @@ from penstock.inputs.processor import InputOptions
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import PoolingParams, StepPlan
+from penstock.types import PoolingParams, PoolPlan
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 
 
-def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[StepPlan]:
+def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[PoolPlan]:
     options = InputOptions(truncate_prompt_tokens=-1)
     request = engine.local.text.processor.prepare("profile", texts, PoolingParams(), options)
     scheduler = Scheduler(Budget(tokens, 4096, 1 << 40))

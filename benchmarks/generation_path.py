@@ -51,7 +51,7 @@ from penstock.inputs.tokenizer import Tokenizer
 from penstock.runner.load import settle
 from penstock.serving.engine_metrics import EngineMetrics
 from penstock.serving.launch import ApiLaunch, EngineLaunch
-from penstock.types import StepPlan, StepResult
+from penstock.types import GeneratePlan, SampledResult, StepPlan, StepResult
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready, Submit, decode_to_engine
 from penstock.wire.server import EngineServer
@@ -73,12 +73,12 @@ class WordRunner:
             threading.Thread(target=self._complete, daemon=True).start()
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
-        assert plan.sample is not None
-        count = len(plan.sample.rows)
+        assert isinstance(plan, GeneratePlan)
+        count = len(plan.sample.sampled_rows)
         self._at += 7
         ids = self.words[(np.arange(count) * 31 + self._at) % len(self.words)]
         future: Future[StepResult] = Future()
-        result = StepResult((ids,), self.step_s)
+        result = SampledResult(ids, device_s=self.step_s)
         if not self.step_s:
             future.set_result(result)
             return future
