@@ -77,7 +77,9 @@ def test_mismatched_tensors_are_refused_by_name(tmp_path: Path) -> None:
         opened({f"{name}_scale_inv": torch.ones(1, 1)})
     config = json.loads((stored / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
-    with pytest.raises(ModelLoadError, match=r"is stored in fp8, which config\.json does not say"):
+    with pytest.raises(
+        ModelLoadError, match=r"is stored in fp8, but quantization_config in config\.json does not cover it"
+    ):
         opened({})
     config["quantization_config"] = STORED | {"quant_method": "awq"}
     (stored / "config.json").write_text(json.dumps(config))
