@@ -1,4 +1,4 @@
-"""First-fit allocation of ranges, shared by the vector store and the shared-memory arena."""
+"""First-fit allocation of ranges, for the vector cache and shared memory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import bisect
 
 
 class FreeRanges:
-    """What of [0, size) is free, as ranges in order; neighbours are always joined."""
+    """The free parts of [0, size), as ordered ranges; adjacent ranges are always merged."""
 
     def __init__(self, size: int) -> None:
         self.starts = [0] if size else []
         self.sizes = [size] if size else []
-        self._most = size  # no range is larger
+        self._max_size = size  # no free range is larger
 
     def take(self, size: int) -> int | None:
-        """The first range that is large enough."""
-        if size > self._most:
+        """Take the first range that is large enough; returns its start, or None."""
+        if size > self._max_size:
             return None
         for i, free in enumerate(self.sizes):
             if free >= size:
@@ -25,10 +25,11 @@ class FreeRanges:
                 else:
                     self.starts[i], self.sizes[i] = start + size, free - size
                 return start
-        self._most = max(self.sizes, default=0)
+        self._max_size = max(self.sizes, default=0)
         return None
 
     def give(self, start: int, size: int) -> None:
+        """Return a range, and merge it with its free neighbours."""
         i = bisect.bisect_left(self.starts, start)
         if i < len(self.starts) and start + size == self.starts[i]:
             size += self.sizes[i]
@@ -39,4 +40,4 @@ class FreeRanges:
         else:
             self.starts.insert(i, start)
             self.sizes.insert(i, size)
-        self._most = max(self._most, size)
+        self._max_size = max(self._max_size, size)

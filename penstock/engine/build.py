@@ -1,4 +1,4 @@
-"""Puts an engine together: description → settings → runner, scheduler, core."""
+"""Builds an engine: model description and settings → runner, schedulers, core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.config import Resolved
 from penstock.engine.grammars import Compile, ConstraintFactory, Grammars
 from penstock.engine.loop import EngineCore, StepStats
 from penstock.errors import NotPossible
-from penstock.inputs.constraints import Constraints
+from penstock.inputs.constraints import GrammarCompiler
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
@@ -29,70 +29,76 @@ def build_core(
     wake: Callable[[], None],
     observe: Callable[[StepStats], None] = lambda stats: None,
 ) -> EngineCore:
-    budget = Budget(
-        settings.max_num_batched_tokens,
-        settings.max_num_seqs,
-        settings.max_queued_tokens,
-        settings.step_output_bytes,
-    )
     loaded = load_runner(spec, settings)
     pool = BlockPool(loaded.num_blocks, BLOCK_SIZE)
-    chunking = generation = None
-    if settings.chunked:
-        chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
-    if settings.generates:
-        limits = GenerationLimits(
-            max_rows=min(settings.max_num_seqs, MAX_GENERATING),
-            max_tokens=settings.max_num_batched_tokens,
-            max_chunk_tokens=settings.chunk_tokens,
-            max_length=settings.max_model_len,
-            max_queued_tokens=settings.max_queued_tokens,
-            prefix_caching=settings.generate_prefixes,
-            vocab_size=spec.vocab_size,
-            separate_prefill=settings.graphs,
-        )
-        generation = GenerationScheduler(pool, limits)
-    vector_cache = None
-    if loaded.num_places:
-        vector_cache = VectorCache(
-            loaded.num_places,
-            documents=settings.document_cache_bytes > 0,
-            reuse=settings.share_identical,
-        )
-    return EngineCore(
+    generation = _generation_scheduler(spec, settings, pool) if settings.generates else None
+    core = EngineCore(
         loaded.runner,
-        Scheduler(budget, chunking, vector_cache, lru_cache(1024)(partial(_token_bytes, spec))),
+        _scheduler(spec, settings, pool, loaded.num_places),
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,
         share_identical=settings.share_identical,
         generation=generation,
-        grammars=None if generation is None else Grammars(_compiler(spec)),
     )
+    if generation is not None:
+        core.grammars = Grammars(_compiler(spec))
+    return core
+
+
+def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, num_vectors: int) -> Scheduler:
+    budget = Budget(
+        max_tokens=settings.max_num_batched_tokens,
+        max_rows=settings.max_num_seqs,
+        max_queued_tokens=settings.max_queued_tokens,
+        max_output_bytes=settings.step_output_bytes,
+    )
+    chunking = vector_cache = None
+    if settings.chunked:
+        chunking = Chunking(pool, settings.chunk_tokens, settings.prefix_caching)
+    if num_vectors:
+        vector_cache = VectorCache(
+            num_vectors, documents=settings.document_cache_bytes > 0, reuse=settings.share_identical
+        )
+    return Scheduler(budget, chunking, vector_cache, lru_cache(1024)(partial(_token_bytes, spec)))
+
+
+def _generation_scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool) -> GenerationScheduler:
+    limits = GenerationLimits(
+        max_rows=min(settings.max_num_seqs, MAX_GENERATING),
+        max_tokens=settings.max_num_batched_tokens,
+        max_chunk_tokens=settings.chunk_tokens,
+        max_length=settings.max_model_len,
+        max_queued_tokens=settings.max_queued_tokens,
+        prefix_caching=settings.generate_prefixes,
+        vocab_size=spec.vocab_size,
+        separate_prefill=settings.graphs,
+    )
+    return GenerationScheduler(pool, limits)
 
 
 def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:
-    """What leaves the engine for each token of a row; 0 where only rows do."""
+    """Output bytes of each token of a row; 0 for tasks with one output per row."""
     if not params.per_token:
         return 0
     width = params.dimensions or spec.width(params.task)
-    return -(-width // 8) if params.dtype.packed else width * params.dtype.numpy.itemsize
+    return -(-width // 8) if params.dtype.is_packed else width * params.dtype.numpy.itemsize
 
 
 def _compiler(spec: ModelSpec) -> Compile:
-    """What makes rows follow grammars; the vocabulary is laid out when the first one comes."""
-    once = Lock()
+    """Compiles grammars over the model's vocabulary, which is prepared when the first one comes."""
+    lock = Lock()
 
     @cache
-    def vocabulary() -> Constraints:
+    def constraints() -> GrammarCompiler:
         file = spec.path / "tokenizer.json"
         if not file.is_file():
             raise NotPossible(f"structured output needs {file.name} in the model's folder")
-        return Constraints(file, spec.vocab_size, spec.eos_token_ids)
+        return GrammarCompiler(file, spec.vocab_size, spec.eos_token_ids)
 
     def compile(grammar: Grammar) -> ConstraintFactory:
-        with once:
-            laid_out = vocabulary()
-        return laid_out.compiled(grammar)
+        with lock:
+            prepared = constraints()
+        return prepared.compile(grammar)
 
     return compile

@@ -1,7 +1,7 @@
-"""Blocks of key/value memory: who holds which, and which hold a prefix that others may reuse.
+"""KV cache blocks: reference counts, and which blocks hold a prefix that others may reuse.
 
-Counts and hashes only; the tensors lie in `store`. A block is free, held by one or more rows, or
-idle: held by none but still keeping a prefix, until its room is needed.
+Counts and keys only; the tensors are in `store`. A block is free, in use by one or more rows, or idle: no row
+uses it, but it still holds a published prefix until its room is needed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Allocation is all or nothing, so a row that has begun can always finish."""
+    """Blocks are allocated all or nothing, so that a row that has started can always finish."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free: deque[int] = deque(range(num_blocks))
-        self._holders = [0] * num_blocks
+        self._num_users = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -26,27 +26,28 @@ class BlockPool:
 
     @property
     def available(self) -> int:
+        """The number of blocks that can be allocated, idle ones included."""
         return len(self._free) + len(self._idle)
 
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """So many blocks, or None if there are not enough; idle prefixes give way, oldest first."""
+        """Take this many blocks, or None if there are not enough; evicts idle prefixes, oldest first."""
         if count > self.available:
             return None
         taken = []
         for _ in range(count):
             block = self._free.popleft() if self._free else self._evict()
-            self._holders[block] = 1
+            self._num_users[block] = 1
             taken.append(block)
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one hold on each; a block that keeps a prefix turns idle, any other is free."""
+        """Drop one use of each block. A block without users turns idle if it holds a prefix, else free."""
         for block in blocks:
-            self._holders[block] -= 1
-            if self._holders[block]:
+            self._num_users[block] -= 1
+            if self._num_users[block]:
                 continue
             if block in self._key_of:
                 self._idle[block] = None
@@ -54,27 +55,27 @@ class BlockPool:
                 self._free.append(block)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix, held for the caller."""
+        """The blocks of the longest published prefix, in use by the caller from now on."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
                 break
             self._idle.pop(block, None)
-            self._holders[block] += 1
+            self._num_users[block] += 1
             found.append(block)
         self.lookup_tokens += len(keys) * self.block_size
         self.hit_tokens += len(found) * self.block_size
         return found
 
     def publish(self, block: int, key: bytes) -> None:
-        """Say that a block now holds the prefix of this key. The first to say so keeps it."""
+        """Let others find a block by the key of its prefix. The first block of a key keeps it."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def retract(self, blocks: Sequence[int]) -> None:
-        """Blocks that were published but never written: nobody may find them any more."""
+        """Unpublish blocks, because the step that should have written them failed."""
         for block in blocks:
             if (key := self._key_of.pop(block, None)) is None:
                 continue
@@ -84,15 +85,16 @@ class BlockPool:
                 self._free.append(block)
 
     def check_integrity(self) -> None:
-        """Every block is in exactly one state, and nobody holds one; called by tests when idle."""
+        """Assert that every block is in one state and none is in use; for tests, when idle."""
         self.check()
-        assert not any(self._holders), f"{sum(map(bool, self._holders))} blocks are held by nobody's rows"
+        in_use = sum(map(bool, self._num_users))
+        assert not in_use, f"{in_use} blocks are in use though no row is left"
 
     def check(self) -> None:
-        """Every block is in exactly one state."""
-        held = sum(1 for count in self._holders if count)
-        assert all(count >= 0 for count in self._holders)
-        assert held + len(self._free) + len(self._idle) == self.num_blocks
+        """Assert that every block is in exactly one state."""
+        in_use = sum(map(bool, self._num_users))
+        assert all(count >= 0 for count in self._num_users)
+        assert in_use + len(self._free) + len(self._idle) == self.num_blocks
         assert all(self._block_of[key] == block for block, key in self._key_of.items())
 
     def _evict(self) -> int:

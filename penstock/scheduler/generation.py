@@ -1,151 +1,83 @@
-"""Generation: rows that stay after their prompt and take one token a step, on blocks of key/value memory.
+"""Generation policy: which sequences prefill, decode, give way and end.
 
-All that changes every step is kept in arrays by slot, a row's place in the sampler and here, so that a
-step costs a few NumPy calls however many rows it has. What the device has sampled but the CPU has not read is
-counted as `length` beyond `known`: positions are planned before the tokens are here.
+A sequence waits, gets a slot and the KV cache blocks of its prompt, prefills in chunks, and decodes one token
+per step. When no block is free the newest sequence is preempted: it keeps its slot, loses its blocks, and
+starts over later with all its tokens as prompt. `SlotTable` holds the numbers that change every step.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.content import PrefixKeys
-from penstock.errors import BadValue, PenstockError, QueueFull, RowFailed
+from penstock.errors import NotPossible, PenstockError, QueueFull, RowFailed
 from penstock.kvcache.blocks import BlockPool
+from penstock.scheduler.limits import GenerationLimits
+from penstock.scheduler.logprobs import Logprobs, PromptLogprobs, split_logprobs
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.steps import StepRows, generation_plan
+from penstock.scheduler.sequence import Constraint, SequenceState
+from penstock.scheduler.slots import SlotTable
+from penstock.scheduler.steps import SamplerChanges, SequenceMemory, StepRows, generation_plan
+from penstock.scheduler.suspects import MayRun, SuspectRequests
 from penstock.types import (
-    Array,
     DecodedTokens,
     GeneratedTokens,
+    GeneratePlan,
     Ints,
-    Join,
-    PromptPlan,
     Request,
+    SampledResult,
     SamplePlan,
     SamplerParams,
-    SequenceIds,
-    StepPlan,
-    StepResult,
     Timings,
-    check_sampling,
 )
 
-Place = tuple[float, int, int]
+__all__ = ["Constraint", "GenerationLimits", "GenerationScheduler"]
+
+_NOT_FINITE = "the model gave logits that are not finite"
+_ALL_FORBIDDEN = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
 
 
-class Constraint(Protocol):
-    """What a row's text must follow."""
+class _Allocation(NamedTuple):
+    """The blocks of all tokens of a sequence; the first `num_cached` hold a prefix that is computed
+    already."""
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing but the end may come."""
-
-    def mask(self) -> NDArray[Any]:
-        """The tokens that may come next, 32 to a word; the array may be overwritten by the next call."""
-
-    def accept(self, token: int) -> None: ...
-
-
-May = Callable[[str | None], bool]  # whether a request may run
-_UNSOUND = "the model gave logits that are not finite"
-_NOTHING_LEFT = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationLimits:
-    max_rows: int  # of one step, and the number of slots
-    max_tokens: int  # of one step
-    max_chunk_tokens: int  # of one sequence in one step
-    max_length: int  # of a sequence, prompt and output
-    max_queued_tokens: int  # of prompts that wait
-    prefix_caching: bool = True  # keep full blocks for sequences with the same prefix
-    vocab_size: int = 1 << 31
-    separate_prefill: bool = False  # prefill and decode steps alternate, because each is replayed as a graph
-
-
-@dataclass(slots=True, eq=False)
-class SequenceState:
-    """One prompt and where it stands; what changes every step lies in the lane's arrays."""
-
-    request: Request
-    row: int
-    place: Place
-    slot: int = -1  # none yet
-    blocks: list[int] = field(default_factory=list)
-    prefix_keys: PrefixKeys | None = None  # of its full blocks, while it holds blocks
-    queued_s: float = 0.0
-    constraint: Constraint | None = None
-    prompt_scores: _Scores | None = None  # of its prompt, where asked for, filled chunk by chunk
-    scored: bool = False  # all of them have been handed out
-
-    @property
-    def prompt(self) -> Ints:
-        start = int(self.request.starts[self.row])
-        return self.request.token_ids[start : start + int(self.request.lengths[self.row])]
-
-    @property
-    def sampling(self) -> SamplerParams:
-        assert self.request.sampling is not None
-        return self.request.sampling
+    blocks: list[int]
+    num_cached: int
 
 
 class GenerationScheduler:
-    """add → schedule → collect. A row waits, runs, may be paused for want of memory, and ends."""
+    """add → schedule → collect, for requests with `SamplerParams`."""
 
     def __init__(self, pool: BlockPool, limits: GenerationLimits) -> None:
         self.pool = pool
         self.limits = limits
-        self.broken: dict[str, PenstockError] = {}  # requests that cannot go on, until `take_failures`
-        self.preempted = 0  # how often a row gave way
+        self.num_preemptions = 0
         self.queued_tokens = 0
         self._now_s = 0.0
-        slots = limits.max_rows
-        self._rows: list[SequenceState | None] = [None] * slots
-        self._free = list(range(slots - 1, -1, -1))
-        self._running: list[int] = []  # slots, by place: the last one is the newest
-        self._paused: list[SequenceState] = []  # with a slot but no blocks, by place
-        self._waiting: list[SequenceState] = []  # with neither, by place
-        self._left: dict[str, list[SequenceState]] = {}  # request → rows that have not ended
-        self._dated = False  # whether some of them may have a deadline
-        self._suspects: list[str] = []  # requests of failed steps, each to be run apart
+        self._slots = SlotTable(limits.max_rows, limits.max_length, pool.blocks_for(limits.max_length))
+        self._prompt_logprobs = PromptLogprobs(self._slots)
+        self._running: list[int] = []  # slots, by rank: the newest sequence is last
+        self._preempted: list[SequenceState] = []  # with a slot but no blocks, by rank
+        self._waiting: list[SequenceState] = []  # with neither, by rank
+        self._unfinished: dict[str, list[SequenceState]] = {}  # of each request
+        self._failures: dict[str, PenstockError] = {}  # requests that cannot continue, until `take_failures`
+        self._suspects = SuspectRequests()
+        self._may_have_deadlines = False
+        self._last_was_prefill = False
         self._count = itertools.count()
-        self._joins: list[Join] = []
-        self._leaves: list[int] = []
-        self._alone = np.zeros(slots, dtype=bool)  # slots of whose tokens there is more to tell than the id
-        self._named = (np.zeros(0, dtype=np.int32),) * 2  # slots and epochs that `_names` are of
-        self._names: SequenceIds = ()
-        self._tokens: Ints = np.zeros((slots, limits.max_length), dtype=np.int32)
-        self._tables: Ints = np.zeros((slots, pool.blocks_for(limits.max_length)), dtype=np.int32)
-        self._stops: Ints = np.full((slots, 1), -1, dtype=np.int32)
-        # [slots] each: tokens of the row, those that the CPU has read, those that have run or are in a step
-        # on its way, those of the prompt, those that it may have, and its blocks.
-        self._length, self._known, self._done, self._prompt, self._most, self._held = (
-            np.zeros(slots, dtype=np.int32) for _ in range(6)
-        )
-        # Tokens before which nothing stops it, blocks that others may use, log probabilities that it wants
-        # (-1: none), and the counts of owners of the slot and of their stays in memory.
-        self._least, self._published, self._wants, self._epoch, self._visit = (
-            np.zeros(slots, dtype=np.int32) for _ in range(5)
-        )
-        self._device_s = np.zeros(slots)
-        self._constrained = np.zeros(slots, dtype=bool)
-        self._prompts_last = False
-        self._scored_rows = 0  # rows with a slot whose prompt is asked about
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._left
+        return request_id in self._unfinished
 
     @property
     def busy(self) -> bool:
-        return bool(self._left)
+        return bool(self._unfinished)
 
     @property
     def running(self) -> int:
@@ -153,586 +85,422 @@ class GenerationScheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._paused)
+        return len(self._waiting) + len(self._preempted)
 
-    def check(self, request: Request) -> None:
-        """`BadValue` for what can never run, `QueueFull` where too much waits."""
-        assert request.sampling is not None
-        self._check(request, request.sampling)
+    def check(self, request: Request) -> SamplerParams:
+        """`BadValue` for a request that can never run, `QueueFull` if too many tokens wait."""
+        if request.sampling is None:
+            raise NotPossible("a request without sampling parameters cannot generate")
+        self.limits.check(request, request.sampling)
         if self.queued_tokens and self.queued_tokens + request.num_tokens > self.limits.max_queued_tokens:
             raise QueueFull(
                 f"{self.queued_tokens} tokens of prompts are waiting and at most "
                 f"{self.limits.max_queued_tokens} may; try again shortly"
             )
+        return request.sampling
 
     def add(self, request: Request, constraints: Sequence[Constraint] = ()) -> None:
-        """Join, once checked. Rows that must follow something have a constraint each, and wait for each of
-        their tokens before the next is planned."""
-        self.check(request)
-        number = next(self._count)
+        """Check a request and queue it. With `constraints`, one for each row, a sequence's token is read
+        before its next one is planned."""
+        sampling, number = self.check(request), next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
-        rows = [SequenceState(request, row, (start, number, row)) for row in range(request.num_rows)]
-        for row, constraint in zip(rows, constraints, strict=False):
-            row.constraint = constraint
-        self._left[request.id] = rows
-        self._dated |= request.deadline_s is not None
-        for row in rows:
-            _insert(self._waiting, row)
+        size = self.pool.block_size
+        sequences = [
+            SequenceState(request, sampling, row, (start, number, row), PrefixKeys(request, row, size))
+            for row in range(request.num_rows)
+        ]
+        for sequence, constraint in zip(sequences, constraints, strict=False):
+            sequence.constraint = constraint
+        self._unfinished[request.id] = sequences
+        self._may_have_deadlines |= request.deadline_s is not None
+        for sequence in sequences:
+            _insert(self._waiting, sequence)
         self.queued_tokens += request.num_tokens
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request: its blocks and slots are free for the next step."""
-        for row in self._left.pop(request_id, ()):
-            self._drop(row)
-        self._suspects = [suspect for suspect in self._suspects if suspect != request_id]
+        """Drop a request: its blocks and slots are free for the next step."""
+        for sequence in self._unfinished.pop(request_id, ()):
+            self._drop(sequence)
+        self._suspects.discard(request_id)
 
     def clear(self) -> list[str]:
-        """Forget every request, and tell which there were."""
-        names = list(self._left)
+        """Drop every request and return their ids."""
+        names = list(self._unfinished)
         for name in names:
             self.cancel(name)
         return names
 
     def expire(self, now_s: float) -> list[Request]:
-        """Let go of the requests whose deadline has passed, and return them."""
-        if not self._dated:
+        """Drop and return the requests whose deadline has passed."""
+        if not self._may_have_deadlines:
             return []
-        asked = [rows[0].request for rows in self._left.values()]
-        late = [r for r in asked if r.deadline_s is not None and r.deadline_s <= now_s]
-        for request in late:
+        requests = [sequences[0].request for sequences in self._unfinished.values()]
+        expired = [r for r in requests if r.deadline_s is not None and r.deadline_s <= now_s]
+        for request in expired:
             self.cancel(request.id)
-        return late
+        return expired
 
     def take_failures(self) -> dict[str, PenstockError]:
-        """Forget the requests that cannot go on, and say why."""
-        broken, self.broken = self.broken, {}
-        for request_id in broken:
+        """Drop the requests that cannot continue; their errors by id."""
+        failures, self._failures = self._failures, {}
+        for request_id in failures:
             self.cancel(request_id)
-        return broken
+        return failures
 
     def next_deadline_s(self) -> float | None:
-        if not self._dated:
+        if not self._may_have_deadlines:
             return None
-        deadlines = [rows[0].request.deadline_s for rows in self._left.values()]
-        self._dated = any(d is not None for d in deadlines)
+        deadlines = [sequences[0].request.deadline_s for sequences in self._unfinished.values()]
+        self._may_have_deadlines = any(d is not None for d in deadlines)
         return min((d for d in deadlines if d is not None), default=None)
 
-    def schedule(self, now_s: float, *, admit: bool = True) -> StepPlan | None:
-        """The next step: rows that go on by a token first, then prompts; None if nothing can run. Without
-        `admit` no new row takes memory."""
-        self._now_s = now_s
-        if not self._running and not self._paused and not self._waiting:
-            return None
-        if not self._suspects:
-            return self._next_step(None, begin=admit)
-        one, suspects = self._suspects[0], set(self._suspects)
-        plan = self._next_step(lambda name: name == one)
-        # It may want memory that others hold, who then go on; but nobody new begins before it.
-        return plan or self._next_step(lambda name: name not in suspects, begin=False)
-
-    def _next_step(self, may: May | None, *, begin: bool = True) -> StepPlan | None:
-        """A step of the requests that `may` run, None for all; with `begin`, of new rows too."""
-        if self.limits.separate_prefill:
-            return self._in_turn(may, begin)
-        decode = self._grown(self._going_on(may))
-        slots, counts = [decode], [np.ones(len(decode), dtype=np.int32)]
-        tokens, rows = self.limits.max_tokens - len(decode), self.limits.max_rows - len(decode)
-        for slot, count in self._prompts(may, begin, tokens, rows):
-            slots.append(np.array([slot], dtype=np.int32))
-            counts.append(np.array([count], dtype=np.int32))
-        chosen, count_of = np.concatenate(slots), np.concatenate(counts)
-        return self._planned(chosen, count_of) if len(chosen) else None
-
-    def _in_turn(self, may: May | None, begin: bool) -> StepPlan | None:
-        """The same, of one kind: prompts, unless the last step was theirs and other rows go on."""
-        for prompts in (not self._prompts_last, self._prompts_last, False):
-            if prompts:
-                found = self._prompts(may, begin, self.limits.max_tokens, self.limits.max_rows)
-                # A row that has begun and has one token to run goes on with the others.
-                several = [one for one in found if self._length[one[0]] - self._done[one[0]] > 1]
-                slots, counts = np.array(several, dtype=np.int32).reshape(-1, 2).T
-            else:
-                slots = self._grown(self._going_on(may))
-                counts = np.ones(len(slots), dtype=np.int32)
-            if len(slots):
-                self._prompts_last = prompts
-                return self._planned(slots, counts)
-        return None
-
-    def _prompts(self, may: May | None, begin: bool, tokens: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Slots that run parts of prompts, with how many tokens each, within so many of both."""
-        if tokens <= 0 or rows <= 0:
-            return
-        for slot in self._prefilling(may, begin):
-            count = min(int(self._length[slot] - self._done[slot]), self.limits.max_chunk_tokens, tokens)
-            yield slot, count
-            tokens, rows = tokens - count, rows - 1
-            if tokens <= 0 or rows <= 0:
-                return
-
-    def collect(self, plan: StepPlan, result: StepResult) -> list[DecodedTokens | GeneratedTokens]:
-        """Take in what a step sampled, end the rows that are done, and publish the blocks it filled. Of rows
-        that merely go on it tells together."""
-        sample = plan.sample
-        assert sample is not None
-        live = self._epoch[sample.slots] == sample.epochs
-        self._device_s[sample.slots[live]] += result.device_s
-        new: Ints = result.outputs[0].astype(np.int32)
-        mine = live[sample.rows]
-        if (new < 0).any():
-            self._give_up(sample.sampled_slots[mine & (new < 0)], new[mine & (new < 0)])
-            live = self._epoch[sample.slots] == sample.epochs
-            mine = live[sample.rows]
-        slots, new_ids = sample.sampled_slots[mine], new[mine]
-        self._tokens[slots, self._known[slots]] = new_ids
-        self._known[slots] += 1
-        if self.limits.prefix_caching:
-            self._publish(sample, live)
-        stopped = (new_ids[:, None] == self._stops[slots]).any(axis=1)
-        stopped &= self._known[slots] > self._least[slots]
-        full = self._known[slots] >= self._most[slots]
-        if sample.prompts is not None:
-            self._take_scores(sample.prompts, sample, result.outputs[-3:])
-        if self._suspects and len(slots):
-            self._clear({name for name, _ in self._names_of(slots)})
-        apart = stopped | full | self._alone[slots]
-        if not apart.any():
-            return [DecodedTokens(self._names_of(slots), new_ids)] if len(slots) else []
-        on = ~apart
-        outcomes: list[DecodedTokens | GeneratedTokens] = []
-        if on.any():
-            outcomes.append(DecodedTokens(self._names_of(slots[on]), new_ids[on]))
-        extras = _extras(result, sample.asked, mine)
-        for i in np.flatnonzero(apart).tolist():
-            new, ends = new_ids[i : i + 1], (bool(stopped[i]), bool(full[i]))
-            outcomes.append(self._part(int(slots[i]), new, *ends, extras[i]))
-        return outcomes
-
-    def _give_up(self, slots: Ints, codes: Ints) -> None:
-        """No token could be chosen: these requests cannot go on, and nobody is to find what they wrote."""
-        for slot, code in zip(slots.tolist(), codes.tolist(), strict=True):
-            row = self._rows[slot]
-            if row is None:  # another row of its request was at fault too
-                continue
-            self.broken[row.request.id] = RowFailed(_UNSOUND if code == -1 else _NOTHING_LEFT)
-            for other in self._left[row.request.id] if code == -1 else ():
-                self.pool.retract(other.blocks)
-            self.cancel(row.request.id)
-
-    def step_failed(self, plan: StepPlan, *, isolate: bool = True) -> list[Request]:
-        """A step failed: the request that stood alone in it is at fault and is let go; others begin again
-        from what is known of them, one at a time. Without `isolate` all begin again, together."""
-        sample = plan.sample
-        assert sample is not None
-        live = sample.slots[self._epoch[sample.slots] == sample.epochs]
-        rows = [row for slot in live if (row := self._rows[slot]) is not None]
-        requests = {row.request.id: row.request for row in rows}
-        if isolate and len(requests) == 1:
-            (request,) = requests.values()
-            self.cancel(request.id)
-            return [request]
-        for row in rows:
-            if row.slot in self._running:
-                self._pause(row)
-            self._epoch[row.slot] += 1  # what is on its way is built on sand
-            self._length[row.slot] = self._known[row.slot]
-            self._join_again(row)
-        if isolate:
-            self._suspects += [name for name in requests if name not in self._suspects]
-        return []
-
-    def take_freed_slots(self) -> list[int]:
-        """Slots that were given up since the last step was planned; the caller tells the sampler."""
-        left, self._leaves = self._leaves, []
-        return left
+    def take_freed_slots(self) -> tuple[int, ...]:
+        """Slots that were freed since the last step was planned; the caller tells the sampler."""
+        return self._slots.take_leaves()
 
     def check_integrity(self) -> None:
-        """Every slot and block belongs to one row or to none."""
-        held = [slot for slot, row in enumerate(self._rows) if row is not None]
-        assert sorted(held + self._free) == list(range(self.limits.max_rows)), "slots are lost or held twice"
-        paused = [row.slot for row in self._paused]
-        assert sorted(self._running + paused) == held, "a row is neither running nor paused"
-        assert all(not row.blocks for row in self._paused + self._waiting)
-        rows = [row for name in self._left for row in self._left[name]]
-        assert len(rows) == len(held) + len(self._waiting)
-        assert self.queued_tokens == sum(len(row.prompt) for row in self._waiting)
-        for slot in self._running:
-            row = self._rows[slot]
-            assert row is not None and row.slot == slot
-            assert len(row.blocks) == self._held[slot]
-            assert row.blocks == self._tables[slot, : len(row.blocks)].tolist()
-            assert self._done[slot] <= self._length[slot] and self._known[slot] <= self._length[slot]
-            assert self._done[slot] <= len(row.blocks) * self.pool.block_size
+        """Assert that every slot and block belongs to one sequence or to none."""
+        preempted = [sequence.slot for sequence in self._preempted]
+        self._slots.check_integrity(self._running, preempted, self.pool.block_size)
+        assert all(not sequence.blocks for sequence in self._waiting)
+        num_unfinished = sum(map(len, self._unfinished.values()))
+        assert num_unfinished == len(self._running) + len(preempted) + len(self._waiting)
+        assert self.queued_tokens == sum(len(sequence.prompt) for sequence in self._waiting)
         self.pool.check()
-        if not self._left:
-            assert self.pool.available == self.pool.num_blocks, "blocks are held though no row is left"
+        if not self._unfinished:
+            assert self.pool.available == self.pool.num_blocks, "blocks are held though no sequence is left"
 
-    # Choosing.
+    # Schedule.
 
-    def _going_on(self, may: May | None) -> Ints:
-        """Slots of the rows that need one more token, as far as they go into a step, the oldest first."""
-        chosen = self._running if may is None else [s for s in self._running if may(self._name(s))]
+    def schedule(self, now_s: float, *, admit: bool = True) -> GeneratePlan | None:
+        """Plan the next step: decodes first, then chunks of prompts; None if nothing can run. Without `admit`
+        no waiting sequence takes blocks."""
+        self._now_s = now_s
+        if not self._running and not self._preempted and not self._waiting:
+            return None
+        if not self._suspects:
+            return self._next_step(None, admit)
+        plan = self._next_step(self._suspects.only_first(), admit=True)
+        # The suspect may need blocks of running sequences. These continue, but nobody is admitted before it.
+        return plan or self._next_step(self._suspects.none(), admit=False)
+
+    def _next_step(self, may_run: MayRun | None, admit: bool) -> GeneratePlan | None:
+        """A step of the requests that may run; None: all may."""
+        if self.limits.separate_prefill:
+            return self._prefill_or_decode(may_run, admit)
+        decode = self._grow(self._decoding(may_run))
+        max_tokens, max_rows = self.limits.max_tokens - len(decode), self.limits.max_rows - len(decode)
+        prefill = list(self._prefill(may_run, admit, max_tokens, max_rows))
+        if not prefill:
+            return self._plan(decode, np.ones(len(decode), dtype=np.int32)) if len(decode) else None
+        slots, counts = np.array(prefill, dtype=np.int32).T
+        return self._plan(
+            np.concatenate([decode, slots]), np.concatenate([np.ones(len(decode), dtype=np.int32), counts])
+        )
+
+    def _prefill_or_decode(self, may_run: MayRun | None, admit: bool) -> GeneratePlan | None:
+        """A step of one kind: prefill, unless the last step was one and sequences decode."""
+        for is_prefill in (not self._last_was_prefill, self._last_was_prefill, False):
+            if is_prefill:
+                found = self._prefill(may_run, admit, self.limits.max_tokens, self.limits.max_rows)
+                # A sequence whose prefix is cached but for one token decodes with the others.
+                several = [(slot, count) for slot, count in found if self._num_to_run(slot) > 1]
+                slots, counts = np.array(several, dtype=np.int32).reshape(-1, 2).T
+            else:
+                slots = self._grow(self._decoding(may_run))
+                counts = np.ones(len(slots), dtype=np.int32)
+            if len(slots):
+                self._last_was_prefill = is_prefill
+                return self._plan(slots, counts)
+        return None
+
+    def _plan(self, slots: Ints, counts: Ints) -> GeneratePlan:
+        table = self._slots
+        begins, prompts = table.num_computed[slots], self._prompt_logprobs.requested(slots)
+        samples = table.schedule(slots, counts)
+        rows = StepRows(
+            slots=slots,
+            begins=begins,
+            counts=counts,
+            samples=samples,
+            num_known=table.num_known[slots],
+            num_logprobs=table.num_logprobs[slots],
+            epochs=table.epoch[slots],
+            visits=table.visit[slots],
+        )
+        memory = SequenceMemory(table.token_ids, table.block_tables, self.pool.block_size)
+        masks = self._masks(slots[samples & table.is_constrained[slots]])
+        changes = SamplerChanges(table.take_leaves(), table.take_joins(), masks)
+        return generation_plan(rows, memory, changes, prompts)
+
+    def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
+        """The tokens that constrained sequences may sample; all tokens before are known."""
+        masks = []
+        for slot in slots.tolist():
+            sequence = self._slots[slot]
+            if sequence.constraint is None:
+                continue
+            try:
+                masks.append((slot, sequence.constraint.mask().view(np.int32).copy()))
+            except PenstockError as error:
+                self._failures[sequence.request.id] = error
+        return tuple(masks)
+
+    def _num_to_run(self, slot: int) -> int:
+        return int(self._slots.num_tokens[slot] - self._slots.num_computed[slot])
+
+    def _decoding(self, may_run: MayRun | None) -> Ints:
+        """Slots of the sequences that run one token, oldest first, as many as fit into a step."""
+        table, chosen = self._slots, self._running
+        if may_run is not None:
+            chosen = [slot for slot in chosen if may_run(table[slot].request.id)]
         running = np.array(chosen, dtype=np.int32)
-        length = self._length[running]
-        last = (length - self._done[running] == 1) & (length < self._most[running])
-        if self._constrained.any():
-            last &= ~self._constrained[running] | (self._known[running] == length)
-        ready: Ints = running if last.all() else running[last]
-        return ready[: min(self.limits.max_tokens, self.limits.max_rows)]
+        length = table.num_tokens[running]
+        ready = (length - table.num_computed[running] == 1) & (length < table.max_length[running])
+        if table.is_constrained.any():
+            ready &= ~table.is_constrained[running] | (table.num_known[running] == length)
+        decoding: Ints = running if ready.all() else running[ready]
+        return decoding[: min(self.limits.max_tokens, self.limits.max_rows)]
 
-    def _grown(self, ready: Ints) -> Ints:
-        """A block for each row that needs one. Where none is free, the newest row gives way."""
-        needed = -(-self._length[ready] // self.pool.block_size)
-        short = ready[needed > self._held[ready]]
+    def _grow(self, decoding: Ints) -> Ints:
+        """Give a block to each decoding sequence that needs one; preempts the newest while none is free."""
+        table = self._slots
+        needed = -(-table.num_tokens[decoding] // self.pool.block_size)
+        short = decoding[needed > table.num_blocks[decoding]]
         if not len(short):
-            return ready
-        if (one_each := self.pool.allocate(len(short))) is not None:
-            self._tables[short, self._held[short]] = one_each
-            self._held[short] += 1
-            for slot, taken in zip(short.tolist(), one_each, strict=True):
-                if (row := self._rows[slot]) is not None:
-                    row.blocks.append(taken)
-            return ready
+            return decoding
+        if (blocks := self.pool.allocate(len(short))) is not None:
+            table.add_block_each(short, blocks)
+            return decoding
         for slot in short.tolist():
-            while self._rows[slot] is not None and slot in self._running:
+            while slot in self._running:
                 if (block := self.pool.allocate(1)) is not None:
-                    self._hold(slot, block)
+                    table.add_blocks(table[slot], block)
                     break
-                newest = self._rows[self._running[-1]]
-                assert newest is not None
-                self._pause(newest)
-                self.preempted += 1
-        still = set(self._running)
-        return np.array([slot for slot in ready.tolist() if slot in still], dtype=np.int32)
+                self._preempt(table[self._running[-1]])
+                self.num_preemptions += 1
+        still_running = set(self._running)
+        return np.array([slot for slot in decoding.tolist() if slot in still_running], dtype=np.int32)
 
-    def _prefilling(self, may: May | None, begin: bool) -> Iterable[int]:
-        """Slots with more than a token to run: those that have begun, those that gave way, new ones."""
-        running = np.array(self._running, dtype=np.int32)
-        for slot in running[self._length[running] - self._done[running] > 1].tolist():
-            if may is None or may(self._name(slot)):
-                yield slot
-        for row in [r for r in self._paused if may is None or may(r.request.id)]:
-            if self._known[row.slot] < self._length[row.slot]:
-                continue  # its last token is on its way
-            if not self._start(row):
+    def _prefill(
+        self, may_run: MayRun | None, admit: bool, max_tokens: int, max_rows: int
+    ) -> Iterator[tuple[int, int]]:
+        """Slots that prefill, with the number of tokens of each."""
+        if max_tokens <= 0 or max_rows <= 0:
+            return
+        for slot in self._prefilling(may_run, admit):
+            count = min(self._num_to_run(slot), self.limits.max_chunk_tokens, max_tokens)
+            yield slot, count
+            max_tokens, max_rows = max_tokens - count, max_rows - 1
+            if max_tokens <= 0 or max_rows <= 0:
                 return
-            self._paused.remove(row)
-            yield row.slot
-        while begin and self._free:
-            new = next((r for r in self._waiting if may is None or may(r.request.id)), None)
+
+    def _prefilling(self, may_run: MayRun | None, admit: bool) -> Iterable[int]:
+        """Slots with more than one token to run: running, then preempted, then new sequences."""
+        table = self._slots
+        running = np.array(self._running, dtype=np.int32)
+        for slot in running[table.num_tokens[running] - table.num_computed[running] > 1].tolist():
+            if may_run is None or may_run(table[slot].request.id):
+                yield slot
+        for sequence in [s for s in self._preempted if may_run is None or may_run(s.request.id)]:
+            slot = sequence.slot
+            if table.num_known[slot] < table.num_tokens[slot]:
+                continue  # its last token is in flight
+            if not self._resume(sequence):
+                return
+            yield slot
+        while admit and table.has_free:
+            new = next((s for s in self._waiting if may_run is None or may_run(s.request.id)), None)
             if new is None or not self._admit(new):
                 return
             yield new.slot
 
-    def _admit(self, row: SequenceState) -> bool:
-        """Give a new row its slot and the blocks of its prompt."""
-        slot, prompt, params = self._free[-1], row.prompt, row.sampling
-        row.slot = slot
-        self._tokens[slot, : len(prompt)] = prompt
-        self._length[slot] = self._known[slot] = self._prompt[slot] = len(prompt)
-        self._most[slot] = len(prompt) + params.max_tokens
-        self._least[slot] = len(prompt) + params.min_tokens
-        if not self._start(row):
-            row.slot = -1
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Give a waiting sequence its slot and the blocks of its prompt; False if none are free."""
+        if (allocation := self._allocate(sequence, sequence.prompt)) is None:
             return False
-        self._free.pop()
-        self._rows[slot] = row
-        self._waiting.remove(row)
-        self.queued_tokens -= len(prompt)
-        self._set_stops(slot, params)
-        self._wants[slot] = -1 if params.logprobs is None else params.logprobs
-        self._device_s[slot] = 0.0
-        self._constrained[slot] = row.constraint is not None
-        self._alone[slot] = (
-            row.constraint is not None or params.logprobs is not None or params.prompt_logprobs is not None
-        )
-        self._scored_rows += params.prompt_logprobs is not None
-        row.queued_s = max(0.0, self._now_s - row.request.arrival_s)
-        self._joins.append(Join(slot, params, prompt))
+        self._waiting.remove(sequence)
+        self.queued_tokens -= len(sequence.prompt)
+        sequence.queued_s = max(0.0, self._now_s - sequence.request.arrival_s)
+        self._slots.assign(sequence)
+        self._prompt_logprobs.join(sequence)
+        self._run(sequence, allocation)
         return True
 
-    def _start(self, row: SequenceState) -> bool:
-        """Blocks for all tokens of a row, those of a known prefix among them; the last token always runs."""
-        slot, pool = row.slot, self.pool
-        length = int(self._length[slot])
-        keys = PrefixKeys(row.request, row.row, pool.block_size)
-        found: list[int] = []
-        if self.limits.prefix_caching and (row.scored or row.sampling.prompt_logprobs is None):
-            found = pool.match(keys.extend(self._tokens[slot, : length - 1]))
-        needed = pool.blocks_for(length) - len(found)
+    def _resume(self, sequence: SequenceState) -> bool:
+        """Give a preempted sequence blocks for all its tokens; False if none are free."""
+        slot = sequence.slot
+        token_ids = self._slots.token_ids[slot, : int(self._slots.num_tokens[slot])]
+        if (allocation := self._allocate(sequence, token_ids)) is None:
+            return False
+        self._preempted.remove(sequence)
+        self._run(sequence, allocation)
+        return True
+
+    def _allocate(self, sequence: SequenceState, token_ids: Ints) -> _Allocation | None:
+        """Blocks for these tokens, those of a cached prefix among them; the last token is always computed."""
+        pool, cached = self.pool, []
+        if self.limits.prefix_caching and not sequence.wants_prompt_logprobs:
+            keys = sequence.prefix_keys.extend(token_ids[:-1])
+            cached = pool.match(keys[: (len(token_ids) - 1) // pool.block_size])
+        needed = pool.blocks_for(len(token_ids)) - len(cached)
         spare = min(len(self._running), pool.num_blocks // 64)  # so that it need not give way at once
         rest = pool.allocate(needed) if needed + spare <= pool.available else None
         if rest is None:
-            pool.release(found)
-            return False
-        row.blocks, row.prefix_keys = [], keys
-        self._held[slot], self._published[slot] = 0, len(found)
-        self._hold_all(row, found + rest)
-        self._done[slot] = len(found) * pool.block_size
-        self._visit[slot] += 1
-        bisect.insort(self._running, slot, key=lambda s: row.place if s == slot else self._place(s))
-        return True
+            pool.release(cached)
+            return None
+        return _Allocation(cached + rest, len(cached))
 
-    # Bookkeeping.
+    def _run(self, sequence: SequenceState, allocation: _Allocation) -> None:
+        self._slots.start_visit(sequence, allocation.blocks, allocation.num_cached, self.pool.block_size)
+        bisect.insort(self._running, sequence.slot, key=lambda slot: self._slots[slot].rank)
 
-    def _planned(self, slots: Ints, counts: Ints) -> StepPlan:
-        begins = self._done[slots]
-        rows = StepRows(slots, begins, counts, self._epoch[slots], self._visit[slots])
-        prompt_ends, most = self._asking(slots) if self._scored_rows else (None, 0)
-        ends = begins + counts
-        sampled = ends == self._length[slots]
-        plan = generation_plan(
-            rows,
-            sampled,
-            known=self._known[slots],
-            wants=self._wants[slots],
-            tokens=self._tokens,
-            tables=self._tables,
-            block_size=self.pool.block_size,
-            leaves=tuple(self._leaves),
-            joins=tuple(self._joins),
-            masks=self._masks(slots[sampled & self._constrained[slots]]),
-            prompt_ends=prompt_ends,
-            most=most,
+    # Collect.
+
+    def collect(self, plan: GeneratePlan, result: SampledResult) -> list[DecodedTokens | GeneratedTokens]:
+        """Take in the tokens of a step, publish the blocks that it filled, and finish sequences that end.
+        Sequences that merely continue share one `DecodedTokens`."""
+        sample, table = plan.sample, self._slots
+        current = table.is_current(sample)
+        table.device_s[sample.slots[current]] += result.device_s
+        new = result.token_ids
+        keep = current[sample.sampled_rows]
+        if (new < 0).any():
+            self._fail_without_token(sample.sampled_slots[keep & (new < 0)], new[keep & (new < 0)])
+            current = table.is_current(sample)
+            keep = current[sample.sampled_rows]
+        slots, token_ids = sample.sampled_slots[keep], new[keep]
+        table.append(slots, token_ids)
+        if self.limits.prefix_caching:
+            self._publish(sample, current)
+        stopped, full = table.stopped(slots, token_ids), table.is_full(slots)
+        if sample.prompts is not None and result.prompt_logprobs is not None:
+            for sequence in self._prompt_logprobs.store(sample.prompts, sample, result.prompt_logprobs):
+                self._failures[sequence.request.id] = RowFailed(_NOT_FINITE)
+        if self._suspects and len(slots):
+            self._suspects.clear({request_id for request_id, _ in table.sequence_ids(slots)})
+        in_detail = stopped | full | table.needs_details[slots]
+        if not in_detail.any():
+            return [DecodedTokens(table.sequence_ids(slots), token_ids)] if len(slots) else []
+        outcomes: list[DecodedTokens | GeneratedTokens] = []
+        if not in_detail.all():
+            others = ~in_detail
+            outcomes.append(DecodedTokens(table.sequence_ids(slots[others]), token_ids[others]))
+        logprobs = split_logprobs(result.logprobs, sample.num_logprobs, keep)
+        for i in np.flatnonzero(in_detail).tolist():
+            ends = bool(stopped[i]), bool(full[i])
+            outcomes.append(self._output(table[int(slots[i])], token_ids[i : i + 1], *ends, logprobs[i]))
+        return outcomes
+
+    def _fail_without_token(self, slots: Ints, codes: Ints) -> None:
+        """Fail the requests for which no token could be sampled, and unpublish what invalid ones wrote."""
+        for slot, code in zip(slots.tolist(), codes.tolist(), strict=True):
+            sequence = self._slots.find(slot)
+            if sequence is None:  # another sequence of its request failed before
+                continue
+            request_id, not_finite = sequence.request.id, code == -1
+            self._failures[request_id] = RowFailed(_NOT_FINITE if not_finite else _ALL_FORBIDDEN)
+            for other in self._unfinished[request_id] if not_finite else ():
+                self.pool.retract(other.blocks)
+            self.cancel(request_id)
+
+    def _publish(self, sample: SamplePlan, current: NDArray[np.bool_]) -> None:
+        """Publish the blocks that a step has filled with known tokens, for sequences with the same prefix."""
+        table, slots, size = self._slots, sample.slots, self.pool.block_size
+        current = current & (table.visit[slots] == sample.visits)
+        ends = np.minimum(sample.ends, table.num_known[slots])
+        for i in np.flatnonzero(current & (ends // size > table.num_published[slots])).tolist():
+            slot, num_full = int(slots[i]), int(ends[i]) // size
+            sequence = table[slot]
+            keys = sequence.prefix_keys.extend(table.token_ids[slot, : num_full * size])
+            for block in range(int(table.num_published[slot]), num_full):
+                self.pool.publish(sequence.blocks[block], keys[block])
+            table.num_published[slot] = num_full
+
+    def _output(
+        self, sequence: SequenceState, new: Ints, stopped: bool, full: bool, logprobs: Logprobs
+    ) -> GeneratedTokens:
+        """One new token of a sequence, and the end if it ends. A stop token is not among those shown."""
+        completed = False
+        if sequence.constraint is not None and not stopped:
+            completed = self._accept(sequence, sequence.constraint, int(new[0]))
+        prompt_logprobs = PromptLogprobs.take(sequence)
+        finish, timings = None, None
+        if stopped or completed or full:
+            finish = "stop" if stopped or completed else "length"
+            timings = Timings(sequence.queued_s, float(self._slots.device_s[sequence.slot]))
+            self._finish(sequence)
+        return GeneratedTokens(
+            id=sequence.request.id,
+            row=sequence.row,
+            token_ids=new[:0] if stopped else new,
+            finish_reason=finish,
+            stop_token=int(new[0]) if stopped else None,
+            logprob_ids=logprobs.ids,
+            logprobs=logprobs.values,
+            ranks=logprobs.ranks,
+            timings=timings,
+            prompt_logprob_ids=prompt_logprobs.ids,
+            prompt_logprobs=prompt_logprobs.values,
+            prompt_ranks=prompt_logprobs.ranks,
         )
-        self._leaves, self._joins = [], []
-        self._done[slots] = ends
-        self._length[slots[sampled]] += 1
-        return plan
 
-    def _asking(self, slots: Ints) -> tuple[Ints | None, int]:
-        """Which prompts are asked about, and how much."""
-        rows = [self._rows[slot] for slot in slots.tolist()]
-        asked = [
-            -1
-            if row is None or row.scored or row.sampling.prompt_logprobs is None
-            else row.sampling.prompt_logprobs
-            for row in rows
-        ]
-        if max(asked) < 0:
-            return None, 0
-        return np.where(np.array(asked) < 0, 0, self._prompt[slots]).astype(np.int32), max(asked)
-
-    def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
-        """For the rows that must follow something; all tokens before the next are known of them."""
-        out = []
-        for slot in slots.tolist():
-            row = self._rows[slot]
-            assert row is not None and row.constraint is not None
-            try:
-                out.append((slot, row.constraint.mask().view(np.int32).copy()))
-            except PenstockError as error:
-                self.broken[row.request.id] = error
-        return tuple(out)
-
-    def _accepted(self, row: SequenceState, constraint: Constraint, token: int) -> bool:
-        """Whether the row's text is complete with this token."""
+    def _accept(self, sequence: SequenceState, constraint: Constraint, token: int) -> bool:
+        """Advance a constraint by a token; whether the text is complete with it."""
         try:
             constraint.accept(token)
         except PenstockError as error:
-            self.broken[row.request.id] = error
+            self._failures[sequence.request.id] = error
         return constraint.done
 
-    def _take_scores(self, plan: PromptPlan, sample: SamplePlan, found: Sequence[Array]) -> None:
-        """What was asked about prompts, each at its place: a row that began again has them twice."""
-        at = 0
-        for row, begin, count in zip(
-            plan.rows.tolist(), plan.begins.tolist(), plan.counts.tolist(), strict=True
-        ):
-            slot = int(sample.slots[row])
-            owner = self._rows[slot]
-            if owner is not None and self._epoch[slot] == sample.epochs[row]:
-                kept = owner.prompt_scores = owner.prompt_scores or _room_for_scores(owner)
-                for into, array in zip(kept, found, strict=True):
-                    some = array[at : at + count]
-                    if np.isnan(some).any():
-                        self.broken[owner.request.id] = RowFailed(_UNSOUND)
-                    into[begin : begin + count] = some if some.ndim == 1 else some[:, : into.shape[1]]
-            at += count
+    # Preempt, finish and recover.
 
-    def _handed_out(self, row: SequenceState) -> _Extra:
-        """What was asked about a prompt, with the first token after it."""
-        if row.scored or row.sampling.prompt_logprobs is None:
-            return _NOTHING
-        row.scored = True
-        return row.prompt_scores or _room_for_scores(row)
+    def step_failed(self, plan: GeneratePlan, *, isolate: bool = True) -> list[Request]:
+        """Recover from a failed step: its sequences start over from their known tokens. With `isolate` their
+        requests run one at a time; a request that was alone in the step is dropped and returned."""
+        sample, table = plan.sample, self._slots
+        slots = sample.slots[table.is_current(sample)].tolist()
+        sequences = [sequence for slot in slots if (sequence := table.find(slot)) is not None]
+        requests = {sequence.request.id: sequence.request for sequence in sequences}
+        if isolate and len(requests) == 1:
+            (request,) = requests.values()
+            self.cancel(request.id)
+            return [request]
+        for sequence in sequences:
+            if sequence.slot in self._running:
+                self._preempt(sequence)
+            table.restart(sequence)
+        if isolate:
+            self._suspects.add(requests)
+        return []
 
-    def _part(self, slot: int, new: Ints, stopped: bool, full: bool, extra: _Extra) -> GeneratedTokens:
-        """What a step adds to a row: one token, which is not among those shown if it stopped the row."""
-        row = self._rows[slot]
-        assert row is not None
-        done = False
-        if row.constraint is not None and not stopped:
-            done = self._accepted(row, row.constraint, int(new[0]))
-        about_prompt = self._handed_out(row)
-        if not (stopped or done or full):
-            return GeneratedTokens(row.request.id, row.row, new, None, None, *extra, None, *about_prompt)
-        timings = Timings(row.queued_s, float(self._device_s[slot]))
-        self._finish(row)
-        if stopped:
-            ended = (new[:0], "stop", int(new[0]), *extra)
-            return GeneratedTokens(row.request.id, row.row, *ended, timings, *about_prompt)
-        why = "stop" if done else "length"
-        return GeneratedTokens(row.request.id, row.row, new, why, None, *extra, timings, *about_prompt)
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence's blocks; it starts over with all its tokens as prompt."""
+        self._running.remove(sequence.slot)
+        self.pool.release(self._slots.end_visit(sequence))
+        _insert(self._preempted, sequence)
 
-    def _names_of(self, slots: Ints) -> SequenceIds:
-        """Request and row of each; the same object as before while nothing has changed."""
-        epochs = self._epoch[slots]
-        before, their_epochs = self._named
-        if not (np.array_equal(slots, before) and np.array_equal(epochs, their_epochs)):
-            rows = [row for slot in slots.tolist() if (row := self._rows[slot]) is not None]
-            self._names = tuple((row.request.id, row.row) for row in rows)
-            self._named = slots, epochs
-        return self._names
+    def _finish(self, sequence: SequenceState) -> None:
+        sequences = self._unfinished[sequence.request.id]
+        sequences.remove(sequence)
+        if not sequences:
+            del self._unfinished[sequence.request.id]
+        self._drop(sequence)
 
-    def _finish(self, row: SequenceState) -> None:
-        rows = self._left[row.request.id]
-        rows.remove(row)
-        if not rows:
-            del self._left[row.request.id]
-        self._drop(row)
-
-    def _drop(self, row: SequenceState) -> None:
-        """Free all that a row has; whatever of it is on its way is ignored when it comes."""
-        if row.slot < 0:
-            self._waiting.remove(row)
-            self.queued_tokens -= len(row.prompt)
+    def _drop(self, sequence: SequenceState) -> None:
+        """Free everything that a sequence holds."""
+        if sequence.slot < 0:
+            self._waiting.remove(sequence)
+            self.queued_tokens -= len(sequence.prompt)
             return
-        slot = row.slot
-        if slot in self._running:
-            self._running.remove(slot)
-            self.pool.release(row.blocks)
-            row.blocks = []
+        if sequence.slot in self._running:
+            self._running.remove(sequence.slot)
+            self.pool.release(self._slots.end_visit(sequence))
         else:
-            self._paused.remove(row)
-        self._rows[slot] = None
-        self._epoch[slot] += 1
-        self._scored_rows -= row.sampling.prompt_logprobs is not None
-        self._free.append(slot)
-        self._joins = [join for join in self._joins if join.slot != slot]
-        if slot not in self._leaves:
-            self._leaves.append(slot)
-
-    def _join_again(self, row: SequenceState) -> None:
-        """The sampler may have counted tokens that nobody saw."""
-        start, end = int(self._prompt[row.slot]), int(self._known[row.slot])
-        output = self._tokens[row.slot, start:end].copy()
-        self._joins = [join for join in self._joins if join.slot != row.slot]
-        self._joins.append(Join(row.slot, row.sampling, row.prompt, output))
-        if row.slot not in self._leaves:
-            self._leaves.append(row.slot)
-
-    def _pause(self, row: SequenceState) -> None:
-        """Take a row's blocks; it begins again with all its tokens as prompt."""
-        self._running.remove(row.slot)
-        self.pool.release(row.blocks)
-        row.blocks, row.prefix_keys = [], None
-        self._held[row.slot] = self._done[row.slot] = 0
-        self._visit[row.slot] += 1
-        _insert(self._paused, row)
-
-    def _publish(self, sample: SamplePlan, live: NDArray[np.bool_]) -> None:
-        """Blocks that this step has filled with tokens that are known are there for others."""
-        slots = sample.slots
-        live = live & (self._visit[slots] == sample.visits)
-        ends = np.minimum(sample.ends, self._known[slots])
-        size = self.pool.block_size
-        for i in np.flatnonzero(live & (ends // size > self._published[slots])).tolist():
-            slot, full = int(slots[i]), int(ends[i]) // size
-            row = self._rows[slot]
-            assert row is not None and row.prefix_keys is not None
-            keys = row.prefix_keys.extend(self._tokens[slot, : full * size])
-            for block in range(int(self._published[slot]), full):
-                self.pool.publish(row.blocks[block], keys[block])
-            self._published[slot] = full
-
-    def _hold(self, slot: int, blocks: list[int]) -> None:
-        row = self._rows[slot]
-        assert row is not None
-        self._hold_all(row, blocks)
-
-    def _hold_all(self, row: SequenceState, blocks: list[int]) -> None:
-        at = len(row.blocks)
-        row.blocks += blocks
-        self._tables[row.slot, at : len(row.blocks)] = blocks
-        self._held[row.slot] = len(row.blocks)
-
-    def _set_stops(self, slot: int, params: SamplerParams) -> None:
-        stops = (*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids))
-        if len(stops) > self._stops.shape[1]:
-            wider = np.full((len(self._stops), len(stops)), -1, dtype=np.int32)
-            wider[:, : self._stops.shape[1]] = self._stops
-            self._stops = wider
-        self._stops[slot] = -1
-        self._stops[slot, : len(stops)] = stops
-
-    def _clear(self, names: set[str]) -> None:
-        """Suspects that have run well are none."""
-        self._suspects = [name for name in self._suspects if name in self._left and name not in names]
-
-    def _name(self, slot: int) -> str | None:
-        row = self._rows[slot]
-        return None if row is None else row.request.id
-
-    def _place(self, slot: int) -> Place:
-        row = self._rows[slot]
-        assert row is not None
-        return row.place
-
-    def _check(self, request: Request, params: SamplerParams) -> None:
-        longest, limit = int(request.lengths.max(initial=0)), self.limits.max_length
-        if request.num_rows == 0 or int(request.lengths.min()) == 0:
-            raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (asked := getattr(params, name)) is not None and not 0 <= asked <= self.limits.vocab_size:
-                raise BadValue(f"{name} is {asked}; use 0 to {self.limits.vocab_size}", param=name)
-        check_sampling(params, self.limits.vocab_size)
-        if params.max_tokens < 1:
-            raise BadValue(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
-        if params.min_tokens > params.max_tokens:
-            raise BadValue(
-                f"min_tokens is {params.min_tokens}, above max_tokens {params.max_tokens}", param="min_tokens"
-            )
-        if longest + params.max_tokens > limit:
-            raise BadValue(
-                f"a prompt of {longest} tokens and max_tokens {params.max_tokens} exceed the limit of "
-                f"{limit}; at most {max(0, limit - longest)} may follow it",
-                param="max_tokens",
-            )
+            self._preempted.remove(sequence)
+        self._prompt_logprobs.leave(sequence)
+        self._slots.free(sequence)
 
 
-_Scores = tuple[Ints, NDArray[np.float32], Ints]
-_Extra = tuple[Ints | None, NDArray[np.float32] | None, Ints | None]
-_NOTHING: _Extra = (None, None, None)
-
-
-def _room_for_scores(row: SequenceState) -> _Scores:
-    count, wide = len(row.prompt) - 1, 1 + (row.sampling.prompt_logprobs or 0)
-    return np.zeros((count, wide), np.int32), np.zeros((count, wide), np.float32), np.zeros(count, np.int32)
-
-
-def _insert(rows: list[SequenceState], row: SequenceState) -> None:
-    bisect.insort(rows, row, key=lambda other: other.place)
-
-
-def _extras(result: StepResult, asked: Ints, mine: NDArray[np.bool_]) -> list[_Extra]:
-    """Log probabilities and ranks for each sampled row that is `mine`; a step gives them only of the rows
-    that asked, as many columns as the most that one did."""
-    if not (asked >= 0).any():
-        return [_NOTHING] * int(mine.sum())
-    _, ids, logprobs, ranks = result.outputs[:4]
-    out: list[_Extra] = []
-    at = 0
-    for count, keep in zip(asked.tolist(), mine.tolist(), strict=True):
-        extra = _NOTHING
-        if count >= 0:
-            own = slice(at, at + 1), slice(0, 1 + count)
-            extra = (
-                ids[own].astype(np.int32),
-                logprobs[own].astype(np.float32),
-                ranks[at : at + 1].astype(np.int32),
-            )
-            at += 1
-        if keep:
-            out.append(extra)
-    return out
+def _insert(sequences: list[SequenceState], sequence: SequenceState) -> None:
+    bisect.insort(sequences, sequence, key=lambda other: other.rank)

@@ -8,23 +8,23 @@ from penstock.types import Ints, cumulative
 
 
 def ragged_arange(starts: Ints, lengths: Ints, cu_lengths: Ints) -> Ints:
-    """For each row the indices start, start + 1, … of its length, all rows joined."""
+    """For each row the indices start, start + 1, … up to its length; all rows concatenated."""
     shift = np.repeat(starts - cu_lengths[:-1], lengths)
     return shift + np.arange(len(shift), dtype=np.int32)
 
 
 def runs(starts: Ints, lengths: Ints) -> Ints:
-    """The same, where nobody has the cumulative lengths yet."""
+    """`ragged_arange` for callers without cumulative lengths."""
     return ragged_arange(starts, lengths, cumulative(lengths))
 
 
 def tokens_of(rows: Ints, lengths: Ints, starts: Ints) -> Ints:
-    """The places in a flat run of all tokens of these rows, row after row."""
+    """The indices in the flat run of all tokens of these rows, row after row."""
     return runs(starts[rows], lengths[rows])
 
 
 def neighbours(rows: Ints, lengths: Ints, starts: Ints) -> slice | None:
-    """The same as a slice, where these rows stand one after another."""
+    """The tokens of these rows as a slice; None if the rows are not consecutive."""
     count = len(rows)
     if not count:
         return slice(0)

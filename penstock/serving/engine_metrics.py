@@ -149,7 +149,7 @@ class EngineMetrics:
         if self._shared_memory is not None:
             self.shared_bytes.set(self._shared_memory.used_bytes)
         if generation is not None:
-            self.preempted_rows.set(generation.preempted)
+            self.preempted_rows.set(generation.num_preemptions)
         if (pool := core.pool) is not None:
             self.held_blocks.set(pool.num_blocks - pool.available)
             self.prefix_hit_tokens.set(pool.hit_tokens)

@@ -54,7 +54,7 @@ def check_no_memory_is_held(used: Engine) -> None:
     pool = core.scheduler.chunking.pool
     pool.check()
     assert pool.available == pool.num_blocks
-    assert core.scheduler.queue.tokens == core.scheduler.queue.rows == 0
+    assert core.scheduler.queue.num_tokens == core.scheduler.queue.num_rows == 0
 
 
 LENGTHS = [1, 2, 12, 13, 14, 26, 27, 48, 49, 100, 200, 3, 13]

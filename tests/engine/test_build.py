@@ -1,4 +1,4 @@
-"""What an engine is put together from."""
+"""Building an engine from its settings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from penstock.types import OutputDtype, PoolingParams, Task
         (PoolingParams(Task.TOKEN_EMBED, dtype=OutputDtype.BINARY), 1 / 8),
     ],
 )
-def test_the_scheduler_knows_what_leaves_the_engine_for_a_token(
-    params: PoolingParams, numbers: float
-) -> None:
+def test_the_scheduler_knows_the_output_bytes_of_a_token(params: PoolingParams, numbers: float) -> None:
     with Engine(device="null") as engine:
         scheduler = engine.local.engine.core.scheduler
         assert scheduler.token_bytes(params) == numbers * engine.spec.embed_dim

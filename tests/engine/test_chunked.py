@@ -1,4 +1,4 @@
-"""Rows spread over steps: the same answers as whole ones, and no memory left behind."""
+"""Chunked rows: the same answers as whole rows, and no blocks leak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.chunked import LENGTHS, check_no_memory_is_held, chunked, engi
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "mean_sqrt_len"])
-def test_a_cut_row_has_the_vector_of_a_whole_one(folder: Path, pooling: str) -> None:
+def test_a_chunked_row_has_the_vector_of_a_whole_one(folder: Path, pooling: str) -> None:
     config = {"pooler_config": {"pooling_type": pooling}}
     with engine(folder, **config) as whole, chunked(folder, **config) as cut:
         inputs = rows(LENGTHS)
@@ -50,7 +50,7 @@ def pair(folder: Path) -> Iterator[tuple[Engine, Engine]]:
 def test_any_mix_of_requests_gives_each_its_own_answer(
     pair: tuple[Engine, Engine], calls: list[tuple[list[int], bool, int]]
 ) -> None:
-    """Little memory, cached prefixes, tasks side by side: answers equal those of rows run alone."""
+    """With few blocks, cached prefixes and mixed tasks, answers equal those of rows run alone."""
     whole, cut = pair
     submitted = []
     for number, (lengths, per_token, seed) in enumerate(calls):
@@ -82,7 +82,7 @@ def test_a_cached_prefix_gives_the_vector_of_a_cold_one_and_is_counted(folder: P
         check_no_memory_is_held(warm)
 
 
-def test_rows_run_over_steps_by_themselves_where_the_limit_exceeds_a_step(folder: Path) -> None:
+def test_rows_are_chunked_by_default_where_the_length_limit_exceeds_a_step(folder: Path) -> None:
     with engine(folder, max_num_batched_tokens=64) as small, engine(folder) as large:
         assert small.settings.chunked and not large.settings.chunked
         inputs = rows([250, 100, 5])
@@ -90,8 +90,10 @@ def test_rows_run_over_steps_by_themselves_where_the_limit_exceeds_a_step(folder
 
 
 @pytest.mark.parametrize("flag", ["enable_chunked_prefill", "enable_prefix_caching"])
-def test_cutting_is_refused_where_tokens_look_ahead(tmp_path: Path, folder: Path, flag: str) -> None:
-    with pytest.raises(ConfigError, match="looks ahead"):
+def test_chunking_is_refused_for_models_that_attend_in_both_directions(
+    tmp_path: Path, folder: Path, flag: str
+) -> None:
+    with pytest.raises(ConfigError, match="is not causal"):
         Engine(str(write_bert(tmp_path / "bert")), device="cpu", **{flag: True})
     with pytest.raises(ConfigError, match="max pooling needs the whole row"):
         engine(folder, pooler_config={"pooling_type": "max"}, **{flag: True})

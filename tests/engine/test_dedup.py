@@ -57,7 +57,7 @@ def test_a_request_follows_rows_of_another_that_is_in_flight() -> None:
     assert not core.busy
 
 
-def test_requests_that_are_alike_have_the_same_array_and_no_other_has() -> None:
+def test_identical_requests_share_one_array_and_no_other_request_does() -> None:
     runner = ManualRunner()
     core = make_core(runner, share_identical=True)
     rows = ([1, 2], [3])
@@ -75,7 +75,7 @@ def test_requests_that_are_alike_have_the_same_array_and_no_other_has() -> None:
         assert not np.shares_memory(found[each.id], found["a"])
 
 
-def test_offline_each_caller_has_an_array_of_its_own() -> None:
+def test_every_offline_caller_gets_an_array_of_its_own() -> None:
     with Engine(device="null") as engine:
         asked = [request(name, list(range(1, 30))) for name in "abc"]
         futures = [engine.local.engine.submit(each) for each in asked]
@@ -89,7 +89,7 @@ def test_nothing_is_shared_after_the_answer_nor_across_salts_priorities_and_task
     runner = ManualRunner()
     core = make_core(runner, share_identical=True)
     core.add(request("a", [1, 2], priority=5))
-    core.add(request("b", [1, 2], priority=0))  # must not wait for one that runs later
+    core.add(request("b", [1, 2], priority=0))  # more urgent, so it must not wait for `a`
     core.add(request("c", [1, 2], priority=5, salt="x"))
     core.add(request("d", [1, 2], priority=5, task=Task.CLASSIFY))
     core.step()

@@ -1,4 +1,4 @@
-"""Pooling and generation on one device: time is shared, and nobody saves it up."""
+"""Pooling and generation share the device time, and neither saves it up."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 
 from penstock.engine.fair_share import FairShare
 
-POOL_S, TOKEN_S = 0.09, 0.005  # of a step of 4,096 tokens, and of one that continues rows
+POOL_S, TOKEN_S = 0.09, 0.005  # of a pooling step of 4,096 tokens, and of a decode step
 
 
 def run(turns: FairShare, kinds: str, steps: int, depth: int = 1) -> dict[bool, float]:
-    """Seconds for each kind of step, of those in `kinds` ("p", "g") that have work all the time."""
+    """Device seconds of each kind of step; the kinds in `kinds` ("p", "g") always have work."""
     spent, flights = {False: 0.0, True: 0.0}, []
 
     def end() -> None:
@@ -33,13 +33,13 @@ def run(turns: FairShare, kinds: str, steps: int, depth: int = 1) -> dict[bool, 
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_both_kinds_get_the_same_time_however_long_their_steps_are(depth: int) -> None:
+def test_both_kinds_of_steps_get_the_same_device_time(depth: int) -> None:
     spent = run(FairShare(), "pg", 2000, depth)
     assert abs(spent[False] - spent[True]) < 3 * POOL_S
     assert spent[True] > 1
 
 
-def test_steps_that_take_no_time_take_turns() -> None:
+def test_steps_that_take_no_time_alternate() -> None:
     turns, order = FairShare(), []
     for _ in range(6):
         order.append(generates := turns.prefers_generation)
@@ -48,14 +48,14 @@ def test_steps_that_take_no_time_take_turns() -> None:
 
 
 @pytest.mark.parametrize("alone", ["p", "g"])
-def test_who_had_no_work_has_nothing_to_make_up_for(alone: str) -> None:
+def test_a_kind_without_work_saves_up_no_device_time(alone: str) -> None:
     turns = FairShare()
     run(turns, alone, 1000)
     spent = run(turns, "pg", 400)
     assert abs(spent[False] - spent[True]) < 3 * POOL_S
 
 
-def test_a_step_that_failed_is_not_held_against_its_kind() -> None:
+def test_a_failed_step_costs_its_kind_no_device_time() -> None:
     turns = FairShare()
     run(turns, "pg", 400)
     before = list(turns._spent_s)

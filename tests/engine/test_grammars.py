@@ -1,4 +1,4 @@
-"""Requests that must follow something wait for their grammar, and nobody waits for them."""
+"""Requests with a grammar wait until it is compiled, and no other request waits for them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.engine.grammars import ConstraintFactory, Grammars
 from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull
 from penstock.types import Grammar, Request
-from tests.generation.fakes import VOCABULARY, Answers, asking, continued, make_core, run
+from tests.generation.fakes import VOCABULARY, Answers, continued, generation_request, make_core, run
 
 ROW = [3, 1, 4]
 
 
 class Anything:
-    """A constraint that allows all, and ends after three tokens."""
+    """A constraint that allows every token and ends after three."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -38,7 +38,7 @@ class Anything:
 
 
 class Slow:
-    """A compiler that waits to be let through, and counts."""
+    """A compiler that waits for the test to release it, and counts."""
 
     def __init__(self) -> None:
         self.gates: dict[str, threading.Event] = {}
@@ -74,7 +74,7 @@ def core_with(slow: Slow, **options: Any) -> EngineCore:
 
 
 def following(name: str, text: str, rows: int = 1, **fields: Any) -> Request:
-    request = asking(name, [ROW] * rows, 10, grammar=Grammar("regex", text))
+    request = generation_request(name, [ROW] * rows, 10, grammar=Grammar("regex", text))
     for field, value in fields.items():
         object.__setattr__(request, field, value)
     return request
@@ -95,11 +95,11 @@ def check_nothing_is_left(core: EngineCore) -> None:
     assert core.next_deadline_s() is None
 
 
-def test_others_go_on_while_a_grammar_is_compiled(slow: Slow) -> None:
+def test_other_requests_generate_while_a_grammar_compiles(slow: Slow) -> None:
     core, answers, gate, woken = core_with(slow), Answers(), slow.hold("slow"), threading.Event()
     core.wake = woken.set
     core.add(following("bound", "slow", rows=2))
-    core.add(asking("free", [[1, 2], [5]], 20))
+    core.add(generation_request("free", [[1, 2], [5]], 20))
     until(core, answers, lambda: len(answers.finished) == 2)
     assert answers.tokens == {("free", 0): continued([1, 2], 20), ("free", 1): continued([5], 20)}
     assert core.busy and core.generates("bound") and core.generation is not None and not core.generation.busy
@@ -107,14 +107,14 @@ def test_others_go_on_while_a_grammar_is_compiled(slow: Slow) -> None:
         core.add(following("bound", "slow"))
     woken.clear()
     gate.set()
-    assert woken.wait(10), "nobody told the engine that the grammar is ready"
+    assert woken.wait(10), "the engine was not woken when the grammar was ready"
     run(core, answers)
     for row in (0, 1):
         assert answers.tokens["bound", row] == continued(ROW, 3) and answers.finished["bound", row] == "stop"
     check_nothing_is_left(core)
 
 
-def test_a_second_grammar_does_not_wait_for_the_first(slow: Slow) -> None:
+def test_a_second_grammar_compiles_beside_the_first(slow: Slow) -> None:
     core, answers = core_with(slow), Answers()
     slow.hold("slow")
     core.add(following("a", "slow"))
@@ -125,7 +125,7 @@ def test_a_second_grammar_does_not_wait_for_the_first(slow: Slow) -> None:
     check_nothing_is_left(core)
 
 
-def test_equal_grammars_are_compiled_once_and_the_oldest_is_forgotten(
+def test_equal_grammars_compile_once_and_the_oldest_is_evicted(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "MAX_CACHED", 2)
@@ -143,11 +143,11 @@ def test_equal_grammars_are_compiled_once_and_the_oldest_is_forgotten(
 
 
 @pytest.mark.parametrize(("text", "said"), [("bad", "said the library"), ("broken", "out of its depth")])
-def test_what_cannot_be_compiled_is_the_caller_s_error_every_time(slow: Slow, text: str, said: str) -> None:
+def test_a_grammar_that_does_not_compile_is_refused_every_time(slow: Slow, text: str, said: str) -> None:
     core, answers = core_with(slow), Answers()
     for name in ("a", "b"):
         core.add(following(name, text))
-        core.add(asking(f"{name}-free", [[7]], 5))
+        core.add(generation_request(f"{name}-free", [[7]], 5))
         run(core, answers)
         error = answers.failed[name].error
         assert isinstance(error, BadValue) and said in error.message
@@ -156,7 +156,7 @@ def test_what_cannot_be_compiled_is_the_caller_s_error_every_time(slow: Slow, te
     check_nothing_is_left(core)
 
 
-def test_one_that_is_cancelled_meanwhile_leaves_nothing(slow: Slow) -> None:
+def test_a_request_cancelled_while_its_grammar_compiles_leaves_nothing(slow: Slow) -> None:
     core, answers, gate = core_with(slow), Answers(), slow.hold("slow")
     core.add(following("a", "slow"))
     core.step()
@@ -166,13 +166,13 @@ def test_one_that_is_cancelled_meanwhile_leaves_nothing(slow: Slow) -> None:
     for _ in range(20):
         assert core.step() == []
         time.sleep(0.001)
-    core.add(following("a", "slow"))  # its name is free again, and what was compiled serves it
+    core.add(following("a", "slow"))  # its id is free again, and the compiled grammar is cached
     run(core, answers)
     assert slow.compiled == ["slow"] and answers.tokens["a", 0] == continued(ROW, 3)
     check_nothing_is_left(core)
 
 
-def test_a_deadline_ends_the_wait(slow: Slow) -> None:
+def test_a_deadline_passes_while_a_grammar_compiles(slow: Slow) -> None:
     core, answers = core_with(slow), Answers()
     slow.hold("slow")
     now = time.monotonic()
@@ -186,7 +186,7 @@ def test_a_deadline_ends_the_wait(slow: Slow) -> None:
     check_nothing_is_left(core)
 
 
-def test_one_that_takes_too_long_is_refused(slow: Slow) -> None:
+def test_a_grammar_that_takes_too_long_to_compile_is_refused(slow: Slow) -> None:
     core, answers = core_with(slow, max_compile_s=0.05), Answers()
     slow.hold("slow")
     core.add(following("a", "slow"))
@@ -196,7 +196,9 @@ def test_one_that_takes_too_long_is_refused(slow: Slow) -> None:
     check_nothing_is_left(core)
 
 
-def test_too_many_that_wait_are_refused(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_refused_when_too_many_wait_for_grammars(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammars, "MAX_WAITING", 2)
     core = core_with(slow)
     slow.hold("slow")
@@ -209,16 +211,16 @@ def test_too_many_that_wait_are_refused(slow: Slow, monkeypatch: pytest.MonkeyPa
     check_nothing_is_left(core)
 
 
-def test_what_can_never_run_is_refused_before_anything_is_compiled(slow: Slow) -> None:
+def test_an_invalid_request_is_refused_before_its_grammar_compiles(slow: Slow) -> None:
     core = core_with(slow)
-    request = asking("a", [ROW], 1000, grammar=Grammar("regex", "x"))
+    request = generation_request("a", [ROW], 1000, grammar=Grammar("regex", "x"))
     with pytest.raises(BadValue, match="max_tokens"):
         core.add(request)
     assert slow.compiled == []
     check_nothing_is_left(core)
 
 
-def test_an_engine_that_is_closed_ends_its_threads(slow: Slow) -> None:
+def test_closing_the_engine_ends_the_compiler_threads(slow: Slow) -> None:
     core, answers = core_with(slow), Answers()
     core.add(following("a", "x"))
     run(core, answers)

@@ -11,7 +11,17 @@ from penstock.engine.progress import split_outputs
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull, RowFailed
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
-from penstock.types import Failure, Outcome, PooledOutput, PoolingParams, Request, StepPlan, StepResult, Task
+from penstock.types import (
+    Failure,
+    Outcome,
+    PooledOutput,
+    PooledResult,
+    PoolingParams,
+    Request,
+    StepPlan,
+    StepResult,
+    Task,
+)
 from tests.engine.fakes import (
     Clock,
     ManualRunner,
@@ -100,7 +110,7 @@ def test_many_requests_at_random_are_each_answered_with_their_own_rows() -> None
     assert answers(outcomes) == wanted
 
 
-def test_requests_with_different_finishes_share_a_step_and_get_their_own() -> None:
+def test_requests_with_different_pooling_parameters_share_a_step() -> None:
     runner = ManualRunner()
     core = make_core(runner)
     whole = make_request("whole", [4, 2])
@@ -144,7 +154,7 @@ def test_a_later_step_that_ends_first_waits_for_the_one_before_it() -> None:
     assert list(answers(core.step())) == ["first", "second"]
 
 
-def test_an_id_that_is_in_use_is_refused_and_the_first_request_goes_on() -> None:
+def test_an_id_that_is_in_use_is_refused_and_the_first_request_is_answered() -> None:
     runner = ManualRunner()
     core = make_core(runner)
     first = make_request("same", [3])
@@ -183,7 +193,7 @@ def test_a_request_cancelled_before_it_runs_is_never_launched() -> None:
     assert not core.busy
 
 
-def test_a_request_cancelled_in_flight_is_dropped_and_its_neighbours_are_answered() -> None:
+def test_a_request_cancelled_in_flight_is_dropped_and_the_rest_of_its_step_is_answered() -> None:
     runner = ManualRunner()
     core = make_core(runner)
     kept = make_request("kept", [3, 6], first_token=50)
@@ -261,7 +271,7 @@ def test_a_request_whose_deadline_passes_between_its_steps_fails_once() -> None:
 
 @pytest.mark.parametrize("how", ["step raises", "launch raises", "nan"])
 @pytest.mark.parametrize("position", [0, 3, 7])
-def test_a_poisoned_request_fails_alone_and_its_neighbours_are_answered(how: str, position: int) -> None:
+def test_a_poisoned_request_fails_alone_and_the_rest_of_its_step_is_answered(how: str, position: int) -> None:
     requests = [make_request(str(i), [3, 5, 2], first_token=100 * i + 1) for i in range(8)]
     runner = PoisonedRunner({100 * position + 4}, how)
     core = make_core(runner)
@@ -298,7 +308,7 @@ def test_a_poisoned_request_over_several_steps_fails_once_and_stops() -> None:
     assert core.scheduler.queue.num_tokens == 0
 
 
-def test_the_failure_says_what_the_step_said() -> None:
+def test_a_failure_has_the_message_of_the_failed_step() -> None:
     core = make_core(PoisonedRunner({2}, "step raises"))
     core.add(make_request("a", [4]))
     (error,) = failures(run_to_the_end(core)).values()
@@ -313,7 +323,7 @@ def test_a_suspect_that_is_cancelled_is_not_run_again() -> None:
     core.step()
     core.cancel("a")
     runner.fail(RuntimeError("no"))
-    assert not core.step(), "the one that has gone may have been at fault"
+    assert not core.step(), "the cancelled request may have been the poisoned one"
     assert [piece.request.id for piece in runner.launched[1].slices] == ["b"]
     runner.finish()
     assert [outcome.id for outcome in core.step()] == ["b"]
@@ -333,7 +343,7 @@ def test_new_requests_are_answered_after_a_failed_step() -> None:
     assert answers(core.step()) == {"later": expected_values(later)}
 
 
-def test_whoever_waits_is_woken_when_a_step_ends() -> None:
+def test_the_owner_is_woken_when_a_step_ends() -> None:
     runner, woken = ManualRunner(), []
     core = EngineCore(
         runner, Scheduler(Budget(100, 100, 10**9)), clock=Clock(), wake=lambda: woken.append(True)
@@ -376,7 +386,7 @@ def test_an_answer_tells_how_long_it_queued_and_ran() -> None:
 
 
 def test_an_answer_does_not_change_when_the_runner_reuses_its_buffer() -> None:
-    """A runner's arrays are only good until later steps are launched, so answers must be copies."""
+    """A runner reuses its arrays when later steps are launched, so answers must be copies."""
 
     class ReusingRunner(ManualRunner):
         buffer = np.zeros((64, 3), dtype=np.float32)
@@ -385,7 +395,7 @@ def test_an_answer_does_not_change_when_the_runner_reuses_its_buffer() -> None:
             (values,) = compute(plan).outputs
             self.buffer[: len(values)] = values
             future: Future[StepResult] = Future()
-            future.set_result(StepResult((self.buffer[: len(values)],), 0.0))
+            future.set_result(PooledResult((self.buffer[: len(values)],)))
             return future
 
     core = make_core(ReusingRunner(), tokens=10)
@@ -404,7 +414,7 @@ def test_closing_the_core_closes_its_runner() -> None:
 
 @pytest.mark.parametrize("task", [Task.EMBED, Task.TOKEN_EMBED])
 @pytest.mark.parametrize("lengths", [[4], [5, 1, 3]])
-def test_answers_do_not_change_when_the_steps_memory_is_used_again(task: Task, lengths: list[int]) -> None:
+def test_answers_do_not_change_when_the_memory_of_a_step_is_reused(task: Task, lengths: list[int]) -> None:
     runner = ManualRunner()
     core = make_core(runner)
     request = make_request("a", lengths, params=PoolingParams(task))
@@ -414,7 +424,7 @@ def test_answers_do_not_change_when_the_steps_memory_is_used_again(task: Task, l
     pinned = np.repeat(plan.token_ids.astype(np.float32)[:, None], 3, axis=1)
     if task is Task.EMBED:
         pinned = pinned[plan.cu_lengths[:-1]]
-    future.set_result(StepResult((pinned,), 0.1))
+    future.set_result(PooledResult((pinned,), device_s=0.1))
     (answer,) = core.step()
     assert isinstance(answer, PooledOutput)
     before = answer.values.copy()
@@ -424,7 +434,7 @@ def test_answers_do_not_change_when_the_steps_memory_is_used_again(task: Task, l
     np.testing.assert_array_equal(answer.values[:, 0], firsts)
 
 
-def test_of_token_values_that_are_not_finite_only_the_request_that_has_them_fails() -> None:
+def test_only_the_request_with_token_values_that_are_not_finite_fails() -> None:
     runner = ManualRunner()
     core = make_core(runner)
     params = PoolingParams(Task.TOKEN_EMBED)
@@ -435,7 +445,7 @@ def test_of_token_values_that_are_not_finite_only_the_request_that_has_them_fail
     plan, future = runner.flights.pop()
     values = plan.token_ids.astype(np.float32)[:, None].copy()
     values[plan.token_ids == requests[1].token_ids[3]] = np.inf
-    future.set_result(StepResult((values,), 0.1))
+    future.set_result(PooledResult((values,), device_s=0.1))
     outcomes = {outcome.id: outcome for outcome in core.step()}
     assert isinstance(outcomes["1"], Failure)
     for request in (requests[0], requests[2]):

@@ -1,4 +1,4 @@
-"""`engine.maxsim`: vectors from outside, scored as by hand, beside the engine's other work."""
+"""`engine.maxsim`: vectors of the caller get the scores that NumPy computes, beside the engine's steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def by_hand(query: Any, document: Any) -> float:
     return float((query @ document.T).max(axis=1).sum()) if len(document) and len(query) else 0.0
 
 
-def test_scores_are_those_by_hand(engine: Engine) -> None:
+def test_scores_equal_those_computed_with_numpy(engine: Engine) -> None:
     query, documents = np.random.default_rng(5).standard_normal((4, 12)).astype(np.float32), matrices(20)
     expected = [by_hand(query, document) for document in documents]
     np.testing.assert_allclose(engine.maxsim(query, documents), expected, atol=1e-5)
@@ -38,7 +38,7 @@ def test_scores_are_those_by_hand(engine: Engine) -> None:
     np.testing.assert_allclose(engine.maxsim(queries, documents), expected, atol=1e-5)
 
 
-def test_int8_with_scales_is_near_the_vectors_it_came_from(engine: Engine) -> None:
+def test_int8_vectors_with_scales_score_like_their_originals(engine: Engine) -> None:
     query, documents = np.random.default_rng(6).standard_normal((4, 12)).astype(np.float32), matrices(20)
 
     def rounded(matrix: Any) -> tuple[Any, Any]:

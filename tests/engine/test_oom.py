@@ -1,4 +1,4 @@
-"""A device that runs out of memory, or is lost: who fails, who does not, and with which words."""
+"""A device that runs out of memory or is lost: which requests fail, and with which message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers import ints, make_request
 
 
 class SmallRunner:
-    """A device with memory for so many tokens, in one step or, `together`, in all that are in flight."""
+    """A device with memory for some tokens: in one step or, if `together`, in all steps in flight."""
 
     def __init__(self, memory: int, *, raises: bool = True, together: bool = False) -> None:
         self.memory, self.raises, self.together = memory, raises, together
@@ -58,7 +58,7 @@ def run_all(core: EngineCore, runner: SmallRunner) -> dict[str, PooledOutput | F
         if not core.busy:
             return found
         for outcome in core.step():
-            assert outcome.id not in found, "one outcome a request"
+            assert outcome.id not in found, "a request has two outcomes"
             found[outcome.id] = outcome
         runner.finish()
     raise AssertionError("the core is still busy")
@@ -92,7 +92,7 @@ def test_only_rows_that_do_not_fit_alone_fail_and_all_other_answers_are_right(
             assert outcome.values.tolist() == expected_values(request)
 
 
-def test_steps_are_smaller_for_a_while_and_then_full_again() -> None:
+def test_steps_are_smaller_for_a_while_after_memory_ran_out_and_then_full_again() -> None:
     runner = SmallRunner(50)
     core = make_core(runner, tokens=80)  # type: ignore[arg-type]
     core.add(make_request("first", [10] * 8))
@@ -100,7 +100,7 @@ def test_steps_are_smaller_for_a_while_and_then_full_again() -> None:
     assert runner.sizes == [80, 40, 40]
     core.add(make_request("second", [10] * 8))
     run_all(core, runner)
-    assert runner.sizes[3:] == [40, 40], "the budget was lowered: nothing had to be tried again"
+    assert runner.sizes[3:] == [40, 40], "the budget is lower: no step runs twice"
     runner.memory = 1000
     core.add(make_request("third", [10] * 4 * TokenBackoff.PATIENCE))
     run_all(core, runner)
@@ -108,7 +108,7 @@ def test_steps_are_smaller_for_a_while_and_then_full_again() -> None:
     assert core.scheduler.budget.max_tokens == 80
 
 
-def test_a_lone_row_is_tried_again_when_nothing_else_holds_memory() -> None:
+def test_a_row_runs_again_with_nothing_else_in_flight_before_it_fails() -> None:
     runner = SmallRunner(30, together=True)
     core = make_core(runner, tokens=20, depth=2)  # type: ignore[arg-type]
     for name in ("a", "b"):
@@ -127,9 +127,9 @@ def test_nothing_is_launched_behind_a_step_that_has_just_failed() -> None:
 
 def test_halves_keep_every_row_once_and_queries_before_documents() -> None:
     request = score_request("s", [[1] * 4, [2] * 3, [3] * 9, [4] * 2, [5] * 6], ints([0, 1, 0]))
-    share = ScheduledRows(request, ints([4, 2, 0, 3, 1]), cached_documents=ints([3]))
+    entry = ScheduledRows(request, ints([4, 2, 0, 3, 1]), cached_documents=ints([3]))
     other = ScheduledRows(make_request("o", [3, 3]), ints([0, 1]))
-    parts = halves([share, other])
+    parts = halves([entry, other])
     assert parts is not None
     first, second = parts
     assert [s.rows.tolist() for s in first] == [[0, 1, 4]]
@@ -137,7 +137,7 @@ def test_halves_keep_every_row_once_and_queries_before_documents() -> None:
     assert first[0].cached_documents is None and second[0].cached_documents is not None
 
 
-def test_a_row_is_cut_only_where_its_keys_are_kept() -> None:
+def test_only_a_row_with_a_block_table_is_halved() -> None:
     request = make_request("a", [10])
     kept = ScheduledRows(request, ints([0]), ints([2]), ints([9]), ([4, 5],))
     parts = halves([kept])
@@ -152,7 +152,7 @@ def test_a_row_is_cut_only_where_its_keys_are_kept() -> None:
 
 
 def limit_memory(engine: Engine, tokens: int) -> list[int]:
-    """Make the engine's device too small for steps of more tokens; returns where refusals are noted."""
+    """Make launches of more tokens fail; returns the list that the sizes of refused steps go to."""
     runner = engine.local.engine.core.runner
     launch, refused = runner.launch, []
 
@@ -167,7 +167,7 @@ def limit_memory(engine: Engine, tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_rows_over_several_steps_go_on_after_memory_ran_out(folder: Path, prefixes: bool) -> None:
+def test_chunked_rows_finish_after_memory_ran_out(folder: Path, prefixes: bool) -> None:
     inputs = rows(LENGTHS)
     with chunked(folder) as plain:
         expected, tokens = plain.embed(inputs), plain.token_embed(inputs)
@@ -202,7 +202,7 @@ def test_no_row_reuses_a_prefix_whose_step_failed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [7, 9, 14])
-def test_scores_are_right_when_queries_and_documents_have_to_part(tokens: int) -> None:
+def test_scores_are_right_when_queries_and_documents_run_in_different_steps(tokens: int) -> None:
     with Engine() as engine:
         inputs = engine.tokenize(TEXTS)
         expected = run(engine, score_request("plain", inputs, PAIRS, cache_salt="a")).values

@@ -1,4 +1,4 @@
-"""Scores of pairs by their vectors: the same as doing it by hand, however the rows are spread over steps."""
+"""Scores of pairs by their vectors equal those of NumPy, in one step or many."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def test_pairs_are_scored_by_cosine_in_one_step_or_many(engine: Engine) -> None:
     vectors = engine.embed(TEXTS)
     expected = [vectors[q] @ vectors[2 + d] for d, q in enumerate(PAIRS)]
     rows = engine.tokenize(TEXTS)
-    for name in ("first", "second"):  # the second finds the queries
+    for name in ("first", "second"):  # the second reuses the cached queries
         answer = run(engine, score_request(name, rows, PAIRS))
         assert answer.values.shape == (5, 1)
         np.testing.assert_allclose(answer.values[:, 0], expected, atol=1e-5)
-    places = engine.local.engine.core.scheduler.vector_cache
-    assert places is not None and places.query_hits >= 2
-    places.check_integrity()
-    if places.keeps_documents:
-        assert places.document_hits == 5
+    cache = engine.local.engine.core.scheduler.vector_cache
+    assert cache is not None and cache.query_hits >= 2
+    cache.check_integrity()
+    if cache.keeps_documents:
+        assert cache.document_hits == 5
 
 
 def test_scores_and_vectors_share_a_step(engine: Engine) -> None:
@@ -49,17 +49,19 @@ def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:
         rows = engine.tokenize(TEXTS)
         asked = score_request("many", rows, PAIRS)
         asked.pairs, asked.params = None, PoolingParams(Task.EMBED)
-        asked.also = (PoolingParams(Task.TOKEN_EMBED), PoolingParams(Task.EMBED, dimensions=8))
+        asked.extra_params = (PoolingParams(Task.TOKEN_EMBED), PoolingParams(Task.EMBED, dimensions=8))
         launched = engine.local.engine.core.runner.launch
         steps = []
         engine.local.engine.core.runner.launch = lambda plan: (steps.append(plan), launched(plan))[1]  # type: ignore[method-assign]
         answer = run(engine, asked)
         assert len(steps) == 1 and steps[0].num_tokens == asked.num_tokens
         np.testing.assert_allclose(answer.values, engine.embed(TEXTS), atol=1e-6)
-        np.testing.assert_allclose(answer.more[0], np.concatenate(engine.token_embed(TEXTS)), atol=1e-6)
-        np.testing.assert_allclose(answer.more[1], engine.embed(TEXTS, dimensions=8), atol=1e-6)
+        np.testing.assert_allclose(
+            answer.extra_values[0], np.concatenate(engine.token_embed(TEXTS)), atol=1e-6
+        )
+        np.testing.assert_allclose(answer.extra_values[1], engine.embed(TEXTS, dimensions=8), atol=1e-6)
 
 
-def test_a_cache_of_documents_is_refused_where_none_is_read(tmp_path: Path) -> None:
+def test_a_document_cache_is_refused_for_models_that_score_pairs_in_one_row(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keeps no vectors of documents"):
         Engine(str(write_cross_encoder(tmp_path)), device="cpu", document_cache_gb=0.1)

@@ -1,4 +1,4 @@
-"""Steps that fail while others that stand on them are in flight: nobody gets what was computed on sand."""
+"""Failed steps with dependent steps in flight: no answer is computed from invalid KV cache blocks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ from penstock.types import (
     Failure,
     Ints,
     PooledOutput,
+    PooledResult,
     PoolingParams,
+    PoolPlan,
     Request,
+    SampledResult,
     StepPlan,
     StepResult,
     Task,
 )
 from tests.engine.chunked import check_no_memory_is_held, chunked, rows
-from tests.generation.fakes import asking
+from tests.generation.fakes import generation_request
 from tests.helpers import ints
+from tests.waiting import wait_until
 
 BLOCK = 4
 PLACES = 64
@@ -43,7 +47,7 @@ Fails = Callable[[int, StepPlan], Exception | None]
 
 
 def reading(tokens: list[int]) -> float:
-    """What is read from a row up to a token: it depends on each token and on its place."""
+    """The fake model's value of a row up to a token: it depends on every token and its position."""
     total = 7
     for token in tokens:
         total = (total * 31 + int(token) + 1) % 1_000_003
@@ -55,8 +59,8 @@ def scored(query: float, document: float) -> float:
 
 
 class AsyncRunner:
-    """A device that keeps token ids where a real one keeps keys, and whose steps end when the test says so.
-    A step that fails leaves garbage wherever it was to write, and those behind it read that."""
+    """A device that stores token ids instead of keys, and whose steps end when the test says so. A failed
+    step writes garbage to its blocks, which later steps read."""
 
     def __init__(self, blocks: int, fails: Fails) -> None:
         self.memory = np.full(blocks * BLOCK, _GARBAGE, dtype=np.int32)
@@ -97,7 +101,7 @@ class AsyncRunner:
                 last = np.array([reading(tokens) for tokens in prefixes])
                 self.store[pairs.write_to] = last[pairs.write_from]
                 queries = self.store[pairs.query_starts[pairs.pair_queries]]
-                own = len(pairs.pair_queries) - pairs.from_store
+                own = len(pairs.pair_queries) - pairs.num_from_store
                 places = pairs.document_starts
                 documents = np.concatenate([last[places[:own]], self.store[places[own:]]])
                 values = [scored(q, d) for q, d in zip(queries, documents, strict=True)]
@@ -113,17 +117,17 @@ class AsyncRunner:
             else:
                 values = [reading(prefixes[row]) for row in rows]
             outputs.append(np.array(values, dtype=np.float64).reshape(-1, 1))
-        return StepResult(tuple(outputs), 0.001)
+        return PooledResult(tuple(outputs), device_s=0.001)
 
     def _prefixes(self, plan: StepPlan, ids: Ints) -> list[list[int]]:
-        """The tokens of each row up to the end of this step, its own and those that memory has of it."""
+        """The tokens of each row up to the end of this step: those in its blocks, and the step's own."""
         if plan.kv is None:
             return [part.tolist() for part in np.split(ids, plan.cu_lengths[1:-1])]
         kv = plan.kv
         self.memory[kv.write_slots] = ids[kv.write_tokens]
         run = np.empty(int(kv.cu_keys[-1]), dtype=np.int32)
-        run[kv.old_at] = self.memory[kv.read_slots]
-        run[kv.new_at] = ids
+        run[kv.cached_key_at] = self.memory[kv.read_slots]
+        run[kv.new_key_at] = ids
         return [part.tolist() for part in np.split(run, kv.cu_keys[1:-1])]
 
 
@@ -170,20 +174,20 @@ def expected(asked: Request) -> list[float]:
 
 
 def run(core: EngineCore, runner: AsyncRunner, turns: int = 5_000) -> dict[str, PooledOutput | Failure]:
-    """To the end; the oldest step ends whenever no more can be launched."""
+    """Run to the end; the oldest step ends whenever no more can be launched."""
     found: dict[str, PooledOutput | Failure] = {}
     for _ in range(turns):
         if not core.busy:
             break
         before = runner.steps
         for outcome in core.step():
-            assert outcome.id not in found, "one outcome a request"
+            assert outcome.id not in found, "a request has two outcomes"
             assert isinstance(outcome, PooledOutput | Failure)
             found[outcome.id] = outcome
         if runner.in_flight and runner.steps == before:
             runner.finish()
     assert not core.busy, "the core is still busy"
-    while runner.in_flight:  # of requests that have gone
+    while runner.in_flight:  # steps of cancelled requests
         runner.finish()
     core.step()
     core.check_integrity()
@@ -214,7 +218,9 @@ LONG = list(range(100, 130))
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("task", [Task.EMBED, Task.TOKEN_EMBED])
 @pytest.mark.parametrize("failing", range(5))
-def test_a_row_whose_chunk_failed_begins_again_and_others_go_on(depth: int, task: Task, failing: int) -> None:
+def test_a_row_whose_chunk_failed_starts_over_and_others_continue(
+    depth: int, task: Task, failing: int
+) -> None:
     core, runner = make_core(step_fails(failing), depth=depth, prefixes=False)
     asked = [request("a", [LONG], task), request("b", [LONG[::-1]], task), request("c", [[1, 2, 3]])]
     for each in asked:
@@ -225,7 +231,7 @@ def test_a_row_whose_chunk_failed_begins_again_and_others_go_on(depth: int, task
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_row_that_found_a_prefix_of_a_failed_step_begins_again(depth: int) -> None:
+def test_a_row_that_reused_a_prefix_of_a_failed_step_starts_over(depth: int) -> None:
     core, runner = make_core(step_fails(0), depth=depth, chunk=12)
     asked = [request("a", [LONG[:10]]), request("b", [[*LONG[:9], 5, 6]]), request("c", [[9, 8, 7]])]
     core.add(asked[0])
@@ -234,11 +240,11 @@ def test_a_row_that_found_a_prefix_of_a_failed_step_begins_again(depth: int) -> 
         core.add(each)
     core.step()
     assert len(runner.in_flight) == 2
-    assert core.pool is not None and core.pool.hit_tokens, "the second stands on what the first writes"
+    assert core.pool is not None and core.pool.hit_tokens, "the second reuses a prefix that the first writes"
     found = run(core, runner)
-    assert isinstance(found["a"], Failure), "it stood alone in the step that failed"
+    assert isinstance(found["a"], Failure), "it was alone in the failed step"
     check(found, asked, {"a"})
-    assert runner.steps == 3, "only the one that stood on it ran again"
+    assert runner.steps == 3, "only the row that depended on it ran again"
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -257,7 +263,7 @@ def test_documents_in_flight_are_scored_again_when_their_query_failed(
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_memory_that_runs_out_in_flight_fails_nobody(depth: int) -> None:
+def test_no_request_fails_when_memory_runs_out_with_steps_in_flight(depth: int) -> None:
     def fails(number: int, plan: StepPlan) -> Exception | None:
         return DeviceOutOfMemory("no room") if number in (0, 2) else None
 
@@ -268,8 +274,9 @@ def test_memory_that_runs_out_in_flight_fails_nobody(depth: int) -> None:
     check(run(core, runner), asked, set())
 
 
-def test_rows_that_run_apart_get_the_memory_of_those_that_are_open_in_the_line() -> None:
-    """Memory for two long rows: one is at fault; the other opens again though a third has taken its place."""
+def test_isolated_rows_take_the_blocks_of_open_rows_in_the_queue() -> None:
+    """Blocks for two long rows: one is poisoned; the other starts over though a third has taken its
+    blocks."""
     poison = 666
 
     def fails(number: int, plan: StepPlan) -> Exception | None:
@@ -285,18 +292,20 @@ def test_rows_that_run_apart_get_the_memory_of_those_that_are_open_in_the_line()
 
 
 class BothRunner(AsyncRunner):
-    """Continues rows too, at once and by the token after the last."""
+    """Generates too, at once: the next token is the last one plus one."""
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
-        if plan.sample is None:
+        if isinstance(plan, PoolPlan):
             return super().launch(plan)
         future: Future[StepResult] = Future()
-        future.set_result(StepResult((np.ones(len(plan.sample.rows), dtype=np.int32),), 0.001))
+        future.set_result(
+            SampledResult(np.ones(len(plan.sample.sampled_rows), dtype=np.int32), device_s=0.001)
+        )
         return future
 
 
-def test_rows_that_run_apart_wait_for_the_memory_of_rows_that_are_continued() -> None:
-    """Two rows give their memory back with their last part; others take it; then that step fails."""
+def test_isolated_rows_wait_for_the_blocks_of_generating_sequences() -> None:
+    """Two rows free their blocks with their last chunk, sequences take them, and then that step fails."""
     rows, failed = [list(range(100, 145)), list(range(200, 244))], []
 
     def fails(number: int, plan: StepPlan) -> Exception | None:
@@ -319,8 +328,8 @@ def test_rows_that_run_apart_wait_for_the_memory_of_rows_that_are_continued() ->
         core.add(each)
     found: dict[str, PooledOutput | Failure] = {}
     for turn in range(600):
-        if turn:  # both have begun
-            core.add(asking(f"g{turn}", [[7] * 9], 12))  # there is always more that would begin
+        if turn:  # both have started
+            core.add(generation_request(f"g{turn}", [[7] * 9], 12))  # there are always sequences to admit
         for outcome in core.step():
             if isinstance(outcome, PooledOutput | Failure):
                 found[outcome.id] = outcome
@@ -335,7 +344,7 @@ def test_rows_that_run_apart_wait_for_the_memory_of_rows_that_are_continued() ->
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("failing", [1, 2, 4])
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_a_real_model_gives_the_same_vectors_when_a_step_fails_on_its_way(
+def test_a_real_model_gives_the_same_vectors_when_a_step_fails(
     folder: Path, depth: int, failing: int, prefixes: bool
 ) -> None:
     long, other = rows([150, 149], seed=3)
@@ -346,11 +355,12 @@ def test_a_real_model_gives_the_same_vectors_when_a_step_fails_on_its_way(
         (other[::-1], Task.EMBED),
     ]
 
-    def submit(engine: Engine) -> list[Array]:
+    def submit(engine: Engine, submitted: Callable[[], None] = lambda: None) -> list[Array]:
         futures = []
         for number, (row, task) in enumerate(asked):
             made = request(f"r{number}", [row], task)
             futures.append(engine.local.engine.submit(made))
+        submitted()
         return [future.result(timeout=60).values for future in futures]
 
     with chunked(folder) as plain:
@@ -368,8 +378,12 @@ def test_a_real_model_gives_the_same_vectors_when_a_step_fails_on_its_way(
             return run_step(plan)
 
         runner._run_on_cpu = fails  # type: ignore[method-assign]
-        threading.Timer(0.2, gate.set).start()  # by then all requests are there
-        got = submit(engine)
+
+        def release_steps() -> None:
+            wait_until(lambda: len(engine.local.engine.core.pending) == len(asked))
+            gate.set()
+
+        got = submit(engine, release_steps)
         for mine, theirs in zip(got, wanted, strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-5)
         check_no_memory_is_held(engine)
@@ -394,7 +408,7 @@ TASKS = st.sampled_from([Task.EMBED, Task.EMBED, Task.TOKEN_EMBED, Task.SCORE])
     prefixes=st.booleans(),
     chunked=st.booleans(),
 )
-def test_whatever_fails_every_answer_that_is_given_is_right(
+def test_every_answer_is_right_whichever_steps_fail(
     calls: list[tuple[Task, list[int], int]],
     failing: set[int],
     full: set[int],

@@ -1,4 +1,4 @@
-"""Generation requests put to an engine's handle as they are, with parameters that no public field sets."""
+"""Generation requests sent straight to an engine's handle, with parameters that no public field sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ids = itertools.count()
 
 @dataclass
 class GeneratedSequence:
-    """All that the engine gave for one prompt."""
+    """Everything that the engine returned for one prompt."""
 
     token_ids: list[int]
     finish: str | None
@@ -50,4 +50,4 @@ def generate(
 def _joined(parts: list[GeneratedTokens]) -> GeneratedSequence:
     scores = [part.logprobs for part in parts if part.logprobs is not None]
     ids = [token for part in parts for token in part.token_ids.tolist()]
-    return GeneratedSequence(ids, parts[-1].finish, np.concatenate(scores) if scores else None)
+    return GeneratedSequence(ids, parts[-1].finish_reason, np.concatenate(scores) if scores else None)

@@ -1,4 +1,4 @@
-"""A device that remembers token ids where a real one keeps keys: a wrong block shows as a wrong token."""
+"""A device that stores token ids instead of keys: a wrong block shows as a wrong token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from penstock.types import (
     DecodedTokens,
     Failure,
     GeneratedTokens,
+    GeneratePlan,
     Ints,
     PoolingParams,
     Request,
+    SampledResult,
     SamplerParams,
     StepPlan,
     StepResult,
@@ -30,7 +32,7 @@ LENGTH = 64
 
 
 def following(tokens: list[int]) -> int:
-    """The token after these: it depends on each and on its place."""
+    """The next token, which depends on every token and its position."""
     total = 7
     for token in tokens:
         total = (total * 31 + int(token) + 1) % 1_000_003
@@ -45,7 +47,7 @@ def continued(prompt: list[int], count: int) -> list[int]:
 
 
 class MemoryRunner:
-    """Runs a plan as a model would, reading nothing but what the plan points at."""
+    """Runs a plan as a model would, reading only what the plan points at."""
 
     def __init__(
         self, blocks: int, slots: int, fails: Callable[[StepPlan], bool] = lambda plan: False
@@ -60,8 +62,8 @@ class MemoryRunner:
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
         self.steps += 1
+        assert isinstance(plan, GeneratePlan)
         sample, kv = plan.sample, plan.kv
-        assert sample is not None and kv is not None and kv.paged is not None
         self.joined -= set(sample.leaves)
         assert not self.joined & {join.slot for join in sample.joins}, "a slot is taken twice"
         self.joined |= {join.slot for join in sample.joins}
@@ -72,30 +74,29 @@ class MemoryRunner:
         ids[sample.fed_tokens] = self.last[sample.fed_slots]
         self.memory[kv.write_slots] = ids[kv.write_tokens]
         run = np.full(int(kv.cu_keys[-1]), -1, dtype=np.int32)
-        run[kv.old_at] = self.memory[kv.read_slots]
-        run[kv.new_at] = ids[kv.paged.rows :]
-        new = [self._next(plan, int(row), run) for row in sample.rows]
+        run[kv.cached_key_at] = self.memory[kv.read_slots]
+        run[kv.new_key_at] = ids[plan.paged.num_rows :]
+        new = [self._next(plan, int(row), run) for row in sample.sampled_rows]
         out: Ints = np.array(new, dtype=np.int32)
         assert {int(slot) for slot in sample.sampled_slots} <= self.joined
         self.last[sample.sampled_slots] = out
-        future.set_result(StepResult((out,), 0.001))
+        future.set_result(SampledResult(out, device_s=0.001))
         return future
 
-    def _next(self, plan: StepPlan, row: int, run: Ints) -> int:
-        assert plan.kv is not None and plan.kv.paged is not None
-        paged = plan.kv.paged
-        if row < paged.rows:
-            table = paged.tables.reshape(paged.rows, paged.width)[row]
-            slots = (table[:, None] * BLOCK + np.arange(BLOCK)).ravel()[: paged.keys[row]]
+    def _next(self, plan: GeneratePlan, row: int, run: Ints) -> int:
+        paged = plan.paged
+        if row < paged.num_rows:
+            table = paged.block_tables.reshape(paged.num_rows, paged.max_blocks)[row]
+            slots = (table[:, None] * BLOCK + np.arange(BLOCK)).ravel()[: paged.num_keys[row]]
             return following(self.memory[slots].tolist())
-        begin, end = plan.kv.cu_keys[row : row + 2] - paged.rows  # rows that read blocks count one each
+        begin, end = plan.kv.cu_keys[row : row + 2] - paged.num_rows  # decode rows count one key each
         return following(run[begin:end].tolist())
 
     def close(self) -> None:
         return None
 
 
-APART = False  # whether prompts and rows that go on take turns
+SEPARATE_PREFILL = False  # whether prefill and decode steps alternate
 
 
 def make_core(
@@ -108,7 +109,9 @@ def make_core(
     prefixes: bool = True,
     fails: Callable[[StepPlan], bool] = lambda plan: False,
 ) -> EngineCore:
-    limits = GenerationLimits(rows, tokens, chunk, LENGTH, 10_000, prefixes, separate_prefill=APART)
+    limits = GenerationLimits(
+        rows, tokens, chunk, LENGTH, 10_000, prefixes, separate_prefill=SEPARATE_PREFILL
+    )
     generation = GenerationScheduler(BlockPool(blocks, BLOCK), limits)
     runner = MemoryRunner(blocks, rows, fails)
     return EngineCore(
@@ -116,15 +119,15 @@ def make_core(
     )
 
 
-def asking(name: str, prompts: list[list[int]], count: int, **params: object) -> Request:
+def generation_request(name: str, prompts: list[list[int]], count: int, **params: object) -> Request:
     sampling = SamplerParams(max_tokens=count, temperature=0, **params)  # type: ignore[arg-type]
     flat = np.array([token for prompt in prompts for token in prompt], dtype=np.int32)
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
     return Request(name, flat, lengths, PoolingParams(Task.GENERATE), sampling=sampling)
 
 
-def told_apart(outcomes: list[object]) -> list[object]:
-    """Outcomes with those of rows that go on one by one."""
+def split_decoded(outcomes: list[object]) -> list[object]:
+    """Outcomes, with `DecodedTokens` split into one part per sequence."""
     return [
         part
         for outcome in outcomes
@@ -133,7 +136,7 @@ def told_apart(outcomes: list[object]) -> list[object]:
 
 
 class Answers:
-    """What came back, by request and row."""
+    """The outcomes, by request and row."""
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -141,16 +144,16 @@ class Answers:
         self.failed: dict[str, Failure] = {}
 
     def take(self, outcomes: list[object]) -> None:
-        for outcome in told_apart(outcomes):
+        for outcome in split_decoded(outcomes):
             if isinstance(outcome, Failure):
                 self.failed[outcome.id] = outcome
                 continue
             assert isinstance(outcome, GeneratedTokens)
             key = (outcome.id, outcome.row)
-            assert key not in self.finished, "a row goes on after its end"
+            assert key not in self.finished, "a sequence has tokens after its end"
             self.tokens.setdefault(key, []).extend(outcome.token_ids.tolist())
-            if outcome.finish is not None:
-                self.finished[key] = outcome.finish
+            if outcome.finish_reason is not None:
+                self.finished[key] = outcome.finish_reason
 
 
 def run(core: EngineCore, answers: Answers, steps: int = 10_000) -> None:
@@ -160,4 +163,4 @@ def run(core: EngineCore, answers: Answers, steps: int = 10_000) -> None:
         answers.take(list(core.step()))
         assert core.generation is not None
         core.generation.check_integrity()
-    assert not core.busy, "it never ends"
+    assert not core.busy, "the core is still busy"

@@ -44,8 +44,8 @@ def prompts(seed: int = 3, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]
 
 
 def write(name: str, folder: Path) -> Path:
-    """With small word vectors: a token's own, which may be its head too, names it as the next less often, and
-    the model repeats itself less."""
+    """Small word vectors make the model repeat itself less: where they are the head too, a token predicts
+    itself less often."""
     FAMILIES[name].write(folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -64,14 +64,14 @@ def reference(name: str, folder: Path) -> Any:
 
 @torch.inference_mode()
 def logits_after(name: str, folder: Path, row: list[int], new: list[int]) -> torch.Tensor:
-    """What transformers thinks of each new token's place, from all before it, [new, vocabulary]."""
+    """The logits of transformers at the position of each new token, [new, vocabulary]."""
     logits: torch.Tensor = reference(name, folder)(torch.tensor([row + new])).logits[0, len(row) - 1 : -1]
     return logits
 
 
 def check_greedy(name: str, folder: Path, rows: list[list[int]], made: list[list[int]]) -> None:
-    """Each token is the one that transformers finds likeliest after all before it, which by induction is what
-    its `generate` gives, at the cost of one forward a row."""
+    """Check that each token is the likeliest of transformers after all before it. By induction this is the
+    output of its `generate`, for one forward a row."""
     for row, new in zip(rows, made, strict=True):
         logits = logits_after(name, folder, row, new)
         chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
@@ -83,7 +83,7 @@ def engine(folder: Path, **options: Any) -> Engine:
 
 
 def check_nothing_is_held(used: Engine | AsyncEngine) -> None:
-    """After every call: all blocks and slots are free."""
+    """All blocks and slots are free; for use after every call."""
     core = used.local.engine.core
     assert core.generation is not None and not core.generation.busy
     core.check_integrity()

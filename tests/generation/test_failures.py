@@ -1,4 +1,4 @@
-"""Steps that fail while later ones of the same rows are in flight: every token handed out is right."""
+"""Failed steps with later steps of the same sequences in flight: every returned token is right."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from penstock.engine.loop import EngineCore
 from penstock.errors import DeviceOutOfMemory
-from penstock.types import StepPlan, StepResult
-from tests.generation.fakes import Answers, MemoryRunner, asking, continued, make_core
+from penstock.types import GeneratePlan, StepPlan, StepResult
+from tests.generation.fakes import Answers, MemoryRunner, continued, generation_request, make_core
 
 _GARBAGE = -5
 
 
 class LateRunner(MemoryRunner):
-    """Steps end when the test says so; one that fails leaves garbage wherever it was to write."""
+    """Steps end when the test says so; a failed one writes garbage to its blocks."""
 
     def __init__(self, runner: MemoryRunner, failing: set[int], full: set[int]) -> None:
         super().__init__(len(runner.memory), len(runner.last))
@@ -32,8 +32,8 @@ class LateRunner(MemoryRunner):
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         number, future = self.steps, Future[StepResult]()
         result: StepResult | Exception = super().launch(plan).result()
-        assert plan.sample is not None and plan.kv is not None
-        # Where a token is fed on the device, the plan has whatever a former row left in the slot.
+        assert isinstance(plan, GeneratePlan)
+        # Where a token is fed on the device, the plan has what an earlier sequence left in the slot.
         read = np.delete(plan.token_ids, plan.sample.fed_tokens)
         bad = number in self.failing or self.poisoned & set(read.tolist())
         if bad or number in self.full:
@@ -70,17 +70,17 @@ def run(core: EngineCore, runner: LateRunner) -> Answers:
         core.generation.check_integrity()
         if runner.waiting and runner.steps == before:
             runner.finish()
-    assert not core.busy, "it never ends"
+    assert not core.busy, "the core is still busy"
     return answers
 
 
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("failing", range(8))
-def test_rows_go_on_from_what_is_known_when_a_step_fails_behind_others(depth: int, failing: int) -> None:
+def test_sequences_continue_from_their_known_tokens_when_a_step_fails(depth: int, failing: int) -> None:
     core, runner = make({failing}, set(), depth=depth)
     prompts = {"a": list(range(3, 20)), "b": [1, 2, 3], "c": list(range(40, 60))}
     for name, prompt in prompts.items():
-        core.add(asking(name, [prompt], 9))
+        core.add(generation_request(name, [prompt], 9))
     answers = run(core, runner)
     assert runner.most_in_flight == depth and not answers.failed
     for name, prompt in prompts.items():
@@ -98,7 +98,7 @@ def test_rows_go_on_from_what_is_known_when_a_step_fails_behind_others(depth: in
     depth=st.integers(1, 4),
     blocks=st.integers(12, 30),
 )
-@example(  # the last row takes the slot of the poisoned one
+@example(  # the last sequence takes the slot of the poisoned one
     calls=[(17, 1, 0), (1, 1, 0), (9, 5, 0), (13, 5, 1)],
     failing=set(),
     full=set(),
@@ -106,7 +106,7 @@ def test_rows_go_on_from_what_is_known_when_a_step_fails_behind_others(depth: in
     depth=4,
     blocks=12,
 )
-def test_whatever_fails_every_token_that_is_given_is_right(
+def test_every_token_is_right_whichever_steps_fail(
     calls: list[tuple[int, int, int]],
     failing: set[int],
     full: set[int],
@@ -117,15 +117,15 @@ def test_whatever_fails_every_token_that_is_given_is_right(
     core, runner = make(failing, full, depth=depth, blocks=blocks)
     prompts = [[10 + shared] * (n // 2) + [20 + i] * (n - n // 2) for i, (n, _, shared) in enumerate(calls)]
     if poisoned:
-        prompts[0][-1] = 900  # beyond what the model ever says
+        prompts[0][-1] = 900  # a token that the model never samples
         runner.poisoned = {900}
     for i, (prompt, (_, count, _)) in enumerate(zip(prompts, calls, strict=True)):
-        core.add(asking(f"r{i}", [prompt], count))
+        core.add(generation_request(f"r{i}", [prompt], count))
     answers = run(core, runner)
     for i, (prompt, (_, count, _)) in enumerate(zip(prompts, calls, strict=True)):
         given_tokens, right = answers.tokens.get((f"r{i}", 0), []), continued(prompt, count)
         if f"r{i}" in answers.failed:
-            assert failing or full or (poisoned and i == 0), "nothing of it failed"
+            assert failing or full or (poisoned and i == 0), "no step of it failed"
             assert given_tokens == right[: len(given_tokens)]
         else:
             assert given_tokens == right

@@ -1,4 +1,4 @@
-"""Greedy tokens equal transformers', whatever way a row takes through the engine."""
+"""Greedy tokens equal those of transformers, with all engine options."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, folders: dict[str,
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_drawn_tokens_have_the_log_probabilities_of_transformers(name: str, folders: dict[str, Path]) -> None:
-    """Small models soon repeat themselves when greedy; drawn tokens go everywhere."""
+    """Small models repeat themselves with greedy decoding; drawn tokens cover more of the vocabulary."""
     params = SamplingParams(max_tokens=TOKENS, temperature=1.5, seed=5, ignore_eos=True, logprobs=0)
     with engine(folders[name], pipeline_depth=2, max_num_batched_tokens=48) as used:
         for row, got in zip(prompts(), used.generate(prompts(), params), strict=True):
@@ -77,7 +77,7 @@ def test_drawn_tokens_have_the_log_probabilities_of_transformers(name: str, fold
         check_nothing_is_held(used)
 
 
-def test_what_generate_gives_is_what_is_compared_with(folders: dict[str, Path]) -> None:
+def test_our_reference_loop_equals_generate_of_transformers(folders: dict[str, Path]) -> None:
     row = prompts()[4]
     model = reference("qwen3", folders["qwen3"])
     made = model.generate(
@@ -88,15 +88,15 @@ def test_what_generate_gives_is_what_is_compared_with(folders: dict[str, Path]) 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
-def test_the_way_through_the_engine_changes_no_token(name: str, way: str, folders: dict[str, Path]) -> None:
+def test_engine_options_change_no_token(name: str, way: str, folders: dict[str, Path]) -> None:
     with engine(folders[name], **WAYS[way]) as used:
         generation = used.local.engine.core.generation
         assert generation is not None
-        for _ in range(2):  # the second time prefixes are known, where they are kept
+        for _ in range(2):  # the second time prefixes are cached, if the option says so
             got = used.generate(prompts(), GREEDY)
             assert [row.token_ids for row in got] == generated(name, folders[name])
             check_nothing_is_held(used)
-        assert bool(generation.preempted) == way.startswith("preempted")
+        assert bool(generation.num_preemptions) == way.startswith("preempted")
         assert bool(generation.pool.hit_tokens) == (used.settings.generate_prefixes)
 
 
@@ -125,7 +125,7 @@ def test_log_probabilities_and_ranks_are_those_of_transformers(folders: dict[str
 
 
 def test_one_engine_embeds_and_generates_at_once(folders: dict[str, Path]) -> None:
-    """GritLM looks both ways to embed and back to generate."""
+    """GritLM attends in both directions to embed, and causally to generate."""
     for name in ("gritlm", "qwen3"):
         with engine(folders[name], pipeline_depth=2) as used, ThreadPoolExecutor(4) as pool:
             alone = used.embed(prompts())
@@ -164,7 +164,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(way: str, folder
 
 
 class Alternating:
-    """Even tokens after odd ones and the other way round, six of them."""
+    """Six tokens, even and odd in turn."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -182,7 +182,7 @@ class Alternating:
         self.taken.append(token)
 
 
-def test_a_row_that_must_follow_something_does_and_others_are_not_held_up(folders: dict[str, Path]) -> None:
+def test_a_constrained_sequence_follows_its_grammar_and_others_do_not_wait(folders: dict[str, Path]) -> None:
     with engine(folders["llama"], pipeline_depth=2) as used:
         used.local.engine.core.grammars = Grammars(lambda grammar: Alternating)
         free = SamplerParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
@@ -196,7 +196,7 @@ def test_a_row_that_must_follow_something_does_and_others_are_not_held_up(folder
         check_nothing_is_held(used)
 
 
-def test_a_checkpoint_without_its_head_embeds_and_does_not_generate(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_language_model_head_embeds_and_does_not_generate(tmp_path: Path) -> None:
     folder = Family("MistralModel").write(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["MistralForCausalLM"], "tie_word_embeddings": False}

@@ -1,4 +1,4 @@
-"""Steps that generate ask the device for nothing: tokens are fed from where they were sampled."""
+"""Generation steps read nothing back from the device: sampled tokens are fed on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.runner.trap import trapped
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
-def test_nothing_crosses_between_launch_and_collect(
+def test_no_value_is_read_from_the_device_between_launch_and_collect(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored = SamplingParams(max_tokens=9, temperature=0, logprobs=2, prompt_logprobs=1, ignore_eos=True)

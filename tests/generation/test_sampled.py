@@ -1,4 +1,4 @@
-"""What rows ask of the sampler holds in the engine: beside others, ahead of the CPU, and after giving way."""
+"""Sampling parameters hold in the engine: in a batch, with steps in flight, and after preemption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import SamplerParams
 from tests.generation.direct import generate
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
-from tests.writing import write_model
+from tests.text_models import write_text_model
 
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.9},
@@ -38,7 +38,7 @@ def params(number: int) -> SamplerParams:
     "options",
     [{}, {"pipeline_depth": 3}, {"kv_cache_gb": 1e-9, "pipeline_depth": 2, "max_num_batched_tokens": 40}],
 )
-def test_seeded_rows_get_the_tokens_that_they_get_alone(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_seeded_sequences_get_the_tokens_that_they_get_alone(tmp_path: Path, options: dict[str, Any]) -> None:
     folder, rows = write("qwen3", tmp_path / "qwen3"), prompts()
     with engine(folder, pipeline_depth=1) as used:
         alone = [generate(used, [row], params(i))[0].token_ids for i, row in enumerate(rows)]
@@ -54,10 +54,10 @@ def test_seeded_rows_get_the_tokens_that_they_get_alone(tmp_path: Path, options:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("llama"))
+    folder = write_text_model(tmp_path_factory.mktemp("llama"))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=Tokenizer(folder).highest_id + 4,
+        vocab_size=Tokenizer(folder).max_token_id + 4,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,
@@ -70,7 +70,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_offline_rows_follow_their_grammars_and_a_bad_one_ends_nothing_but_itself(texts: Path) -> None:
+def test_offline_sequences_follow_their_grammars_and_an_invalid_grammar_fails_alone(texts: Path) -> None:
     pytest.importorskip("llguidance")
     listed = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
     with Engine(str(texts), device="cpu", pipeline_depth=2) as used:

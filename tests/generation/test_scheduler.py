@@ -1,4 +1,5 @@
-"""The lane alone, on a device that remembers tokens: any order of events gives each row its own tokens."""
+"""The generation scheduler on a device that stores tokens: any order of events gives each sequence its
+own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from penstock.errors import (
 from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.types import GeneratedTokens, StepPlan
 from tests.generation import fakes
-from tests.generation.fakes import LENGTH, Answers, MemoryRunner, asking, continued, make_core, run
+from tests.generation.fakes import (
+    LENGTH,
+    Answers,
+    MemoryRunner,
+    continued,
+    generation_request,
+    make_core,
+    run,
+)
 from tests.helpers import ints
 
 PROMPTS = [[5, 6, 7], [1], list(range(20)), [9] * 13, [*range(20), 3]]
@@ -37,26 +46,26 @@ def check_idle(core: EngineCore) -> None:
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["together", "apart"], scope="module")
 def turns(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test twice: prompts among the rows that go on, and in steps of their own."""
-    fakes.APART = request.param
+    """Every test twice: with mixed steps, and with separate prefill and decode steps."""
+    fakes.SEPARATE_PREFILL = request.param
     yield
-    fakes.APART = False
+    fakes.SEPARATE_PREFILL = False
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefixes", [False, True])
 @pytest.mark.parametrize("blocks", [LENGTH // 4, 100])
-def test_every_row_gets_the_tokens_it_would_get_alone(depth: int, prefixes: bool, blocks: int) -> None:
+def test_every_sequence_gets_the_tokens_it_would_get_alone(depth: int, prefixes: bool, blocks: int) -> None:
     core, answers = make_core(depth=depth, prefixes=prefixes, blocks=blocks), Answers()
-    core.add(asking("a", PROMPTS, 30))
-    core.add(asking("b", PROMPTS[::-1], 11))
+    core.add(generation_request("a", PROMPTS, 30))
+    core.add(generation_request("b", PROMPTS[::-1], 11))
     run(core, answers)
     for row, prompt in enumerate(PROMPTS):
         assert answers.tokens["a", row] == continued(prompt, 30)
         assert answers.tokens["b", len(PROMPTS) - 1 - row] == continued(prompt, 11)
     assert set(answers.finished.values()) == {"length"}
     assert core.generation is not None
-    assert bool(core.generation.preempted) == (blocks < 100)
+    assert bool(core.generation.num_preemptions) == (blocks < 100)
     check_idle(core)
 
 
@@ -81,7 +90,7 @@ def test_any_arrivals_cancellations_and_failures_leave_nothing_behind(data: st.D
         prompts = [[4] * shared + [(number * 7 + i) % 90 for i in range(n)] for n in lengths]
         count = choose(st.integers(1, 24))
         asked[str(number)] = (prompts, count)
-        core.add(asking(str(number), prompts, count))
+        core.add(generation_request(str(number), prompts, count))
         for _ in range(choose(st.integers(0, 6))):
             answers.take(list(core.step()))
             assert core.generation is not None
@@ -101,14 +110,14 @@ def test_any_arrivals_cancellations_and_failures_leave_nothing_behind(data: st.D
     check_idle(core)
 
 
-def test_a_row_ends_at_a_stop_token_which_is_not_shown_though_a_step_more_was_run() -> None:
+def test_a_sequence_ends_at_a_stop_token_which_is_not_shown() -> None:
     whole = continued([5, 6, 7], 30)
     at = next(i for i in range(4, 30) if whole[i] not in whole[:i])
     for depth in (1, 2, 3):
         core, answers = make_core(depth=depth), Answers()
-        core.add(asking("a", [[5, 6, 7]], 30, eos_token_ids=(whole[at],)))
-        core.add(asking("b", [[5, 6, 7]], 30, stop_token_ids=(whole[at],), min_tokens=at + 1))
-        core.add(asking("c", [[5, 6, 7]], 30, eos_token_ids=(whole[at],), ignore_eos=True))
+        core.add(generation_request("a", [[5, 6, 7]], 30, eos_token_ids=(whole[at],)))
+        core.add(generation_request("b", [[5, 6, 7]], 30, stop_token_ids=(whole[at],), min_tokens=at + 1))
+        core.add(generation_request("c", [[5, 6, 7]], 30, eos_token_ids=(whole[at],), ignore_eos=True))
         run(core, answers)
         assert answers.tokens["a", 0] == whole[:at] and answers.finished["a", 0] == "stop"
         assert answers.tokens["b", 0][: at + 1] == whole[: at + 1]
@@ -116,17 +125,17 @@ def test_a_row_ends_at_a_stop_token_which_is_not_shown_though_a_step_more_was_ru
         check_idle(core)
 
 
-def test_prefixes_of_prompts_and_of_what_was_generated_are_reused_within_a_salt() -> None:
+def test_prefixes_of_prompts_and_outputs_are_reused_within_a_salt() -> None:
     core, answers = make_core(blocks=60), Answers()
-    core.add(asking("a", [list(range(20))], 20))
+    core.add(generation_request("a", [list(range(20))], 20))
     run(core, answers)
     assert core.generation is not None
     before = core.generation.pool.hit_tokens
-    core.add(asking("b", [list(range(20)) + answers.tokens["a", 0]], 5))
+    core.add(generation_request("b", [list(range(20)) + answers.tokens["a", 0]], 5))
     run(core, answers)
     assert core.generation.pool.hit_tokens - before >= 36
     before = core.generation.pool.hit_tokens
-    salted = asking("c", [list(range(20))], 5)
+    salted = generation_request("c", [list(range(20))], 5)
     salted.cache_salt = "other"
     core.add(salted)
     run(core, answers)
@@ -135,16 +144,16 @@ def test_prefixes_of_prompts_and_of_what_was_generated_are_reused_within_a_salt(
     check_idle(core)
 
 
-def test_decoding_rows_go_before_prompts_which_fill_the_rest() -> None:
+def test_decodes_go_first_and_prompts_fill_the_rest_of_a_step() -> None:
     core = make_core(tokens=10, chunk=10, depth=1, blocks=60)
-    core.add(asking("a", [[1, 2], [3]], 20))
+    core.add(generation_request("a", [[1, 2], [3]], 20))
     answers = Answers()
     for _ in range(3):
         answers.take(list(core.step()))
-    core.add(asking("b", [list(range(30))], 2))
+    core.add(generation_request("b", [list(range(30))], 2))
     answers.take(list(core.step()))
     plan = core._in_flight[0].plan
-    assert plan.lengths.tolist() == ([10] if fakes.APART else [1, 1, 8])
+    assert plan.lengths.tolist() == ([10] if fakes.SEPARATE_PREFILL else [1, 1, 8])
     run(core, answers)
     check_idle(core)
 
@@ -154,11 +163,11 @@ def test_a_failing_request_fails_alone() -> None:
         return bool((plan.token_ids == 200).any())
 
     core, answers = make_core(fails=fails, depth=2, blocks=60), Answers()
-    core.add(asking("good", [[1, 2, 3], [4]], 20))
+    core.add(generation_request("good", [[1, 2, 3], [4]], 20))
     for _ in range(3):
         answers.take(list(core.step()))
-    core.add(asking("bad", [[200, 2]], 20))
-    core.add(asking("other", [[7, 7]], 20))
+    core.add(generation_request("bad", [[200, 2]], 20))
+    core.add(generation_request("other", [[7, 7]], 20))
     run(core, answers)
     assert set(answers.failed) == {"bad"} and isinstance(answers.failed["bad"].error, RowFailed)
     good = [continued(row, 20) for row in ([1, 2, 3], [4])]
@@ -167,37 +176,37 @@ def test_a_failing_request_fails_alone() -> None:
     check_idle(core)
 
 
-def test_what_can_never_run_is_refused() -> None:
+def test_a_request_that_can_never_run_is_refused() -> None:
     core = make_core()
     for request, words in (
-        (asking("a", [[1]], 0), "max_tokens is 0"),
-        (asking("a", [[1] * 60], 5), "at most 4 may follow"),
-        (asking("a", [[1] * 70], 5), "at most 0 may follow"),
-        (asking("a", [[1], []], 5), "no tokens"),
-        (asking("a", [[1]], 5, min_tokens=6), "min_tokens is 6"),
+        (generation_request("a", [[1]], 0), "max_tokens is 0"),
+        (generation_request("a", [[1] * 60], 5), "at most 4 may follow"),
+        (generation_request("a", [[1] * 70], 5), "at most 0 may follow"),
+        (generation_request("a", [[1], []], 5), "no tokens"),
+        (generation_request("a", [[1]], 5, min_tokens=6), "min_tokens is 6"),
     ):
         with pytest.raises(BadValue, match=words):
             core.add(request)
-    core.add(asking("a", [[1]], 5))
+    core.add(generation_request("a", [[1]], 5))
     with pytest.raises(BadValue, match="already in use"):
-        core.add(asking("a", [[1]], 5))
+        core.add(generation_request("a", [[1]], 5))
     with pytest.raises(QueueFull):
-        core.add(asking("b", [[1] * 50] * 200, 5))
+        core.add(generation_request("b", [[1] * 50] * 200, 5))
     plain = EngineCore(MemoryRunner(4, 1), Scheduler(Budget(8, 8, 100)))
     with pytest.raises(NotPossible):
-        plain.add(asking("a", [[1]], 5))
+        plain.add(generation_request("a", [[1]], 5))
     run(core, Answers())
     check_idle(core)
 
 
-def test_a_late_request_is_let_go_with_its_blocks() -> None:
+def test_an_expired_request_fails_and_frees_its_blocks() -> None:
     now = 1.0
     core, answers = make_core(), Answers()
     core.clock = lambda: now
-    late = asking("late", [[1, 2, 3]], 40)
+    late = generation_request("late", [[1, 2, 3]], 40)
     late.deadline_s = 2.0
     core.add(late)
-    core.add(asking("other", [[1, 2]], 20))
+    core.add(generation_request("other", [[1, 2]], 20))
     assert core.next_deadline_s() == 2.0
     for _ in range(4):
         answers.take(list(core.step()))
@@ -208,27 +217,27 @@ def test_a_late_request_is_let_go_with_its_blocks() -> None:
     check_idle(core)
 
 
-def test_a_priority_goes_before_and_the_newest_gives_way() -> None:
+def test_an_urgent_request_goes_first_and_the_newest_is_preempted() -> None:
     core, answers = make_core(blocks=LENGTH // 4, rows=2), Answers()
-    first, second = asking("first", [[1] * 20], 30), asking("second", [[2] * 20], 30)
+    first, second = generation_request("first", [[1] * 20], 30), generation_request("second", [[2] * 20], 30)
     second.priority = 1
     core.add(second)
     core.add(first)
     order = []
     while core.busy:
-        for outcome in fakes.told_apart(list(core.step())):
+        for outcome in fakes.split_decoded(list(core.step())):
             answers.take([outcome])
             assert isinstance(outcome, GeneratedTokens)
             if outcome.id not in order and ("first", 0) in answers.finished:
                 order.append(outcome.id)
-    assert core.generation is not None and core.generation.preempted
+    assert core.generation is not None and core.generation.num_preemptions
     assert answers.tokens["first", 0] == continued([1] * 20, 30)
     assert answers.tokens["second", 0] == continued([2] * 20, 30)
     assert order[0] == "first"
     check_idle(core)
 
 
-def test_rows_begin_again_in_smaller_steps_when_memory_runs_out_and_nobody_is_blamed() -> None:
+def test_sequences_start_over_in_smaller_steps_when_memory_runs_out() -> None:
     core, answers = (
         make_core(fails=lambda plan: plan.num_tokens > 3, tokens=24, depth=2, blocks=60),
         Answers(),
@@ -236,25 +245,25 @@ def test_rows_begin_again_in_smaller_steps_when_memory_runs_out_and_nobody_is_bl
     assert isinstance(core.runner, MemoryRunner) and core.generation is not None
     core.runner.error = DeviceOutOfMemory("out of memory")
     prompts = [[1, 2, 3], [4], [5, 6], list(range(12))]
-    core.add(asking("a", prompts[:2], 20))
-    core.add(asking("b", prompts[2:], 20))
+    core.add(generation_request("a", prompts[:2], 20))
+    core.add(generation_request("b", prompts[2:], 20))
     run(core, answers)
     made = [answers.tokens[name, row] for name in ("a", "b") for row in (0, 1)]
     assert made == [continued(prompt, 20) for prompt in prompts] and not answers.failed
     check_idle(core)
     core.runner.fails = lambda plan: False
     for number in range(40):
-        core.add(asking(f"c{number}", [[number]], 20))
+        core.add(generation_request(f"c{number}", [[number]], 20))
     run(core, answers)
-    assert core.generation.limits.max_tokens == 24, "the budget comes back"
+    assert core.generation.limits.max_tokens == 24, "the budget grows back"
 
 
-def test_a_lost_device_fails_all_that_generate() -> None:
+def test_a_lost_device_fails_all_generation_requests() -> None:
     core, answers = make_core(fails=lambda plan: True, blocks=60), Answers()
     assert isinstance(core.runner, MemoryRunner)
     core.runner.error = DeviceFailed("the device failed")
-    core.add(asking("a", [[1, 2], [3]], 20))
-    core.add(asking("b", [[4]], 20))
+    core.add(generation_request("a", [[1, 2], [3]], 20))
+    core.add(generation_request("b", [[4]], 20))
     run(core, answers)
     assert answers.failed.keys() == {"a", "b"} and core.device_failure is core.runner.error
     check_idle(core)
@@ -266,7 +275,7 @@ def test_sequences_with_different_adapters_share_no_prefix_block() -> None:
     pool = core.generation.pool
     hits = []
     for name, adapters in (("a", None), ("b", [0]), ("c", [1]), ("d", [1])):
-        request = asking(name, [list(range(20))], 3)
+        request = generation_request(name, [list(range(20))], 3)
         request.adapters = None if adapters is None else ints(adapters)
         before = pool.hit_tokens
         core.add(request)

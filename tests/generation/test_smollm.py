@@ -1,4 +1,5 @@
-"""Real weights, where they are: PENSTOCK_SMOLLM2 names the folder of SmolLM2-135M-Instruct."""
+"""Real weights: PENSTOCK_SMOLLM2 names the folder of SmolLM2-135M-Instruct; without it the test is
+skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ QUESTIONS = ["What is the capital of France?", "Name three colours.", "Count fro
 
 
 def chat(question: str) -> str:
-    """The model's template, by hand."""
+    """The model's chat template, written out."""
     turns = (("system", SYSTEM), ("user", question))
     return (
         "".join(f"<|im_start|>{who}\n{text}<|im_end|>\n" for who, text in turns) + "<|im_start|>assistant\n"

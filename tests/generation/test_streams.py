@@ -19,7 +19,7 @@ from penstock.types import DecodedTokens, GeneratedTokens, SequenceIds, Timings
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Outcomes, Ready, decode_from_engine, pack_outcomes, unpack_outcomes
 from penstock.wire.server import EngineServer
-from tests.generation.fakes import asking, continued, make_core
+from tests.generation.fakes import continued, generation_request, make_core
 from tests.generation.families import check_nothing_is_held, prompts, write
 from tests.generation.streams import read_stream
 
@@ -45,10 +45,10 @@ def test_generated_tokens_are_received_as_sent() -> None:
     assert isinstance(message, Outcomes)
     for got, sent in zip(unpack_outcomes(message.items, frames), parts, strict=True):
         assert isinstance(got, GeneratedTokens)
-        assert (got.id, got.row, got.finish, got.stop_token) == (
+        assert (got.id, got.row, got.finish_reason, got.stop_token) == (
             sent.id,
             sent.row,
-            sent.finish,
+            sent.finish_reason,
             sent.stop_token,
         )
         assert got.timings == sent.timings
@@ -80,8 +80,8 @@ def test_decoded_sequences_are_named_only_when_they_change() -> None:
 
 def test_steps_of_the_same_sequences_name_them_by_the_same_object() -> None:
     core = make_core(blocks=60, depth=1)
-    core.add(asking("a", [[1, 2], [3]], 20))
-    core.add(asking("b", [[4]], 6))
+    core.add(generation_request("a", [[1, 2], [3]], 20))
+    core.add(generation_request("b", [[4]], 6))
     seen: list[SequenceIds] = []
     while core.busy:
         for outcome in core.step():
@@ -131,19 +131,19 @@ def test_a_client_gets_every_token_and_one_that_leaves_frees_its_blocks(
     async def scene() -> None:
         client = await connected(address)
         tokens: dict[int, list[int]] = {0: [], 1: []}
-        async for part in read_stream(client, asking("a", [[1, 2], [3]], 20)):
+        async for part in read_stream(client, generation_request("a", [[1, 2], [3]], 20)):
             tokens[part.row] += part.token_ids.tolist()
         assert tokens == {0: continued([1, 2], 20), 1: continued([3], 20)}
 
-        left = read_stream(client, asking("b", [[4], [5]], 60))
-        assert (await anext(left)).finish is None
+        left = read_stream(client, generation_request("b", [[4], [5]], 60))
+        assert (await anext(left)).finish_reason is None
         await left.aclose()
         await until_idle(core)
 
         has_tokens = asyncio.Event()
 
         async def read_until_cancelled() -> None:
-            async with aclosing(read_stream(client, asking("c", [[6]], 60))) as stream:
+            async with aclosing(read_stream(client, generation_request("c", [[6]], 60))) as stream:
                 await anext(stream)
                 has_tokens.set()
                 await asyncio.Event().wait()
@@ -157,7 +157,7 @@ def test_a_client_gets_every_token_and_one_that_leaves_frees_its_blocks(
         await until_idle(core)
 
         with pytest.raises(BadValue, match="max_tokens is 0"):
-            await anext(read_stream(client, asking("d", [[6]], 0)))
+            await anext(read_stream(client, generation_request("d", [[6]], 0)))
         assert client.stats().num_requests == 0
         client.close()
 
@@ -175,12 +175,12 @@ def test_two_clients_get_their_own_tokens_while_others_come_and_go(served: tuple
 
         async def read(client: EngineClient, name: str, prompts: list[list[int]], count: int) -> None:
             tokens: list[list[int]] = [[] for _ in prompts]
-            async for part in read_stream(client, asking(name, prompts, count)):
+            async for part in read_stream(client, generation_request(name, prompts, count)):
                 tokens[part.row] += part.token_ids.tolist()
             assert tokens == [continued(prompt, count) for prompt in prompts]
 
         async def leave(client: EngineClient, name: str) -> None:
-            stream = read_stream(client, asking(name, [[9, 9]], 50))
+            stream = read_stream(client, generation_request(name, [[9, 9]], 50))
             await anext(stream)
             await stream.aclose()
 
@@ -203,7 +203,7 @@ def test_tokens_of_a_reused_request_id_reach_the_new_request(served: tuple[str, 
         for prompt in ([1, 2], [3]):
             got: list[int] = []
             async with asyncio.timeout(60):
-                async for part in read_stream(client, asking("same", [prompt], 12)):
+                async for part in read_stream(client, generation_request("same", [prompt], 12)):
                     got += part.token_ids.tolist()
             assert got == continued(prompt, 12)
         client.close()

@@ -1,4 +1,4 @@
-"""A row whose logits are not finite fails alone, at once, and leaves nothing behind."""
+"""A request whose logits are not finite fails alone, at once, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from penstock import AsyncEngine, SamplingParams
 from penstock.errors import RowFailed
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import SamplerParams, StepPlan, StepResult
+from penstock.types import GeneratePlan, SampledResult, SamplerParams
 from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
 from tests.generation.direct import generate, request_of
-from tests.generation.fakes import Answers, asking, continued, make_core, run
+from tests.generation.fakes import Answers, continued, generation_request, make_core, run
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
 from tests.generation.streams import read_stream
 
@@ -33,7 +33,7 @@ SAID = "not finite"
 
 
 def poison(folder: Path, token: int, value: float = float("nan")) -> Path:
-    """Reading this token spoils all that follows; the head is sound."""
+    """Make this token's hidden states NaN, and those of all tokens after it; the head stays finite."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][token] = value
@@ -54,7 +54,7 @@ def healthy() -> list[list[int]]:
     "options", [{}, {"pipeline_depth": 2}, {"max_num_batched_tokens": 24, "pipeline_depth": 2}]
 )
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_rows_beside_it_have_the_tokens_that_they_have_without_it(
+def test_other_sequences_of_the_batch_get_the_tokens_they_get_without_it(
     folder: Path, options: dict[str, Any], params: SamplerParams
 ) -> None:
     rows = healthy()
@@ -74,7 +74,9 @@ def test_rows_beside_it_have_the_tokens_that_they_have_without_it(
         for error in got[len(rows) :]:
             assert isinstance(error, RowFailed) and SAID in str(error)
         check_nothing_is_held(used)
-        assert [row.token_ids for row in generate(used, rows, params)] == alone  # in the blocks that it had
+        assert [
+            row.token_ids for row in generate(used, rows, params)
+        ] == alone  # in the blocks that the failed one had
         check_nothing_is_held(used)
 
 
@@ -82,7 +84,7 @@ async def _read(used: Any, request: Any) -> list[int]:
     return [t async for part in read_stream(used.local.engine, request) for t in part.token_ids.tolist()]
 
 
-def test_scores_of_a_prompt_that_are_not_finite_are_an_error(folder: Path) -> None:
+def test_prompt_log_probabilities_that_are_not_finite_are_an_error(folder: Path) -> None:
     asked = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)
     with engine(folder) as used:
         with pytest.raises(RowFailed, match=SAID):
@@ -91,7 +93,7 @@ def test_scores_of_a_prompt_that_are_not_finite_are_an_error(folder: Path) -> No
 
 
 def test_a_stream_ends_with_the_error(folder: Path) -> None:
-    """It comes after what was sound: the model itself names the token that spoils it."""
+    """The error comes after good tokens: the model itself samples the token that makes its states NaN."""
     forced = SamplingParams(
         max_tokens=TOKENS, temperature=0, ignore_eos=True, logit_bias={str(POISON): 100.0}
     )
@@ -108,7 +110,7 @@ def test_a_stream_ends_with_the_error(folder: Path) -> None:
     asyncio.run(scene())
 
 
-def test_every_token_forbidden_is_an_error_too(folder: Path) -> None:
+def test_forbidding_every_token_is_an_error(folder: Path) -> None:
     none = SamplerParams(max_tokens=3, allowed_token_ids=(7,), bad_token_ids=((7,),))
     with engine(folder) as used:
         with pytest.raises(RowFailed, match="no token may follow"):
@@ -116,7 +118,7 @@ def test_every_token_forbidden_is_an_error_too(folder: Path) -> None:
         check_nothing_is_held(used)
 
 
-def test_blocks_that_it_wrote_are_not_found_by_others(folder: Path) -> None:
+def test_blocks_that_it_wrote_are_not_reused(folder: Path) -> None:
     row = [5] * 40 + [POISON] + [6] * 40
     with engine(folder) as used:
         generation = used.local.engine.core.generation
@@ -131,8 +133,8 @@ def test_blocks_that_it_wrote_are_not_found_by_others(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_any_step_may_spoil_any_request(depth: int) -> None:
-    """Of requests with several rows the whole fails, as soon as one of its rows does."""
+def test_any_request_may_fail_in_any_step(depth: int) -> None:
+    """A request with several rows fails as soon as one of its rows does."""
     draw = np.random.default_rng(7)
     for _ in range(20):
         core, answers = make_core(blocks=60, depth=depth), Answers()
@@ -140,7 +142,7 @@ def test_any_step_may_spoil_any_request(depth: int) -> None:
         spoilt, after = f"r{draw.integers(5)}", int(draw.integers(12))
         _spoil(core, requests[spoilt][-1], after)
         for name, rows in requests.items():
-            core.add(asking(name, rows, 10))
+            core.add(generation_request(name, rows, 10))
         run(core, answers)
         assert answers.failed.keys() == ({spoilt} if after < 10 else set())
         for failure in answers.failed.values():
@@ -154,21 +156,20 @@ def test_any_step_may_spoil_any_request(depth: int) -> None:
 
 
 def _spoil(core: Any, prompt: list[int], after: int) -> None:
-    """The row of this prompt has no token to give once it has given so many."""
+    """Make the sequence of this prompt fail after some tokens."""
     launch, generation, given = core.runner.launch, core.generation, [0]
 
-    def spoiling(plan: StepPlan) -> Any:
+    def spoiling(plan: GeneratePlan) -> Any:
         future = launch(plan)
         sample = plan.sample
-        assert sample is not None
-        ids = future.result().outputs[0].copy()
+        ids = future.result().token_ids.copy()
         for at, slot in enumerate(sample.sampled_slots.tolist()):
-            row = generation._rows[slot]
+            row = generation._slots.find(slot)
             if row is not None and row.prompt.tolist() == prompt:
                 given[0] += 1
                 if given[0] > after:
                     ids[at] = -1
-        future._result = StepResult((ids,), 0.001)
+        future._result = SampledResult(ids, device_s=0.001)
         return future
 
     core.runner.launch = spoiling
@@ -184,7 +185,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"n": 3, "seed": 5}, {"logprobs": 2}, {"echo": True}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_is_a_500_in_openai_s_shape(server: Server, more: dict[str, Any], stream: bool) -> None:
+def test_the_server_answers_500_in_the_shape_of_openai(
+    server: Server, more: dict[str, Any], stream: bool
+) -> None:
     asked = {"prompt": "日", "max_tokens": 9, "stream": stream} | more
     answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
     assert answer.status_code == 500, answer.text

@@ -15,7 +15,7 @@ from penstock.models.encoder import distance_bucket
 from penstock.models.registry import Model, build_model
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import StepPlan
+from penstock.types import PoolPlan
 from penstock.weights.stream import DummySource, SafetensorsSource
 from tests.checkpoints import BERT_CONFIG, bert_tensors
 from tests.helpers import ints, make_request
@@ -31,7 +31,7 @@ def load(
     return build_model(architecture, BERT_CONFIG | config, LayerBuilder(weights))
 
 
-def as_batch(plan: StepPlan) -> Batch:
+def as_batch(plan: PoolPlan) -> Batch:
     return Batch(
         token_ids=torch.from_numpy(plan.token_ids),
         positions=torch.from_numpy(plan.positions),
@@ -52,7 +52,7 @@ def hidden_of(model: Model, lengths: list[int], type_ids: list[int] | None = Non
     plan = build_plan([ScheduledRows(request, ints(range(len(lengths))))])
     with torch.inference_mode():
         rows = model(as_batch(plan)).split(plan.lengths.tolist())
-    return [rows[int(slot)] for slot in plan.slices[0].slots]
+    return [rows[int(slot)] for slot in plan.slices[0].step_rows]
 
 
 def by_hand(tensors: dict[str, Tensor], ids: list[int], segments: list[int]) -> Tensor:

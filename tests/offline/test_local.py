@@ -17,7 +17,7 @@ from penstock.offline.local import LocalEngine
 from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.types import Outcome, PooledOutput, Request
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values
-from tests.generation.fakes import asking, continued, make_core
+from tests.generation.fakes import continued, generation_request, make_core
 from tests.generation.streams import QueuedTokens, read_stream
 from tests.helpers import make_request, make_spec
 
@@ -299,12 +299,12 @@ def test_a_stream_gives_every_token_and_one_left_early_frees_its_blocks(
 
     async def read(name: str, prompts: list[list[int]], count: int) -> None:
         tokens: list[list[int]] = [[] for _ in prompts]
-        async for part in read_stream(engine, asking(name, prompts, count)):
+        async for part in read_stream(engine, generation_request(name, prompts, count)):
             tokens[part.row] += part.token_ids.tolist()
         assert tokens == [continued(prompt, count) for prompt in prompts]
 
     async def leave(name: str) -> None:
-        stream = read_stream(engine, asking(name, [[9, 9], [8]], 50))
+        stream = read_stream(engine, generation_request(name, [[9, 9], [8]], 50))
         await anext(stream)
         await stream.aclose()
 
@@ -313,7 +313,7 @@ def test_a_stream_gives_every_token_and_one_left_early_frees_its_blocks(
             reads = [read(f"r{i}", [[i], [i, 5]], 8 + 5 * i) for i in range(6)]
             await asyncio.gather(*reads, *(leave(f"l{i}") for i in range(4)))
         with pytest.raises(BadValue, match="max_tokens is 0"):
-            await anext(read_stream(engine, asking("refused", [[6]], 0)))
+            await anext(read_stream(engine, generation_request("refused", [[6]], 0)))
         await until(lambda: not core.busy and engine.stats().num_requests == 0)
 
     asyncio.run(scene())
@@ -348,7 +348,7 @@ def test_a_step_reaches_all_streams_of_a_loop_with_one_wakeup(
             return call_soon_threadsafe(callback, *args)
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-        requests = [asking(f"r{i}", [[i], [i, 5]], 20) for i in range(3)]
+        requests = [generation_request(f"r{i}", [[i], [i, 5]], 20) for i in range(3)]
         listeners = [QueuedTokens(request) for request in requests]
         leaves = [engine.stream(*each) for each in zip(requests, listeners, strict=True)]
         await until(lambda: all(listener.finished for listener in listeners))

@@ -1,4 +1,4 @@
-"""The plan of a step's scores, carried out on vectors that say whose they are."""
+"""The pair plan of a step, carried out on vectors that name their row."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def random_request(rng: np.random.Generator, name: str, late: bool) -> Request:
     keep = rng.integers(0, 2, size).astype(np.int32) if late and rng.random() < 0.5 else None
     return Request(
         name,
-        rng.integers(0, 3, size).astype(np.int32),  # so few that rows come again
+        rng.integers(0, 3, size).astype(np.int32),  # few tokens, so that rows repeat
         lengths,
         PoolingParams(Task.SCORE, late=late),
-        keep=keep,
+        token_mask=keep,
         pairs=rng.integers(0, queries, documents).astype(np.int32),
     )
 
 
 def vectors_of(request: Request, row: int) -> list[Any]:
-    """What a row's vectors are told by: its tokens that count, or all of it at once."""
+    """The names of a row's vectors: its kept tokens, or all of its tokens at once."""
     begin = int(request.starts[row])
     span = slice(begin, begin + int(request.lengths[row]))
     ids = request.token_ids[span].tolist()
     if not request.params.late:
         return [tuple(ids)]
-    flags = [1] * len(ids) if request.keep is None else request.keep[span].tolist()
+    flags = [1] * len(ids) if request.token_mask is None else request.token_mask[span].tolist()
     return [token for token, flag in zip(ids, flags, strict=True) if flag]
 
 
 def step_vectors(plan: Any, variant: Variant) -> list[Any]:
-    """What a step computes for this variant, told in the same way."""
+    """The vectors that a step computes for this variant, by the same names."""
     if not variant.params.late:
         ends = plan.cu_lengths.tolist()
         return [tuple(plan.token_ids[a:b].tolist()) for a, b in pairwise(ends)]
@@ -50,7 +50,7 @@ def step_vectors(plan: Any, variant: Variant) -> list[Any]:
 
 
 def scored(pairs: PairPlan, vectors: list[Any], store: dict[int, Any]) -> list[Any]:
-    """Each pair as its query and its document; the last ones' documents lie in the store."""
+    """Each pair as its query and its document; the last documents are read from the store."""
     for source, target in zip(pairs.write_from.tolist(), pairs.write_to.tolist(), strict=True):
         store[target] = vectors[source]
     found = []
@@ -59,20 +59,20 @@ def scored(pairs: PairPlan, vectors: list[Any], store: dict[int, Any]) -> list[A
         query, begin = int(pairs.pair_queries[i]), int(pairs.document_starts[i])
         at = int(pairs.query_starts[query])
         span = range(begin, begin + int(pairs.document_lengths[i]))
-        where: Any = store if i >= total - pairs.from_store else vectors
+        where: Any = store if i >= total - pairs.num_from_store else vectors
         found.append(
             ([store[at + k] for k in range(int(pairs.query_lengths[query]))], [where[k] for k in span])
         )
     return found
 
 
-def expected(shares: list[ScheduledRows]) -> list[Any]:
+def expected(scheduled: list[ScheduledRows]) -> list[Any]:
     found = []
     for stored in (False, True):
-        for share in shares:
-            request = share.request
+        for entry in scheduled:
+            request = entry.request
             assert request.pairs is not None
-            rows = share.cached_documents if stored else share.rows
+            rows = entry.cached_documents if stored else entry.rows
             for row in [] if rows is None else rows.tolist():
                 if row >= request.num_queries:
                     query = int(request.pairs[row - request.num_queries])
@@ -91,15 +91,15 @@ def test_every_document_is_scored_once_against_its_query(late: bool, reuse: bool
     seen = 0
     for request in requests:
         scheduler.add(request)
-    while shares := scheduler.schedule():
-        plan = build_plan(shares)
+    while scheduled := scheduler.schedule():
+        plan = build_plan(scheduled)
         (variant,) = plan.variants
         assert variant.pairs is not None
-        assert scored(variant.pairs, step_vectors(plan, variant), store) == expected(shares)
+        assert scored(variant.pairs, step_vectors(plan, variant), store) == expected(scheduled)
         seen += len(variant.pairs.pair_queries)
-        for share in shares:
-            if scheduler.queue.find(share.request.id) is None:
-                scheduler.finish(share.request, succeeded=True)
+        for entry in scheduled:
+            if scheduler.queue.find(entry.request.id) is None:
+                scheduler.finish(entry.request, succeeded=True)
     assert seen == sum(request.num_rows - request.num_queries for request in requests)
 
 

@@ -44,11 +44,11 @@ def place(request: Request) -> tuple[float, int]:
 
 @given(arrivals)
 @settings(max_examples=150, deadline=None)
-def test_every_request_is_finished_within_the_steps_that_its_place_in_line_allows(
+def test_every_request_finishes_within_the_steps_that_its_place_in_the_queue_allows(
     stream: list[Arrival],
 ) -> None:
-    """Each step runs at least one row of whoever is first, so a request ends after as many steps as
-    there are rows before it in line and its own, however many requests arrive behind it."""
+    """Each step runs at least one row of the first request. So a request ends after as many steps as it has
+    rows and there are rows before it, however many requests arrive behind it."""
     clock = itertools.accumulate(arrival.gap_s for arrival in stream)
     requests = [
         make_request(str(i), arrival.lengths, priority=arrival.priority, arrival_s=now)
@@ -63,12 +63,12 @@ def test_every_request_is_finished_within_the_steps_that_its_place_in_line_allow
         while waiting and waiting[0].arrival_s <= step * STEP_S:
             joined[waiting[0].id] = step
             scheduler.add(waiting.pop(0))
-        shares = scheduler.schedule()
-        for share in shares:
-            rows_run[share.request.id] += len(share.rows)
-            if rows_run[share.request.id] == share.request.num_rows:
-                finished[share.request.id] = step
-        if not shares and not waiting:
+        scheduled = scheduler.schedule()
+        for entry in scheduled:
+            rows_run[entry.request.id] += len(entry.rows)
+            if rows_run[entry.request.id] == entry.request.num_rows:
+                finished[entry.request.id] = step
+        if not scheduled and not waiting:
             break
     assert finished.keys() == rows_run.keys()
     for request in requests:
@@ -79,7 +79,7 @@ def test_every_request_is_finished_within_the_steps_that_its_place_in_line_allow
 @dataclass
 class Expected:
     request: Request
-    number: int  # how many came before it
+    number: int  # how many arrived before it
     rows: set[int]
 
     @property
@@ -92,7 +92,7 @@ class Expected:
 
 
 class Line(RuleBasedStateMachine):
-    """Adds, cancels, schedules and expires at random; ids are few, so they are used again."""
+    """Adds, cancels, schedules and expires at random; ids are few, so that they are reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,17 +142,17 @@ class Line(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         first = min(self.waiting.values(), key=lambda expected: expected.place)
-        shares = self.scheduler.schedule()
-        assert shares[0].request is first.request, "the first in line always runs"
-        self._check_budget(shares)
-        for share in shares:
-            expected = self.waiting[share.request.id]
-            taken = {int(row) for row in share.rows}
-            assert share.request is expected.request
-            assert len(taken) == len(share.rows) and taken <= expected.rows
+        scheduled = self.scheduler.schedule()
+        assert scheduled[0].request is first.request, "the first request in the queue always runs"
+        self._check_budget(scheduled)
+        for entry in scheduled:
+            expected = self.waiting[entry.request.id]
+            taken = {int(row) for row in entry.rows}
+            assert entry.request is expected.request
+            assert len(taken) == len(entry.rows) and taken <= expected.rows
             expected.rows -= taken
             if not expected.rows:
-                del self.waiting[share.request.id]
+                del self.waiting[entry.request.id]
 
     @invariant()
     def the_books_are_right(self) -> None:
@@ -170,9 +170,9 @@ class Line(RuleBasedStateMachine):
         self.the_books_are_right()
 
     @staticmethod
-    def _check_budget(shares: list[ScheduledRows]) -> None:
-        rows = sum(len(share.rows) for share in shares)
-        tokens = sum(int(share.request.lengths[share.rows].sum()) for share in shares)
+    def _check_budget(scheduled: list[ScheduledRows]) -> None:
+        rows = sum(len(entry.rows) for entry in scheduled)
+        tokens = sum(int(entry.request.lengths[entry.rows].sum()) for entry in scheduled)
         assert rows <= BUDGET.max_rows
         assert tokens <= BUDGET.max_tokens or rows == 1
 

@@ -15,22 +15,22 @@ def scheduler_of(tokens: int = 100, rows: int = 100, queued_tokens: int = 10**9)
     return Scheduler(Budget(tokens, rows, queued_tokens))
 
 
-def ids(shares: list[ScheduledRows]) -> list[str]:
-    return [share.request.id for share in shares]
+def ids(scheduled: list[ScheduledRows]) -> list[str]:
+    return [entry.request.id for entry in scheduled]
 
 
-def lengths(share: ScheduledRows) -> list[int]:
-    return share.request.lengths[share.rows].tolist()
+def lengths(entry: ScheduledRows) -> list[int]:
+    return entry.request.lengths[entry.rows].tolist()
 
 
 def drain(scheduler: Scheduler) -> list[list[ScheduledRows]]:
     steps = []
-    while shares := scheduler.schedule():
-        steps.append(shares)
+    while scheduled := scheduler.schedule():
+        steps.append(scheduled)
     return steps
 
 
-def test_an_empty_line_gives_no_work() -> None:
+def test_an_empty_queue_gives_no_work() -> None:
     assert scheduler_of().schedule() == []
 
 
@@ -58,7 +58,7 @@ def test_a_step_never_exceeds_its_row_budget() -> None:
     scheduler = scheduler_of(tokens=10**6, rows=3)
     scheduler.add(make_request("a", [1] * 4))
     scheduler.add(make_request("b", [1] * 3))
-    assert [[len(share.rows) for share in step] for step in drain(scheduler)] == [[3], [1, 2], [1]]
+    assert [[len(entry.rows) for entry in step] for step in drain(scheduler)] == [[3], [1, 2], [1]]
 
 
 def test_a_request_too_large_for_one_step_runs_over_several_longest_rows_first() -> None:
@@ -91,7 +91,7 @@ def test_requests_behind_one_that_does_not_fit_fill_the_rest_of_the_step() -> No
     assert ids(scheduler.schedule()) == ["wide"]
 
 
-def test_the_one_that_was_passed_over_is_first_in_the_next_step() -> None:
+def test_a_request_that_was_passed_over_is_first_in_the_next_step() -> None:
     scheduler = scheduler_of(tokens=10)
     scheduler.add(make_request("first", [6]))
     scheduler.add(make_request("wide", [10]))
@@ -154,7 +154,7 @@ def test_a_steady_stream_of_urgent_requests_does_not_starve_a_patient_one() -> N
     assert now <= 3 * HEAD_START_S + step_s
 
 
-def test_a_large_request_lets_those_who_come_after_it_fill_its_gaps() -> None:
+def test_later_requests_fill_the_room_that_a_large_request_leaves() -> None:
     scheduler = scheduler_of(tokens=10)
     scheduler.add(make_request("bulk", [7] * 20))
     scheduler.add(make_request("small", [3]))
@@ -204,7 +204,7 @@ def test_requests_without_a_deadline_never_expire() -> None:
     assert ids(scheduler.schedule()) == ["a"]
 
 
-def test_only_those_past_their_deadline_expire() -> None:
+def test_only_requests_past_their_deadline_expire() -> None:
     scheduler = scheduler_of()
     for name, deadline in (("late", 1.0), ("early", 9.0), ("later", 2.0)):
         scheduler.add(make_request(name, [10], deadline_s=deadline))
@@ -230,7 +230,7 @@ def test_an_id_that_is_used_again_does_not_inherit_the_old_deadline() -> None:
     assert expired_ids(scheduler, 9.0) == ["a"]
 
 
-def test_the_next_deadline_is_the_earliest_of_those_who_wait() -> None:
+def test_the_next_deadline_is_the_earliest_of_the_waiting_requests() -> None:
     scheduler = scheduler_of()
     assert scheduler.queue.next_deadline_s() is None
     scheduler.add(make_request("a", [10], deadline_s=7.0))
@@ -248,7 +248,7 @@ def test_deadlines_of_requests_that_have_left_do_not_pile_up() -> None:
     assert len(scheduler.queue._deadlines) < 200
 
 
-def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
+def test_a_full_queue_refuses_and_says_how_full_it_is() -> None:
     scheduler = scheduler_of(queued_tokens=100)
     scheduler.add(make_request("a", [60]))
     with pytest.raises(QueueFull, match="60 tokens are waiting and at most 100"):
@@ -258,13 +258,13 @@ def test_a_full_line_refuses_and_says_how_full_it_is() -> None:
     assert "b" not in scheduler.queue
 
 
-def test_an_empty_line_takes_a_request_of_any_size() -> None:
+def test_an_empty_queue_takes_a_request_of_any_size() -> None:
     scheduler = scheduler_of(tokens=10, queued_tokens=20)
     scheduler.add(make_request("bulk", [10] * 30))
     assert len(drain(scheduler)) == 30
 
 
-def test_the_line_takes_requests_again_once_it_has_moved() -> None:
+def test_a_full_queue_takes_requests_again_after_a_step() -> None:
     scheduler = scheduler_of(tokens=50, queued_tokens=100)
     scheduler.add(make_request("a", [50, 50]))
     with pytest.raises(QueueFull):
@@ -284,15 +284,15 @@ def test_a_refused_request_leaves_no_trace() -> None:
     assert (scheduler.queue.num_tokens, scheduler.queue.num_rows, len(scheduler.queue)) == (10, 1, 1)
 
 
-def test_large_rows_are_chosen_so_that_they_fill_the_step_behind_the_first_in_line() -> None:
+def test_large_rows_are_chosen_to_fill_the_step_behind_the_first_in_the_queue() -> None:
     scheduler = scheduler_of(tokens=100)
     for name, length in (("a", 50), ("b", 30), ("c", 70), ("d", 49), ("e", 50)):
         scheduler.add(make_request(name, [length]))
-    # "e" fits beside "a" exactly. Then "b" is the first in line, and "c" fills what it leaves.
+    # "e" fits beside "a" exactly. Then "b" is the first in the queue, and "c" fills the room that it leaves.
     assert [sorted(ids(step)) for step in drain(scheduler)] == [["a", "e"], ["b", "c"], ["d"]]
 
 
-def test_small_rows_come_in_order_even_where_a_large_one_would_fill_more() -> None:
+def test_small_rows_run_in_order_even_where_a_large_one_would_fill_more() -> None:
     scheduler = scheduler_of(tokens=100)
     for name, length in (("a", 20), ("b", 20), ("c", 20), ("d", 45), ("e", 40)):
         scheduler.add(make_request(name, [length]))
@@ -304,46 +304,46 @@ TOKENS = PoolingParams(Task.TOKEN_EMBED)
 
 
 def limited(chunked: bool, output_bytes: int = 40, tokens: int = 100) -> Scheduler:
-    """A token of a row whose tokens leave the engine has four bytes."""
+    """A scheduler with a bound on outputs, where each token of a per-token task outputs four bytes."""
     chunking = Chunking(BlockPool(64, 4), tokens) if chunked else None
     budget = Budget(tokens, 100, 10**9, output_bytes)
     return Scheduler(budget, chunking, token_bytes=lambda params: 4 if params.per_token else 0)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_token_vectors_that_leave_a_step_are_bounded_and_other_rows_fill_it(chunked: bool) -> None:
+def test_token_outputs_of_a_step_are_bounded_and_other_rows_fill_it(chunked: bool) -> None:
     scheduler = limited(chunked)
     scheduler.add(make_request("a", [4, 4, 4], params=TOKENS))
     scheduler.add(make_request("b", [3, 3], params=TOKENS))
     scheduler.add(make_request("c", [50]))
     steps = drain(scheduler)
-    assert [[(share.request.id, lengths(share)) for share in step] for step in steps] == [
+    assert [[(entry.request.id, lengths(entry)) for entry in step] for step in steps] == [
         [("a", [4, 4]), ("c", [50])],
         [("a", [4]), ("b", [3, 3])],
     ]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_row_beyond_the_bound_runs_whole_and_lets_no_other_in(chunked: bool) -> None:
+def test_a_row_beyond_the_output_bound_runs_whole_and_without_others(chunked: bool) -> None:
     scheduler = limited(chunked)
     scheduler.add(make_request("a", [30, 2], params=TOKENS))
-    assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[30]], [[2]]]
+    assert [[lengths(entry) for entry in step] for step in drain(scheduler)] == [[[30]], [[2]]]
     assert scheduler.queue.num_tokens == scheduler.queue.num_rows == 0
 
 
-def test_a_row_that_is_cut_by_the_step_goes_on_whatever_leaves_it() -> None:
+def test_a_chunked_row_continues_whatever_it_outputs() -> None:
     scheduler = limited(chunked=True, tokens=20)
     scheduler.add(make_request("a", [45], params=TOKENS))
-    ends = [share.ends.tolist() for step in drain(scheduler) for share in step if share.ends is not None]
+    ends = [entry.ends.tolist() for step in drain(scheduler) for entry in step if entry.ends is not None]
     assert ends == [[20], [40], [45]]
 
 
-def test_further_outputs_of_a_row_count_too() -> None:
+def test_every_output_of_a_row_counts_towards_the_bound() -> None:
     scheduler = limited(chunked=False)
     request = make_request("a", [5, 5])
-    request.also = (TOKENS, TOKENS)
+    request.extra_params = (TOKENS, TOKENS)
     scheduler.add(request)
-    assert [[lengths(share) for share in step] for step in drain(scheduler)] == [[[5]], [[5]]]
+    assert [[lengths(entry) for entry in step] for step in drain(scheduler)] == [[[5]], [[5]]]
 
 
 def prefix_caching_scheduler(pool: BlockPool) -> Scheduler:
@@ -351,7 +351,7 @@ def prefix_caching_scheduler(pool: BlockPool) -> Scheduler:
 
 
 def run_with_prefixes(scheduler: Scheduler, request: Request) -> tuple[int, ...]:
-    """Run a request of one row whole; the number of its tokens that came from the prefix cache."""
+    """Run requests of one row; returns the number of tokens that came from the prefix cache."""
     request.reuse_prefix = True
     scheduler.add(request)
     (step,) = drain(scheduler)

@@ -1,5 +1,5 @@
-"""Places of vectors: none is lost or given twice, what succeeded is found again, what is in use
-stays."""
+"""The vector cache: no range is lost or given twice, vectors of successful requests are reused, and those in
+use stay."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def request(name: str, queries: list[list[int]], documents: list[list[int]], **m
     )
 
 
-def test_a_query_that_ended_well_is_found_again() -> None:
-    places = VectorCache(16)
-    first = places.hold(request("a", [[1, 2, 3]], [[9]]))
+def test_the_vectors_of_a_query_that_succeeded_are_reused() -> None:
+    cache = VectorCache(16)
+    first = cache.hold(request("a", [[1, 2, 3]], [[9]]))
     assert first is not None and not first.ready.any() and first.starts[1] == -1
-    again = places.hold(request("b", [[1, 2, 3]], [[8]]))
-    assert again is not None and not again.ready.any(), "the first is not known to be good yet"
-    places.release("a", succeeded=True)
-    places.release("b", succeeded=False)
-    hit = places.hold(request("c", [[1, 2, 3]], [[7]]))
+    again = cache.hold(request("b", [[1, 2, 3]], [[8]]))
+    assert again is not None and not again.ready.any(), "the first request has not succeeded yet"
+    cache.release("a", succeeded=True)
+    cache.release("b", succeeded=False)
+    hit = cache.hold(request("c", [[1, 2, 3]], [[7]]))
     assert hit is not None and hit.ready.tolist() == [True, False]
     assert hit.starts[0] == first.starts[0]
-    assert (places.query_hits, places.query_lookups) == (1, 3)
-    places.check_integrity()
+    assert (cache.query_hits, cache.query_lookups) == (1, 3)
+    cache.check_integrity()
 
 
-def test_what_failed_is_not_found() -> None:
-    places = VectorCache(16)
-    places.hold(request("a", [[1, 2, 3]], [[9]]))
-    places.release("a", succeeded=False)
-    held = places.hold(request("b", [[1, 2, 3]], [[9]]))
+def test_the_vectors_of_a_failed_request_are_not_reused() -> None:
+    cache = VectorCache(16)
+    cache.hold(request("a", [[1, 2, 3]], [[9]]))
+    cache.release("a", succeeded=False)
+    held = cache.hold(request("b", [[1, 2, 3]], [[9]]))
     assert held is not None and not held.ready.any()
 
 
@@ -54,11 +54,11 @@ def test_what_failed_is_not_found() -> None:
     "more",
     [
         {"cache_salt": "x"},
-        {"keys": [1, 1]},
+        {"key_limits": [1, 1]},
         {"adapters": [1, 1]},
         {"type_ids": [0, 0, 1]},
         {"skip": [1, 0]},
-        {"keep": [1, 0, 1]},
+        {"token_mask": [1, 0, 1]},
     ],
     ids=str,
 )
@@ -73,19 +73,19 @@ def test_rows_of_other_content_share_no_vectors(more: dict[str, Any]) -> None:
         cache.release(name, succeeded=True)
 
 
-def test_a_full_store_makes_queries_wait_and_lets_documents_go_unkept() -> None:
-    places = VectorCache(4, documents=True)
-    held = places.hold(request("a", [[1, 2, 3]], [[5, 6]]))
+def test_a_full_cache_makes_queries_wait_and_leaves_documents_uncached() -> None:
+    cache = VectorCache(4, documents=True)
+    held = cache.hold(request("a", [[1, 2, 3]], [[5, 6]]))
     assert held is not None and held.starts.tolist() == [0, -1]
-    assert places.hold(request("b", [[4, 4]], [[5]])) is None
-    places.release("a", succeeded=True)
-    held = places.hold(request("b", [[4, 4]], [[5]]))  # the idle query makes room
+    assert cache.hold(request("b", [[4, 4]], [[5]])) is None
+    cache.release("a", succeeded=True)
+    held = cache.hold(request("b", [[4, 4]], [[5]]))  # evicts the idle query
     assert held is not None and (held.starts >= 0).all()
-    places.check_integrity()
+    cache.check_integrity()
 
 
-def test_rows_without_a_counting_token_have_no_vectors() -> None:
-    asked = request("a", [[1]], [[5, 6], [7]], keep=np.array([1, 0, 0, 1], dtype=np.int32))
+def test_rows_without_a_kept_token_have_no_vectors() -> None:
+    asked = request("a", [[1]], [[5, 6], [7]], token_mask=np.array([1, 0, 0, 1], dtype=np.int32))
     assert vector_counts(asked).tolist() == [1, 0, 1]
     assert VectorCache(8, documents=True).hold(asked) is not None
 
@@ -97,29 +97,29 @@ ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size=1,
 @given(
     steps=st.lists(st.tuples(ROWS, ROWS, st.booleans(), st.booleans()), max_size=25), size=st.integers(1, 24)
 )
-def test_no_place_is_lost_or_given_twice(
+def test_no_range_is_lost_or_given_twice(
     steps: list[tuple[list[list[int]], list[list[int]], bool, bool]], size: int
 ) -> None:
-    places = VectorCache(size, documents=True)
+    cache = VectorCache(size, documents=True)
     held: dict[str, dict[int, int]] = {}
     for number, (queries, documents, end_one, succeeded) in enumerate(steps):
-        if (got := places.hold(asked := request(f"r{number}", queries, documents))) is not None:
+        if (got := cache.hold(asked := request(f"r{number}", queries, documents))) is not None:
             held[asked.id] = {int(s): int(n) for s, n in zip(got.starts, got.lengths, strict=True) if s >= 0}
         if end_one and held:
             name = next(iter(held))
             del held[name]
-            places.release(name, succeeded=succeeded)
-        places.check_integrity()
+            cache.release(name, succeeded=succeeded)
+        cache.check_integrity()
     for name in list(held):
-        places.release(name, succeeded=True)
-    places.check_integrity()
+        cache.release(name, succeeded=True)
+    cache.check_integrity()
 
 
-def test_without_reuse_nothing_is_found_again() -> None:
-    places = VectorCache(16, reuse=False)
-    places.hold(request("a", [[1, 2, 3]], [[9]]))
-    places.release("a", succeeded=True)
-    held = places.hold(request("b", [[1, 2, 3]], [[9]]))
+def test_no_vectors_are_reused_without_reuse() -> None:
+    cache = VectorCache(16, reuse=False)
+    cache.hold(request("a", [[1, 2, 3]], [[9]]))
+    cache.release("a", succeeded=True)
+    held = cache.hold(request("b", [[1, 2, 3]], [[9]]))
     assert held is not None and not held.ready.any()
-    places.release("b", succeeded=True)
-    places.check_integrity()
+    cache.release("b", succeeded=True)
+    cache.check_integrity()

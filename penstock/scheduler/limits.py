@@ -1,0 +1,42 @@
+"""Limits of generation, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import BadValue
+from penstock.types import Request, SamplerParams, check_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationLimits:
+    max_rows: int  # sequences of one step, and the number of slots
+    max_tokens: int  # of one step
+    max_chunk_tokens: int  # of one sequence in one step
+    max_length: int  # of a sequence, prompt and output
+    max_queued_tokens: int  # of prompts that wait
+    prefix_caching: bool = True  # keep full blocks for sequences with the same prefix
+    vocab_size: int = 1 << 31
+    separate_prefill: bool = False  # prefill and decode steps alternate, because each is replayed as a graph
+
+    def check(self, request: Request, params: SamplerParams) -> None:
+        """`BadValue` for a request that can never run."""
+        if request.num_rows == 0 or int(request.lengths.min()) == 0:
+            raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")
+        for name, top in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if top is not None and not 0 <= top <= self.vocab_size:
+                raise BadValue(f"{name} is {top}; use 0 to {self.vocab_size}", param=name)
+        check_sampling(params, self.vocab_size)
+        if params.max_tokens < 1:
+            raise BadValue(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
+        if params.min_tokens > params.max_tokens:
+            raise BadValue(
+                f"min_tokens is {params.min_tokens}, above max_tokens {params.max_tokens}", param="min_tokens"
+            )
+        longest = int(request.lengths.max())
+        if longest + params.max_tokens > self.max_length:
+            raise BadValue(
+                f"a prompt of {longest} tokens and max_tokens {params.max_tokens} exceed the limit of "
+                f"{self.max_length}; at most {max(0, self.max_length - longest)} may follow it",
+                param="max_tokens",
+            )

@@ -1,0 +1,217 @@
+"""Slot bookkeeping of generation: everything that changes every step, in NumPy arrays by slot.
+
+A slot is a sequence's index in the sampler and here. Arrays make a step cost a few NumPy calls for any number
+of sequences. A token that the device has sampled but the CPU has not read counts in `num_tokens`, not in
+`num_known`: its position is planned before its id is known.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.scheduler.sequence import SequenceState
+from penstock.types import Ints, Join, SamplePlan, SamplerParams, SequenceIds
+
+
+class SlotTable:
+    """Slots with their sequences, their numbers, and the changes that the sampler has not been told of."""
+
+    def __init__(self, num_slots: int, max_length: int, max_blocks: int) -> None:
+        def numbers() -> Ints:
+            return np.zeros(num_slots, dtype=np.int32)
+
+        self.num_slots = num_slots
+        self.token_ids: Ints = np.zeros((num_slots, max_length), dtype=np.int32)
+        self.block_tables: Ints = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self.stop_ids: Ints = np.full((num_slots, 1), -1, dtype=np.int32)
+        self.num_tokens = numbers()  # prompt and sampled tokens
+        self.num_known = numbers()  # tokens that the CPU has read
+        self.num_computed = numbers()  # tokens that have run or are in a step in flight
+        self.prompt_length = numbers()
+        self.max_length = numbers()  # tokens at which the sequence ends
+        self.min_length = numbers()  # tokens up to which no stop token ends it
+        self.num_blocks = numbers()
+        self.num_published = numbers()  # blocks that others may reuse
+        self.num_logprobs = numbers()  # top tokens that it asks for; -1: no log probabilities
+        self.epoch = numbers()  # changes whenever results in flight for the slot become invalid
+        self.visit = numbers()  # changes whenever its sequence gets or loses its blocks
+        self.device_s = np.zeros(num_slots)
+        self.is_constrained = np.zeros(num_slots, dtype=bool)
+        self.needs_details = np.zeros(num_slots, dtype=bool)  # its outputs carry more than a token id
+        self._sequences: list[SequenceState | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._joins: list[Join] = []
+        self._leaves: list[int] = []
+        self._named = (np.zeros(0, dtype=np.int32),) * 2  # the slots and epochs of `_names`
+        self._names: SequenceIds = ()
+
+    def __getitem__(self, slot: int) -> SequenceState:
+        sequence = self._sequences[slot]
+        if sequence is None:
+            raise LookupError(f"slot {slot} is free")
+        return sequence
+
+    def find(self, slot: int) -> SequenceState | None:
+        return self._sequences[slot]
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
+
+    @property
+    def used_slots(self) -> list[int]:
+        return [slot for slot, sequence in enumerate(self._sequences) if sequence is not None]
+
+    # Sequences take and leave slots.
+
+    def assign(self, sequence: SequenceState) -> None:
+        """Give a new sequence a free slot."""
+        slot, prompt, params = self._free.pop(), sequence.prompt, sequence.sampling
+        sequence.slot = slot
+        self._sequences[slot] = sequence
+        self.token_ids[slot, : len(prompt)] = prompt
+        self.num_tokens[slot] = self.num_known[slot] = self.prompt_length[slot] = len(prompt)
+        self.max_length[slot] = len(prompt) + params.max_tokens
+        self.min_length[slot] = len(prompt) + params.min_tokens
+        self._set_stop_ids(slot, params)
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.device_s[slot] = 0.0
+        self.is_constrained[slot] = sequence.constraint is not None
+        self.needs_details[slot] = (
+            sequence.constraint is not None
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+        )
+        self._joins.append(Join(slot, params, prompt))
+
+    def free(self, sequence: SequenceState) -> None:
+        """Take a sequence's slot; its results in flight are ignored when they come."""
+        slot = sequence.slot
+        self._sequences[slot] = None
+        self.epoch[slot] += 1
+        self._free.append(slot)
+        self._leave(slot)
+
+    def restart(self, sequence: SequenceState) -> None:
+        """Forget what is in flight for a sequence. It joins the sampler again, which may have counted tokens
+        that nobody has read."""
+        slot = sequence.slot
+        self.epoch[slot] += 1
+        self.num_tokens[slot] = self.num_known[slot]
+        output = self.token_ids[slot, int(self.prompt_length[slot]) : int(self.num_known[slot])].copy()
+        self._leave(slot)
+        self._joins.append(Join(slot, sequence.sampling, sequence.prompt, output))
+
+    def _leave(self, slot: int) -> None:
+        self._joins = [join for join in self._joins if join.slot != slot]
+        if slot not in self._leaves:
+            self._leaves.append(slot)
+
+    def take_leaves(self) -> tuple[int, ...]:
+        """The slots that were freed since the last call."""
+        leaves, self._leaves = tuple(self._leaves), []
+        return leaves
+
+    def take_joins(self) -> tuple[Join, ...]:
+        """The slots that were taken since the last call."""
+        joins, self._joins = tuple(self._joins), []
+        return joins
+
+    # Blocks.
+
+    def add_blocks(self, sequence: SequenceState, blocks: list[int]) -> None:
+        slot, at = sequence.slot, len(sequence.blocks)
+        sequence.blocks += blocks
+        self.block_tables[slot, at : len(sequence.blocks)] = blocks
+        self.num_blocks[slot] = len(sequence.blocks)
+
+    def add_block_each(self, slots: Ints, blocks: list[int]) -> None:
+        """One block for each of some sequences."""
+        self.block_tables[slots, self.num_blocks[slots]] = blocks
+        self.num_blocks[slots] += 1
+        for slot, block in zip(slots.tolist(), blocks, strict=True):
+            self[slot].blocks.append(block)
+
+    def start_visit(
+        self, sequence: SequenceState, blocks: list[int], num_cached: int, block_size: int
+    ) -> None:
+        """Give a sequence the blocks of all its tokens, of which the first `num_cached` hold a cached
+        prefix."""
+        slot, sequence.blocks = sequence.slot, []
+        self.add_blocks(sequence, blocks)
+        self.num_published[slot] = num_cached
+        self.num_computed[slot] = num_cached * block_size
+        self.visit[slot] += 1
+
+    def end_visit(self, sequence: SequenceState) -> list[int]:
+        """Take all blocks of a sequence; nothing of it is computed any more."""
+        blocks, sequence.blocks = sequence.blocks, []
+        self.num_blocks[sequence.slot] = self.num_computed[sequence.slot] = 0
+        self.visit[sequence.slot] += 1
+        return blocks
+
+    # Tokens.
+
+    def append(self, slots: Ints, token_ids: Ints) -> None:
+        """The CPU has read one sampled token of each of these sequences."""
+        self.token_ids[slots, self.num_known[slots]] = token_ids
+        self.num_known[slots] += 1
+
+    def schedule(self, slots: Ints, counts: Ints) -> NDArray[np.bool_]:
+        """Count tokens as computed. Returns which sequences sample: those whose last token is among them."""
+        ends = self.num_computed[slots] + counts
+        samples: NDArray[np.bool_] = ends == self.num_tokens[slots]
+        self.num_computed[slots] = ends
+        self.num_tokens[slots[samples]] += 1
+        return samples
+
+    def is_current(self, sample: SamplePlan) -> NDArray[np.bool_]:
+        """Which rows of a step still belong to the sequence that they were planned for."""
+        current: NDArray[np.bool_] = self.epoch[sample.slots] == sample.epochs
+        return current
+
+    def stopped(self, slots: Ints, token_ids: Ints) -> NDArray[np.bool_]:
+        """Which sequences end with a stop token as their latest."""
+        stopped: NDArray[np.bool_] = (token_ids[:, None] == self.stop_ids[slots]).any(axis=1)
+        stopped &= self.num_known[slots] > self.min_length[slots]
+        return stopped
+
+    def is_full(self, slots: Ints) -> NDArray[np.bool_]:
+        """Which sequences have all the tokens that they may have."""
+        full: NDArray[np.bool_] = self.num_known[slots] >= self.max_length[slots]
+        return full
+
+    def sequence_ids(self, slots: Ints) -> SequenceIds:
+        """Request and row of each slot; the same object as before while nothing has changed."""
+        epochs = self.epoch[slots]
+        named_slots, named_epochs = self._named
+        if not (np.array_equal(slots, named_slots) and np.array_equal(epochs, named_epochs)):
+            sequences = [self[slot] for slot in slots.tolist()]
+            self._names = tuple((sequence.request.id, sequence.row) for sequence in sequences)
+            self._named = slots, epochs
+        return self._names
+
+    def check_integrity(self, running: list[int], preempted: list[int], block_size: int) -> None:
+        """Assert that every slot is free or has one sequence, which is running or preempted."""
+        used = self.used_slots
+        assert sorted(used + self._free) == list(range(self.num_slots)), "slots are lost or used twice"
+        assert sorted(running + preempted) == used, "a sequence is neither running nor preempted"
+        assert all(not self[slot].blocks for slot in preempted)
+        for slot in running:
+            sequence = self[slot]
+            assert sequence.slot == slot
+            assert len(sequence.blocks) == self.num_blocks[slot]
+            assert sequence.blocks == self.block_tables[slot, : len(sequence.blocks)].tolist()
+            assert self.num_computed[slot] <= self.num_tokens[slot]
+            assert self.num_known[slot] <= self.num_tokens[slot]
+            assert self.num_computed[slot] <= len(sequence.blocks) * block_size
+
+    def _set_stop_ids(self, slot: int, params: SamplerParams) -> None:
+        stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids))
+        if len(stop_ids) > self.stop_ids.shape[1]:
+            wider = np.full((self.num_slots, len(stop_ids)), -1, dtype=np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
