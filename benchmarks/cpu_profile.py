@@ -1,4 +1,4 @@
-"""Where a CPU step's time goes, and how its size in tokens matters.
+"""Time of a CPU step by operation, and by its number of tokens.
 
     python benchmarks/cpu_profile.py [--quantization int8] [--save]
 
@@ -23,12 +23,12 @@ from penstock.inputs.processor import InputOptions
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import PoolingParams, StepPlan
+from penstock.types import PoolingParams, PoolPlan
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 
 
-def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[StepPlan]:
+def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[PoolPlan]:
     options = InputOptions(truncate_prompt_tokens=-1)
     request = engine.local.text.processor.prepare("profile", texts, PoolingParams(), options)
     scheduler = Scheduler(Budget(tokens, 4096, 1 << 40))
@@ -40,7 +40,7 @@ def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[StepPlan]:
 
 
 def by_size(engine: Engine, runner: ModelRunner, texts: list[str], rounds: int) -> list[str]:
-    """Tokens a second for each step size, sizes taken in turn."""
+    """Tokens a second for each step size, measured in turn."""
     plans = {size: plans_of(engine, texts, size) for size in SIZES}
     rates: dict[int, list[float]] = {size: [] for size in SIZES}
     for _ in range(rounds):

@@ -44,7 +44,7 @@ from penstock.layers.fp8 import Fp8Linear
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
-from penstock.types import StepPlan
+from penstock.types import PoolPlan
 from penstock.weights.stream import DummySource, WeightSource
 
 BF16 = torch.bfloat16
@@ -176,7 +176,7 @@ def make_runner(
         return ModelRunner(model, Pooler(spec, model.heads, []), source.device, 2)  # type: ignore[arg-type]
 
 
-def step_ms(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[float, float]:
+def step_ms(bench: Bench, runner: ModelRunner, plan: PoolPlan) -> tuple[float, float]:
     """(eager, as a graph)."""
     for _ in range(2):
         runner.launch(plan).result()

@@ -46,7 +46,7 @@ from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import Request, StepPlan
+from penstock.types import PoolPlan, Request
 from penstock.weights.stream import DummySource
 
 BF16 = torch.bfloat16
@@ -186,12 +186,12 @@ def kernels(on: bool) -> Iterator[None]:
 @contextmanager
 def own_attention(on: bool) -> Iterator[None]:
     """Whether rows of any length go to our own kernel, not only the short ones."""
-    before = layer._OWN
-    layer._OWN = 1 << 20 if on else before
+    before = layer._MAX_OWN_LENGTH
+    layer._MAX_OWN_LENGTH = 1 << 20 if on else before
     try:
         yield
     finally:
-        layer._OWN = before
+        layer._MAX_OWN_LENGTH = before
 
 
 @section
@@ -571,7 +571,7 @@ def make_runner(architecture: str, config: dict[str, Any], device: torch.device,
         return ModelRunner(model, Pooler(spec, model.heads, []), device, 2)  # type: ignore[arg-type]
 
 
-def plan_of(lengths: list[int], vocabulary: int) -> StepPlan:
+def plan_of(lengths: list[int], vocabulary: int) -> PoolPlan:
     tokens = np.random.default_rng(0).integers(5, vocabulary, sum(lengths)).astype(np.int32)
     request = Request("bench", tokens, np.array(lengths, dtype=np.int32))
     return build_plan([ScheduledRows(request, np.arange(len(lengths), dtype=np.int32))])
@@ -644,7 +644,7 @@ def _model(
     print(f"  {name} took {time.perf_counter() - began:.1f} s", flush=True)
 
 
-def _step_ms(bench: Bench, runner: ModelRunner, plan: StepPlan) -> tuple[float, float]:
+def _step_ms(bench: Bench, runner: ModelRunner, plan: PoolPlan) -> tuple[float, float]:
     """(eager, as a graph), in milliseconds."""
     if bench.device.type != "cuda":
         return 1.0, 1.0

@@ -31,7 +31,7 @@ from penstock import Engine
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import Request, StepPlan
+from penstock.types import PoolPlan, Request
 
 SHAPES = ((1, 32), (8, 32), (64, 32), (16, 256), (64, 256), (32, 500), (2, 2048))
 PLAIN = {  # ms of a graph of plain torch operations
@@ -79,7 +79,7 @@ def write_folder(parent: Path, name: str) -> Path:
     return folder
 
 
-def plan_of(rows: int, length: int) -> StepPlan:
+def plan_of(rows: int, length: int) -> PoolPlan:
     tokens = np.random.default_rng(0).integers(1000, 20000, rows * length).astype(np.int32)
     request = Request("bench", tokens, np.full(rows, length, dtype=np.int32))
     return build_plan([ScheduledRows(request, np.arange(rows, dtype=np.int32))])
@@ -93,7 +93,7 @@ def median_ms(call: Callable[[], float], seconds: float = 0.25, least: int = 8) 
     return statistics.median(found) * 1000
 
 
-def measure(runner: ModelRunner, plan: StepPlan) -> dict[str, float]:
+def measure(runner: ModelRunner, plan: PoolPlan) -> dict[str, float]:
     """Milliseconds of the launch alone, of the device, of a lone step, and of one among many."""
 
     def launch() -> float:
@@ -166,7 +166,7 @@ def _line(name: str, runner: ModelRunner, rows: int, length: int) -> str:
     finally:
         runner.graphs = graphs
     before = graphs.replays
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         values = np.array(runner.launch(plan).result().outputs[0])
     plain = PLAIN.get(name, {}).get((rows, length))
     known = "" if plain is None else f"{plain:.2f}"

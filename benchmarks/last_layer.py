@@ -27,7 +27,7 @@ from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import Request, StepPlan
+from penstock.types import PoolPlan, Request
 from penstock.weights.stream import DummySource
 
 BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "hidden_act": "gelu"}
@@ -70,7 +70,7 @@ CASES = (
 )
 
 
-def make(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[ModelRunner, StepPlan]:
+def make(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[ModelRunner, PoolPlan]:
     with torch.inference_mode():
         model = build_model(case.architecture, case.config, LayerBuilder(DummySource(0, dtype, device), None))
     pooling = PoolingSpec((case.method,), normalize=True)

@@ -52,7 +52,7 @@ class OutputDtype(enum.StrEnum):
         return np.dtype(_NUMPY_OF[self])
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         return self in (OutputDtype.BINARY, OutputDtype.UBINARY)
 
 
@@ -170,10 +170,10 @@ class Request:
     params: PoolingParams = field(default_factory=PoolingParams)
     type_ids: Ints | None = None  # [tokens], only where segments differ from 0
     skip: Ints | None = None  # [rows], leading tokens that the pooler leaves out
-    keys: Ints | None = None  # [rows], leading tokens that the row's tokens attend to; None: all
-    keep: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
+    key_limits: Ints | None = None  # [rows], leading tokens that the row's tokens attend to; None: all
+    token_mask: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
     pairs: Ints | None = None  # [documents], the query row of each; queries stand before documents
-    also: tuple[PoolingParams, ...] = ()  # further outputs of the same rows
+    extra_params: tuple[PoolingParams, ...] = ()  # further outputs of the same rows
     adapters: Ints | None = None  # [rows], which of the model's adapters; -1: none
     priority: int = 0  # lower runs sooner
     arrival_s: float = 0.0  # monotonic clock, the same in every process of a machine
@@ -195,9 +195,9 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def wants(self) -> tuple[PoolingParams, ...]:
+    def all_params(self) -> tuple[PoolingParams, ...]:
         """What is asked of every row."""
-        return (self.params, *self.also)
+        return (self.params, *self.extra_params)
 
     @property
     def num_queries(self) -> int:
@@ -238,11 +238,11 @@ class CachedVectors:
 
 
 class RowSlice(NamedTuple):
-    """Some rows of one request and the places that they take in a step."""
+    """Some rows of one request, and which rows of a step they are."""
 
     request: Request
     rows: Ints  # [n], row numbers within the request
-    slots: Ints  # [n], row numbers within the step
+    step_rows: Ints  # [n], row numbers within the step
     begins: Ints | None = None  # [n], first token of each row in this step; None: the rows run whole
     ends: Ints | None = None  # [n], one past the last
     cached: CachedVectors | None = None  # of requests with pairs
@@ -250,7 +250,7 @@ class RowSlice(NamedTuple):
 
     @property
     def finished(self) -> Ints:
-        """The places of this slice whose rows end in this step."""
+        """Indices into this slice of the rows that end in this step."""
         if self.ends is None:
             return ONE_ROW if len(self.rows) == 1 else np.arange(len(self.rows), dtype=np.int32)
         return np.flatnonzero(self.ends == self.request.lengths[self.rows]).astype(np.int32)
@@ -258,24 +258,24 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthGroup:
-    """Neighbouring rows of equal length, context and keys: a dense block inside the ragged run."""
+    """Consecutive rows of equal length, cached length and key limit: a dense block inside the ragged run."""
 
     first_row: int
     num_rows: int
     length: int
     first_token: int
-    context: int = 0  # tokens of each row that earlier steps have run
-    first_key: int = 0  # where the group begins in the run of keys, which has the context too
-    keys: int = 0  # leading tokens of each row that are attended to; 0: all
+    num_cached: int = 0  # tokens of each row that earlier steps have run
+    first_key: int = 0  # where the group begins in the run of keys, which includes the cached ones
+    key_limit: int = 0  # leading tokens of each row that its tokens attend to; 0: all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairPlan:
-    """Which vectors of a step are scored against which, and which are kept.
+    """Which vectors a step scores against each other, and which it writes to the vector store.
 
-    A vector is a token's, or a row's where rows have one each. Queries are read from the store: those of
-    this step are written there first. The last `from_store` documents lie there too, the others in the
-    step's own run.
+    A vector belongs to a token, or to a row where each row has one. Queries are read from the store; the
+    queries of this step are written there first. The last `num_from_store` documents are read from the store
+    too; the others come from the step's own run.
     """
 
     query_starts: Ints  # [queries]
@@ -284,17 +284,29 @@ class PairPlan:
     document_starts: Ints  # [pairs]
     document_lengths: Ints  # [pairs]
     write_from: Ints  # [written], vectors of the run
-    write_to: Ints  # [written], places in the store
-    from_store: int
-    max_query: int
-    max_document: int
+    write_to: Ints  # [written], offsets in the store
+    num_from_store: int
+    max_query_length: int
+    max_document_length: int
+
+    def arrays(self) -> tuple[Ints, ...]:
+        """The arrays that the device needs, in the order of the fields."""
+        return (
+            self.query_starts,
+            self.query_lengths,
+            self.pair_queries,
+            self.document_starts,
+            self.document_lengths,
+            self.write_from,
+            self.write_to,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """Rows of a step that want the same finish; `rows` is None when that is all of them.
+    """The rows of a step that share pooling parameters; `rows` is None when it covers all of them.
 
-    A task that reads tokens has them in `tokens`, row after row, with the same meaning of None.
+    A task that reads tokens lists them in `tokens`, row after row; None means all tokens.
     """
 
     params: PoolingParams
@@ -309,111 +321,109 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PagedPlan:
-    """The leading rows of a step, of one token each, whose keys are read block by block where they lie."""
+class CarryPlan:
+    """Rows that run over several steps and pool a running sum of their hidden states."""
 
-    rows: int
-    width: int  # blocks of the longest, which is the width of `tables`
-    tables: Ints  # [rows · width], the blocks of each row
-    keys: Ints  # [rows], tokens that each row reads, this step's own included
+    rows: Ints  # [rows that carry], rows of the step
+    slots: Ints  # [rows that carry], where the sums are kept
+    resumed: Ints  # [rows that carry], 1 where an earlier step has left a sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVPlan:
-    """Which keys and values a step reads from memory and which it leaves there.
+    """What a step reads from the KV cache and what it writes there.
 
-    The keys of a step are laid out row by row, context first: `new_at` and `old_at` say where the
-    step's own tokens and the remembered ones go in that run.
+    The keys of a step form one run, row by row, with a row's cached keys first: `new_key_at` and
+    `cached_key_at` give the position of the step's own keys and of the cached keys in that run.
     """
 
-    cu_keys: Ints  # [rows + 1]; rows that are `paged` count their own key alone
+    cu_keys: Ints  # [rows + 1]; a row that reads by block table counts only its own key
     max_keys: int
-    new_at: Ints  # [tokens]
-    old_at: Ints  # [remembered]
-    read_slots: Ints  # [remembered]
-    write_tokens: Ints  # [kept], tokens of the step
-    write_slots: Ints  # [kept]
-    token_slots: Ints  # [tokens], the same for each token of the step; -1: not kept
-    carry_rows: Ints  # [cut], rows whose sums go on over steps
-    carry_slots: Ints  # [cut], where those sums are kept
-    carry_old: Ints  # [cut], 1 where there are earlier sums
-    paged: PagedPlan | None = None  # its rows have no part in the run of keys
+    new_key_at: Ints  # [tokens]
+    cached_key_at: Ints  # [cached]
+    read_slots: Ints  # [cached]
+    write_tokens: Ints  # [written], tokens of the step
+    write_slots: Ints  # [written]
+    token_slots: Ints  # [tokens], the cache slot of each token of the step; -1: not written
+    carry: CarryPlan | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedPlan:
+    """The leading rows of a generation step: one token each, whose keys are read through block tables."""
+
+    num_rows: int
+    max_blocks: int  # of the longest row, which is the width of `block_tables`
+    block_tables: Ints  # [rows · max_blocks]
+    num_keys: Ints  # [rows], keys that each row reads, its own included
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join:
-    """A row takes a place of the sampler."""
+    """A sequence takes a slot of the sampler."""
 
     slot: int
     params: SamplerParams
     prompt_ids: Ints  # [prompt]
-    output_ids: Ints | None = None  # what followed it before, of a row that begins again
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplePlan:
-    """How the rows of a step are continued, by the sampler's places (slots).
-
-    Token ids that an earlier step has sampled are fed from the device: the CPU may not have read them yet.
-    """
-
-    slots: Ints  # [rows], the place of each row of the step
-    epochs: Ints  # [rows], which owner of the place it is
-    visits: Ints  # [rows], which of its stays in memory
-    ends: Ints  # [rows], tokens that have run after this step
-    rows: Ints  # [sampled], rows of the step that are continued
-    tokens: Ints  # [sampled], the last token of each within the step
-    sampled_slots: Ints  # [sampled]
-    asked: Ints  # [sampled], log probabilities that each wants besides the chosen token's; -1: none
-    fed_tokens: Ints  # [fed], tokens of the step
-    fed_slots: Ints  # [fed], the place whose last sampled token each is
-    leaves: tuple[int, ...] = ()  # places that are given up before this step
-    joins: tuple[Join, ...] = ()  # and those that are taken, after the former
-    masks: tuple[tuple[int, Ints], ...] = ()  # the tokens that these places may take next, 32 to a word
-    prompts: PromptPlan | None = None  # None: nothing is asked about prompts
+    output_ids: Ints | None = None  # tokens sampled before, of a sequence that starts again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """Tokens of prompts whose successors are known, and how likely these are is asked."""
+    """Prompt tokens whose successors are known and whose log probabilities were requested."""
 
-    rows: Ints  # [asking], rows of the step
-    begins: Ints  # [asking], where in its prompt each begins
-    counts: Ints  # [asking], such tokens of each
-    tokens: Ints  # [scored], their places in the step, row after row
-    following: Ints  # [scored], the token that comes after each
-    most: int  # likeliest tokens that are given besides
+    rows: Ints  # [rows that asked], rows of the step
+    begins: Ints  # [rows that asked], position in the prompt of the first scored token
+    counts: Ints  # [rows that asked], scored tokens of each
+    tokens: Ints  # [scored], tokens of the step, row after row
+    next_tokens: Ints  # [scored], the prompt token that follows each
+    max_logprobs: int  # most top tokens that a row asked for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplePlan:
+    """Which rows of a step sample a token, and the sampler slots that they use.
+
+    Token ids that an earlier step has sampled are fed on the device: the CPU may not have read them yet.
+    """
+
+    slots: Ints  # [rows], the slot of each row of the step
+    epochs: Ints  # [rows], how often the slot had changed hands when the step was planned
+    visits: Ints  # [rows], how often the sequence had been given or had lost its blocks by then
+    ends: Ints  # [rows], tokens of the sequence that have run after this step
+    sampled_rows: Ints  # [sampled], rows of the step
+    sampled_tokens: Ints  # [sampled], the last token of each such row within the step
+    sampled_slots: Ints  # [sampled]
+    num_logprobs: Ints  # [sampled], top tokens that each asked for beside the sampled one; -1: no log probs
+    fed_tokens: Ints  # [fed], tokens of the step
+    fed_slots: Ints  # [fed], the slot whose last sampled token each is
+    leaves: tuple[int, ...] = ()  # slots that are freed before this step
+    joins: tuple[Join, ...] = ()  # slots that are taken, after the former are freed
+    masks: tuple[tuple[int, Ints], ...] = ()  # slot → the tokens that it may sample next, 32 to a word
+    prompts: PromptPlan | None = None  # None: nobody asked for prompt log probabilities
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyLimits:
-    """The rows of a step whose tokens attend to their leading ones only, apart from all others."""
+    """The rows of a step whose tokens attend only to the row's leading tokens."""
 
-    tokens: Ints  # [tokens of these rows], their places in the step
+    tokens: Ints  # [tokens of these rows], tokens of the step
     cu_lengths: Ints  # [these rows + 1]
-    keys: Ints  # [keys of these rows], the places of the tokens that are attended to
+    keys: Ints  # [keys of these rows], the tokens of the step that are attended to
     cu_keys: Ints  # [these rows + 1]
     max_length: int
     max_keys: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """One step, described completely. Rows are ordered by length."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BasePlan:
+    """The ragged run of tokens that every step has. Rows are ordered by length."""
 
     token_ids: Ints  # [tokens]
     positions: Ints  # [tokens], 0-based within each row
     cu_lengths: Ints  # [rows + 1], where each row begins in the flat run
     lengths: Ints  # [rows]
-    type_ids: Ints | None  # [tokens]
-    skip: Ints | None  # [rows]
     groups: tuple[LengthGroup, ...]
-    slices: tuple[RowSlice, ...]
-    variants: tuple[Variant, ...]
-    adapters: Ints | None = None  # [rows], -1: none; None: no row has one
-    kv: KVPlan | None = None  # None: every row runs whole and nothing is kept
-    limits: KeyLimits | None = None  # None: every row attends to all its tokens
-    sample: SamplePlan | None = None  # of a step that generates; it has neither slices nor variants
 
     @property
     def num_tokens(self) -> int:
@@ -428,18 +438,65 @@ class StepPlan:
         return int(self.lengths[-1]) if len(self.lengths) else 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepResult:
-    """What a step gives back: for each variant of its plan, one array of rows.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PoolPlan(BasePlan):
+    """One pooling step, described completely."""
 
-    A step that generates gives the sampled token ids [sampled], -1 where logits were not finite and -2 where
-    no token may come; then, where some row asked, the ids [asked, 1 + most], log probabilities of the same
-    shape and ranks [asked] of the rows that did; and then the same three of prompts, where the plan has some.
-    """
+    slices: tuple[RowSlice, ...]
+    variants: tuple[Variant, ...]
+    type_ids: Ints | None = None  # [tokens]; None: all zero
+    skip: Ints | None = None  # [rows], leading tokens that the pooler leaves out; None: none
+    adapters: Ints | None = None  # [rows], -1: none; None: no row has one
+    kv: KVPlan | None = None  # None: every row runs whole, and nothing is cached
+    limits: KeyLimits | None = None  # None: every row attends to all its tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GeneratePlan(BasePlan):
+    """One generation step, described completely: decodes come first, then chunks of prompts."""
+
+    kv: KVPlan
+    paged: PagedPlan
+    sample: SamplePlan
+
+
+StepPlan = PoolPlan | GeneratePlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledResult:
+    """What a pooling step gives back: for each variant of its plan, one array."""
 
     outputs: tuple[Array, ...]  # [rows or tokens of the variant, dim], in the order of plan.variants
-    device_s: float
-    finite: tuple[Array, ...] = ()  # [rows or tokens], 0 where values were not; empty: see the outputs
+    finite: tuple[Array, ...] = ()  # [rows or tokens], 0 where values were not; empty: check the outputs
+    device_s: float = 0.0
+
+    def timed(self, device_s: float) -> PooledResult:
+        return PooledResult(self.outputs, self.finite, device_s)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of tokens: column 0 is the token itself, then come the likeliest, falling."""
+
+    ids: Ints  # [n, 1 + top]
+    values: NDArray[np.float32]  # [n, 1 + top]
+    ranks: Ints  # [n], of the token itself, from 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledResult:
+    """What a generation step gives back."""
+
+    token_ids: Ints  # [sampled]; -1: the logits were not finite; -2: every token was forbidden
+    logprobs: TokenLogprobs | None = None  # of the sampled rows that asked, in their order
+    prompt_logprobs: TokenLogprobs | None = None  # of the tokens of plan.sample.prompts
+    device_s: float = 0.0
+
+    def timed(self, device_s: float) -> SampledResult:
+        return SampledResult(self.token_ids, self.logprobs, self.prompt_logprobs, device_s)
+
+
+StepResult = PooledResult | SampledResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -451,7 +508,7 @@ class PooledOutput:
     # [rows, terms, 2] of (token id, weight), heaviest first, absent terms (-1, 0)
     values: Array
     timings: Timings
-    more: tuple[Array, ...] = ()  # of the request's further outputs, alike
+    extra_values: tuple[Array, ...] = ()  # of the request's further outputs, alike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -461,7 +518,7 @@ class GeneratedTokens:
     id: str
     row: int
     token_ids: Ints  # [new]
-    finish: str | None = None  # "stop" | "length"
+    finish_reason: str | None = None  # "stop" | "length"
     stop_token: int | None = None  # the token that ended it, where one did
     # Where asked for: the chosen token first, then the likeliest, falling; what ended it has them too.
     logprob_ids: Ints | None = None  # [made, 1 + logprobs]

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import Request, StepPlan, StepResult
+from penstock.types import GeneratePlan, Request, StepPlan, StepResult
 
 RowSet = set[tuple[Request, int]]  # rows by request and row number
 
@@ -24,4 +24,4 @@ class InFlightStep:
 
     @property
     def generates(self) -> bool:
-        return self.plan.sample is not None
+        return isinstance(self.plan, GeneratePlan)

@@ -28,8 +28,12 @@ from penstock.scheduler.scheduler import ScheduledRows, Scheduler
 from penstock.types import (
     Comparison,
     Failure,
+    GeneratePlan,
     Outcome,
+    PooledResult,
+    PoolPlan,
     Request,
+    SampledResult,
     SamplerParams,
     StepPlan,
     StepResult,
@@ -224,15 +228,17 @@ class EngineCore:
         return outcomes
 
     def _collect_result(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
-        plan = step.plan
+        plan, generation = step.plan, self.generation
         self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
         outcomes: list[Outcome] = []
-        if self.generation is not None and step.generates:
-            outcomes += self.generation.collect(plan, result)
+        if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
+            outcomes += self.pending.deliver(step, plan, result)
+        elif isinstance(plan, GeneratePlan) and isinstance(result, SampledResult) and generation is not None:
+            outcomes += generation.collect(plan, result)
             outcomes += self._generation_failures()
         else:
-            outcomes += self.pending.deliver(step, result)
+            raise TypeError(f"a {type(plan).__name__} cannot give a {type(result).__name__}")
         self.observe(self._stats(step, result))
         return outcomes
 
@@ -241,7 +247,7 @@ class EngineCore:
         return StepStats(
             tokens=plan.num_tokens,
             rows=plan.num_rows,
-            requests=plan.num_rows if step.generates else len(plan.slices),
+            requests=len(plan.slices) if isinstance(plan, PoolPlan) else plan.num_rows,
             fill=min(1.0, plan.num_tokens / self.scheduler.budget.max_tokens),
             step_s=self.clock() - step.launched_s,
             device_s=result.device_s,
@@ -267,7 +273,7 @@ class EngineCore:
             if (next_step := self._next_step()) is None:
                 return
             plan, scheduled = next_step
-            generates, now = plan.sample is not None, self.clock()
+            generates, now = isinstance(plan, GeneratePlan), self.clock()
             estimate_s = self._fair_share.launched(
                 generates, plan.num_tokens, other_has_work=self._has_work(not generates)
             )

@@ -17,9 +17,10 @@ from penstock.types import (
     Failure,
     Outcome,
     PooledOutput,
+    PooledResult,
+    PoolPlan,
     Request,
     RowSlice,
-    StepResult,
     Timings,
 )
 
@@ -65,11 +66,11 @@ class PendingRequests:
             if progress is not None and progress.first_launch_s is None:
                 progress.first_launch_s = now_s
 
-    def deliver(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
+    def deliver(self, step: InFlightStep, plan: PoolPlan, result: PooledResult) -> list[Outcome]:
         """Give each request its rows of a step; requests that are complete become answers."""
         outcomes: list[Outcome] = []
-        not_finite = _requests_not_finite(step, result)
-        for row_slice, values in _slice_values(step, result.outputs):
+        not_finite = _requests_not_finite(step, plan, result)
+        for row_slice, values in _slice_values(step, plan, result.outputs):
             progress = self._progress.get(row_slice.request.id)
             if progress is None or progress.job is not row_slice.request:
                 continue  # cancelled meanwhile
@@ -158,21 +159,23 @@ class PendingRequests:
             self._dedup.forget(progress)
 
 
-def _slice_values(step: InFlightStep, arrays: tuple[Array, ...]) -> list[tuple[RowSlice, tuple[Values, ...]]]:
+def _slice_values(
+    step: InFlightStep, plan: PoolPlan, arrays: tuple[Array, ...]
+) -> list[tuple[RowSlice, tuple[Values, ...]]]:
     """What each slice of a step gets, without the rows that depend on a failed step."""
-    found = split_outputs(step.plan, arrays)
+    found = split_outputs(plan, arrays)
     if not step.lost:
         return found
     left = (surviving_values(row_slice, values, step.lost) for row_slice, values in found)
     return [each for each in left if each is not None]
 
 
-def _requests_not_finite(step: InFlightStep, result: StepResult) -> set[str]:
+def _requests_not_finite(step: InFlightStep, plan: PoolPlan, result: PooledResult) -> set[str]:
     """The requests with values that are not finite. One look at the whole step rules out most steps."""
     checked, are_flags = result.finite or result.outputs, bool(result.finite)
     if all_finite(checked, are_flags):
         return set()
-    found = _slice_values(step, checked)
+    found = _slice_values(step, plan, checked)
     return {row_slice.request.id for row_slice, values in found if not all_finite(values, are_flags)}
 
 

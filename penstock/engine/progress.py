@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.types import Array, Ints, PoolingParams, Request, RowSlice, StepPlan, split_rows
+from penstock.types import Array, Ints, PoolingParams, PoolPlan, Request, RowSlice, split_rows
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array of a shape and a type
 Values = Array | list[Array]  # one output of a slice: an array of its rows, or the tokens of each row
@@ -24,7 +24,7 @@ class Progress:
 
     request: Request
     job: Request
-    values: list[Array | None]  # of the job, one for each of `wants`
+    values: list[Array | None]  # of the job, one for each of `all_params`
     num_rows_done: int = 0
     first_launch_s: float | None = None
     device_s: float = 0.0
@@ -39,7 +39,7 @@ class Progress:
 
     @classmethod
     def of(cls, request: Request, job: Request | None = None, source_rows: Ints | None = None) -> Progress:
-        return cls(request, job or request, [None] * len(request.wants), source_rows=source_rows)
+        return cls(request, job or request, [None] * len(request.all_params), source_rows=source_rows)
 
     @property
     def complete(self) -> bool:
@@ -47,7 +47,7 @@ class Progress:
         return self.num_rows_done == needed and not self.num_leaders
 
     def store(self, row_slice: RowSlice, values: Sequence[Values]) -> None:
-        """Copy rows of a step, one entry of `values` for each of `wants`: the step's memory is reused."""
+        """Copy rows of a step, one of `values` for each of `all_params`: the step's memory is reused."""
         if row_slice.request.pairs is not None:
             rows = scored_documents(row_slice)
             self.num_rows_done += len(rows)
@@ -68,7 +68,7 @@ class Progress:
                 self._put(number, row_slice.rows[finished], part, self.job.num_rows)
 
     def outputs(self) -> list[Array]:
-        """The arrays of a complete request, one for each of `wants`."""
+        """The arrays of a complete request, one for each of `all_params`."""
         found = [array for array in self.values if array is not None]
         if len(found) != len(self.values):
             raise RuntimeError(f"request {self.request.id!r} is complete but lacks an output")
@@ -135,7 +135,7 @@ class Progress:
 
     def _copy_rows(self, number: int, rows: Ints, values: Array, giver: Request, their_rows: Ints) -> None:
         """Copy `their_rows` of another request to `rows` of this one."""
-        if not self.request.wants[number].per_token:
+        if not self.request.all_params[number].per_token:
             self._put(number, rows, values[their_rows], self.request.num_rows)
             return
         begins = giver.starts[their_rows]
@@ -153,20 +153,20 @@ class Follower:
     leader_rows: Ints
 
 
-def split_outputs(plan: StepPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Values, ...]]]:
+def split_outputs(plan: PoolPlan, arrays: Sequence[Array]) -> list[tuple[RowSlice, tuple[Values, ...]]]:
     """Each slice of the plan with its part of the variants' arrays, one for each output it wants."""
     if plan.variants and (first := plan.variants[0]).rows is None:
         values = arrays[0]
         if first.params.per_token:
-            return [(each, (_tokens(plan, values, each.slots),)) for each in plan.slices]
-        return [(each, (_vectors(values, each.slots),)) for each in plan.slices]
+            return [(each, (_tokens(plan, values, each.step_rows),)) for each in plan.slices]
+        return [(each, (_vectors(values, each.step_rows),)) for each in plan.slices]
     cursors = {
-        variant.params: _Cursor(array, variant.pairs.from_store if variant.pairs else 0)
+        variant.params: _Cursor(array, variant.pairs.num_from_store if variant.pairs else 0)
         for variant, array in zip(plan.variants, arrays, strict=True)
     }
     # A variant lists the rows of its slices in the order of the plan's slices.
     return [
-        (each, tuple(_take(each, params, plan, cursors) for params in each.request.wants))
+        (each, tuple(_take(each, params, plan, cursors) for params in each.request.all_params))
         for each in plan.slices
     ]
 
@@ -178,7 +178,7 @@ def _vectors(values: Array, slots: Ints) -> Array:
     return values[slots]
 
 
-def _tokens(plan: StepPlan, values: Array, slots: Ints) -> list[Array]:
+def _tokens(plan: PoolPlan, values: Array, slots: Ints) -> list[Array]:
     """For each row a view of its tokens."""
     begins, ends = plan.cu_lengths[slots].tolist(), plan.cu_lengths[slots + 1].tolist()
     return [values[begin:end] for begin, end in zip(begins, ends, strict=True)]
@@ -202,7 +202,7 @@ class _Cursor:
 
 
 def _take(
-    row_slice: RowSlice, params: PoolingParams, plan: StepPlan, cursors: dict[PoolingParams, _Cursor]
+    row_slice: RowSlice, params: PoolingParams, plan: PoolPlan, cursors: dict[PoolingParams, _Cursor]
 ) -> Values:
     if row_slice.request.pairs is not None:
         cursor, cached = cursors[params], row_slice.cached_documents
@@ -210,7 +210,7 @@ def _take(
         run = cursor.take(len(scored_documents(row_slice)) - num_cached)
         return np.concatenate([run, cursor.take_cached(num_cached)]) if num_cached else run
     if params.per_token:
-        lengths = plan.lengths[row_slice.slots]
+        lengths = plan.lengths[row_slice.step_rows]
         return split_rows(cursors[params].take(int(lengths.sum())), lengths)
     count = len(row_slice.finished)
     return cursors[params].take(count) if count else _NO_VALUES  # a variant without rows is left out

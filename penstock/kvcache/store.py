@@ -1,8 +1,9 @@
-"""Key and value memory on the device, addressed by slot: block × block size + offset."""
+"""The KV cache on the device, addressed by slot: block × block size + offset."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +30,15 @@ class KVStore:
         return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
 
 
+class KVCache(NamedTuple):
+    """What rows keep between steps."""
+
+    store: KVStore
+    sums: Tensor  # [blocks, hidden] fp32: running sums of rows that are pooled over several steps
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU the pages of memory that nobody has written to yet take no room."""
+    """Zeros; on a CPU, pages that were never written take no memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

@@ -1,8 +1,8 @@
 """Attention over a ragged run of tokens: a thin call that takes the cheapest correct path.
 
 Rows arrive ordered by length, so rows of equal length form a dense block without any padding. On a
-CPU each block is one library call. On CUDA the short rows, which stand first, go to a kernel of ours and
-one variable-length call serves the rest, unless a bias is added to the scores.
+CPU each block is one library call. On CUDA the short rows, which come first, go to one kernel and the
+longer rows to another, unless a bias is added to the scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,15 @@ from penstock.kernels.attention import (
 from penstock.kernels.language import use_kernel
 from penstock.kernels.paged import paged_attention, paged_attention_reference
 from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Limits, Memory, Paged, read_in_place
+from penstock.layers.batch import (
+    MAX_HEAD_DIM,
+    Batch,
+    KeyLimitTensors,
+    KVAccess,
+    PagedTensors,
+    reads_in_place,
+)
+from penstock.layers.scratch import AttentionRoute, QKVViews, RepeatedLaunch
 from penstock.types import LengthGroup
 
 ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added to the scores
@@ -37,22 +45,20 @@ ScoreBias = Callable[[int], Tensor]  # length → [heads, length, length], added
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """Which tokens see which. `window` counts how far a token sees to each side, itself excluded;
-    a causal model sees nothing to the right."""
+    """Which tokens attend to which. `window` is how far a token sees to each side, itself excluded;
+    with causal attention it sees nothing to the right."""
 
     causal: bool = False
     window: int | None = None
     scale: float | None = None  # None: 1 / sqrt(head size)
-    softcap: float | None = None  # scores are bent to stay within ± this
+    softcap: float | None = None  # scores are squashed by tanh to stay within ± this
 
 
-_SHORT = 64  # tokens; rows up to here are faster by plain products on a CPU
-_OWN = (
-    1 << 30
-)  # tokens; on CUDA rows up to here go to our kernels, which benchmarks/gpu_kernels.py found faster
-_FEW = 16  # short rows; among longer ones so few are not worth a launch of their own
-_HALVES = (torch.bfloat16, torch.float16)
-_WIDEST = 128  # of the heads that our kernels are tuned for
+_MAX_CPU_SHORT = 64  # tokens; on a CPU plain products are faster for rows up to this length
+# Tokens; on CUDA rows up to this length go to our kernels, which benchmarks/gpu_kernels.py found faster.
+_MAX_OWN_LENGTH = 1 << 30
+_MIN_SHORT_ROWS = 17  # fewer short rows among longer ones are not worth a launch of their own
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 BIDIRECTIONAL = AttentionKind()
 CAUSAL = AttentionKind(causal=True)
@@ -66,123 +72,123 @@ def attend(
     kind: AttentionKind = BIDIRECTIONAL,
     bias: ScoreBias | None = None,
     layer: int = 0,
-    kept: bool = False,
+    kv_written: bool = False,
 ) -> Tensor:
-    """Attention within each row → [tokens, heads · dim]. `layer` finds the row's earlier tokens; `kept` says
-    that the step's own are in memory already (`Memory.keeps`)."""
+    """Attention within each row → [tokens, heads · dim]. `layer` selects the layer's part of the KV cache;
+    `kv_written` says that the step's own keys and values are there already (`KVAccess.write_target`)."""
     if batch.limits is not None and kind.causal:
-        raise ValueError("rows with a key limit need attention that looks ahead")
-    if (memory := batch.memory) is not None:
-        if memory.paged is not None:
-            if not kept:
-                memory.keep(layer, key, value)
-            return _generating(query, key, value, batch, memory, memory.paged, kind, layer)
-        if bias is None and kind.softcap is None and read_in_place(memory.store):
-            return _paged(query, key, value, batch, memory, kind, layer, kept)
-        key, value = memory.recall(layer, key, value)
-    if query.is_cuda and bias is None and kind.softcap is None and query.dtype in _HALVES:
+        raise ValueError("rows with a key limit need bidirectional attention")
+    if (kv := batch.kv) is not None:
+        if kv.paged is not None:
+            if not kv_written:
+                kv.write(layer, key, value)
+            return _attend_generation(query, key, value, batch, kv, kv.paged, kind, layer)
+        if bias is None and kind.softcap is None and reads_in_place(kv.store):
+            if not kv_written:  # before reading: a row may share a prefix that another writes in this step
+                write_kv_cache(key, value, kv.store.keys[layer], kv.store.values[layer], kv.token_slots)
+            return _attend_cached(query, key, value, batch, kv, kind, layer)
+        key, value = kv.write_and_gather(layer, key, value)
+    if query.is_cuda and bias is None and kind.softcap is None and query.dtype in _HALF_DTYPES:
         return _on_cuda(query, key, value, batch, kind)
-    return _by_length(query, key, value, batch, kind, bias)
+    return _attend_groups(query, key, value, batch.groups, kind, bias)
 
 
-def _generating(
+def _attend_generation(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     batch: Batch,
-    memory: Memory,
-    paged: Paged,
+    kv: KVAccess,
+    paged: PagedTensors,
     kind: AttentionKind,
     layer: int,
 ) -> Tensor:
-    """A step that generates: all is kept before; rows of one token read the blocks, and the others are
-    parts of prompts."""
-    (tokens, heads, dim), one = query.shape, paged.rows
-    out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-    if one < tokens:
-        _read_prompts(query, key, value, batch, memory, one, kind, layer, out)
-    if one:
-        _read_blocks(query[:one], memory.store, paged, kind, layer, out[:one])
+    """A generation step, whose keys and values are written already: the leading rows of one token read the
+    cache through block tables; the others are chunks of prompts."""
+    (tokens, heads, dim), decodes = query.shape, paged.num_rows
+    if decodes < tokens:
+        out = _attend_prompts(query, key, value, batch, kv, decodes, kind, layer)
+    else:
+        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+    if decodes:
+        _attend_paged(query[:decodes], kv.store, paged, kind, layer, out[:decodes])
     return out
 
 
-def _read_prompts(
+def _attend_prompts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     batch: Batch,
-    memory: Memory,
-    one: int,
+    kv: KVAccess,
+    first_row: int,
     kind: AttentionKind,
     layer: int,
-    out: Tensor,
-) -> None:
-    """The rows from `one` on: what they remember is read where it lies, or gathered before their own keys."""
-    if kind.softcap is None and query.dtype in _HALVES and use_kernel(query):
-        flash_attention(
+) -> Tensor:
+    """The rows from `first_row` on, each row before which has one token; [tokens, heads · dim], of which the
+    tokens before them are left uninitialised."""
+    tokens, heads, dim = query.shape
+    if kind.softcap is None and query.dtype in _HALF_DTYPES and use_kernel(query):
+        out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
+        return flash_attention(
             query,
             key,
             value,
-            batch.cu_lengths[one:],
-            memory.cu_keys[one:],
+            batch.cu_lengths[first_row:],
+            kv.cu_keys[first_row:],
             max_length=batch.max_length,
-            scale=query.shape[-1] ** -0.5 if kind.scale is None else kind.scale,
+            scale=dim**-0.5 if kind.scale is None else kind.scale,
             causal=kind.causal,
             window=kind.window,
-            cached=CachedKeyValues(memory.store.keys[layer], memory.store.values[layer], memory.read_slots),
+            cached=CachedKeyValues(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
             out=out,
         )
-        return
-    keys, values = memory.remembered(layer, key[one:], value[one:])
-    _fill(out, batch.groups, query, keys, values, kind, None)
+    keys, values = kv.gather(layer, key[first_row:], value[first_row:])
+    return _attend_groups(query, keys, values, batch.groups, kind)
 
 
-def _read_blocks(
-    query: Tensor, store: KVStore, paged: Paged, kind: AttentionKind, layer: int, out: Tensor
+def _attend_paged(
+    query: Tensor, store: KVStore, paged: PagedTensors, kind: AttentionKind, layer: int, out: Tensor
 ) -> None:
-    where = (store.keys[layer], store.values[layer], paged.tables, paged.keys)
+    cache = (store.keys[layer], store.values[layer], paged.block_tables, paged.num_keys)
     scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
     size, window, cap = paged.block_size, kind.window, kind.softcap
-    if use_kernel(query) and query.dtype in _HALVES:
-        paged_attention(query, *where, block_size=size, scale=scale, window=window, softcap=cap, out=out)
+    if use_kernel(query) and query.dtype in _HALF_DTYPES:
+        paged_attention(query, *cache, block_size=size, scale=scale, window=window, softcap=cap, out=out)
     else:
         out.copy_(
-            paged_attention_reference(query, *where, block_size=size, scale=scale, window=window, softcap=cap)
+            paged_attention_reference(query, *cache, block_size=size, scale=scale, window=window, softcap=cap)
         )
 
 
 def attend_fused(
     qkv: Tensor, heads: int, batch: Batch, kind: AttentionKind = BIDIRECTIONAL, bias: ScoreBias | None = None
 ) -> Tensor:
-    """The same for queries, keys and values side by side: qkv [tokens, 3 · heads · dim]."""
-    parts: _Parts | None = batch.routes.get("parts")
-    if parts is None or parts.of is not qkv or parts.heads != heads:
-        parts = _Parts(qkv, heads, *qkv.view(qkv.shape[0], 3, heads, -1).unbind(1))
-        if batch.lasts(qkv):
-            batch.routes["parts"] = parts
-    return attend(parts.query, parts.key, parts.value, batch, kind, bias)
+    """The same for queries, keys and values in one tensor: qkv [tokens, 3 · heads · dim]."""
+    views = batch.scratch.qkv_views
+    if views is None or views.qkv is not qkv or views.num_heads != heads:
+        views = QKVViews(qkv, heads, *qkv.view(qkv.shape[0], 3, heads, -1).unbind(1))
+        if batch.is_scratch(qkv):
+            batch.scratch.qkv_views = views
+    return attend(views.query, views.key, views.value, batch, kind, bias)
 
 
-class _Parts(NamedTuple):
-    """Of a place that each layer writes its queries, keys and values to."""
-
-    of: Tensor
-    heads: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
-def _by_length(
-    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, bias: ScoreBias | None
+def _attend_groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Iterable[LengthGroup],
+    kind: AttentionKind,
+    bias: ScoreBias | None = None,
 ) -> Tensor:
+    """[tokens, heads · dim]; tokens of no group are left uninitialised."""
     tokens, heads, dim = query.shape
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-    _fill(out, batch.groups, query, key, value, kind, bias)
+    _fill_groups(out, groups, query, key, value, kind, bias)
     return out
 
 
-def _fill(
+def _fill_groups(
     out: Tensor,
     groups: Iterable[LengthGroup],
     query: Tensor,
@@ -191,32 +197,32 @@ def _fill(
     kind: AttentionKind,
     bias: ScoreBias | None,
 ) -> None:
-    """Write the tokens of these groups, each of which is one call."""
+    """Write the tokens of these groups, with one call for each group."""
     _, heads, dim = query.shape
-    grouped = key.shape[1] != heads
+    is_gqa = key.shape[1] != heads
     on_cpu = query.device.type == "cpu"
     for group in groups:
         rows, length, first = group.num_rows, group.length, group.first_token
-        stop, seen = first + rows * length, length + group.context
-        keys = slice(group.first_key, group.first_key + rows * seen)
+        stop, num_keys = first + rows * length, length + group.num_cached
+        keys = slice(group.first_key, group.first_key + rows * num_keys)
         q = query[first:stop].view(rows, length, -1, dim).transpose(1, 2)
-        k, v = (x[keys].view(rows, seen, -1, dim).transpose(1, 2) for x in (key, value))
-        mask, causal = _mask(length, group.context, kind, bias, query)
-        if group.keys:
-            k, v = k[:, :, : group.keys], v[:, :, : group.keys]
-            mask = None if mask is None else mask[..., : group.keys]
+        k, v = (x[keys].view(rows, num_keys, -1, dim).transpose(1, 2) for x in (key, value))
+        mask, causal = _mask(length, group.num_cached, kind, bias, query)
+        if group.key_limit:
+            k, v = k[:, :, : group.key_limit], v[:, :, : group.key_limit]
+            mask = None if mask is None else mask[..., : group.key_limit]
         if kind.softcap is not None:
-            context = _capped(q, k, v, mask, causal, kind, kind.softcap)
-        elif on_cpu and length <= _SHORT and mask is None and not causal and not grouped:
-            context = _short_rows(q, k, v, kind.scale)
+            context = _softcapped(q, k, v, mask, causal, kind, kind.softcap)
+        elif on_cpu and length <= _MAX_CPU_SHORT and mask is None and not causal and not is_gqa:
+            context = _short_rows_on_cpu(q, k, v, kind.scale)
         else:
             context = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, scale=kind.scale, enable_gqa=grouped
+                q, k, v, attn_mask=mask, is_causal=causal, scale=kind.scale, enable_gqa=is_gqa
             )
         out[first:stop].view(rows, length, heads, dim).copy_(context.transpose(1, 2))
 
 
-def _capped(
+def _softcapped(
     query: Tensor,  # [rows, heads, length, dim]
     key: Tensor,  # [rows, kv heads, keys, dim]
     value: Tensor,
@@ -225,7 +231,7 @@ def _capped(
     kind: AttentionKind,
     cap: float,
 ) -> Tensor:
-    """Plain products, for no library call bends scores. A row is short, or it is cut into chunks."""
+    """Plain products, because no library call has a softcap. Rows are short, or cut into chunks."""
     (_, heads, length, dim), kv_heads = query.shape, key.shape[1]
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
     scale = dim**-0.5 if kind.scale is None else kind.scale
@@ -237,10 +243,9 @@ def _capped(
     return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
 
 
-def _short_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Plain batched products for query [rows, heads, length, dim], key and value of as many tokens or
-    fewer: below some length their scores fit the cache,
-    and the library's tiled kernel spends more on its tiles than they save."""
+def _short_rows_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Plain batched products for query [rows, heads, length, dim], and key and value of at most as many
+    tokens. The scores of short rows fit the CPU's cache, so the library's tiling costs more than it saves."""
     rows, heads, length, dim = query.shape
     q, k, v = (x.reshape(rows * heads, -1, dim) for x in (query, key, value))
     scores = torch.baddbmm(
@@ -254,105 +259,88 @@ def _short_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
 
 
 def _mask(
-    length: int, context: int, kind: AttentionKind, bias: ScoreBias | None, like: Tensor
+    length: int, num_cached: int, kind: AttentionKind, bias: ScoreBias | None, like: Tensor
 ) -> tuple[Tensor | None, bool]:
-    """What to hand to the library: a mask to add, or the causal flag alone where that says it all."""
-    narrow = kind.window is not None and kind.window < length + context - 1
-    if bias is None and not narrow and not context:
+    """A mask for the library, and whether its causal flag alone is enough instead."""
+    is_windowed = kind.window is not None and kind.window < length + num_cached - 1
+    if bias is None and not is_windowed and not num_cached:
         return None, kind.causal and length > 1
-    seen = None
-    if narrow or kind.causal:
-        seen = _visible(length, context, kind.causal, kind.window if narrow else None, like.device)
+    visible = None
+    if is_windowed or kind.causal:
+        window = kind.window if is_windowed else None
+        visible = _visible(length, num_cached, kind.causal, window, like.device)
     if bias is None:
-        return seen, False
+        return visible, False
     added = bias(length)
-    return (added if seen is None else added.masked_fill(~seen, float("-inf"))), False
+    return (added if visible is None else added.masked_fill(~visible, float("-inf"))), False
 
 
 @lru_cache(maxsize=64)
-def _visible(length: int, context: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """True where a token of the step (first axis) sees a key, [length, context + length]."""
-    keys = torch.arange(context + length, device=device)
-    ahead = keys[None, :] - keys[context:, None]
-    seen = torch.ones_like(ahead, dtype=torch.bool)
+def _visible(length: int, num_cached: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """True where a token of the step (first axis) attends to a key, [length, num_cached + length]."""
+    keys = torch.arange(num_cached + length, device=device)
+    distance = keys[None, :] - keys[num_cached:, None]
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if causal:
-        seen &= ahead <= 0
+        visible &= distance <= 0
     if window is not None:
-        seen &= ahead.abs() <= window
-    return seen
+        visible &= distance.abs() <= window
+    return visible
 
 
 @lru_cache(maxsize=2)
-def _gqa_flag(grouped: bool) -> dict[str, Any]:
-    """Newer releases want to be told that keys have fewer heads; older ones see it by themselves."""
+def _gqa_flag(is_gqa: bool) -> dict[str, Any]:
+    """Newer releases need a flag where keys have fewer heads; older ones detect it themselves."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return {"enable_gqa": True} if grouped and known else {}
+    is_known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": True} if is_gqa and is_known else {}
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
-    if batch.memory is not None or query.shape[2] > _WIDEST or not use_kernel(query):
+    if batch.kv is not None or query.shape[2] > MAX_HEAD_DIM or not use_kernel(query):
         out = _varlen(query, key, value, batch, kind)
     else:
-        out = _by_kernels(query, key, value, batch, kind)
+        out = _attend_by_kernels(query, key, value, batch, kind)
     if batch.limits is not None:
-        _redo_limited(out.view(query.shape), query, key, value, batch, batch.limits, kind)
+        _redo_limited_rows(out.view(query.shape), query, key, value, batch, batch.limits, kind)
     return out
 
 
-class _Route(NamedTuple):
-    """Which rows of a step go where; the rest is the library's."""
-
-    short: Tensor | None  # the cumulative lengths of rows for `short_attention`
-    longest: int  # of these
-    own: Tensor | None  # of rows for `flash_attention`, behind them
-    longest_own: int
-    rows: int  # of both
-
-
-class _Again(NamedTuple):
-    """The same launch for the next layer, whose queries, keys and values come to lie in the same places."""
-
-    query: Tensor
-    kind: AttentionKind
-    out: Tensor
-    launch: Callable[[], Any]
-
-
-def _route(batch: Batch, reaches_all: bool) -> _Route:
-    """Found once a step: all its layers ask. `reaches_all` says that no window cuts a short row."""
-    key = ("attention", reaches_all, _OWN)
-    if (found := batch.routes.get(key)) is None:
-        short, longest = _rows_up_to(MAX_SHORT_LENGTH, batch) if reaches_all else (0, 0)
-        if short < batch.num_rows and short <= _FEW:
+def _route(batch: Batch, window_covers_short: bool) -> AttentionRoute:
+    """Found once a step for all its layers. `window_covers_short` says that no window cuts a short row."""
+    key = (window_covers_short, _MAX_OWN_LENGTH)
+    if (route := batch.scratch.routes.get(key)) is None:
+        short, max_short_length = _rows_up_to(MAX_SHORT_LENGTH, batch) if window_covers_short else (0, 0)
+        if short < batch.num_rows and short < _MIN_SHORT_ROWS:
             short = 0
-        own, longest_own = _rows_up_to(_OWN, batch)
+        own, max_flash_length = _rows_up_to(_MAX_OWN_LENGTH, batch)
         own = max(own, short)
-        found = batch.routes[key] = _Route(
+        route = batch.scratch.routes[key] = AttentionRoute(
             batch.cu_lengths[: short + 1] if short else None,
-            longest,
+            max_short_length,
             batch.cu_lengths[short : own + 1] if own > short else None,
-            longest_own,
+            max_flash_length,
             own,
         )
-    assert isinstance(found, _Route)
-    return found
+    return route
 
 
-def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
-    """Rows are ordered by length, so each kernel takes neighbours and writes their part of one output."""
-    before: _Again | None = batch.routes.get("again")
-    if before is not None and before.query is query and before.kind is kind:
-        before.launch()
-        return before.out
+def _attend_by_kernels(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind
+) -> Tensor:
+    """Rows are ordered by length: each kernel takes consecutive rows and writes their part of one output."""
+    repeated = batch.scratch.repeated
+    if repeated is not None and repeated.query is query and repeated.kind is kind:
+        repeated.launch()
+        return repeated.out
     tokens, heads, dim = query.shape
     route = _route(batch, kind.window is None or kind.window >= MAX_SHORT_LENGTH - 1)
-    if route.rows < batch.num_rows:
-        out = _varlen(query, key, value, batch, kind, first_row=route.rows)
+    if route.num_rows < batch.num_rows:
+        out = _varlen(query, key, value, batch, kind, first_row=route.num_rows)
     else:
-        (place,) = batch.places((heads * dim,), query)
-        out = query.new_empty((tokens, heads * dim)) if place is None else place
+        (buffer,) = batch.scratch_buffers((heads * dim,), query)
+        out = query.new_empty((tokens, heads * dim)) if buffer is None else buffer
     scale = dim**-0.5 if kind.scale is None else kind.scale
     if route.short is not None:
         short_attention(
@@ -360,65 +348,59 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: A
             key,
             value,
             route.short,
-            max_length=route.longest,
+            max_length=route.max_short_length,
             scale=scale,
             causal=kind.causal,
             out=out,
         )
-    if route.own is not None:
-        parts: _Parts | None = batch.routes.get("parts")
-        alone = route.short is None and route.rows == batch.num_rows
-        again: list[Callable[[], Any]] | None = (
-            [] if alone and parts is not None and parts.query is query else None
-        )
+    if route.flash is not None:
+        views = batch.scratch.qkv_views
+        is_only_launch = route.short is None and route.num_rows == batch.num_rows
+        can_repeat = is_only_launch and views is not None and views.query is query
+        replays: list[Callable[[], Any]] | None = [] if can_repeat else None
         flash_attention(
             query,
             key,
             value,
-            route.own,
-            max_length=route.longest_own,
+            route.flash,
+            max_length=route.max_flash_length,
             scale=scale,
             causal=kind.causal,
             window=kind.window,
             out=out,
-            replays=again,
+            replays=replays,
         )
-        if again:
-            batch.routes["again"] = _Again(query, kind, out, again[0])
+        if replays:
+            batch.scratch.repeated = RepeatedLaunch(query, kind, out, replays[0])
     return out
 
 
-def _paged(
+def _attend_cached(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     batch: Batch,
-    memory: Memory,
+    kv: KVAccess,
     kind: AttentionKind,
     layer: int,
-    kept: bool,
 ) -> Tensor:
-    """Two launches whatever was cut: keep what later steps need, then read what earlier ones left where it
-    lies. Keeping comes first: a row may share a prefix that another writes in this very step."""
-    keys, values = memory.store.keys[layer], memory.store.values[layer]
-    if not kept:
-        write_kv_cache(key, value, keys, values, memory.token_slots)
+    """One launch whatever was cached: a kernel reads cached keys and values from their slots."""
     return flash_attention(
         query,
         key,
         value,
         batch.cu_lengths,
-        memory.cu_keys,
+        kv.cu_keys,
         max_length=batch.max_length,
         scale=query.shape[-1] ** -0.5 if kind.scale is None else kind.scale,
         causal=kind.causal,
         window=kind.window,
-        cached=CachedKeyValues(keys, values, memory.read_slots),
+        cached=CachedKeyValues(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
     )
 
 
 def _rows_up_to(length: int, batch: Batch) -> tuple[int, int]:
-    """How many leading rows have at most so many tokens, and how many the longest of them has."""
+    """How many leading rows have at most `length` tokens, and the length of the longest of them."""
     groups = batch.groups
     if batch.max_length <= length:
         return batch.num_rows, batch.max_length
@@ -429,14 +411,14 @@ def _rows_up_to(length: int, batch: Batch) -> tuple[int, int]:
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, first_row: int = 0
 ) -> Tensor:
-    """By the library. The tokens of rows before `first_row` are left as they come."""
+    """By the library. The tokens of rows before `first_row` are left uninitialised."""
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if kind.window is None else kind.window
     cu_lengths = batch.cu_lengths[first_row:]
     cu_keys, max_keys = cu_lengths, batch.max_length
-    if batch.memory is not None:
-        cu_keys, max_keys = batch.memory.cu_keys[first_row:], batch.memory.max_keys
+    if batch.kv is not None:
+        cu_keys, max_keys = batch.kv.cu_keys[first_row:], batch.kv.max_keys
     out = varlen_attn(
         query,
         key,
@@ -447,26 +429,32 @@ def _varlen(
         max_keys,
         scale=kind.scale,
         window_size=(left, 0 if kind.causal else left),
-        **_gqa_flag(grouped=key.shape[1] != query.shape[1]),
+        **_gqa_flag(is_gqa=key.shape[1] != query.shape[1]),
     )
     assert isinstance(out, Tensor)
     return out.flatten(1)
 
 
-def _redo_limited(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, batch: Batch, limits: Limits, kind: AttentionKind
+def _redo_limited_rows(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    limits: KeyLimitTensors,
+    kind: AttentionKind,
 ) -> None:
-    """Rows with a key limit, which are few and short, once more with their own keys.
+    """Compute rows with a key limit again, with their own keys. Such rows are few and short.
 
-    A window is measured from a row's end by the library, so with fewer keys it would be misplaced: rows
-    that it does not reach across go without it, longer ones by length.
+    The library measures a window from a row's end, so fewer keys would shift it. Rows that fit in the
+    window run without one; longer rows run group by group.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     if kind.window is not None and kind.window < limits.max_length - 1:
-        limited = [group for group in batch.groups if group.keys]
-        with sdpa_kernel(SDPBackend.MATH):  # only there a token that sees no key at all gives nothing
-            _fill(out.view(len(out), -1), limited, query, key, value, kind, None)
+        limited = [group for group in batch.groups if group.key_limit]
+        with sdpa_kernel(SDPBackend.MATH):  # the only one that gives zeros for a token that sees no key
+            _fill_groups(out.view(len(out), -1), limited, query, key, value, kind, None)
         return
     own = varlen_attn(
         query.index_select(0, limits.tokens),
@@ -478,7 +466,7 @@ def _redo_limited(
         limits.max_keys,
         scale=kind.scale,
         window_size=(-1, -1),
-        **_gqa_flag(grouped=key.shape[1] != query.shape[1]),
+        **_gqa_flag(is_gqa=key.shape[1] != query.shape[1]),
     )
     assert isinstance(own, Tensor)
     out.index_copy_(0, limits.tokens, own)

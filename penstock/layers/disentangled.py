@@ -92,8 +92,12 @@ def attend_disentangled(
                 x[first:stop].view(rows, length, heads, dim).transpose(1, 2) for x in (query, key, value)
             )
             bias = distance_bias(q, k, terms) * scale
-            if group.keys:
-                k, v, bias = k[:, :, : group.keys], v[:, :, : group.keys], bias[..., : group.keys]
+            if group.key_limit:
+                k, v, bias = (
+                    k[:, :, : group.key_limit],
+                    v[:, :, : group.key_limit],
+                    bias[..., : group.key_limit],
+                )
             context = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
             out[first:stop].view(rows, length, heads, dim).copy_(context.transpose(1, 2))
     return out

@@ -56,7 +56,7 @@ class DebertaLayer:
             query, key, value = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
             context = attend_disentangled(query, key, value, batch, self.terms, self.scale)
         if self.is_last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, layer_input = post_norm_residual(self.out, self.attention_norm, context, hidden)
         return post_norm_residual(self.mlp, self.output_norm, layer_input, hidden)
 

@@ -105,14 +105,14 @@ class DecoderAttention:
 
     def __call__(self, hidden: Activations, batch: Batch, angles: Angles) -> Tensor:
         """The context vectors, [tokens, heads · dim], before the output projection."""
-        kind = self.generating if batch.generates else self.kind
+        kind = self.generating if batch.is_generation else self.kind
         keep = None
-        if batch.memory is not None and self.rotary.can_write_cache(self.head_dim):
-            keep = batch.memory.keeps(self.layer, capped=kind.softcap is not None)
+        if batch.kv is not None and self.rotary.can_write_cache(self.head_dim):
+            keep = batch.kv.write_target(self.layer, capped=kind.softcap is not None)
         query, key, value = self.rotary.rotate_qkv(
             self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms, keep
         )
-        return attend(query, key, value, batch, kind, layer=self.layer, kept=keep is not None)
+        return attend(query, key, value, batch, kind, layer=self.layer, kv_written=keep is not None)
 
 
 class DecoderLayer:
@@ -147,7 +147,7 @@ class DecoderLayer:
         """The hidden states after this layer, plain and normalised by `next_norm`."""
         out, context = self.attention.out, self.attention(normed, batch, angles)
         if self.is_last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         if self.after_attention is None or self.after_mlp is None:
             hidden, normed = pre_norm_residual(out, self.mlp_norm, context, hidden)
             return pre_norm_residual(self.mlp, next_norm, normed, hidden)

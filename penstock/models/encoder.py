@@ -114,10 +114,10 @@ class EncoderLayer:
         self, hidden: Tensor, layer_input: Activations, batch: Batch, bias: ScoreBias | None
     ) -> tuple[Tensor, Activations]:
         """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
-        qkv, between, middle, last = batch.places(self.widths, hidden)
+        qkv, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         context = attend_fused(self.qkv(layer_input, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
-        if self.is_last and batch.needed is not None:
-            context, hidden = batch.finished(context, hidden)
+        if self.is_last and batch.output_tokens is not None:
+            context, hidden = batch.select_outputs(context, hidden)
             between = middle = last = None
         hidden, layer_input = post_norm_residual(self.out, self.attention_norm, context, hidden, between)
         return post_norm_residual(

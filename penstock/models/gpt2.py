@@ -50,7 +50,7 @@ class GPT2Layer:
         query, key, value = qkv.view(qkv.shape[0], 3, self.heads, -1).unbind(1)
         context = attend(query, key, value, batch, self.kind, layer=self.layer)
         if self.is_last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, normed = pre_norm_residual(self.out, self.mlp_norm, context, hidden)
         return pre_norm_residual(self.mlp, next_norm, normed, hidden)
 

@@ -52,8 +52,8 @@ class TransformersModel:
             rows = (group.num_rows, group.length)
             ids = batch.token_ids[group.first_token : stop].view(rows).long()
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            if group.keys:
-                inputs["attention_mask"][:, group.keys :] = 0
+            if group.key_limit:
+                inputs["attention_mask"][:, group.key_limit :] = 0
             if batch.type_ids is not None and self.segments:
                 inputs["token_type_ids"] = batch.type_ids[group.first_token : stop].view(rows).long()
             out[group.first_token : stop] = self.module(**inputs).last_hidden_state.flatten(0, 1)

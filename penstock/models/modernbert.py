@@ -60,7 +60,7 @@ class ModernBertLayer:
         query, key, value = rotary.rotate_qkv(self.qkv(normed), self.heads, angles)
         context = attend(query, key, value, batch, self.attention)
         if self.is_last:
-            context, hidden = batch.finished(context, hidden)
+            context, hidden = batch.select_outputs(context, hidden)
         hidden, normed = pre_norm_residual(self.out, self.mlp_norm, context, hidden)
         return pre_norm_residual(self.mlp, next_norm, normed, hidden)
 

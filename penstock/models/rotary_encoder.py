@@ -102,14 +102,14 @@ class RotaryEncoderLayer:
         self, hidden: Tensor, layer_input: Activations, batch: Batch, angles: Angles | None
     ) -> tuple[Tensor, Activations]:
         """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
-        place, between, middle, last = batch.places(self.widths, hidden)
+        place, between, middle, last = batch.scratch_buffers(self.widths, hidden)
         qkv = self.qkv(layer_input, out=place)
         if self.rotary is None or angles is None:
             context = attend_fused(qkv, self.heads, batch)
         else:
             context = attend(*self.rotary.rotate_qkv(qkv, self.heads, angles), batch)
-        if self.is_last and batch.needed is not None:
-            context, hidden = batch.finished(context, hidden)
+        if self.is_last and batch.output_tokens is not None:
+            context, hidden = batch.select_outputs(context, hidden)
             between = middle = last = None
         hidden, layer_input = post_norm_residual(self.out, self.attention_norm, context, hidden, between)
         return post_norm_residual(

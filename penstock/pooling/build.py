@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,13 @@ from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
 
 _Read = tuple[Task, bool]  # a task, and whether of every token where it could be of the row
-_NO_PAIRS: Mapping[int, PairTensors] = {}
+
+
+class VariantTensors(NamedTuple):
+    """What the pooler needs of a `Variant` on the device."""
+
+    selected: Tensor | None = None  # int32, rows or tokens; None: all of them
+    pairs: PairTensors | None = None  # of a variant that scores pairs
 
 
 class Pooler:
@@ -53,30 +59,28 @@ class Pooler:
         hidden: Tensor,
         batch: Batch,
         variants: tuple[Variant, ...],
-        index: list[Tensor | None],
-        pairs: Mapping[int, PairTensors] = _NO_PAIRS,
+        tensors: Sequence[VariantTensors],
     ) -> list[Tensor]:
-        """One tensor a variant. `index` holds the variants' rows (or tokens) as device integers, None for
-        all; `pairs` what those variants need that are scores."""
+        """One tensor for each variant."""
         done: dict[_Read, Tensor] = {}
-        if batch.memory is not None and self.carries:
+        if batch.kv is not None and self.carries:
             done[Task.EMBED, False] = self._pool(hidden, batch)  # sums go on even where no row ends
         out = []
-        for number, (variant, chosen) in enumerate(zip(variants, index, strict=True)):
+        for variant, (selected, pairs) in zip(variants, tensors, strict=True):
             task = variant.params.task
-            if number in pairs:
-                out.append(self._scores(hidden, batch, chosen, pairs[number], done))
+            if pairs is not None:
+                out.append(self._scores(hidden, batch, selected, pairs, done))
                 continue
             if task is Task.SPARSE and self.splade is not None:
-                out.append(self.splade(hidden, batch, variant, chosen))
+                out.append(self.splade(hidden, batch, variant, selected))
                 continue
             if task is Task.EMBED and self.alone is not None and has_kernel(hidden, batch):
                 dims, normalize = self._cut(variant.params)
-                out.append(pool(self.alone, hidden, batch, rows=chosen, dims=dims, normalize=normalize))
+                out.append(pool(self.alone, hidden, batch, rows=selected, dims=dims, normalize=normalize))
                 continue
             values = self._values((task, variant.params.steps), hidden, batch, done)
-            if chosen is not None:
-                values = values.index_select(0, chosen)
+            if selected is not None:
+                values = values.index_select(0, selected)
             out.append(self._finish(values, variant.params))
         return out
 

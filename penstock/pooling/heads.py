@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -58,11 +60,17 @@ def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
             return to_binary(vectors, dtype is OutputDtype.BINARY)
 
 
-def leave(values: list[Tensor], variants: tuple[Variant, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Each variant's values in the form that it wants, and uint8 flags of what was finite before: none where
-    all leave as fp32, which show it themselves."""
+class PoolerOutput(NamedTuple):
+    """Each variant's values in its output dtype."""
+
+    values: list[Tensor]
+    finite: list[Tensor]  # uint8, 0 where a row was not finite before its cast; empty if all are fp32
+
+
+def to_output(values: list[Tensor], variants: tuple[Variant, ...]) -> PoolerOutput:
+    """Cast each variant's values. Unlike fp32 values, cast ones need flags to show that they were finite."""
     dtypes = [variant.params.dtype for variant in variants]
     outputs = [cast(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
     if all(dtype is OutputDtype.FLOAT32 for dtype in dtypes):
-        return outputs, []
-    return outputs, [value.isfinite().all(dim=-1).to(torch.uint8) for value in values]
+        return PoolerOutput(outputs, [])
+    return PoolerOutput(outputs, [value.isfinite().all(dim=-1).to(torch.uint8) for value in values])

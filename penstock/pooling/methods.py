@@ -7,6 +7,7 @@ kernel does the same in one pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from penstock.kernels import pooling as kernel
 from penstock.kernels.language import use_kernel
 from penstock.layers.batch import Batch
-from penstock.types import Ints, StepPlan
+from penstock.types import Ints, PoolPlan
 
 Method = Callable[[Tensor, Batch], Tensor]
 
@@ -58,22 +59,29 @@ def maximum(hidden: Tensor, batch: Batch) -> Tensor:
 CARRIED = ("mean", "mean_sqrt_len")  # methods that sum up over the chunks of a row
 
 
-def read_tokens(method: str, plan: StepPlan) -> tuple[Ints, Ints] | None:
-    """Which tokens of whole rows a method reads, and how many of each row. None: all, as one does that weighs
-    them by their places."""
+class ReadTokens(NamedTuple):
+    """The tokens that a pooling method reads."""
+
+    tokens: Ints  # row after row
+    counts: Ints  # [rows], such tokens of each row
+
+
+def read_tokens(method: str, plan: PoolPlan) -> ReadTokens | None:
+    """The tokens that a method reads of whole rows; None: all of them. A method that weighs tokens by their
+    positions always reads all."""
     begins, ends, skip = plan.cu_lengths[:-1], plan.cu_lengths[1:], plan.skip
     if method == "last":
-        return ends - 1, np.ones_like(begins)
+        return ReadTokens(ends - 1, np.ones_like(begins))
     if method == "cls":
         first = begins if skip is None else np.minimum(begins + skip, ends - 1)
-        return first, np.ones_like(begins)
+        return ReadTokens(first, np.ones_like(begins))
     if method == "weighted_mean" or skip is None:
         return None
     kept = np.maximum(plan.lengths - skip, 0)
     if method == "max" and not kept.all():
         return None
     tokens = np.flatnonzero(plan.positions >= np.repeat(skip, plan.lengths)).astype(np.int32)
-    return tokens, kept
+    return ReadTokens(tokens, kept)
 
 
 def pool(
@@ -101,7 +109,7 @@ def pool(
 
 def has_kernel(hidden: Tensor, batch: Batch) -> bool:
     """Sums that go on over steps are left to the plain form."""
-    return batch.memory is None and use_kernel(hidden)
+    return batch.kv is None and use_kernel(hidden)
 
 
 def _routed(name: str, plain: Method) -> Method:
@@ -127,11 +135,11 @@ def _sum(hidden: Tensor, batch: Batch) -> Tensor:
     if (keep := _kept(batch)) is not None:
         values = values * keep[:, None]
     sums = _segments(values, batch, "sum")
-    return sums if batch.memory is None else batch.memory.carry(sums)
+    return sums if batch.kv is None or batch.kv.carry is None else batch.kv.carry.add(sums)
 
 
 def _counted(batch: Batch) -> Tensor:
-    lengths = batch.totals if batch.skip is None else batch.totals - batch.skip
+    lengths = batch.total_lengths if batch.skip is None else batch.total_lengths - batch.skip
     return lengths.clamp_min(1).float()[:, None]
 
 

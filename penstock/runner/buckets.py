@@ -1,19 +1,19 @@
-"""The few shapes that steps are padded to where they are replayed, and where their integers lie.
+"""The few shapes that steps are padded to so that a graph can be replayed, and where their integers lie.
 
-A graph is captured for one shape and replayed for every step that fits it: rows beyond a step's own are
-empty, and tokens beyond them belong to no row, so that nobody reads what is computed for them.
+A graph is captured for one shape and replayed for every step that fits it. Padding rows are empty, and
+padding tokens belong to no row, so nothing reads what is computed for them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.types import Ints, LengthGroup, StepPlan
+from penstock.types import Ints, KVPlan, LengthGroup, PoolPlan, StepPlan
 
-# Small products take as long as twice their tokens; large ones do not, so shapes lie closer there.
+# A small product takes as long as one of twice its tokens; a large one does not, so large sizes are closer.
 TOKENS = (
     *(16, 32, 64, 128, 256),
     *range(384, 1025, 128),
@@ -22,36 +22,36 @@ TOKENS = (
     *range(9216, 16385, 1024),
 )
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
-LONGEST = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-REMEMBERED = (4096, 16384, 65536)  # keys of earlier steps, of all rows
-_TILE = 64  # tokens; attention shares rows out between programs in such pieces
-_FEW = 512  # pieces; so many cost nothing even if most are empty
+MAX_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CACHED_KEYS = (4096, 16384, 65536)  # keys that a step reads from the KV cache, of all rows
+_TILE = 64  # tokens; attention splits rows between programs in tiles of this size
+_MIN_TILES = 512  # this many tiles cost nothing even if most are empty
 
 
 class Bucket(NamedTuple):
     tokens: int
     rows: int
-    longest: int  # tokens of the longest row
+    max_length: int  # tokens of the longest row
 
 
-def bucket_of(tokens: int, rows: int, longest: int) -> Bucket | None:
-    """The smallest bucket that holds such a step. None: it is too large, or rows of too different lengths
-    would leave most of attention's programs without work."""
+def bucket_of(tokens: int, rows: int, max_length: int) -> Bucket | None:
+    """The smallest bucket that holds such a step. None: the step is too large, or its lengths differ so much
+    that most of attention's programs would have no work."""
     if tokens > TOKENS[-1] or rows > ROWS[-1] or not rows:
         return None
     size = TOKENS[bisect_left(TOKENS, tokens)]
     count = min(ROWS[bisect_left(ROWS, rows)], size)
-    length = size if rows == 1 else min(LONGEST[bisect_left(LONGEST, longest)], size)
-    pieces = count * -(-length // _TILE)
-    if pieces > max(_FEW, 4 * (size // _TILE + count)):
+    length = size if rows == 1 else min(MAX_LENGTHS[bisect_left(MAX_LENGTHS, max_length)], size)
+    tiles = count * -(-length // _TILE)
+    if tiles > max(_MIN_TILES, 4 * (size // _TILE + count)):
         return None
     return Bucket(size, count, length)
 
 
-def memory_of(remembered: int) -> int | None:
-    """Room for what a step reads of earlier ones. None: it is too much."""
-    at = bisect_left(REMEMBERED, remembered)
-    return REMEMBERED[at] if at < len(REMEMBERED) else None
+def cached_keys_of(num_cached: int) -> int | None:
+    """The smallest bucket for the keys that a step reads from the KV cache. None: they are too many."""
+    at = bisect_left(CACHED_KEYS, num_cached)
+    return CACHED_KEYS[at] if at < len(CACHED_KEYS) else None
 
 
 class NotCapturable(RuntimeError):
@@ -59,57 +59,95 @@ class NotCapturable(RuntimeError):
 
 
 class NoGroups(tuple[LengthGroup, ...]):
-    """In place of the groups of a step that is not known yet. Whoever asks for them cannot be captured."""
+    """Stands in for the length groups of a step that is not known yet. Code that iterates over them cannot
+    be captured."""
 
     def __iter__(self) -> Iterator[LengthGroup]:
-        raise NotCapturable("the model works on rows of equal length, group after group")
+        raise NotCapturable("the model processes rows of equal length group by group")
 
 
-_OF_MEMORY = ("cu_keys", "token_slots", "read_slots")
-_ENDS = ("cu_lengths", "cu_keys")
-_FILL = {"token_slots": -1}
+class BufferSpace:
+    """Hands out consecutive parts of one buffer of integers, each at a multiple of 16 bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, count: int) -> slice:
+        begin = self.size
+        self.size += -(-count // 4) * 4
+        return slice(begin, begin + count)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayout:
+    """The part of a layout for a step that uses the KV cache."""
+
+    cu_keys: slice
+    token_slots: slice
+    read_slots: slice
+    max_cached_keys: int
+
+    def write(self, out: Ints, kv: KVPlan) -> None:
+        _fill(out[self.cu_keys], kv.cu_keys, padding=int(kv.cu_keys[-1]))
+        _fill(out[self.token_slots], kv.token_slots, padding=-1)
+        _fill(out[self.read_slots], kv.read_slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where a step's arrays lie in one buffer of integers, each with room for the bucket's."""
+    """Where a step's arrays lie in one buffer of integers, each with room for the bucket."""
 
     bucket: Bucket
-    types: bool
-    skip: bool
-    memory: int | None = None  # remembered keys; None: nothing is read of earlier steps nor kept
-    places: dict[str, tuple[int, int]] = field(init=False)  # name → where it begins, and its room
-    size: int = field(init=False)
+    cu_lengths: slice
+    lengths: slice
+    token_ids: slice
+    positions: slice
+    type_ids: slice | None
+    skip: slice | None
+    kv: KVLayout | None  # None: the step does not use the KV cache
+    size: int
 
-    def __post_init__(self) -> None:
-        tokens, rows, _ = self.bucket
-        rooms = {"cu_lengths": rows + 1, "lengths": rows, "token_ids": tokens, "positions": tokens}
-        if self.types:
-            rooms["type_ids"] = tokens
-        if self.skip:
-            rooms["skip"] = rows
-        if self.memory is not None:
-            rooms |= {"cu_keys": rows + 1, "token_slots": tokens, "read_slots": self.memory}
-        places, at = {}, 0
-        for name, room in rooms.items():
-            places[name] = (at, room)
-            at += -(-room // 4) * 4  # so that each begins at a multiple of 16 bytes
-        object.__setattr__(self, "places", places)
-        object.__setattr__(self, "size", at)
+    @classmethod
+    def of(
+        cls, bucket: Bucket, *, has_types: bool, has_skip: bool, max_cached_keys: int | None = None
+    ) -> Layout:
+        tokens, rows, _ = bucket
+        space = BufferSpace()
+        cu_lengths, lengths = space.take(rows + 1), space.take(rows)
+        token_ids, positions = space.take(tokens), space.take(tokens)
+        type_ids = space.take(tokens) if has_types else None
+        skip = space.take(rows) if has_skip else None
+        kv = None
+        if max_cached_keys is not None:
+            cu_keys, token_slots = space.take(rows + 1), space.take(tokens)
+            kv = KVLayout(cu_keys, token_slots, space.take(max_cached_keys), max_cached_keys)
+        return cls(bucket, cu_lengths, lengths, token_ids, positions, type_ids, skip, kv, space.size)
 
     def write(self, out: Ints, plan: StepPlan) -> None:
-        """The step's integers, and behind each array what makes the rest of it empty: no length, and the
-        first token of the vocabulary, in the first place, which is kept nowhere."""
-        for name, (begin, room) in self.places.items():
-            array: Ints | None = getattr(plan.kv if name in _OF_MEMORY else plan, name)
-            if array is None:  # the layout has room for what this step has none of
-                out[begin : begin + room] = 0
-                continue
-            end = begin + len(array)
-            out[begin:end] = array
-            out[end : begin + room] = array[-1] if name in _ENDS else _FILL.get(name, 0)
+        """Write the step's integers, and padding behind each array: rows without tokens, and tokens with id
+        0 at position 0 that are written to no cache slot."""
+        _fill(out[self.cu_lengths], plan.cu_lengths, padding=int(plan.cu_lengths[-1]))
+        _fill(out[self.lengths], plan.lengths)
+        _fill(out[self.token_ids], plan.token_ids)
+        _fill(out[self.positions], plan.positions)
+        if isinstance(plan, PoolPlan):
+            if self.type_ids is not None:
+                _fill(out[self.type_ids], plan.type_ids)
+            if self.skip is not None:
+                _fill(out[self.skip], plan.skip)
+        if self.kv is not None and plan.kv is not None:
+            self.kv.write(out, plan.kv)
 
 
-def largest_size() -> int:
-    """Of any layout."""
-    return Layout(Bucket(TOKENS[-1], ROWS[-1], LONGEST[-1]), True, True, REMEMBERED[-1]).size
+def _fill(part: Ints, array: Ints | None, padding: int = 0) -> None:
+    if array is None:  # the graph takes what this step has none of
+        part[:] = 0
+        return
+    part[: len(array)] = array
+    part[len(array) :] = padding
+
+
+def max_layout_size() -> int:
+    """The size of the largest layout."""
+    bucket = Bucket(TOKENS[-1], ROWS[-1], MAX_LENGTHS[-1])
+    return Layout.of(bucket, has_types=True, has_skip=True, max_cached_keys=CACHED_KEYS[-1]).size

@@ -1,7 +1,7 @@
-"""CUDA graphs of steps, whatever is in them: how they are captured, and what happens where they cannot be.
+"""Capture of CUDA graphs, whatever is in them, and what happens where a capture fails.
 
-A capture that fails costs the service nothing but its graph. One for which memory ran out is followed by a
-time without others, and a step that runs out of it takes what all graphs hold.
+A failed capture costs nothing but its graph. If a capture runs out of memory, no other is tried for a while.
+If a step runs out of memory, all graphs are dropped.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from penstock.runner.staging import Staging
 
 log = logging.getLogger("penstock.graphs")
 Work = Callable[[], list[Tensor]]
-Capture = Callable[[Work], tuple[Callable[[], None], list[Tensor]]]  # → (replay, what it writes to)
+Capture = Callable[[Work], tuple[Callable[[], None], list[Tensor]]]  # → (replay, the tensors it writes to)
 K = TypeVar("K", bound=Hashable)
 G = TypeVar("G")
 
-FAILURES = 3  # captures that fail before no more are tried
-SCARCE_S = 60.0  # without captures after memory ran out
+MAX_FAILURES = 3  # captures that fail before no more are tried
+OOM_PAUSE_S = 60.0  # without captures after memory ran out
 
 
 class CudaCapture:
-    """Captures into one pool of memory, which all graphs share: they run one after another, and each copies
-    its results out before the next begins."""
+    """Captures into one memory pool that all graphs share: they run one after another, and each copies its
+    results out before the next begins."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.renew()
+        self.renew_pool()
 
-    def renew(self) -> None:
-        """Another pool, for that of graphs which are all gone, or of a broken capture, is closed for good."""
+    def renew_pool(self) -> None:
+        """Take a new pool: a broken capture, or the end of all its graphs, closes the old one for good."""
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
 
@@ -49,10 +49,10 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         collects = gc.isenabled()
-        gc.disable()  # what is freed meanwhile might ask the device for something
+        gc.disable()  # freeing an object could call the device during the capture
         try:
             with torch.cuda.stream(self.stream):
-                # Not by torch.cuda.graph, which waits for the device and empties its cache first.
+                # torch.cuda.graph would wait for the device and empty its cache first.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     outputs = work()
@@ -61,7 +61,7 @@ class CudaCapture:
                     raise
                 graph.capture_end()
         except BaseException:
-            self.renew()  # a pool that a broken capture has left open is of no more use
+            self.renew_pool()  # a broken capture leaves its pool open and unusable
             raise
         finally:
             if collects:
@@ -69,8 +69,8 @@ class CudaCapture:
         return graph.replay, outputs
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed. Where it cannot be ended the allocator still has to be told: as long as
-        it believes in a capture it gives no cached memory back, and steps would run out of it."""
+        """End a failed capture. If it cannot be ended, tell the allocator at least: while it assumes a
+        capture it returns no cached memory, and steps would run out."""
         try:
             graph.capture_end()
         except Exception:
@@ -97,47 +97,48 @@ class Captures(Generic[K, G]):
         self.replays = 0
         self.capture_s = 0.0
         self._failures = 0
-        self._not_before = 0.0  # captures
+        self._not_before = 0.0  # when the next capture may start
 
     @property
     def gave_up(self) -> bool:
-        return self._failures >= FAILURES
+        return self._failures >= MAX_FAILURES
 
-    def _taken(self, key: K, make: Callable[[], G], steps: str) -> G | None:
-        """The graph for these steps, captured now. None: it cannot be had."""
+    def _try_capture(self, key: K, make: Callable[[], G], steps: str) -> G | None:
+        """Capture a graph now. None: that failed."""
         began = self.clock()
         try:
             graph = make()
         except NotCapturable as error:
-            self._failures = FAILURES
+            self._failures = MAX_FAILURES
             log.info("%s run without graphs: %s", self.kind, error)
             return None
         except Exception as error:
             self.refused.add(key)
             self._failures += 1
             if out_of_memory(error):
-                traceback.clear_frames(error.__traceback__)  # the tensors of half a capture
-                self._make_room()
+                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the failed capture
+                self._pause_captures()
             log.warning("no graph for %s: %s: %s", steps, type(error).__name__, error)
             if self.gave_up:
-                log.warning("no more graphs are tried after %d failures", FAILURES)
+                log.warning("%d captures failed; no more graphs are tried", MAX_FAILURES)
             return None
         self.captured[key] = graph
-        took = self.clock() - began
-        self.capture_s += took
-        log.debug("captured %s in %.1f ms", key, took * 1000)
+        elapsed = self.clock() - began
+        self.capture_s += elapsed
+        log.debug("captured %s in %.1f ms", key, elapsed * 1000)
         return graph
 
     def drop(self) -> None:
-        """Give back what all graphs hold: a step needs it more. Shapes that come again are captured again."""
+        """Free the memory of all graphs for a step that ran out of it. Shapes that come again are captured
+        again."""
         if self.captured:
-            log.warning("%d graphs are given up: memory ran out", len(self.captured))
+            log.warning("memory ran out: %d graphs are dropped", len(self.captured))
         self.captured.clear()
         if isinstance(self.capture, CudaCapture):
-            self.capture.renew()
-        self._make_room()
+            self.capture.renew_pool()
+        self._pause_captures()
 
-    def _make_room(self) -> None:
-        self._not_before = self.clock() + SCARCE_S
+    def _pause_captures(self) -> None:
+        self._not_before = self.clock() + OOM_PAUSE_S
         if self.staging.device.type == "cuda":
             torch.cuda.empty_cache()

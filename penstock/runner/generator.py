@@ -1,87 +1,123 @@
-"""The end of a step that generates: logits of the rows that sample, their tokens, and what the next step is
-fed with. Sampled ids stay on the device; the CPU reads a copy when it comes to it."""
+"""The end of a generation step: logits of the rows that sample, their tokens, and the tokens fed to the next
+step. Sampled ids stay on the device; the CPU reads a copy later."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
+from penstock.sampling.logprobs import LogprobTensors
 from penstock.sampling.sampler import Sampler
-from penstock.types import Ints, SamplePlan
+from penstock.types import Ints, PromptPlan, SamplePlan
+
+_TOKENS_AT_ONCE = 256  # prompt tokens whose logits exist at the same time
+
+
+class PromptTensors(NamedTuple):
+    """A `PromptPlan` on the device."""
+
+    tokens: Tensor  # int32 [scored]
+    next_tokens: Tensor  # int32 [scored]
+    max_logprobs: int
+
+
+class SampleTensors(NamedTuple):
+    """A `SamplePlan` on the device."""
+
+    sampled_tokens: Tensor  # int32 [sampled]
+    sampled_slots: Tensor  # int32 [sampled]
+    fed_tokens: Tensor  # int32 [fed]
+    fed_slots: Tensor  # int32 [fed]
+    prompts: PromptTensors | None
+
+    @staticmethod
+    def arrays(sample: SamplePlan) -> list[Ints]:
+        arrays = [sample.sampled_tokens, sample.sampled_slots, sample.fed_tokens, sample.fed_slots]
+        if sample.prompts is not None:
+            arrays += (sample.prompts.tokens, sample.prompts.next_tokens)
+        return arrays
+
+    @classmethod
+    def take(cls, sample: SamplePlan, sent: Iterator[Tensor]) -> SampleTensors:
+        """Those of `arrays`, in the same order."""
+        sampled_tokens, sampled_slots, fed_tokens, fed_slots = next(sent), next(sent), next(sent), next(sent)
+        prompts = None if sample.prompts is None else _prompt_tensors(sample.prompts, sent)
+        return cls(sampled_tokens, sampled_slots, fed_tokens, fed_slots, prompts)
+
+
+def _prompt_tensors(prompts: PromptPlan, sent: Iterator[Tensor]) -> PromptTensors:
+    return PromptTensors(next(sent), next(sent), prompts.max_logprobs)
+
+
+class GeneratedTensors(NamedTuple):
+    """What a generation step gives, on the device."""
+
+    token_ids: Tensor  # int32 [sampled]
+    logprobs: LogprobTensors | None = None  # of the sampled rows that asked
+    prompt_logprobs: LogprobTensors | None = None  # of the scored prompt tokens
+
+    def tensors(self) -> list[Tensor]:
+        return [self.token_ids, *(self.logprobs or ()), *(self.prompt_logprobs or ())]
 
 
 class Generator:
     def __init__(self, head: TaskHead, slots: int, device: torch.device, seed: int | None = None) -> None:
         self.head = head
         self.sampler = Sampler(head.outputs, slots, device, seed)
-        self.spare = slots  # the slot of rows without a request
+        self.padding_slot = slots
         self.last = self.sampler.last  # the newest token of each slot
 
-    def settle(self, sample: SamplePlan) -> None:
-        """Let rows leave and join, whatever becomes of the step."""
+    def update_slots(self, sample: SamplePlan) -> None:
+        """Let sequences leave and join, whatever becomes of the step."""
         held = self.sampler.plan.held
         for slot in sample.leaves:
-            if slot in held:  # a row may be gone before the sampler has heard of it
+            if slot in held:  # a sequence may be gone before the sampler was given it
                 self.sampler.leave(slot)
         for join in sample.joins:
             self.sampler.join(join.slot, join.params, join.prompt_ids, join.output_ids)
         for slot, mask in sample.masks:
             self.sampler.mask(slot, mask)
 
-    @staticmethod
-    def arrays(sample: SamplePlan) -> dict[str, Ints]:
-        """What of the plan goes to the device."""
-        arrays = {
-            "sample_tokens": sample.tokens,
-            "sample_slots": sample.sampled_slots,
-            "fed_tokens": sample.fed_tokens,
-            "fed_slots": sample.fed_slots,
-        }
-        if sample.prompts is not None:
-            arrays |= {"prompt_tokens": sample.prompts.tokens, "prompt_following": sample.prompts.following}
-        return arrays
-
-    def feed(self, batch: Batch, sent: dict[str, Tensor]) -> Batch:
-        """Put in the tokens that earlier steps have sampled."""
-        if not len(sent["fed_tokens"]):
+    def feed(self, batch: Batch, sample: SampleTensors) -> Batch:
+        """Fill in the tokens that earlier steps have sampled."""
+        if not len(sample.fed_tokens):
             return batch
-        ids = self.last.index_select(0, sent["fed_slots"])
-        return replace(batch, token_ids=batch.token_ids.index_copy(0, sent["fed_tokens"].long(), ids))
+        ids = self.last.index_select(0, sample.fed_slots)
+        return replace(batch, token_ids=batch.token_ids.index_copy(0, sample.fed_tokens.long(), ids))
 
-    def __call__(self, hidden: Tensor, sample: SamplePlan, sent: dict[str, Tensor]) -> list[Tensor]:
-        """Sampled ids [sampled], then what was asked about them; hidden [tokens, hidden]."""
-        out = self._sample(hidden, sample, sent)
-        if sample.prompts is not None:
-            states = hidden.index_select(0, sent["prompt_tokens"])
-            out += self._scores(states, sent["prompt_following"].long(), sample.prompts.most)
-        return out
+    def __call__(self, hidden: Tensor, sample: SamplePlan, tensors: SampleTensors) -> GeneratedTensors:
+        """Sample from the hidden states [tokens, hidden]."""
+        if not len(sample.sampled_tokens):
+            sampled = GeneratedTensors(self.last[:0])
+        else:
+            logits = self.head.project(hidden.index_select(0, tensors.sampled_tokens))
+            sampled = self.choose(logits, sample, tensors.sampled_slots)
+        if (prompts := tensors.prompts) is None:
+            return sampled
+        states = hidden.index_select(0, prompts.tokens)
+        logprobs = self._prompt_logprobs(states, prompts.next_tokens.long(), prompts.max_logprobs)
+        return sampled._replace(prompt_logprobs=logprobs)
 
-    def _sample(self, hidden: Tensor, sample: SamplePlan, sent: dict[str, Tensor]) -> list[Tensor]:
-        if not len(sample.tokens):
-            return [self.last[:0]]
-        logits = self.head.project(hidden.index_select(0, sent["sample_tokens"]))
-        return self.choose(logits, sample, sent["sample_slots"])
-
-    def choose(self, logits: Tensor, sample: SamplePlan, slots: Tensor) -> list[Tensor]:
-        """The same of logits [sampled, vocabulary]; slots int32 [sampled]."""
+    def choose(self, logits: Tensor, sample: SamplePlan, slots: Tensor) -> GeneratedTensors:
+        """Sample from logits [sampled, vocabulary]; slots int32 [sampled]."""
         sampled = self.sampler(logits, sample.sampled_slots, slots)
-        more = (sampled.logprob_ids, sampled.logprobs, sampled.ranks)
-        return [sampled.token_ids, *(tensor for tensor in more if tensor is not None)]
+        return GeneratedTensors(sampled.token_ids, sampled.logprobs)
 
-    def _scores(self, states: Tensor, following: Tensor, most: int) -> list[Tensor]:
-        """How likely known tokens were, a few at a time: logits of a whole prompt may not fit."""
+    def _prompt_logprobs(self, states: Tensor, next_tokens: Tensor, max_logprobs: int) -> LogprobTensors:
+        """Log probabilities of known tokens, a few at a time: the logits of a whole prompt may not fit."""
         parts = []
-        for some, after in zip(states.split(_AT_ONCE), following.split(_AT_ONCE), strict=True):
+        for some, following in zip(
+            states.split(_TOKENS_AT_ONCE), next_tokens.split(_TOKENS_AT_ONCE), strict=True
+        ):
             values = self.head.project(some).float().log_softmax(dim=-1)
-            own = values.gather(1, after[:, None])
-            top, ids = values.topk(most, dim=-1)
+            own = values.gather(1, following[:, None])
+            top, ids = values.topk(max_logprobs, dim=-1)
             ranks = (values > own).sum(dim=-1, dtype=torch.int32) + 1
-            parts.append((torch.cat([after[:, None], ids], 1).int(), torch.cat([own, top], 1), ranks))
-        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-
-
-_AT_ONCE = 256  # tokens whose logits are held together
+            parts.append((torch.cat([following[:, None], ids], 1).int(), torch.cat([own, top], 1), ranks))
+        return LogprobTensors(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

@@ -1,8 +1,8 @@
-"""Small steps as CUDA graphs: one copy in, one replay, one copy out, whatever the model is made of.
+"""Small pooling steps, and steps of prompt chunks, as CUDA graphs: one copy in, one replay, one copy out.
 
-Launching a step's kernels one by one costs the host more than a small step costs the device. A graph is
-captured for a bucket when steps of its shape come again and were found to wait for the host; until then,
-and wherever a graph cannot be had, steps run as they always do.
+Launching a small step's kernels one by one costs the host more than the step costs the device. A graph is
+captured for a bucket once steps of that shape have come repeatedly and were found to wait for the host.
+Until then, and wherever a graph cannot be captured, steps run eagerly.
 """
 
 from __future__ import annotations
@@ -18,82 +18,115 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.language import is_precompiling
-from penstock.kvcache.store import KVStore
-from penstock.layers.batch import Batch, Memory, Needed, Paged, read_in_place
+from penstock.kvcache.store import KVCache
+from penstock.layers.batch import Batch, KVAccess, OutputTokens, PagedTensors, reads_in_place
 from penstock.models.registry import Model
-from penstock.pooling.build import Pooler
-from penstock.pooling.heads import leave
+from penstock.pooling.build import Pooler, VariantTensors
+from penstock.pooling.heads import to_output
 from penstock.pooling.methods import CARRIED
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.buckets import (
     ROWS,
     Bucket,
+    KVLayout,
     Layout,
     NoGroups,
     bucket_of,
-    largest_size,
-    memory_of,
+    cached_keys_of,
+    max_layout_size,
 )
 from penstock.runner.capture import Capture, Captures
 from penstock.runner.staging import Staging
-from penstock.types import Array, PoolingParams, SamplePlan, StepPlan, Task, Variant
+from penstock.types import GeneratePlan, PooledResult, PoolingParams, PoolPlan, StepPlan, Task, Variant
 
 log = logging.getLogger("penstock.graphs")
 
-USES = 2  # of a shape, before it is captured
-MOST = 256  # graphs
-MOST_BYTES = 1 << 30  # of what they write to; all else they share
-# Tokens × hidden size from which on a last layer is finished for those tokens alone that are read, and the
-# share that these may have: to pick them out takes a few small kernels.
-NARROWED, FEWER = 1 << 20, 0.75
-_REST = 4.0  # a capture is followed by so many times its own duration without another
-_SMALL = 512  # tokens; steps up to here wait for the host whatever the model is
-_WORTH = 1.5  # a step that keeps the device busy for so many times the host's work gains nothing
+USES_BEFORE_CAPTURE = 2  # of a shape
+MAX_GRAPHS = 256
+MAX_OUTPUT_BYTES = 1 << 30  # of the graphs' outputs; they share all their other memory
+# The last layer is computed for the output tokens alone from this many tokens × hidden size on, and only if
+# they are at most this share of all tokens: selecting them takes a few small kernels.
+MIN_TRIMMED_SIZE, MAX_TRIMMED_SHARE = 1 << 20, 0.75
+_CAPTURE_PAUSE = 4.0  # times a capture's own duration pass before the next capture
+_ALWAYS_SMALL = 512  # tokens; steps up to this size wait for the host whatever the model is
+_MAX_DEVICE_SHARE = 1.5  # a step that keeps the device busy this many times the host's work gains nothing
 
 
 class Key(NamedTuple):
-    """Steps that one graph serves. `params` is the finish inside the graph; None: it ends with the model."""
+    """The steps that one graph serves. `params` are pooled inside the graph; None: it ends with the model."""
 
     bucket: Bucket
-    types: bool
-    skip: bool
+    has_types: bool
+    has_skip: bool
     params: PoolingParams | None
-    memory: int | None = None  # remembered keys that it has room for; None: rows are not cut
-    generates: bool = False  # it runs prompts, and ends with the model
+    max_cached_keys: int | None = None  # None: the step does not use the KV cache
+    is_prompt: bool = False  # it runs chunks of prompts, and ends with the model
 
     def serves(self, other: Key) -> bool:
-        """Whether its graph can stand in for that of another, and costs the device little more."""
-        if (self.memory is None) != (other.memory is None):
+        """Whether this key's graph can replay the steps of another key at little extra device time."""
+        if (self.max_cached_keys is None) != (other.max_cached_keys is None):
             return False
-        roomy = all(size >= needed for size, needed in zip(self.bucket, other.bucket, strict=True))
-        roomy = roomy and (self.memory or 0) >= (other.memory or 0)
-        roomy = roomy and self.types >= other.types and self.skip >= other.skip  # none are all zeros
-        alike = (self.params, self.generates) == (other.params, other.generates)
-        return roomy and alike and self.bucket.tokens <= 2 * other.bucket.tokens
+        fits = all(size >= needed for size, needed in zip(self.bucket, other.bucket, strict=True))
+        fits = fits and (self.max_cached_keys or 0) >= (other.max_cached_keys or 0)
+        fits = fits and self.has_types >= other.has_types and self.has_skip >= other.has_skip  # absent: zeros
+        same = (self.params, self.is_prompt) == (other.params, other.is_prompt)
+        return fits and same and self.bucket.tokens <= 2 * other.bucket.tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Graph:
+class HiddenGraph:
+    """A graph that ends with the model."""
+
     layout: Layout
     batch: Batch  # of the bucket, on the buffer that steps are copied to
     replay: Callable[[], None]
-    outputs: list[Tensor]  # [rows or tokens of the bucket, …]: the results and their flags, or hidden states
-    packed: Tensor | None = None  # uint8: the bytes of the outputs; None where they are hidden states
-    row_bytes: int = 0  # of the results
+    hidden: Tensor  # [tokens of the bucket, hidden]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self.hidden]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledGraph:
+    """A graph that pools too."""
+
+    layout: Layout
+    replay: Callable[[], None]
+    values: Tensor  # [rows or tokens of the bucket, …]
+    finite: Tensor | None  # uint8 [rows or tokens of the bucket]
+    packed: Tensor  # uint8: the bytes of the values, then of the flags
+    row_bytes: int  # of the values
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self.values] if self.finite is None else [self.values, self.finite]
+
+
+Graph = HiddenGraph | PooledGraph
+
+
+class ReplayedStates(NamedTuple):
+    """Hidden states of a replayed step and its own part of the padded batch, valid until the next replay."""
+
+    hidden: Tensor  # [tokens, hidden]
+    batch: Batch
 
 
 @dataclass(slots=True)
 class _Seen:
+    """What is known of the steps of one key."""
+
     uses: int = 0
-    stood_in: bool = (
-        False  # another's graph has served such steps, so how long they take without is not known
-    )
+    was_served_by_larger: bool = False  # so the time that they take without a graph is not known
     host_s: float = float("inf")
     device_s: float = float("inf")
 
     @property
-    def pays(self) -> bool:
-        return self.stood_in or (self.host_s < float("inf") and self.device_s < _WORTH * self.host_s)
+    def is_worth_capturing(self) -> bool:
+        is_measured = self.host_s < float("inf")
+        waits_for_host = is_measured and self.device_s < _MAX_DEVICE_SHARE * self.host_s
+        return self.was_served_by_larger or waits_for_host
 
 
 class Graphs(Captures[Key, Graph]):
@@ -104,67 +137,71 @@ class Graphs(Captures[Key, Graph]):
         staging: Staging,
         capture: Capture | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        cache: tuple[KVStore, Tensor] | None = None,
+        cache: KVCache | None = None,
     ) -> None:
         super().__init__(staging, capture, clock)
         self.model = model
         self.pooler = pooler
         self.cache = cache
-        self._sums = pooler.carries or any(head.method in CARRIED for head in pooler.heads.values())
-        self.integers = torch.zeros(largest_size(), dtype=torch.int32, device=staging.device)
-        self.counted = torch.arange(ROWS[-1] + 1, dtype=torch.int32, device=staging.device)  # replays read it
-        self.held_bytes = 0
+        self._carries_sums = pooler.carries or any(head.method in CARRIED for head in pooler.heads.values())
+        self.integers = torch.zeros(max_layout_size(), dtype=torch.int32, device=staging.device)
+        self.row_numbers = torch.arange(ROWS[-1] + 1, dtype=torch.int32, device=staging.device)
+        self.output_bytes = 0
         self._seen: dict[Key, _Seen] = {}
-        self._at_once = False
+        self._captures_on_first_use = False
 
     @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Before there is any load: shapes are captured on their first use."""
-        self._at_once = True
+    def capture_on_first_use(self) -> Iterator[None]:
+        """For warm-up, before there is any load."""
+        self._captures_on_first_use = True
         try:
             yield
         finally:
-            self._at_once = False
+            self._captures_on_first_use = False
 
     @property
-    def full(self) -> bool:
-        return len(self.captured) >= MOST or self.held_bytes >= MOST_BYTES
+    def is_full(self) -> bool:
+        return len(self.captured) >= MAX_GRAPHS or self.output_bytes >= MAX_OUTPUT_BYTES
 
     def key_of(self, plan: StepPlan) -> Key | None:
         """None: such a step is never replayed."""
+        return self._pool_key(plan) if isinstance(plan, PoolPlan) else self._prompt_key(plan)
+
+    def _pool_key(self, plan: PoolPlan) -> Key | None:
         if plan.limits is not None or plan.adapters is not None:
-            return None
-        if plan.sample is not None and not self._runs_prompts(plan, plan.sample):
             return None
         bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
         if bucket is None:
             return None
-        if plan.sample is not None and plan.kv is not None:
-            memory = memory_of(len(plan.kv.read_slots))
-            return None if memory is None else Key(bucket, False, False, None, memory, True)
-        types, skip = plan.type_ids is not None, plan.skip is not None
-        inside, memory = self._inside(plan.variants), None
+        params, max_cached_keys = self._params_inside(plan.variants), None
         if plan.kv is not None:
-            memory = memory_of(len(plan.kv.read_slots)) if self._pages() else None
-            if memory is None:
+            max_cached_keys = self._cached_keys(len(plan.kv.read_slots))
+            if max_cached_keys is None:
                 return None
-            if inside is not None and not inside.per_token:
-                inside = None  # rows that end may be few among those that go on
-        return Key(bucket, types, skip, inside, memory)
+            if params is not None and not params.per_token:
+                params = None  # few of the step's rows may end in it
+        return Key(bucket, plan.type_ids is not None, plan.skip is not None, params, max_cached_keys)
 
-    def _runs_prompts(self, plan: StepPlan, sample: SamplePlan) -> bool:
-        """Whether a step runs parts of prompts and nothing else; their tokens are all here."""
-        paged = None if plan.kv is None else plan.kv.paged
-        alone = paged is not None and not paged.rows and not len(sample.fed_tokens)
-        return alone and self.cache is not None and read_in_place(self.cache[0])
+    def _cached_keys(self, num_cached: int) -> int | None:
+        """None: a pooling step that uses the KV cache cannot be replayed. Gathered keys have no fixed size,
+        and a capture runs the step twice, which would add carried sums twice."""
+        return cached_keys_of(num_cached) if self._reads_in_place() and not self._carries_sums else None
 
-    def _pages(self) -> bool:
-        """Whether steps with memory can be replayed: what is gathered has no fixed size, and sums that go on
-        over steps would not survive that a step runs twice when it is captured."""
-        return self.cache is not None and read_in_place(self.cache[0]) and not self._sums
+    def _prompt_key(self, plan: GeneratePlan) -> Key | None:
+        """For a step that runs chunks of prompts and nothing else; all its token ids are known."""
+        if plan.paged.num_rows or len(plan.sample.fed_tokens) or not self._reads_in_place():
+            return None
+        bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
+        max_cached_keys = cached_keys_of(len(plan.kv.read_slots))
+        if bucket is None or max_cached_keys is None:
+            return None
+        return Key(bucket, False, False, None, max_cached_keys, is_prompt=True)
 
-    def _inside(self, variants: tuple[Variant, ...]) -> PoolingParams | None:
-        """What can be finished inside: one result for all rows, of which there are few kinds."""
+    def _reads_in_place(self) -> bool:
+        return self.cache is not None and reads_in_place(self.cache.store)
+
+    def _params_inside(self, variants: tuple[Variant, ...]) -> PoolingParams | None:
+        """What can be pooled inside a graph: one variant of all rows, with common parameters."""
         if len(variants) != 1:
             return None
         variant, params = variants[0], variants[0].params
@@ -174,41 +211,40 @@ class Graphs(Captures[Key, Graph]):
             return None
         return None if params.task is Task.SPARSE and self.pooler.splade is not None else params
 
-    def place(self, key: Key, plan: StepPlan) -> Graph | None:
-        """The graph for a step, with the step's integers on their way to it. None: run it without."""
+    def prepare(self, key: Key, plan: StepPlan) -> Graph | None:
+        """The graph for a step, with the copy of the step's integers under way. None: run it eagerly."""
         graph = self.captured.get(key)
-        if graph is None and not self._due(key) and (graph := self._stand_in(key)) is None:
+        if graph is None and not self._is_due(key) and (graph := self._larger_graph(key)) is None:
             return None
-        layout = Layout(key.bucket, key.types, key.skip, key.memory) if graph is None else graph.layout
-        pinned = self.staging.slot(layout.size)
+        layout = _layout_of(key) if graph is None else graph.layout
+        pinned = self.staging.pinned_ints(layout.size)
         layout.write(pinned.numpy(), plan)
         self.integers[: layout.size].copy_(pinned, non_blocking=True)
         if graph is None:
             graph = self._capture(key, layout)
         return graph
 
-    def results(self, graph: Graph, plan: StepPlan) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Replay a placed step: host arrays of its output, and of its flags if it has any."""
+    def replay_pooled(self, graph: PooledGraph, plan: PoolPlan) -> PooledResult:
+        """Replay a prepared step; its arrays are valid once the device has passed this point."""
         self.replays += 1
         graph.replay()
         count = plan.num_tokens if plan.variants[0].params.per_token else plan.num_rows
-        values, *flags = graph.outputs
-        assert graph.packed is not None
-        size = graph.row_bytes
-        if not flags:
-            flat = self.staging.fetch_bytes(graph.packed[: count * size])
-            return (flat.view(values.dtype).view(count, *values.shape[1:]).numpy(),), ()
-        flat = self.staging.fetch_bytes(graph.packed)
-        stop = len(values) * size
+        values, size = graph.values, graph.row_bytes
+        # Where there are flags, they follow the bucket's values.
+        packed = graph.packed[: count * size] if graph.finite is None else graph.packed
+        flat = self.staging.fetch_bytes(packed)
         array = flat[: count * size].view(values.dtype).view(count, *values.shape[1:]).numpy()
-        return (array,), (flat[stop : stop + count].numpy(),)
+        if graph.finite is None:
+            return PooledResult((array,))
+        end = len(values) * size
+        return PooledResult((array,), (flat[end : end + count].numpy(),))
 
-    def hidden(self, graph: Graph, plan: StepPlan) -> tuple[Tensor, Batch]:
-        """Replay a placed step: its hidden states and its own part of the batch, until the next replay."""
+    def replay_hidden(self, graph: HiddenGraph, plan: StepPlan) -> ReplayedStates:
+        """Replay a prepared step up to its hidden states."""
         self.replays += 1
         graph.replay()
         tokens, rows, padded = plan.num_tokens, plan.num_rows, graph.batch
-        memory = padded.memory
+        kv = padded.kv
         batch = Batch(
             token_ids=padded.token_ids[:tokens],
             positions=padded.positions[:tokens],
@@ -220,89 +256,103 @@ class Graphs(Captures[Key, Graph]):
             max_length=plan.max_length,
             num_tokens=tokens,
             num_rows=rows,
-            memory=None if memory is None else replace(memory, cu_keys=memory.cu_keys[: rows + 1]),
+            kv=None if kv is None else replace(kv, cu_keys=kv.cu_keys[: rows + 1]),
         )
-        return graph.outputs[0][:tokens], batch
+        return ReplayedStates(graph.hidden[:tokens], batch)
 
     def observe(self, key: Key, host_s: float, device_s: float) -> None:
-        """What a step of this shape took without a graph; the first, with all that is lazy, took longer, and
-        one whose kernels were compiled and not run says nothing."""
+        """Note what a step of this shape took without a graph. The minimum counts, because first steps
+        include lazy set-up. A step whose kernels were only compiled, not run, is ignored."""
         seen = self._seen.get(key)
         if seen is not None and not is_precompiling():
             seen.host_s, seen.device_s = min(seen.host_s, host_s), min(seen.device_s, device_s)
 
-    def _stand_in(self, key: Key) -> Graph | None:
-        """For a small step whose own graph is not captured (yet): that of the next roomier shape."""
-        if key.bucket.tokens > _SMALL:
+    def _larger_graph(self, key: Key) -> Graph | None:
+        """The smallest larger graph, for a small step whose own graph is not captured (yet)."""
+        if key.bucket.tokens > _ALWAYS_SMALL:
             return None
         serving = [other for other in self.captured if other.serves(key)]
         if not serving:
             return None
         if (seen := self._seen.get(key)) is not None:
-            seen.stood_in = True
-        return self.captured[min(serving, key=lambda other: (other.bucket, other.memory or 0))]
+            seen.was_served_by_larger = True
+        return self.captured[min(serving, key=lambda other: (other.bucket, other.max_cached_keys or 0))]
 
-    def _due(self, key: Key) -> bool:
-        if key in self.refused or self.gave_up or self.full:
+    def _is_due(self, key: Key) -> bool:
+        if key in self.refused or self.gave_up or self.is_full:
             return False
         seen = self._seen.setdefault(key, _Seen())
         seen.uses += 1
-        if self._at_once:
+        if self._captures_on_first_use:
             return True
-        return seen.uses > USES and seen.pays and self.clock() >= self._not_before
+        is_frequent = seen.uses > USES_BEFORE_CAPTURE
+        return is_frequent and seen.is_worth_capturing and self.clock() >= self._not_before
 
     def _capture(self, key: Key, layout: Layout) -> Graph | None:
         began = self.clock()
-        steps = "steps of {} tokens in {} rows".format(*key.bucket[:2])
-        graph = self._taken(key, lambda: self._captured(key, layout), steps)
+        steps = f"steps of {key.bucket.tokens} tokens in {key.bucket.rows} rows"
+        graph = self._try_capture(key, lambda: self._make_graph(key, layout), steps)
         if graph is None:
             return None
-        self._not_before = began + (self.clock() - began) * (1 + _REST)
-        self.held_bytes += sum(output.nbytes for output in graph.outputs)
-        if self.full:
-            log.info("%d graphs are captured; steps of further shapes run without", len(self.captured))
+        self._not_before = began + (self.clock() - began) * (1 + _CAPTURE_PAUSE)
+        self.output_bytes += sum(output.nbytes for output in graph.outputs)
+        if self.is_full:
+            log.info("%d graphs are captured; steps of other shapes run eagerly", len(self.captured))
         return graph
 
-    def _ends(self, key: Key) -> str | None:
-        """Which one token of each row is read, where the last layer is better finished for them alone."""
-        tokens, rows, _ = key.bucket
-        if not self.model.prunes_last_layer or key.params is None or key.memory is not None:
-            return None
-        if tokens * self.model.hidden_size < NARROWED or rows > FEWER * tokens:
-            return None
-        method = self.pooler.reads((Variant(key.params, None),))
-        return method if method in ("cls", "last") else None
-
     def drop(self) -> None:
-        self.held_bytes = 0
+        self.output_bytes = 0
         super().drop()
 
-    def _captured(self, key: Key, layout: Layout) -> Graph:
-        batch, params = _batch(layout, self.integers, self.cache), key.params
-        if key.generates and batch.memory is not None:
-            batch = replace(batch, generates=True, memory=_of_prompts(batch.memory))
-        variants = () if params is None else (Variant(params, None),)
-        ends, rows = self._ends(key), self.counted[: key.bucket.rows + 1]
+    def _make_graph(self, key: Key, layout: Layout) -> Graph:
+        batch = _padded_batch(layout, self.integers, self.cache)
+        if key.is_prompt and batch.kv is not None:
+            batch = replace(batch, is_generation=True, kv=_without_decodes(batch.kv))
+        if key.params is None:
+            replay, (hidden,) = self.capture(lambda: [self.model(batch)])
+            return HiddenGraph(layout, batch, replay, hidden)
+        return self._make_pooled_graph(key, key.params, layout, batch)
+
+    def _make_pooled_graph(
+        self, key: Key, params: PoolingParams, layout: Layout, batch: Batch
+    ) -> PooledGraph:
+        variants, tensors = (Variant(params, None),), (VariantTensors(),)
+        method, rows = self._trimming_method(key, params), self.row_numbers[: key.bucket.rows + 1]
 
         def work() -> list[Tensor]:
-            own = batch if ends is None else replace(batch, needed=_one_a_row(ends, batch, rows))
-            hidden = self.model(own)
-            if params is None:
-                return [hidden]
-            values, flags = leave(self.pooler(hidden, own.narrowed(), variants, [None]), variants)
-            outputs = [value.contiguous() for value in values] + flags
+            own = batch
+            if method is not None:
+                own = replace(batch, output_tokens=_one_token_per_row(method, batch, rows))
+            pooled = self.pooler(self.model(own), own.output_batch(), variants, tensors)
+            values, finite = to_output(pooled, variants)
+            outputs = [value.contiguous() for value in values] + finite
             raw = [output.view(-1).view(torch.uint8) for output in outputs]
-            return [*outputs, raw[0] if len(raw) == 1 else torch.cat(raw)]
+            return [raw[0] if len(raw) == 1 else torch.cat(raw), *outputs]
 
-        replay, outputs = self.capture(work)
-        if params is None:
-            return Graph(layout, batch, replay, outputs)
-        row_bytes = outputs[0][0].numel() * outputs[0].itemsize
-        return Graph(layout, batch, replay, outputs[:-1], outputs[-1], row_bytes)
+        replay, (packed, values, *finite) = self.capture(work)
+        row_bytes = values[0].numel() * values.itemsize
+        return PooledGraph(layout, replay, values, finite[0] if finite else None, packed, row_bytes)
+
+    def _trimming_method(self, key: Key, params: PoolingParams) -> str | None:
+        """The pooling method, where it reads one token of each row and the last layer is better computed for
+        those tokens alone."""
+        tokens, rows, _ = key.bucket
+        if not self.model.prunes_last_layer or key.max_cached_keys is not None:
+            return None
+        if tokens * self.model.hidden_size < MIN_TRIMMED_SIZE or rows > MAX_TRIMMED_SHARE * tokens:
+            return None
+        method = self.pooler.reads((Variant(params, None),))
+        return method if method in ("cls", "last") else None
 
 
-def _one_a_row(method: str, batch: Batch, rows: Tensor) -> Needed:
-    """The first or last token of each row, of which empty ones have none: nobody asks what they get."""
+def _layout_of(key: Key) -> Layout:
+    return Layout.of(
+        key.bucket, has_types=key.has_types, has_skip=key.has_skip, max_cached_keys=key.max_cached_keys
+    )
+
+
+def _one_token_per_row(method: str, batch: Batch, rows: Tensor) -> OutputTokens:
+    """The first or last token of each row; padding rows have none and get an arbitrary token."""
     if method == "last":
         tokens = (batch.cu_lengths[1:] - 1).clamp_min_(0)
     else:
@@ -310,50 +360,45 @@ def _one_a_row(method: str, batch: Batch, rows: Tensor) -> Needed:
         if batch.skip is not None:
             tokens = tokens + torch.minimum(batch.skip, batch.lengths - 1)
         tokens = tokens.clamp(0, batch.num_tokens - 1)
-    return Needed(tokens, rows, rows[1:] - rows[:-1], 1)
+    return OutputTokens(tokens, rows, rows[1:] - rows[:-1], 1)
 
 
-def _batch(layout: Layout, integers: Tensor, cache: tuple[KVStore, Tensor] | None) -> Batch:
-    """The whole bucket: what the host decides by is its shape, not that of any step."""
-    views = {name: integers[begin : begin + room] for name, (begin, room) in layout.places.items()}
-    tokens, rows, longest = layout.bucket
+def _padded_batch(layout: Layout, integers: Tensor, cache: KVCache | None) -> Batch:
+    """The whole bucket: the host decides by the bucket's shape, not by that of any step."""
+    tokens, rows, max_length = layout.bucket
     return Batch(
-        token_ids=views["token_ids"],
-        positions=views["positions"],
-        type_ids=views.get("type_ids"),
-        cu_lengths=views["cu_lengths"],
-        lengths=views["lengths"],
-        skip=views.get("skip"),
+        token_ids=integers[layout.token_ids],
+        positions=integers[layout.positions],
+        type_ids=None if layout.type_ids is None else integers[layout.type_ids],
+        cu_lengths=integers[layout.cu_lengths],
+        lengths=integers[layout.lengths],
+        skip=None if layout.skip is None else integers[layout.skip],
         groups=NoGroups(),
-        max_length=longest,
+        max_length=max_length,
         num_tokens=tokens,
         num_rows=rows,
-        memory=_memory(layout, views, cache),
+        kv=None if layout.kv is None or cache is None else _padded_kv(layout.kv, integers, cache),
     )
 
 
-def _of_prompts(memory: Memory) -> Memory:
-    """The same for a step in which no row reads block by block."""
-    nothing = memory.read_slots[:0]
-    return replace(memory, paged=Paged(0, nothing.view(0, 0), nothing, BLOCK_SIZE))
-
-
-def _memory(layout: Layout, views: dict[str, Tensor], cache: tuple[KVStore, Tensor] | None) -> Memory | None:
-    """What attention reads by slots; nothing is gathered, and no sums go on."""
-    if layout.memory is None or cache is None:
-        return None
-    nothing = views["cu_keys"][:0]
-    return Memory(
-        *cache,
-        views["cu_keys"],
-        layout.memory,
-        read_slots=views["read_slots"],
-        token_slots=views["token_slots"],
-        new_at=nothing,
-        old_at=nothing,
+def _padded_kv(layout: KVLayout, integers: Tensor, cache: KVCache) -> KVAccess:
+    """Attention reads cached keys from their slots; nothing is gathered, and no sums are carried."""
+    cu_keys = integers[layout.cu_keys]
+    nothing = cu_keys[:0]
+    return KVAccess(
+        cache.store,
+        cu_keys,
+        layout.max_cached_keys,
+        read_slots=integers[layout.read_slots],
+        token_slots=integers[layout.token_slots],
+        new_key_at=nothing,
+        cached_key_at=nothing,
         write_tokens=nothing,
         write_slots=nothing,
-        carry_rows=nothing,
-        carry_slots=nothing,
-        carry_old=nothing,
     )
+
+
+def _without_decodes(kv: KVAccess) -> KVAccess:
+    """The same for a generation step in which no row reads through block tables."""
+    nothing = kv.read_slots[:0]
+    return replace(kv, paged=PagedTensors(0, nothing.view(0, 0), nothing, BLOCK_SIZE))

@@ -18,9 +18,8 @@ from penstock.types import Task
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-    from penstock.kvcache.store import KVStore
+    from penstock.kvcache.store import KVCache
     from penstock.models.registry import CausalModel, Model
     from penstock.runner.model_runner import ModelRunner
     from penstock.scoring.pairs import PairScorer
@@ -137,7 +136,7 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
 
     from penstock.kernels.language import precompile
     from penstock.runner import warmup
-    from penstock.runner.decode import first_keys
+    from penstock.runner.decode import warm_up_keys
 
     lengths = warmup.KERNEL_LENGTHS if runner.device.type == "cuda" else warmup.LENGTHS
     longest = min(settings.max_model_len, settings.max_num_batched_tokens)
@@ -166,7 +165,7 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
         warmup.capture_graphs(runner, runner.graphs, spec.tasks[0], longest, room, skips=skips)
         if runner.decode is not None and generates:
             with torch.inference_mode():
-                warmup.capture_decoding(runner.decode, first_keys(settings.max_num_seqs))
+                warmup.capture_decoding(runner.decode, warm_up_keys(settings.max_num_seqs))
 
 
 _COMPILERS = 8  # threads; more than that wait for one another
@@ -235,11 +234,11 @@ def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
 
 def make_cache(
     model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[KVStore, Tensor], int]:
+) -> tuple[KVCache, int]:
     """Memory for keys, values and running sums: as many blocks as were granted, at least one row's."""
     import torch
 
-    from penstock.kvcache.store import KVStore
+    from penstock.kvcache.store import KVCache, KVStore
 
     layers, kv_heads, dim = model.kv_shape
     block_bytes = BLOCK_SIZE * KVStore.bytes_per_slot(layers, kv_heads, dim, dtype)
@@ -251,4 +250,4 @@ def make_cache(
     sums = torch.zeros(
         (blocks if settings.chunked else 0, model.hidden_size), dtype=torch.float32, device=device
     )
-    return (store, sums), blocks
+    return KVCache(store, sums), blocks

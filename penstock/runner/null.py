@@ -1,4 +1,4 @@
-"""A runner that computes nothing: the right shapes at once, for tests and for timing all the rest."""
+"""A runner that computes nothing and answers at once, for tests and for timing everything else."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from penstock.types import (
     Array,
     Comparison,
     OutputDtype,
+    PooledResult,
+    PoolPlan,
+    SampledResult,
     SamplePlan,
     StepPlan,
     StepResult,
     Task,
+    TokenLogprobs,
     Variant,
 )
 
@@ -25,10 +29,11 @@ class NullRunner:
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
-        if plan.sample is not None:
-            future.set_result(StepResult(_sampled(plan.sample), 0.0))
-            return future
-        future.set_result(StepResult(tuple(self._fill(plan, variant) for variant in plan.variants), 0.0))
+        if isinstance(plan, PoolPlan):
+            outputs = tuple(self._values(plan, variant) for variant in plan.variants)
+            future.set_result(PooledResult(outputs))
+        else:
+            future.set_result(_sampled(plan.sample))
         return future
 
     def compare(self, comparison: Comparison) -> Future[Array]:
@@ -39,7 +44,7 @@ class NullRunner:
     def close(self) -> None:
         return None
 
-    def _fill(self, plan: StepPlan, variant: Variant) -> Array:
+    def _values(self, plan: PoolPlan, variant: Variant) -> Array:
         if variant.pairs is not None:
             return np.ones((len(variant.pairs.pair_queries), 1), dtype=np.float32)
         rows = plan.num_rows if variant.rows is None else len(variant.rows)
@@ -50,18 +55,19 @@ class NullRunner:
             return np.tile(np.stack([terms, np.ones_like(terms)], axis=-1), (rows, 1, 1))
         width = variant.params.dimensions or self.widths[variant.params.task]
         dtype = variant.params.dtype
-        if dtype.packed:
+        if dtype.is_packed:
             return np.zeros((rows, -(-width // 8)), dtype=dtype.numpy)
         value = 1 / np.sqrt(width) if dtype in (OutputDtype.FLOAT32, OutputDtype.FLOAT16) else 1
         return np.full((rows, width), value, dtype=dtype.numpy)
 
 
-def _sampled(sample: SamplePlan) -> tuple[Array, ...]:
-    """Token 1 for every row, as sure as can be."""
-    ids: Array = np.ones(len(sample.rows), dtype=np.int32)
-    asked = sample.asked[sample.asked >= 0]
+def _sampled(sample: SamplePlan) -> SampledResult:
+    """Token 1 for every row, with probability 1."""
+    ids = np.ones(len(sample.sampled_rows), dtype=np.int32)
+    asked = sample.num_logprobs[sample.num_logprobs >= 0]
     if not len(asked):
-        return (ids,)
+        return SampledResult(ids)
     shape = (len(asked), 1 + int(asked.max()))
     ranks = np.ones(len(asked), dtype=np.int32)
-    return ids, np.ones(shape, dtype=np.int32), np.zeros(shape, dtype=np.float32), ranks
+    values = np.zeros(shape, dtype=np.float32)
+    return SampledResult(ids, TokenLogprobs(np.ones(shape, dtype=np.int32), values, ranks))

@@ -1,35 +1,39 @@
-"""Buffers between host and device: all integers of a step go in with one copy, all results come
-out with one. On a CPU both are views and cost nothing."""
+"""Buffers between host and device: all integers of a step go in with one copy, all results come out with one.
+
+On a CPU both are views and cost nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.types import Array, Ints
+from penstock.types import Ints
 
 
 class Ring:
     """Pinned buffers used in turn, one more than there are steps in flight, so that none is overwritten
     while its copy may still run. A step takes at most one."""
 
-    def __init__(self, depth: int, dtype: torch.dtype, least: int = 4096) -> None:
-        """`least` elements are held from the first use on: to make a larger buffer is slow."""
+    def __init__(self, depth: int, dtype: torch.dtype, min_size: int = 4096) -> None:
+        """Every buffer has at least `min_size` elements from its first use on: growing one is slow."""
         self.dtype = dtype
-        self.least = least
+        self.min_size = min_size
         self._buffers: list[Tensor | None] = [None] * (depth + 1)
         self._turn = 0
 
     def next(self, size: int) -> Tensor:
-        """The next buffer, of at least so many elements."""
+        """The next buffer, of at least `size` elements."""
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         if buffer is None or len(buffer) < size:
-            room = 1 << (max(size, self.least) - 1).bit_length()
-            buffer = self._buffers[self._turn] = _pinned(room, self.dtype)
+            capacity = 1 << (max(size, self.min_size) - 1).bit_length()
+            buffer = self._buffers[self._turn] = _pinned(capacity, self.dtype)
         return buffer
 
 
@@ -44,25 +48,23 @@ class Staging:
         self._placed = Ring(depth, torch.int32, 1 << 16)
         self._fetched = Ring(depth, torch.uint8, 1 << 20)
 
-    def send(self, arrays: Mapping[str, Ints | None]) -> dict[str, Tensor]:
-        """Named int32 arrays on the device; absent ones are left out."""
-        present = {name: array for name, array in arrays.items() if array is not None}
+    def send(self, arrays: Sequence[Ints]) -> Sequence[Tensor]:
+        """The arrays on the device, in the same order."""
         if self.device.type == "cpu":
-            return {name: torch.from_numpy(array) for name, array in present.items()}
-        if not present:
-            return {}
-        total = sum(len(array) for array in present.values())
+            return [torch.from_numpy(array) for array in arrays]
+        if not arrays:
+            return ()
+        sizes = [len(array) for array in arrays]
+        total = sum(sizes)
         pinned = self._sent.next(total)[:total]
-        np.concatenate(list(present.values()), out=pinned.numpy())
-        flat = pinned.to(self.device, non_blocking=True)
-        parts = flat.split_with_sizes([len(array) for array in present.values()])
-        return dict(zip(present, parts, strict=True))
+        np.concatenate(arrays, out=pinned.numpy())
+        return pinned.to(self.device, non_blocking=True).split_with_sizes(sizes)
 
-    def slot(self, size: int) -> Tensor:
-        """Host memory for integers that are written in place and then copied as a whole."""
+    def pinned_ints(self, size: int) -> Tensor:
+        """Host memory for integers that the caller writes in place and then copies as a whole."""
         return self._placed.next(size)[:size]
 
-    def fetch(self, tensors: list[Tensor]) -> list[Array]:
+    def fetch(self, tensors: list[Tensor]) -> list[NDArray[Any]]:
         """Host arrays that hold the tensors once the device has passed this point."""
         if self.device.type == "cpu":
             return [tensor.contiguous().numpy() for tensor in tensors]

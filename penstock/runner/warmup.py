@@ -15,7 +15,7 @@ from penstock.runner.base import BLOCK_SIZE, Runner
 from penstock.scheduler.generation import GenerationLimits, GenerationScheduler
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import PoolingParams, Request, SamplerParams, StepPlan, Task
+from penstock.types import PoolingParams, PoolPlan, Request, SampledResult, SamplerParams, Task
 
 if TYPE_CHECKING:
     from penstock.runner.decode import DecodeGraphs, Key
@@ -70,7 +70,7 @@ def capture_graphs(
     with what the pooling leaves out; such graphs serve others too."""
     began = time.perf_counter()
     shapes = [(rows, length) for rows, length in SHAPES if length <= longest and rows * length <= max_tokens]
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         for done, (rows, length) in enumerate(shapes):
             if time.perf_counter() - began > seconds:
                 break
@@ -86,7 +86,7 @@ def capture_decoding(graphs: DecodeGraphs, keys: Sequence[Key], seconds: float =
     for done, key in enumerate(keys):
         if time.perf_counter() - began > seconds:
             break
-        graphs.ready(key)
+        graphs.ensure(key)
         _show(done + 1, len(keys))
     took = time.perf_counter() - began
     log.info("captured %d of %d graphs that continue rows in %.1f s", len(graphs.captured), len(keys), took)
@@ -100,7 +100,7 @@ def _show(done: int, total: int) -> None:
         print(f"\rcapturing graphs {bar:<20} {done}/{total}", end=end, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _plan(rows: int, length: int, params: PoolingParams, skips: bool = False) -> StepPlan:
+def _plan(rows: int, length: int, params: PoolingParams, skips: bool = False) -> PoolPlan:
     tokens = np.ones(rows * length, dtype=np.int32)
     skip = np.zeros(rows, dtype=np.int32) if skips else None
     request = Request("warm-up", tokens, np.full(rows, length, dtype=np.int32), params, skip=skip)
@@ -119,6 +119,8 @@ def warm_up_generation(runner: Runner, sampler: Leaves, num_blocks: int, max_tok
     lengths = np.array([length], dtype=np.int32)
     generation.add(Request("warm-up", tokens, lengths, PoolingParams(Task.GENERATE), sampling=sampling))
     while (plan := generation.schedule(0.0)) is not None:
-        generation.collect(plan, runner.launch(plan).result())
+        result = runner.launch(plan).result()
+        assert isinstance(result, SampledResult)
+        generation.collect(plan, result)
     for slot in generation.take_freed_slots():
         sampler.leave(slot)

@@ -1,6 +1,8 @@
-"""Log-probabilities of tokens in the model's own distribution, before edits, temperature and filters."""
+"""Log probabilities of tokens in the model's own distribution, before edits, temperature and filters."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,24 +11,32 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.sampling import logsumexp_and_ranks, logsumexp_and_ranks_reference
 
 
+class LogprobTensors(NamedTuple):
+    """`types.TokenLogprobs` on the device: the token itself, then the likeliest, falling."""
+
+    ids: Tensor  # int32 [rows, 1 + top]
+    values: Tensor  # fp32 [rows, 1 + top]
+    ranks: Tensor  # int32 [rows], of the token itself, from 1
+
+
 def token_logprobs(
     logits: Tensor,  # [n, vocab], in the model's dtype
     tokens: Tensor,  # [rows]
-    count: int,
+    top: int,
     rows: Tensor | None = None,  # [rows], which of the logits; None: all, in order
-) -> tuple[Tensor, Tensor, Tensor]:
-    """int32 ids and fp32 logprobs [rows, 1 + count]: the token, then the likeliest, falling; and the token's
-    int32 rank [rows], from 1. Serves sampled tokens and those of a prompt alike."""
+) -> LogprobTensors:
+    """Log probabilities of these tokens and of the `top` likeliest, for sampled tokens and for prompts."""
     if rows is None:
-        rows, taken = torch.arange(len(logits), device=logits.device), logits
+        rows, selected = torch.arange(len(logits), device=logits.device), logits
     else:
-        taken = logits.index_select(0, rows)
+        selected = logits.index_select(0, rows)
     sums, ranks = (logsumexp_and_ranks if use_kernel(logits) else logsumexp_and_ranks_reference)(
         logits, rows, tokens
     )
     ids = tokens.long()[:, None]
-    values = taken.gather(1, ids)
-    if count:
-        top = taken.topk(min(count, logits.shape[1]), dim=1)
-        ids, values = torch.cat((ids, top.indices), dim=1), torch.cat((values, top.values), dim=1)
-    return ids.int(), values.float() - sums[:, None], ranks
+    values = selected.gather(1, ids)
+    if top:
+        likeliest = selected.topk(min(top, logits.shape[1]), dim=1)
+        ids = torch.cat((ids, likeliest.indices), dim=1)
+        values = torch.cat((values, likeliest.values), dim=1)
+    return LogprobTensors(ids.int(), values.float() - sums[:, None], ranks)

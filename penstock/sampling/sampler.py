@@ -22,7 +22,7 @@ from penstock.kernels.logit_thresholds import logit_thresholds
 from penstock.kernels.sampling import argmax_tokens, sample_tokens, sample_tokens_reference
 from penstock.sampling.edits import Edits
 from penstock.sampling.filters import floats, least_kept
-from penstock.sampling.logprobs import token_logprobs
+from penstock.sampling.logprobs import LogprobTensors, token_logprobs
 from penstock.sampling.plan import EDITS, WIDTH, Column, Need, SlotPlan
 from penstock.types import Ints, SamplerParams
 
@@ -31,13 +31,11 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Tokens of a step's rows, on the device; log-probabilities of the rows that asked."""
+    """Sampled tokens of a step's rows, on the device, and log probabilities of the rows that asked."""
 
     token_ids: Tensor  # int32 [n], negative where none can be chosen (`kernels.sampling.UNSOUND`, `NOTHING`)
-    logprob_rows: Ints | None = None  # [rows], their places in the step; on the host
-    logprob_ids: Tensor | None = None  # int32 [rows, 1 + most asked for], the token, then the likeliest
-    logprobs: Tensor | None = None  # fp32 [rows, 1 + most asked for]
-    ranks: Tensor | None = None  # int32 [rows], of the token, from 1
+    logprobs: LogprobTensors | None = None  # [rows that asked, 1 + the most that one of them asked for]
+    logprob_rows: Ints | None = None  # [rows that asked], their rows in the step; on the host
 
 
 class Sampler:
@@ -99,10 +97,10 @@ class Sampler:
         if not need & Need.LOGPROBS:
             return Sampled(tokens)
         rows, at = self._rows(Need.LOGPROBS, slots)
-        most = int(self.plan.logprobs[slots].max())
-        everyone = len(rows) == len(slots)
-        chosen = (tokens if everyone else tokens.index_select(0, at)).clamp_min(0)
-        return Sampled(tokens, rows, *token_logprobs(logits, chosen, most, None if everyone else at))
+        top = int(self.plan.logprobs[slots].max())
+        all_asked = len(rows) == len(slots)
+        chosen = (tokens if all_asked else tokens.index_select(0, at)).clamp_min(0)
+        return Sampled(tokens, token_logprobs(logits, chosen, top, None if all_asked else at), rows)
 
     def plain(self, logits: Tensor, slots_device: Tensor, filtered: bool = False) -> Tensor:
         """Tokens of rows that ask for a temperature, and where `filtered` for top-k, top-p or min-p, but for

@@ -21,19 +21,19 @@ from penstock.kvcache.blocks import BlockPool
 from penstock.scheduler.limits import GenerationLimits
 from penstock.scheduler.logprobs import Logprobs, PromptLogprobs, split_logprobs
 from penstock.scheduler.queue import HEAD_START_S
-from penstock.scheduler.sequence import Constraint, SequenceState, TokenLogprobs
+from penstock.scheduler.sequence import Constraint, SequenceState
 from penstock.scheduler.slots import SlotTable
-from penstock.scheduler.steps import StepRows, generation_plan
+from penstock.scheduler.steps import SamplerChanges, SequenceMemory, StepRows, generation_plan
 from penstock.scheduler.suspects import MayRun, SuspectRequests
 from penstock.types import (
     DecodedTokens,
     GeneratedTokens,
+    GeneratePlan,
     Ints,
     Request,
+    SampledResult,
     SamplePlan,
     SamplerParams,
-    StepPlan,
-    StepResult,
     Timings,
 )
 
@@ -172,7 +172,7 @@ class GenerationScheduler:
 
     # Schedule.
 
-    def schedule(self, now_s: float, *, admit: bool = True) -> StepPlan | None:
+    def schedule(self, now_s: float, *, admit: bool = True) -> GeneratePlan | None:
         """Plan the next step: decodes first, then chunks of prompts; None if nothing can run. Without `admit`
         no waiting sequence takes blocks."""
         self._now_s = now_s
@@ -184,7 +184,7 @@ class GenerationScheduler:
         # The suspect may need blocks of running sequences. These continue, but nobody is admitted before it.
         return plan or self._next_step(self._suspects.none(), admit=False)
 
-    def _next_step(self, may_run: MayRun | None, admit: bool) -> StepPlan | None:
+    def _next_step(self, may_run: MayRun | None, admit: bool) -> GeneratePlan | None:
         """A step of the requests that may run; None: all may."""
         if self.limits.separate_prefill:
             return self._prefill_or_decode(may_run, admit)
@@ -198,7 +198,7 @@ class GenerationScheduler:
             np.concatenate([decode, slots]), np.concatenate([np.ones(len(decode), dtype=np.int32), counts])
         )
 
-    def _prefill_or_decode(self, may_run: MayRun | None, admit: bool) -> StepPlan | None:
+    def _prefill_or_decode(self, may_run: MayRun | None, admit: bool) -> GeneratePlan | None:
         """A step of one kind: prefill, unless the last step was one and sequences decode."""
         for is_prefill in (not self._last_was_prefill, self._last_was_prefill, False):
             if is_prefill:
@@ -214,25 +214,24 @@ class GenerationScheduler:
                 return self._plan(slots, counts)
         return None
 
-    def _plan(self, slots: Ints, counts: Ints) -> StepPlan:
+    def _plan(self, slots: Ints, counts: Ints) -> GeneratePlan:
         table = self._slots
-        rows = StepRows(slots, table.num_computed[slots], counts, table.epoch[slots], table.visit[slots])
-        prompt_ends, max_logprobs = self._prompt_logprobs.requested(slots)
+        begins, prompts = table.num_computed[slots], self._prompt_logprobs.requested(slots)
         samples = table.schedule(slots, counts)
-        return generation_plan(
-            rows,
-            samples,
-            known=table.num_known[slots],
-            wants=table.num_logprobs[slots],
-            tokens=table.token_ids,
-            tables=table.block_tables,
-            block_size=self.pool.block_size,
-            leaves=table.take_leaves(),
-            joins=table.take_joins(),
-            masks=self._masks(slots[samples & table.is_constrained[slots]]),
-            prompt_ends=prompt_ends,
-            most=max_logprobs,
+        rows = StepRows(
+            slots=slots,
+            begins=begins,
+            counts=counts,
+            samples=samples,
+            num_known=table.num_known[slots],
+            num_logprobs=table.num_logprobs[slots],
+            epochs=table.epoch[slots],
+            visits=table.visit[slots],
         )
+        memory = SequenceMemory(table.token_ids, table.block_tables, self.pool.block_size)
+        masks = self._masks(slots[samples & table.is_constrained[slots]])
+        changes = SamplerChanges(table.take_leaves(), table.take_joins(), masks)
+        return generation_plan(rows, memory, changes, prompts)
 
     def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
         """The tokens that constrained sequences may sample; all tokens before are known."""
@@ -358,27 +357,25 @@ class GenerationScheduler:
 
     # Collect.
 
-    def collect(self, plan: StepPlan, result: StepResult) -> list[DecodedTokens | GeneratedTokens]:
+    def collect(self, plan: GeneratePlan, result: SampledResult) -> list[DecodedTokens | GeneratedTokens]:
         """Take in the tokens of a step, publish the blocks that it filled, and finish sequences that end.
         Sequences that merely continue share one `DecodedTokens`."""
         sample, table = plan.sample, self._slots
-        assert sample is not None
-        found, prompt_found = _logprobs_of(result, sample)
         current = table.is_current(sample)
         table.device_s[sample.slots[current]] += result.device_s
-        new: Ints = result.outputs[0].astype(np.int32)
-        keep = current[sample.rows]
+        new = result.token_ids
+        keep = current[sample.sampled_rows]
         if (new < 0).any():
             self._fail_without_token(sample.sampled_slots[keep & (new < 0)], new[keep & (new < 0)])
             current = table.is_current(sample)
-            keep = current[sample.rows]
+            keep = current[sample.sampled_rows]
         slots, token_ids = sample.sampled_slots[keep], new[keep]
         table.append(slots, token_ids)
         if self.limits.prefix_caching:
             self._publish(sample, current)
         stopped, full = table.stopped(slots, token_ids), table.is_full(slots)
-        if sample.prompts is not None and prompt_found is not None:
-            for sequence in self._prompt_logprobs.store(sample.prompts, sample, prompt_found):
+        if sample.prompts is not None and result.prompt_logprobs is not None:
+            for sequence in self._prompt_logprobs.store(sample.prompts, sample, result.prompt_logprobs):
                 self._failures[sequence.request.id] = RowFailed(_NOT_FINITE)
         if self._suspects and len(slots):
             self._suspects.clear({request_id for request_id, _ in table.sequence_ids(slots)})
@@ -389,7 +386,7 @@ class GenerationScheduler:
         if not in_detail.all():
             others = ~in_detail
             outcomes.append(DecodedTokens(table.sequence_ids(slots[others]), token_ids[others]))
-        logprobs = split_logprobs(found, sample.asked, keep)
+        logprobs = split_logprobs(result.logprobs, sample.num_logprobs, keep)
         for i in np.flatnonzero(in_detail).tolist():
             ends = bool(stopped[i]), bool(full[i])
             outcomes.append(self._output(table[int(slots[i])], token_ids[i : i + 1], *ends, logprobs[i]))
@@ -437,7 +434,7 @@ class GenerationScheduler:
             id=sequence.request.id,
             row=sequence.row,
             token_ids=new[:0] if stopped else new,
-            finish=finish,
+            finish_reason=finish,
             stop_token=int(new[0]) if stopped else None,
             logprob_ids=logprobs.ids,
             logprobs=logprobs.values,
@@ -458,11 +455,10 @@ class GenerationScheduler:
 
     # Preempt, finish and recover.
 
-    def step_failed(self, plan: StepPlan, *, isolate: bool = True) -> list[Request]:
+    def step_failed(self, plan: GeneratePlan, *, isolate: bool = True) -> list[Request]:
         """Recover from a failed step: its sequences start over from their known tokens. With `isolate` their
         requests run one at a time; a request that was alone in the step is dropped and returned."""
         sample, table = plan.sample, self._slots
-        assert sample is not None
         slots = sample.slots[table.is_current(sample)].tolist()
         sequences = [sequence for slot in slots if (sequence := table.find(slot)) is not None]
         requests = {sequence.request.id: sequence.request for sequence in sequences}
@@ -508,15 +504,3 @@ class GenerationScheduler:
 
 def _insert(sequences: list[SequenceState], sequence: SequenceState) -> None:
     bisect.insort(sequences, sequence, key=lambda other: other.rank)
-
-
-def _logprobs_of(result: StepResult, sample: SamplePlan) -> tuple[TokenLogprobs | None, TokenLogprobs | None]:
-    """Log probabilities of sampled tokens and of prompts."""
-    sampled = prompts = None
-    if (sample.asked >= 0).any():
-        ids, values, ranks = result.outputs[1:4]
-        sampled = TokenLogprobs(ids.astype(np.int32), values.astype(np.float32), ranks.astype(np.int32))
-    if sample.prompts is not None:
-        ids, values, ranks = result.outputs[-3:]
-        prompts = TokenLogprobs(ids.astype(np.int32), values.astype(np.float32), ranks.astype(np.int32))
-    return sampled, prompts

@@ -34,7 +34,7 @@ def pair_variant(
     tokens: Ints | None = None
     if not params.late:  # a row has one vector, and that is its number in the step
         begins = run.slots
-    elif all(piece.request.keep is None for piece in pieces):
+    elif all(piece.request.token_mask is None for piece in pieces):
         begins = cu_lengths[run.slots]
     else:
         tokens = _kept(pieces, rows, tokens_of(run.slots, lengths, cu_lengths))
@@ -63,9 +63,11 @@ def pair_variant(
         document_lengths=document_lengths,
         write_from=ragged_arange(begins[placed], sizes, ends),
         write_to=ragged_arange(run.starts[placed], sizes, ends),
-        from_store=sum(len(piece.cached_documents) for piece in pieces if piece.cached_documents is not None),
-        max_query=int(query_lengths.max(initial=0)),
-        max_document=int(document_lengths.max(initial=0)),
+        num_from_store=sum(
+            len(piece.cached_documents) for piece in pieces if piece.cached_documents is not None
+        ),
+        max_query_length=int(query_lengths.max(initial=0)),
+        max_document_length=int(document_lengths.max(initial=0)),
     )
     return Variant(params, run.slots[documents], tokens, plan)
 
@@ -74,7 +76,7 @@ def _run(pieces: Sequence[RowSlice], rows: Sequence[Ints], bases: Sequence[int])
     parts: list[tuple[Ints, NDArray[np.bool_], Ints, Ints, Ints]] = []
     for piece, mine, base in zip(pieces, rows, bases, strict=False):
         held = _held(piece)
-        places = piece.slots if piece.ends is None else piece.slots[piece.finished]
+        places = piece.step_rows if piece.ends is None else piece.step_rows[piece.finished]
         parts.append(
             (
                 places,
@@ -112,13 +114,13 @@ def _kept(pieces: Sequence[RowSlice], rows: Sequence[Ints], tokens: Ints) -> Int
     flags: list[Ints] = []
     for piece, mine in zip(pieces, rows, strict=True):
         request = piece.request
-        if request.keep is None:
+        if request.token_mask is None:
             flags.append(np.ones(int(request.lengths[mine].sum()), dtype=np.int32))
         else:
             where = neighbours(mine, request.lengths, request.starts)
             if where is None:
-                flags.append(request.keep[tokens_of(mine, request.lengths, request.starts)])
+                flags.append(request.token_mask[tokens_of(mine, request.lengths, request.starts)])
             else:
-                flags.append(request.keep[where])
+                flags.append(request.token_mask[where])
     kept: Ints = tokens[_joined(flags) != 0]
     return kept

@@ -1,4 +1,4 @@
-"""From the scheduler's shares to a `StepPlan`: every integer of a step, in NumPy."""
+"""From the scheduler's shares to a `PoolPlan`: every integer of a step, in NumPy."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from penstock.scheduler.pairs import pair_variant
 from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import (
+    CarryPlan,
     Ints,
     KeyLimits,
     KVPlan,
     LengthGroup,
     PoolingParams,
+    PoolPlan,
     RowSlice,
-    StepPlan,
     Variant,
     cumulative,
 )
 
 
-def build_plan(shares: Sequence[ScheduledRows], block_size: int = 0) -> StepPlan:
+def build_plan(shares: Sequence[ScheduledRows], block_size: int = 0) -> PoolPlan:
     """Lay the rows of all shares out as one ragged run, ordered by length and then by context or keys."""
     pieces = [_piece(share) for share in shares]
     lengths = np.concatenate([piece.lengths for piece in pieces])
@@ -52,7 +53,7 @@ def build_plan(shares: Sequence[ScheduledRows], block_size: int = 0) -> StepPlan
         token_ids, type_ids = token_ids[where], None if type_ids is None else type_ids[where]
     first = cu_lengths[:-1] if context is None else cu_lengths[:-1] - context
     slices = _slices(shares, slot_of)
-    return StepPlan(
+    return PoolPlan(
         token_ids=token_ids,
         positions=np.arange(len(token_ids), dtype=np.int32) - np.repeat(first, lengths),
         cu_lengths=cu_lengths,
@@ -87,7 +88,7 @@ class _Piece(NamedTuple):
 def _piece(share: ScheduledRows) -> _Piece:
     request, rows = share.request, share.rows
     if share.begins is None and request.num_rows == 1:
-        whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.keys)
+        whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.key_limits)
         return _Piece(*whole, request.adapters)
     lengths, starts = request.lengths[rows], request.starts[rows]
     if share.begins is not None and share.ends is not None:
@@ -103,7 +104,7 @@ def _piece(share: ScheduledRows) -> _Piece:
         share.begins,
         None if request.type_ids is None else request.type_ids[where],
         None if request.skip is None else request.skip[rows],
-        None if request.keys is None else request.keys[rows],
+        None if request.key_limits is None else request.key_limits[rows],
         None if request.adapters is None else request.adapters[rows],
     )
 
@@ -204,11 +205,11 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
         if piece.request.pairs is not None:
             paired.setdefault(piece.request.params, []).append(piece)
             continue
-        for params in piece.request.wants:
-            slots = piece.slots
+        for params in piece.request.all_params:
+            slots = piece.step_rows
             if piece.ends is not None and not params.per_token:
                 slots = slots[piece.finished]
-                whole = whole and len(slots) == len(piece.slots)
+                whole = whole and len(slots) == len(piece.step_rows)
             by_params.setdefault(params, []).append(slots)
     if len(by_params) == 1 and whole and not paired:
         return (Variant(next(iter(by_params)), None),)
@@ -254,13 +255,11 @@ def _kv_plan(
     return KVPlan(
         cu_keys=cu_keys,
         max_keys=int(keys.max()),
-        new_at=ragged_arange(cu_keys[:-1] + context, lengths, cu_lengths),
-        old_at=ragged_arange(cu_keys[:-1], context, cumulative(context)),
+        new_key_at=ragged_arange(cu_keys[:-1] + context, lengths, cu_lengths),
+        cached_key_at=ragged_arange(cu_keys[:-1], context, cumulative(context)),
         read_slots=slots(np.repeat(rows, context), old),
         write_tokens=write_tokens,
         write_slots=write_slots,
         token_slots=token_slots,
-        carry_rows=cut,
-        carry_slots=blocks[cut, 0],
-        carry_old=(context[cut] > 0).astype(np.int32),
+        carry=CarryPlan(cut, blocks[cut, 0], (context[cut] > 0).astype(np.int32)) if len(cut) else None,
     )

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from penstock.content import PrefixKeys
-from penstock.types import Ints, Request, SamplerParams
+from penstock.types import Ints, Request, SamplerParams, TokenLogprobs
 
 SequenceRank = tuple[float, int, int]  # arrival plus head start, order of arrival, row
-
-
-class TokenLogprobs(NamedTuple):
-    """Log probabilities of tokens: column 0 is the token itself, then come the likeliest, falling."""
-
-    ids: Ints  # [n, 1 + top]
-    values: NDArray[np.float32]  # [n, 1 + top]
-    ranks: Ints  # [n], of the token itself, from 1
 
 
 class Constraint(Protocol):

@@ -6,6 +6,7 @@ of an earlier one is there. Its places are given out by `scheduler.vectors`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from penstock.types import PairPlan
 class PairTensors:
     """A `PairPlan` on the device."""
 
-    sizes: PairPlan  # what the CPU knows of them
+    plan: PairPlan
     query_starts: Tensor  # int32 [queries]
     query_lengths: Tensor
     pair_queries: Tensor  # int32 [pairs]
@@ -29,6 +30,11 @@ class PairTensors:
     document_lengths: Tensor
     write_from: Tensor  # int32 [written]
     write_to: Tensor
+
+    @classmethod
+    def take(cls, plan: PairPlan, sent: Iterator[Tensor]) -> PairTensors:
+        """The tensors of `plan.arrays()`, in the same order."""
+        return cls(plan, *(next(sent) for _ in plan.arrays()))
 
 
 class PairScorer:
@@ -45,7 +51,7 @@ class PairScorer:
         if len(pairs.write_from):
             write = copy_rows if use_kernel(vectors) else copy_rows_reference
             write(vectors, pairs.write_from, self.store, pairs.write_to)
-        total, stored = len(pairs.pair_queries), pairs.sizes.from_store
+        total, stored = len(pairs.pair_queries), pairs.plan.num_from_store
         if not total:
             return vectors.new_empty((0, 1), dtype=torch.float32)
         which = pairs.pair_queries, pairs.document_starts, pairs.document_lengths
@@ -71,8 +77,8 @@ class PairScorer:
             starts,
             lengths,
             of,
-            max_query_length=pairs.sizes.max_query,
-            max_document_length=pairs.sizes.max_document,
+            max_query_length=pairs.plan.max_query_length,
+            max_document_length=pairs.plan.max_document_length,
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.engine.loop import EngineCore
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import Array, Outcome, Request, StepPlan, StepResult
+from penstock.types import Array, Outcome, PooledResult, PoolPlan, Request, StepPlan, StepResult
 
 
 def row_values(plan: StepPlan, slot: int) -> list[float]:
@@ -23,13 +23,14 @@ def expected_values(request: Request) -> list[list[float]]:
     return [[float(row[0]), float(row.sum()), float(len(row))] for row in rows]
 
 
-def compute(plan: StepPlan, device_s: float = 0.5) -> StepResult:
+def compute(plan: StepPlan, device_s: float = 0.5) -> PooledResult:
+    assert isinstance(plan, PoolPlan)
     outputs: list[Array] = []
     for variant in plan.variants:
         slots = range(plan.num_rows) if variant.rows is None else variant.rows
         values = np.array([row_values(plan, int(slot)) for slot in slots], dtype=np.float32)
         outputs.append(values[:, : variant.params.dimensions])
-    return StepResult(tuple(outputs), device_s)
+    return PooledResult(tuple(outputs), device_s=device_s)
 
 
 class ManualRunner:
@@ -83,7 +84,8 @@ class PoisonedRunner:
     def close(self) -> None:
         return None
 
-    def _spoil(self, plan: StepPlan, result: StepResult) -> None:
+    def _spoil(self, plan: StepPlan, result: PooledResult) -> None:
+        assert isinstance(plan, PoolPlan)
         for variant, values in zip(plan.variants, result.outputs, strict=True):
             slots = range(plan.num_rows) if variant.rows is None else variant.rows
             for at, slot in enumerate(slots):

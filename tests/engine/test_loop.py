@@ -11,7 +11,17 @@ from penstock.engine.progress import split_outputs
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull, RowFailed
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
-from penstock.types import Failure, Outcome, PooledOutput, PoolingParams, Request, StepPlan, StepResult, Task
+from penstock.types import (
+    Failure,
+    Outcome,
+    PooledOutput,
+    PooledResult,
+    PoolingParams,
+    Request,
+    StepPlan,
+    StepResult,
+    Task,
+)
 from tests.engine.fakes import (
     Clock,
     ManualRunner,
@@ -385,7 +395,7 @@ def test_an_answer_does_not_change_when_the_runner_reuses_its_buffer() -> None:
             (values,) = compute(plan).outputs
             self.buffer[: len(values)] = values
             future: Future[StepResult] = Future()
-            future.set_result(StepResult((self.buffer[: len(values)],), 0.0))
+            future.set_result(PooledResult((self.buffer[: len(values)],)))
             return future
 
     core = make_core(ReusingRunner(), tokens=10)
@@ -414,7 +424,7 @@ def test_answers_do_not_change_when_the_memory_of_a_step_is_reused(task: Task, l
     pinned = np.repeat(plan.token_ids.astype(np.float32)[:, None], 3, axis=1)
     if task is Task.EMBED:
         pinned = pinned[plan.cu_lengths[:-1]]
-    future.set_result(StepResult((pinned,), 0.1))
+    future.set_result(PooledResult((pinned,), device_s=0.1))
     (answer,) = core.step()
     assert isinstance(answer, PooledOutput)
     before = answer.values.copy()
@@ -435,7 +445,7 @@ def test_only_the_request_with_token_values_that_are_not_finite_fails() -> None:
     plan, future = runner.flights.pop()
     values = plan.token_ids.astype(np.float32)[:, None].copy()
     values[plan.token_ids == requests[1].token_ids[3]] = np.inf
-    future.set_result(StepResult((values,), 0.1))
+    future.set_result(PooledResult((values,), device_s=0.1))
     outcomes = {outcome.id: outcome for outcome in core.step()}
     assert isinstance(outcomes["1"], Failure)
     for request in (requests[0], requests[2]):

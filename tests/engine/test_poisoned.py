@@ -25,8 +25,11 @@ from penstock.types import (
     Failure,
     Ints,
     PooledOutput,
+    PooledResult,
     PoolingParams,
+    PoolPlan,
     Request,
+    SampledResult,
     StepPlan,
     StepResult,
     Task,
@@ -98,7 +101,7 @@ class AsyncRunner:
                 last = np.array([reading(tokens) for tokens in prefixes])
                 self.store[pairs.write_to] = last[pairs.write_from]
                 queries = self.store[pairs.query_starts[pairs.pair_queries]]
-                own = len(pairs.pair_queries) - pairs.from_store
+                own = len(pairs.pair_queries) - pairs.num_from_store
                 places = pairs.document_starts
                 documents = np.concatenate([last[places[:own]], self.store[places[own:]]])
                 values = [scored(q, d) for q, d in zip(queries, documents, strict=True)]
@@ -114,7 +117,7 @@ class AsyncRunner:
             else:
                 values = [reading(prefixes[row]) for row in rows]
             outputs.append(np.array(values, dtype=np.float64).reshape(-1, 1))
-        return StepResult(tuple(outputs), 0.001)
+        return PooledResult(tuple(outputs), device_s=0.001)
 
     def _prefixes(self, plan: StepPlan, ids: Ints) -> list[list[int]]:
         """The tokens of each row up to the end of this step: those in its blocks, and the step's own."""
@@ -123,8 +126,8 @@ class AsyncRunner:
         kv = plan.kv
         self.memory[kv.write_slots] = ids[kv.write_tokens]
         run = np.empty(int(kv.cu_keys[-1]), dtype=np.int32)
-        run[kv.old_at] = self.memory[kv.read_slots]
-        run[kv.new_at] = ids
+        run[kv.cached_key_at] = self.memory[kv.read_slots]
+        run[kv.new_key_at] = ids
         return [part.tolist() for part in np.split(run, kv.cu_keys[1:-1])]
 
 
@@ -292,10 +295,12 @@ class BothRunner(AsyncRunner):
     """Generates too, at once: the next token is the last one plus one."""
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
-        if plan.sample is None:
+        if isinstance(plan, PoolPlan):
             return super().launch(plan)
         future: Future[StepResult] = Future()
-        future.set_result(StepResult((np.ones(len(plan.sample.rows), dtype=np.int32),), 0.001))
+        future.set_result(
+            SampledResult(np.ones(len(plan.sample.sampled_rows), dtype=np.int32), device_s=0.001)
+        )
         return future
 
 

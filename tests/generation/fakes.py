@@ -15,9 +15,11 @@ from penstock.types import (
     DecodedTokens,
     Failure,
     GeneratedTokens,
+    GeneratePlan,
     Ints,
     PoolingParams,
     Request,
+    SampledResult,
     SamplerParams,
     StepPlan,
     StepResult,
@@ -60,8 +62,8 @@ class MemoryRunner:
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
         self.steps += 1
+        assert isinstance(plan, GeneratePlan)
         sample, kv = plan.sample, plan.kv
-        assert sample is not None and kv is not None and kv.paged is not None
         self.joined -= set(sample.leaves)
         assert not self.joined & {join.slot for join in sample.joins}, "a slot is taken twice"
         self.joined |= {join.slot for join in sample.joins}
@@ -72,23 +74,22 @@ class MemoryRunner:
         ids[sample.fed_tokens] = self.last[sample.fed_slots]
         self.memory[kv.write_slots] = ids[kv.write_tokens]
         run = np.full(int(kv.cu_keys[-1]), -1, dtype=np.int32)
-        run[kv.old_at] = self.memory[kv.read_slots]
-        run[kv.new_at] = ids[kv.paged.rows :]
-        new = [self._next(plan, int(row), run) for row in sample.rows]
+        run[kv.cached_key_at] = self.memory[kv.read_slots]
+        run[kv.new_key_at] = ids[plan.paged.num_rows :]
+        new = [self._next(plan, int(row), run) for row in sample.sampled_rows]
         out: Ints = np.array(new, dtype=np.int32)
         assert {int(slot) for slot in sample.sampled_slots} <= self.joined
         self.last[sample.sampled_slots] = out
-        future.set_result(StepResult((out,), 0.001))
+        future.set_result(SampledResult(out, device_s=0.001))
         return future
 
-    def _next(self, plan: StepPlan, row: int, run: Ints) -> int:
-        assert plan.kv is not None and plan.kv.paged is not None
-        paged = plan.kv.paged
-        if row < paged.rows:
-            table = paged.tables.reshape(paged.rows, paged.width)[row]
-            slots = (table[:, None] * BLOCK + np.arange(BLOCK)).ravel()[: paged.keys[row]]
+    def _next(self, plan: GeneratePlan, row: int, run: Ints) -> int:
+        paged = plan.paged
+        if row < paged.num_rows:
+            table = paged.block_tables.reshape(paged.num_rows, paged.max_blocks)[row]
+            slots = (table[:, None] * BLOCK + np.arange(BLOCK)).ravel()[: paged.num_keys[row]]
             return following(self.memory[slots].tolist())
-        begin, end = plan.kv.cu_keys[row : row + 2] - paged.rows  # decode rows count one key each
+        begin, end = plan.kv.cu_keys[row : row + 2] - paged.num_rows  # decode rows count one key each
         return following(run[begin:end].tolist())
 
     def close(self) -> None:
@@ -151,8 +152,8 @@ class Answers:
             key = (outcome.id, outcome.row)
             assert key not in self.finished, "a sequence has tokens after its end"
             self.tokens.setdefault(key, []).extend(outcome.token_ids.tolist())
-            if outcome.finish is not None:
-                self.finished[key] = outcome.finish
+            if outcome.finish_reason is not None:
+                self.finished[key] = outcome.finish_reason
 
 
 def run(core: EngineCore, answers: Answers, steps: int = 10_000) -> None:

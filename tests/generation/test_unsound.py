@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from penstock import AsyncEngine, SamplingParams
 from penstock.errors import RowFailed
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.types import SamplerParams, StepPlan, StepResult
+from penstock.types import GeneratePlan, SampledResult, SamplerParams
 from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, serving
 from tests.generation.direct import generate, request_of
@@ -159,18 +159,17 @@ def _spoil(core: Any, prompt: list[int], after: int) -> None:
     """Make the sequence of this prompt fail after some tokens."""
     launch, generation, given = core.runner.launch, core.generation, [0]
 
-    def spoiling(plan: StepPlan) -> Any:
+    def spoiling(plan: GeneratePlan) -> Any:
         future = launch(plan)
         sample = plan.sample
-        assert sample is not None
-        ids = future.result().outputs[0].copy()
+        ids = future.result().token_ids.copy()
         for at, slot in enumerate(sample.sampled_slots.tolist()):
             row = generation._slots.find(slot)
             if row is not None and row.prompt.tolist() == prompt:
                 given[0] += 1
                 if given[0] > after:
                     ids[at] = -1
-        future._result = StepResult((ids,), 0.001)
+        future._result = SampledResult(ids, device_s=0.001)
         return future
 
     core.runner.launch = spoiling

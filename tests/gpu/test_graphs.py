@@ -16,12 +16,12 @@ import torch
 
 from penstock import Engine
 from penstock.errors import DeviceOutOfMemory
-from penstock.layers.batch import read_in_place
+from penstock.layers.batch import reads_in_place
 from penstock.runner.buckets import TOKENS
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import OutputDtype, PoolingParams, Request, StepPlan, Task
+from penstock.types import OutputDtype, PoolingParams, PoolPlan, Request, Task
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_bert, write_json
 from tests.helpers import ints
 
@@ -78,7 +78,7 @@ def runner_of(engine: Engine) -> ModelRunner:
     return runner
 
 
-def plan_of(lengths: Sequence[int], *params: PoolingParams, seed: int = 0, **more: Any) -> StepPlan:
+def plan_of(lengths: Sequence[int], *params: PoolingParams, seed: int = 0, **more: Any) -> PoolPlan:
     tokens = np.random.default_rng(seed).integers(5, 100, sum(lengths)).astype(np.int32)
     shares = []
     for number, wanted in enumerate(params or (PoolingParams(),)):
@@ -87,24 +87,24 @@ def plan_of(lengths: Sequence[int], *params: PoolingParams, seed: int = 0, **mor
     return build_plan(shares)
 
 
-def by_graph(runner: ModelRunner, plan: StepPlan) -> list[np.ndarray]:
+def by_graph(runner: ModelRunner, plan: PoolPlan) -> list[np.ndarray]:
     graphs = runner.graphs
     assert graphs is not None
     before = graphs.replays
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         values = [np.array(output) for output in runner.launch(plan).result().outputs]
     assert graphs.replays == before + 1, "the step ran without a graph"
     return values
 
 
-def eager(runner: ModelRunner, plan: StepPlan) -> list[np.ndarray]:
+def eager(runner: ModelRunner, plan: PoolPlan) -> list[np.ndarray]:
     with torch.inference_mode():
-        outputs, _ = runner._step(plan)
+        outputs = runner._step(plan).outputs
         torch.cuda.synchronize()
         return [np.array(output) for output in outputs]
 
 
-def check(runner: ModelRunner, plan: StepPlan) -> None:
+def check(runner: ModelRunner, plan: PoolPlan) -> None:
     for mine, theirs in zip(by_graph(runner, plan), eager(runner, plan), strict=True):
         assert mine.shape == theirs.shape and np.isfinite(mine).all()
         a, b = mine.reshape(-1, mine.shape[-1]), theirs.reshape(-1, mine.shape[-1])
@@ -169,7 +169,7 @@ def test_every_output_form_leaves_a_graph(engine: Engine, dtype: OutputDtype) ->
     assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
     if dtype is OutputDtype.BFLOAT16:
         mine, theirs = ((bits.astype(np.uint32) << 16).view(np.float32) for bits in (mine, theirs))
-    if dtype.packed:
+    if dtype.is_packed:
         assert (mine == theirs).mean() > 0.9
     else:
         least = 0.02 if mine.dtype.kind == "f" else 4
@@ -206,7 +206,7 @@ def test_two_steps_in_flight_and_eager_ones_between_keep_their_own_results(engin
     assert graphs is not None
     draw = np.random.default_rng(0)
     before: Any = None
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         for number in draw.integers(0, len(plans), 300).tolist():
             future = runner.launch(plans[number])
             if before is not None:
@@ -301,7 +301,7 @@ def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path
         held = torch.cuda.memory_reserved()
         try:
             core = engine.local.engine.core
-            with graphs.at_once():
+            with graphs.capture_on_first_use():
                 try:
                     got = runner.launch(plan).result().outputs[0]
                 except DeviceOutOfMemory:
@@ -358,7 +358,7 @@ def test_steps_of_cut_rows_replay_as_they_run(
         wordpiece_tokenizer().save(str(folder / "tokenizer.json"))
     with Engine(str(folder), **CUT) as engine:
         runner = runner_of(engine)
-        assert runner.cache is not None and read_in_place(runner.cache[0])
+        assert runner.cache is not None and reads_in_place(runner.cache.store)
         steps = [
             [piece(200, 0, 48, 0, params)],
             [piece(200, 48, 96, 0, params), piece(70, 0, 48, 20, params), piece(9, 0, 9, None, params)],
@@ -368,7 +368,7 @@ def test_steps_of_cut_rows_replay_as_they_run(
         for shares in steps:
             check(runner, build_plan(shares, block_size=16))
         graphs = runner.graphs
-        assert graphs is not None and any(key.memory is not None for key in graphs.captured)
+        assert graphs is not None and any(key.max_cached_keys is not None for key in graphs.captured)
 
 
 def test_cut_rows_have_the_vectors_of_whole_ones_by_graphs_too(qwen: Path) -> None:
@@ -383,7 +383,7 @@ def test_cut_rows_have_the_vectors_of_whole_ones_by_graphs_too(qwen: Path) -> No
                 assert ((got * wanted).sum(1) / lengths).min() > 0.998
             assert (cut.embed(inputs) * vectors).sum(1).min() > 0.998
         graphs = runner_of(cut).graphs
-        assert graphs is not None and any(key.memory is not None for key in graphs.captured)
+        assert graphs is not None and any(key.max_cached_keys is not None for key in graphs.captured)
 
 
 @pytest.mark.parametrize("name", ["mpnet", "deberta-v3"])

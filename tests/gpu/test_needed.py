@@ -36,7 +36,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "moe_inter
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", CASES)
 def test_fewer_tokens_give_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "NARROWED_EAGER", 0)  # so small a step is not worth it
+    monkeypatch.setattr(model_runner, "MIN_TRIMMED_SIZE_EAGER", 0)  # so small a step is not worth it
     architecture, method = CASES[name]
     config: dict[str, Any] = FAMILIES[architecture] | WIDE
     runner = make_runner(architecture, method, config, torch.device("cuda"), dtype)

@@ -178,18 +178,19 @@ def test_the_next_layer_repeats_the_launch_on_what_it_has_written(
 ) -> None:
     """Where layers share their places, with long rows alone and with short ones before them."""
     monkeypatch.setattr(
-        layers, "attend", lambda q, k, v, batch, kind, bias: layers._by_kernels(q, k, v, batch, kind)
+        layers, "attend", lambda q, k, v, batch, kind, bias: layers._attend_by_kernels(q, k, v, batch, kind)
     )
-    shared = replace(ordered_batch(lengths), shares=True, cu_lengths=ragged(lengths, device))
+    shared = replace(ordered_batch(lengths), reuses_buffers=True, cu_lengths=ragged(lengths, device))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    (qkv,) = shared.places((3 * 64,), torch.empty(0, device=device, dtype=dtype))
-    assert qkv is not None and shared.places((3 * 64,), qkv)[0] is qkv
-    found, alone = [], replace(shared, shares=False)
+    (qkv,) = shared.scratch_buffers((3 * 64,), torch.empty(0, device=device, dtype=dtype))
+    assert qkv is not None and shared.scratch_buffers((3 * 64,), qkv)[0] is qkv
+    found, alone = [], replace(shared, reuses_buffers=False)
     for _ in range(3):
         qkv.copy_(torch.randn(qkv.shape))
         found.append(layers.attend_fused(qkv, 2, shared))
         close(found[-1], layers.attend_fused(qkv.clone(), 2, alone))
     assert found[0] is found[1] is found[2]
-    assert ("again" in shared.routes) is (len(lengths) == 2) and not alone.routes.keys() & {"again", "parts"}
+    assert (shared.scratch.repeated is not None) is (len(lengths) == 2)
+    assert alone.scratch.repeated is None and alone.scratch.qkv_views is None
     other = torch.randn_like(qkv)  # lies elsewhere, as what an fp8 layer gives
     close(layers.attend_fused(other, 2, shared), layers.attend_fused(other, 2, alone))

@@ -18,13 +18,13 @@ from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.sampled_tokens import insert_sampled_tokens
 from penstock.kvcache.blocks import BlockPool
-from penstock.kvcache.store import KVStore
+from penstock.kvcache.store import KVCache, KVStore
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.pooling.build import Pooler
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.capture import Work
-from penstock.runner.decode import DecodeGraphs, Key, first_keys
+from penstock.runner.decode import DecodeGraphs, Key, warm_up_keys
 from penstock.runner.generator import Generator
 from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
@@ -52,7 +52,7 @@ PROMPTS = [[5], [7, 8], [9] * 17, [11, 12, 13], [14] * 5]
 @pytest.fixture
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture a shape at its first step."""
-    monkeypatch.setattr("penstock.runner.decode.USES", 0)
+    monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +85,11 @@ def make_runner(
     store = KVStore(layers, BLOCKS * BLOCK_SIZE, 1, 16, dtype, CPU)
     generator = Generator(model.heads[Task.GENERATE], SLOTS, CPU, seed=1)
     pooler = Pooler(make_spec(pooling=PoolingSpec(("last",))), {}, [])
-    runner = ModelRunner(model, pooler, CPU, 2, (store, torch.zeros(0, 32)), generator)
+    runner = ModelRunner(model, pooler, CPU, 2, KVCache(store, torch.zeros(0, 32)), generator)
     if graphs:
         # In fp32 the reference computes attention; it reads block tables to their end, not to the row's end.
-        slot = runner.staging.slot
-        runner.staging.slot = lambda size: slot(size).zero_()  # type: ignore[method-assign]
+        slot = runner.staging.pinned_ints
+        runner.staging.pinned_ints = lambda size: slot(size).zero_()  # type: ignore[method-assign]
         runner.decode = DecodeGraphs(model, generator, runner.staging, store, capture)  # type: ignore[arg-type]
     return runner
 
@@ -158,9 +158,9 @@ def test_a_graph_gives_the_tokens_of_steps_without_one(kind: str, captured_at_on
     runner = make_runner(graphs=True, layers=layers)
     got = run(runner, KINDS[kind])
     assert runner.decode is not None and runner.decode.replays > TOKENS // 2
-    samples = {key.choose for key in runner.decode.captured}
+    samples = {key.samples for key in runner.decode.captured}
     assert (False in samples) == (kind in ("edited", "logprobs"))
-    assert any(key.filtered for key in runner.decode.captured) == (kind == "filtered")
+    assert any(key.filters for key in runner.decode.captured) == (kind == "filtered")
     for (tokens, logprobs), (same, close) in zip(got, expected, strict=True):
         assert tokens == same and len(tokens) == TOKENS
         np.testing.assert_allclose(logprobs, close, rtol=1e-5, atol=1e-5)
@@ -169,10 +169,10 @@ def test_a_graph_gives_the_tokens_of_steps_without_one(kind: str, captured_at_on
 def test_chunked_prompts_are_replayed_too(captured_at_once: None) -> None:
     runner = make_runner(graphs=True, dtype=torch.float16)
     runner.graphs = Graphs(runner.model, runner.pooler, runner.staging, fake, cache=runner.cache)
-    with runner.graphs.at_once():
+    with runner.graphs.capture_on_first_use():
         got = run(runner, KINDS["greedy"], apart=True)
     # The prompt of 17 tokens runs in two chunks of at most 12; the prompt of one token needs no prefill step.
-    assert runner.graphs.replays >= 3 and all(key.generates for key in runner.graphs.captured)
+    assert runner.graphs.replays >= 3 and all(key.is_prompt for key in runner.graphs.captured)
     assert runner.decode is not None and runner.decode.replays > TOKENS // 2
     expected = run_without_graphs("greedy", torch.float16)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
@@ -188,7 +188,7 @@ def test_steps_run_without_a_graph_when_capture_fails() -> None:
 
 
 def test_capture_pauses_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runner.decode.USES", 2)
+    monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", 2)
     tries = []
 
     def full(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
@@ -206,27 +206,27 @@ def test_capture_pauses_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_capture_changes_no_sequence() -> None:
     runner = make_runner(graphs=True)
     assert runner.decode is not None and runner.generator is not None and runner.cache is not None
-    generator, keys = runner.generator, runner.cache[0].keys
+    generator, keys = runner.generator, runner.cache.store.keys
     last, positions, kept = generator.last.clone(), generator.sampler.positions.clone(), keys.clone()
     with torch.inference_mode():
-        for key in first_keys(SLOTS):
-            assert runner.decode.ready(key) is not None
+        for key in warm_up_keys(SLOTS):
+            assert runner.decode.ensure(key) is not None
     assert torch.equal(generator.last[:-1], last[:-1]) and torch.equal(keys, kept)
     assert torch.equal(generator.sampler.positions[:-1], positions[:-1])
 
 
 def test_the_first_graphs_cover_as_many_rows_as_can_run() -> None:
-    assert max(key.rows for key in first_keys(100)) == 128
-    assert first_keys(1) == [Key(1, 16, True, True), Key(1, 16, True, False)]
-    assert [key.rows for key in first_keys(100) if key.filtered] == [1, 32, 128]
+    assert max(key.rows for key in warm_up_keys(100)) == 128
+    assert warm_up_keys(1) == [Key(1, 16, True, True), Key(1, 16, True, False)]
+    assert [key.rows for key in warm_up_keys(100) if key.filters] == [1, 32, 128]
 
 
 def test_a_larger_graph_serves_a_shape_until_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runner.decode.USES", uses := 2)
+    monkeypatch.setattr("penstock.runner.decode.USES_BEFORE_CAPTURE", uses := 2)
     runner = make_runner(graphs=True)
     assert runner.decode is not None
     with torch.inference_mode():
-        runner.decode.ready(Key(8, 16, True, True))
+        runner.decode.ensure(Key(8, 16, True, True))
     got = run(runner, KINDS["noise"])
     assert got == run_without_graphs("noise")
     # Sequences join and end; shapes that came often have their own graph now.

@@ -30,4 +30,4 @@ def test_the_example_samples_a_token_for_each_row() -> None:
     exec(blocks("Sampling")[0], names)
     sampled = names["sampled"]
     assert sampled.token_ids.shape == (2,) and sampled.token_ids.dtype == torch.int32
-    assert sampled.logprobs.shape == (1, 3) and sampled.logprob_rows.tolist() == [0]
+    assert sampled.logprobs.values.shape == (1, 3) and sampled.logprob_rows.tolist() == [0]

@@ -15,7 +15,7 @@ from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import language
 from penstock.kernels.attention import attention_reference, flash_attention, short_attention
 from penstock.kernels.pooling import METHODS, pool, pool_reference
-from penstock.kvcache.store import KVStore
+from penstock.kvcache.store import KVCache, KVStore
 from penstock.layers import attention
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
@@ -25,7 +25,7 @@ from penstock.runner.graphs import Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import PoolingParams, StepPlan, Task
+from penstock.types import PoolingParams, PoolPlan, Task
 from penstock.weights.stream import open_weights
 from tests.helpers import ints, make_request, make_spec
 
@@ -87,7 +87,7 @@ def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
     return replay, kept
 
 
-def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> StepPlan:
+def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> PoolPlan:
     wanted = params or (PoolingParams(),)
     requests = [make_request(str(i), lengths, params=p) for i, p in enumerate(wanted)]
     return build_plan([ScheduledRows(request, ints(range(len(lengths)))) for request in requests])
@@ -115,11 +115,11 @@ def test_a_padded_step_gives_what_an_unpadded_one_gives(
         plan = plan_of(lengths, params)
         key = graphs.key_of(plan)
         assert key is not None
-        with graphs.at_once():
-            got = runner._replayed(graphs, key, plan)
+        with graphs.capture_on_first_use():
+            got = runner._replay(graphs, key, plan)
         assert got is not None, "the step could not be captured"
-        (expected,), _ = runner._step(plan)
-        np.testing.assert_allclose(got[0][0], expected, atol=1e-4)
+        (expected,) = runner._step(plan).outputs
+        np.testing.assert_allclose(got.outputs[0], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -181,7 +181,7 @@ def test_chunked_rows_in_padded_steps_give_what_whole_rows_give(
     store = KVStore(2, 24 * BLOCK, 1, 16, torch.float16, CPU)
     store.keys.fill_(NAN)
     store.values.fill_(NAN)
-    cache = store, torch.zeros((24, 32))
+    cache = KVCache(store, torch.zeros((24, 32)))
     runner = ModelRunner(model, pooler, CPU, 2, cache)
     graphs = Graphs(model, pooler, runner.staging, fake, cache=cache)
     long, other = tuple(range(23, 16, -1)), (3, 7, 1)
@@ -198,17 +198,17 @@ def test_chunked_rows_in_padded_steps_give_what_whole_rows_give(
     for shares in steps:
         plan = build_plan(shares, block_size=BLOCK)
         key = graphs.key_of(plan)
-        assert key is not None and key.memory is not None
+        assert key is not None and key.max_cached_keys is not None
         assert (key.params is None) is not params.per_token
-        with graphs.at_once():
-            got = runner._replayed(graphs, key, plan)
+        with graphs.capture_on_first_use():
+            got = runner._replay(graphs, key, plan)
         assert got is not None, "the step could not be captured"
-        (outputs, _), (plain, _) = got, runner._step(plan)
+        outputs, plain = got.outputs, runner._step(plan).outputs
         for mine, theirs in zip(outputs, plain, strict=True):
             np.testing.assert_allclose(mine, theirs, atol=2e-3)
         ended = [i for variant in plan.variants for i in _rows_of(variant.rows, plan)]
         for share, piece in zip(shares, plan.slices, strict=True):
-            row, number = int(piece.slots[0]), int(share.request.id)
+            row, number = int(piece.step_rows[0]), int(share.request.id)
             if params.per_token:
                 begin, end = plan.cu_lengths[row : row + 2]
                 parts[number].append(np.array(outputs[0][begin:end]))
@@ -220,5 +220,5 @@ def test_chunked_rows_in_padded_steps_give_what_whole_rows_give(
         np.testing.assert_allclose(np.concatenate(parts[number]), expected, atol=4e-3)
 
 
-def _rows_of(rows: np.ndarray | None, plan: StepPlan) -> list[int]:
+def _rows_of(rows: np.ndarray | None, plan: PoolPlan) -> list[int]:
     return list(range(plan.num_rows)) if rows is None else rows.tolist()

@@ -154,11 +154,11 @@ def test_rows_are_shared_out_by_length_and_each_is_written_once(
 
     monkeypatch.setattr(attention, "_varlen", library)
     monkeypatch.setattr(attention, "SHORT", 4)
-    monkeypatch.setattr(attention, "_OWN", own)
+    monkeypatch.setattr(attention, "_MAX_OWN_LENGTH", own)
     got = attention._on_cuda(query, key, value, batch, kind)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert given == [sum(length <= own for length in lengths)]
-    monkeypatch.setattr(attention, "_OWN", 64)
+    monkeypatch.setattr(attention, "_MAX_OWN_LENGTH", 64)
     got = attention._on_cuda(query, key, value, batch, kind)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert len(given) == 1  # the library was not asked again

@@ -275,8 +275,8 @@ def run(steps: int, device: torch.device, dtype: torch.dtype) -> tuple[list[list
         sampled = sampler(logits, slots, torch.from_numpy(slots).to(device))
         tokens.append(sampled.token_ids.tolist())
         assert sampled.logprob_rows is not None and sampled.logprob_rows.tolist() == [6, 8]
-        assert sampled.logprobs is not None and sampled.ranks is not None
-        logprobs += [sampled.logprobs, sampled.ranks.float()]
+        assert sampled.logprobs is not None
+        logprobs += [sampled.logprobs.values, sampled.logprobs.ranks.float()]
     return tokens, logprobs
 
 

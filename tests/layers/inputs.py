@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.layers.batch import Batch, Limits
+from penstock.layers.batch import Batch, KeyLimitTensors
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import KeyLimits
@@ -18,9 +18,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
     """Rows by length; `keys` belongs to the lengths in that order, rising among equal ones."""
-    request = make_request("a", sorted(lengths), keys=keys)
+    request = make_request("a", sorted(lengths), key_limits=keys)
     plan = build_plan([ScheduledRows(request, ints(range(len(lengths))))])
-    assert plan.slices[0].slots.tolist() == list(range(len(lengths)))
+    assert plan.slices[0].step_rows.tolist() == list(range(len(lengths)))
     return Batch(
         token_ids=torch.from_numpy(plan.token_ids),
         positions=torch.from_numpy(plan.positions),
@@ -36,8 +36,10 @@ def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
     )
 
 
-def _limits(limits: KeyLimits) -> Limits:
+def _limits(limits: KeyLimits) -> KeyLimitTensors:
     tokens, cu_lengths, keys, cu_keys = (
         torch.from_numpy(x) for x in (limits.tokens, limits.cu_lengths, limits.keys, limits.cu_keys)
     )
-    return Limits(tokens.long(), cu_lengths, keys.long(), cu_keys, limits.max_length, limits.max_keys)
+    return KeyLimitTensors(
+        tokens.long(), cu_lengths, keys.long(), cu_keys, limits.max_length, limits.max_keys
+    )

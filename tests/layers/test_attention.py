@@ -93,7 +93,7 @@ def test_a_key_limit_cuts_the_position_bias_too() -> None:
 
 
 def test_a_causal_model_takes_no_key_limit() -> None:
-    with pytest.raises(ValueError, match="looks ahead"):
+    with pytest.raises(ValueError, match="bidirectional"):
         attend_fused(_limited_qkv(), 4, ordered_batch(LIMITED, KEYS), CAUSAL)
 
 
@@ -140,31 +140,31 @@ def _varlen_stand_in(
 
 def test_layers_of_a_step_find_once_which_rows_go_where(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = ordered_batch([3] * 20 + [64, 65, 300])
-    route = attention._route(batch, reaches_all=True)
-    assert route.short is not None and route.own is not None
-    assert route.short.tolist() == batch.cu_lengths[:22].tolist() and route.longest == 64
-    assert route.own.tolist() == batch.cu_lengths[21:].tolist() and route.longest_own == 300
-    assert attention._route(batch, reaches_all=True) is route
-    narrow = attention._route(batch, reaches_all=False)  # a window cuts short rows too
-    assert narrow.short is None and narrow.own is not None and len(narrow.own) == 24
-    assert attention._route(replace(batch), reaches_all=True) is not route
-    monkeypatch.setattr(attention, "_OWN", 100)
-    assert attention._route(batch, reaches_all=True).rows == 22
+    route = attention._route(batch, window_covers_short=True)
+    assert route.short is not None and route.flash is not None
+    assert route.short.tolist() == batch.cu_lengths[:22].tolist() and route.max_short_length == 64
+    assert route.flash.tolist() == batch.cu_lengths[21:].tolist() and route.max_flash_length == 300
+    assert attention._route(batch, window_covers_short=True) is route
+    narrow = attention._route(batch, window_covers_short=False)  # a window cuts short rows too
+    assert narrow.short is None and narrow.flash is not None and len(narrow.flash) == 24
+    assert attention._route(replace(batch), window_covers_short=True) is not route
+    monkeypatch.setattr(attention, "_MAX_OWN_LENGTH", 100)
+    assert attention._route(batch, window_covers_short=True).num_rows == 22
 
 
 def test_layers_share_places_where_they_take_any() -> None:
     alone, like = ordered_batch([3, 5]), torch.empty(0, dtype=torch.float16)
-    assert alone.places((4, 0, 4), like) == (None, None, None)
-    batch = replace(alone, shares=True)
-    first, none, second = batch.places((4, 0, 4), like)
+    assert alone.scratch_buffers((4, 0, 4), like) == (None, None, None)
+    batch = replace(alone, reuses_buffers=True)
+    first, none, second = batch.scratch_buffers((4, 0, 4), like)
     assert none is None and first is not None and second is not None and first is not second
     assert first.shape == second.shape == (8, 4) and first.dtype == torch.float16
-    again = batch.places((4, 0, 4), like)
+    again = batch.scratch_buffers((4, 0, 4), like)
     assert again[0] is first and again[2] is second
-    assert batch.lasts(first) and not batch.lasts(first.clone()) and not alone.lasts(first)
-    assert replace(batch).places((4, 0, 4), like)[0] is not first, "another step has its own"
+    assert batch.is_scratch(first) and not batch.is_scratch(first.clone()) and not alone.is_scratch(first)
+    assert replace(batch).scratch_buffers((4, 0, 4), like)[0] is not first, "another step has its own"
 
 
 def test_few_short_rows_among_longer_ones_go_with_them() -> None:
-    route = attention._route(ordered_batch([2, 2, 300]), reaches_all=True)
-    assert route.short is None and route.own is not None and len(route.own) == 4
+    route = attention._route(ordered_batch([2, 2, 300]), window_covers_short=True)
+    assert route.short is None and route.flash is not None and len(route.flash) == 4

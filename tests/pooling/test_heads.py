@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.layers.linear import Linear
-from penstock.pooling.build import Pooler
+from penstock.pooling.build import Pooler, VariantTensors
 from penstock.pooling.heads import Dense, cast, unit
 from penstock.types import OutputDtype, PoolingParams, Variant
 from tests.helpers import make_spec
@@ -23,7 +23,9 @@ def vectors_of(width: int, rows: int = 20, seed: int = 0) -> Tensor:
 def pool(hidden: Tensor, params: PoolingParams, normalize: bool = False) -> Tensor:
     """One row a token, so that pooling itself changes nothing."""
     spec = make_spec(pooling=PoolingSpec(methods=("mean",), normalize=normalize))
-    (out,) = Pooler(spec, {}, [])(hidden, batch_of([1] * len(hidden)), (Variant(params, None),), [None])
+    (out,) = Pooler(spec, {}, [])(
+        hidden, batch_of([1] * len(hidden)), (Variant(params, None),), [VariantTensors()]
+    )
     return out
 
 
@@ -98,7 +100,7 @@ def test_packed_bits_are_those_of_sentence_transformers(precision: str) -> None:
 def test_each_type_leaves_as_the_array_type_it_promises(dtype: OutputDtype) -> None:
     out = cast(vectors_of(24), dtype).numpy()
     assert out.dtype == dtype.numpy
-    assert out.shape == (20, 3 if dtype.packed else 24)
+    assert out.shape == (20, 3 if dtype.is_packed else 24)
 
 
 def test_unit_gives_length_one_and_leaves_zero_alone() -> None:
@@ -142,8 +144,8 @@ def test_each_variant_holds_its_own_rows_in_its_own_form() -> None:
         Variant(PoolingParams(), np.array([4, 0], dtype=np.int32)),
         Variant(PoolingParams(dimensions=2, normalize=False), np.array([1, 3, 2], dtype=np.int32)),
     )
-    index: list[Tensor | None] = [torch.from_numpy(variant.rows) for variant in variants]
-    whole, cut = Pooler(make_spec(), {}, [])(hidden, batch_of([1] * 5), variants, index)
+    tensors = [VariantTensors(torch.from_numpy(variant.rows)) for variant in variants]
+    whole, cut = Pooler(make_spec(), {}, [])(hidden, batch_of([1] * 5), variants, tensors)
     torch.testing.assert_close(whole, hidden[[4, 0]])
     torch.testing.assert_close(cut, hidden[[1, 3, 2], :2])
 
@@ -151,7 +153,9 @@ def test_each_variant_holds_its_own_rows_in_its_own_form() -> None:
 def test_several_methods_are_joined_in_their_order() -> None:
     hidden = vectors_of(4, rows=6)
     spec = make_spec(pooling=PoolingSpec(methods=("cls", "max", "mean")))
-    (out,) = Pooler(spec, {}, [])(hidden, batch_of([2, 4]), (Variant(PoolingParams(), None),), [None])
+    (out,) = Pooler(spec, {}, [])(
+        hidden, batch_of([2, 4]), (Variant(PoolingParams(), None),), [VariantTensors()]
+    )
     rows = hidden.split([2, 4])
     wanted = torch.stack([torch.cat([row[0], row.amax(0), row.mean(0)]) for row in rows])
     torch.testing.assert_close(out, wanted)

@@ -15,7 +15,7 @@ from penstock.pooling.build import Pooler
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import PoolingParams, StepPlan
+from penstock.types import PoolingParams, PoolPlan
 from penstock.weights.stream import DummySource
 from tests.helpers import ints, make_request
 
@@ -64,7 +64,7 @@ def plan_of(
     skip: bool = True,
     lengths: tuple[int, ...] = LENGTHS,
     left_out: tuple[int, ...] = SKIP,
-) -> StepPlan:
+) -> PoolPlan:
     shares = []
     for number, each in enumerate(params or (PoolingParams(),)):
         left = left_out[: len(lengths)] if skip else None
@@ -95,7 +95,7 @@ def make_runner(
     return ModelRunner(model, Pooler(spec, model.heads, []), device, 1)  # type: ignore[arg-type]
 
 
-def seen(runner: ModelRunner, plan: StepPlan) -> tuple[list[torch.Tensor], int]:
+def seen(runner: ModelRunner, plan: PoolPlan) -> tuple[list[torch.Tensor], int]:
     """The answers, and how many tokens the last layer gave."""
     counts: list[int] = []
     model = runner.model

@@ -16,33 +16,34 @@ from torch import Tensor
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.config import EngineConfig, Machine, ModelFacts, resolve
 from penstock.errors import DeviceOutOfMemory
+from penstock.kvcache.store import KVCache
 from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.pooling.build import Pooler
 from penstock.runner import graphs as module
 from penstock.runner.buckets import (
-    LONGEST,
+    MAX_LENGTHS,
     ROWS,
     TOKENS,
     Bucket,
     Layout,
     NoGroups,
     bucket_of,
-    largest_size,
-    memory_of,
+    cached_keys_of,
+    max_layout_size,
 )
-from penstock.runner.capture import FAILURES, Work
-from penstock.runner.graphs import USES, Graphs
+from penstock.runner.capture import MAX_FAILURES, Work
+from penstock.runner.graphs import USES_BEFORE_CAPTURE, Graphs
 from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import OutputDtype, PoolingParams, StepPlan, Task
+from penstock.types import OutputDtype, PoolingParams, PoolPlan, Task
 from tests.helpers import ints, make_request
 
 CPU = torch.device("cpu")
 
 
-def plan_of(*lengths: int, params: PoolingParams | None = None, **more: Any) -> StepPlan:
+def plan_of(*lengths: int, params: PoolingParams | None = None, **more: Any) -> PoolPlan:
     request = make_request("r", lengths, params=params, **more)
     return build_plan([ScheduledRows(request, ints(range(len(lengths))))])
 
@@ -68,7 +69,7 @@ class Model:
         if batch.type_ids is not None:
             hidden = hidden + batch.type_ids[:, None]
         used = torch.arange(len(hidden)) < batch.cu_lengths[-1]
-        return batch.finished(hidden.masked_fill(~used[:, None], float("nan")), hidden)[0]
+        return batch.select_outputs(hidden.masked_fill(~used[:, None], float("nan")), hidden)[0]
 
 
 def fake(work: Work) -> tuple[Callable[[], None], list[Tensor]]:
@@ -105,11 +106,11 @@ def make_runner(method: str = "mean", capture: Any = fake, clock: Any = None) ->
     return runner, graphs
 
 
-def replayed(runner: ModelRunner, graphs: Graphs, plan: StepPlan) -> Any:
+def replayed(runner: ModelRunner, graphs: Graphs, plan: PoolPlan) -> Any:
     key = graphs.key_of(plan)
     assert key is not None
-    with graphs.at_once():
-        results = runner._replayed(graphs, key, plan)
+    with graphs.capture_on_first_use():
+        results = runner._replay(graphs, key, plan)
     assert results is not None
     return results
 
@@ -121,7 +122,7 @@ def test_the_smallest_size_that_holds_a_step_is_taken(tokens: int) -> None:
         assert bucket is None
         return
     assert bucket is not None and bucket.rows == 1
-    assert bucket.tokens == bucket.longest == min(size for size in TOKENS if size >= tokens)
+    assert bucket.tokens == bucket.max_length == min(size for size in TOKENS if size >= tokens)
 
 
 def test_any_step_fits_its_bucket_and_no_bucket_is_much_larger() -> None:
@@ -134,8 +135,8 @@ def test_any_step_fits_its_bucket_and_no_bucket_is_much_larger() -> None:
         if bucket is None:
             continue
         found += 1
-        assert bucket.tokens >= tokens and bucket.rows >= rows and bucket.longest >= longest
-        assert bucket.rows <= bucket.tokens and bucket.longest <= bucket.tokens
+        assert bucket.tokens >= tokens and bucket.rows >= rows and bucket.max_length >= longest
+        assert bucket.rows <= bucket.tokens and bucket.max_length <= bucket.tokens
         if tokens > 256:
             assert bucket.tokens < tokens * 1.5
         assert bucket.rows < 4 * rows + 1
@@ -143,8 +144,8 @@ def test_any_step_fits_its_bucket_and_no_bucket_is_much_larger() -> None:
 
 
 def test_buckets_are_few() -> None:
-    pairs = {bucket_of(t, r, n) for t in TOKENS for r in ROWS for n in LONGEST if r <= t and n <= t}
-    assert len(pairs) < len(TOKENS) * len(ROWS) * len(LONGEST) / 2
+    pairs = {bucket_of(t, r, n) for t in TOKENS for r in ROWS for n in MAX_LENGTHS if r <= t and n <= t}
+    assert len(pairs) < len(TOKENS) * len(ROWS) * len(MAX_LENGTHS) / 2
 
 
 def test_one_long_row_among_many_short_ones_is_not_padded() -> None:
@@ -160,19 +161,25 @@ def test_a_layout_holds_the_step_and_leaves_the_rest_empty(types: bool, skip: bo
     plan = plan_of(
         5, 3, 9, type_ids=[1] * 17 if types else None, skip=[2, 1, 3] if skip else None, first_token=7
     )
-    layout = Layout(Bucket(32, 4, 16), types, skip)
+    layout = Layout.of(Bucket(32, 4, 16), has_types=types, has_skip=skip)
     out = np.full(layout.size, -99, dtype=np.int32)
     layout.write(out, plan)
-    parts = {name: out[begin : begin + room].tolist() for name, (begin, room) in layout.places.items()}
-    assert parts["cu_lengths"] == [0, 3, 8, 17, 17]
-    assert parts["lengths"] == [3, 5, 9, 0]
-    assert parts["token_ids"] == [*plan.token_ids.tolist(), *[0] * 15]
-    assert parts["positions"] == [*plan.positions.tolist(), *[0] * 15]
-    assert parts.get("type_ids") == ([1] * 17 + [0] * 15 if types else None)
-    assert parts.get("skip") == ([1, 2, 3, 0] if skip else None)
-    begins = sorted(layout.places.values())
-    assert all(a + room <= b for (a, room), (b, _) in pairwise(begins))
-    assert all(begin % 4 == 0 for begin, _ in begins) and layout.size <= largest_size()
+    assert out[layout.cu_lengths].tolist() == [0, 3, 8, 17, 17]
+    assert out[layout.lengths].tolist() == [3, 5, 9, 0]
+    assert out[layout.token_ids].tolist() == [*plan.token_ids.tolist(), *[0] * 15]
+    assert out[layout.positions].tolist() == [*plan.positions.tolist(), *[0] * 15]
+    assert (layout.type_ids is not None) == types and (layout.skip is not None) == skip
+    if layout.type_ids is not None:
+        assert out[layout.type_ids].tolist() == [1] * 17 + [0] * 15
+    if layout.skip is not None:
+        assert out[layout.skip].tolist() == [1, 2, 3, 0]
+    optional = [part for part in (layout.type_ids, layout.skip) if part is not None]
+    parts = sorted(
+        (part.start, part.stop)
+        for part in (layout.cu_lengths, layout.lengths, layout.token_ids, layout.positions, *optional)
+    )
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(parts))
+    assert all(start % 4 == 0 for start, _ in parts) and layout.size <= max_layout_size()
 
 
 def test_groups_of_an_unknown_step_cannot_be_walked_over() -> None:
@@ -190,13 +197,14 @@ def test_groups_of_an_unknown_step_cannot_be_walked_over() -> None:
 def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
     method: str, lengths: tuple[int, ...], narrowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "NARROWED", narrowed)
+    monkeypatch.setattr(module, "MIN_TRIMMED_SIZE", narrowed)
     runner, graphs = make_runner(method)
     for first in (1, 50, 400):  # the graph of the first step serves the others
         plan = plan_of(*lengths, first_token=first)
-        expected, _ = runner._step(plan)
-        (values,), flags = replayed(runner, graphs, plan)
-        assert values.shape == expected[0].shape and not flags
+        expected = runner._step(plan).outputs
+        result = replayed(runner, graphs, plan)
+        (values,) = result.outputs
+        assert values.shape == expected[0].shape and not result.finite
         np.testing.assert_allclose(values, expected[0], atol=1e-6)
     assert len(graphs.captured) == 1 and graphs.replays == 3
 
@@ -206,31 +214,31 @@ def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
 def test_a_large_graph_ends_with_the_tokens_that_are_read(
     method: str, skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "NARROWED", 512 * Model.hidden_size)
+    monkeypatch.setattr(module, "MIN_TRIMMED_SIZE", 512 * Model.hidden_size)
     runner, graphs = make_runner(method)
     model: Any = runner.model
     for lengths in ((100,) * 9, (300, 20, 300, 300), (1, 1, 1, 590)):
         left = [length // 2 for length in lengths] if skip else None
         plan = plan_of(*lengths, skip=left)
         model.seen.clear()
-        (values,), _ = replayed(runner, graphs, plan)
-        assert all(len(batch.needed.tokens) == batch.num_rows for batch in model.seen)
+        (values,) = replayed(runner, graphs, plan).outputs
+        assert all(len(batch.output_tokens.tokens) == batch.num_rows for batch in model.seen)
         model.prunes_last_layer = False
-        expected, _ = runner._step(plan)
+        expected = runner._step(plan).outputs
         model.prunes_last_layer = True
         np.testing.assert_allclose(values, expected[0], atol=1e-6)
     model.seen.clear()
     replayed(runner, graphs, plan_of(40, 40))  # too small for it
     replayed(runner, graphs, plan_of(590, params=PoolingParams(Task.TOKEN_EMBED)))
-    assert all(batch.needed is None for batch in model.seen)
+    assert all(batch.output_tokens is None for batch in model.seen)
 
 
 def test_a_graph_serves_steps_of_other_shapes_of_its_bucket() -> None:
     runner, graphs = make_runner()
     for lengths in ((20, 30), (5, 60, 7), (64, 64, 64, 64), (33,), (200,), (60, 61, 62, 63)):
         plan = plan_of(*lengths)
-        (values,), _ = replayed(runner, graphs, plan)
-        np.testing.assert_allclose(values, runner._step(plan)[0][0], atol=1e-6)
+        (values,) = replayed(runner, graphs, plan).outputs
+        np.testing.assert_allclose(values, runner._step(plan).outputs[0], atol=1e-6)
     assert len(graphs.captured) < 6
 
 
@@ -238,11 +246,11 @@ def test_a_graph_serves_steps_of_other_shapes_of_its_bucket() -> None:
 def test_every_output_leaves_in_its_own_form_with_flags(dtype: OutputDtype) -> None:
     runner, graphs = make_runner()
     plan = plan_of(3, 8, 5, params=PoolingParams(dtype=dtype))
-    outputs, finite = runner._step(plan)
-    (values,), flags = replayed(runner, graphs, plan)
-    assert values.dtype == outputs[0].dtype and (values == outputs[0]).all()
-    assert len(flags) == len(finite)
-    assert all((flag == 1).all() and flag.shape == (3,) for flag in flags)
+    eager, result = runner._step(plan), replayed(runner, graphs, plan)
+    (values,), (expected,) = result.outputs, eager.outputs
+    assert values.dtype == expected.dtype and (values == expected).all()
+    assert len(result.finite) == len(eager.finite)
+    assert all((flag == 1).all() and flag.shape == (3,) for flag in result.finite)
 
 
 @pytest.mark.parametrize("task", [Task.TOKEN_EMBED, Task.CLASSIFY, Task.EMBED])
@@ -251,8 +259,8 @@ def test_each_task_that_is_alone_is_finished_inside(task: Task) -> None:
     plan = plan_of(3, 8, 4, params=PoolingParams(task))
     key = graphs.key_of(plan)
     assert key is not None and key.params == PoolingParams(task)
-    (values,), _ = replayed(runner, graphs, plan)
-    np.testing.assert_allclose(values, runner._step(plan)[0][0], atol=1e-6)
+    (values,) = replayed(runner, graphs, plan).outputs
+    np.testing.assert_allclose(values, runner._step(plan).outputs[0], atol=1e-6)
 
 
 def test_mixed_steps_share_the_graph_of_the_model_alone() -> None:
@@ -264,8 +272,8 @@ def test_mixed_steps_share_the_graph_of_the_model_alone() -> None:
     for plan in (mixed, cut, mixed):
         key = graphs.key_of(plan)
         assert key is not None and key.params is None
-        values, _ = replayed(runner, graphs, plan)
-        for mine, theirs in zip(values, runner._step(plan)[0], strict=True):
+        values = replayed(runner, graphs, plan).outputs
+        for mine, theirs in zip(values, runner._step(plan).outputs, strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-6)
     assert graphs.replays == 3
 
@@ -283,30 +291,33 @@ def test_a_shape_is_captured_when_it_comes_again_and_waits_for_the_host() -> Non
     plan = plan_of(20, 30)
     key = graphs.key_of(plan)
     assert key is not None
-    for _ in range(USES + 3):
-        assert graphs.place(key, plan) is None, "nothing is known of how long it takes"
+    for _ in range(USES_BEFORE_CAPTURE + 3):
+        assert graphs.prepare(key, plan) is None, "nothing is known of how long it takes"
     graphs.observe(key, host_s=0.001, device_s=0.004)
-    assert graphs.place(key, plan) is None, "the device is the limit"
+    assert graphs.prepare(key, plan) is None, "the device is the limit"
     graphs.observe(key, host_s=0.004, device_s=0.0041)
-    assert graphs.place(key, plan) is None, "the least of each counts"
+    assert graphs.prepare(key, plan) is None, "the least of each counts"
     other = plan_of(200, 300)
     busy = graphs.key_of(other)
-    assert busy is not None and graphs.place(busy, other) is None
+    assert busy is not None and graphs.prepare(busy, other) is None
     graphs.observe(busy, host_s=0.004, device_s=0.0041)
-    assert [graphs.place(busy, other) is not None for _ in range(3)] == [False, True, True]
+    assert [graphs.prepare(busy, other) is not None for _ in range(3)] == [False, True, True]
 
 
 def test_steps_whose_kernels_are_only_compiled_tell_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     _, graphs = make_runner()
     plan = plan_of(200, 300)
     key = graphs.key_of(plan)
-    assert key is not None and [graphs.place(key, plan) for _ in range(USES)] == [None] * USES
+    assert (
+        key is not None
+        and [graphs.prepare(key, plan) for _ in range(USES_BEFORE_CAPTURE)] == [None] * USES_BEFORE_CAPTURE
+    )
     monkeypatch.setattr(module, "is_precompiling", lambda: True)
     graphs.observe(key, host_s=0.004, device_s=0.0001)
     monkeypatch.setattr(module, "is_precompiling", lambda: False)
-    assert graphs.place(key, plan) is None, "nothing is known of it"
+    assert graphs.prepare(key, plan) is None, "nothing is known of it"
     graphs.observe(key, host_s=0.004, device_s=0.0001)
-    assert graphs.place(key, plan) is not None
+    assert graphs.prepare(key, plan) is not None
 
 
 def test_a_small_step_borrows_the_graph_of_a_roomier_shape_until_it_has_its_own() -> None:
@@ -316,13 +327,13 @@ def test_a_small_step_borrows_the_graph_of_a_roomier_shape_until_it_has_its_own(
     (taken,) = graphs.captured
     key = graphs.key_of(small)
     assert key is not None and key != taken and taken.serves(key) and not key.serves(taken)
-    for _ in range(USES):
-        results = runner._replayed(graphs, key, small)
+    for _ in range(USES_BEFORE_CAPTURE):
+        results = runner._replay(graphs, key, small)
         assert results is not None and list(graphs.captured) == [taken]
-        torch.testing.assert_close(results[0][0], runner._step(small)[0][0])
-    results = runner._replayed(graphs, key, small)  # it keeps coming
+        torch.testing.assert_close(results.outputs[0], runner._step(small).outputs[0])
+    results = runner._replay(graphs, key, small)  # it keeps coming
     assert results is not None and list(graphs.captured) == [taken, key]
-    torch.testing.assert_close(results[0][0], runner._step(small)[0][0])
+    torch.testing.assert_close(results.outputs[0], runner._step(small).outputs[0])
 
 
 def test_a_graph_stands_in_only_for_what_it_has_room_for_and_finishes_alike() -> None:
@@ -337,12 +348,14 @@ def test_a_graph_stands_in_only_for_what_it_has_room_for_and_finishes_alike() ->
         (Bucket(384, 16, 32), False),
     ):
         assert base._replace(bucket=bucket).serves(base) is serves
-    for flag in ("types", "skip"):  # none are all zeros, but not the other way round
+    for flag in ("has_types", "has_skip"):  # none are all zeros, but not the other way round
         more = base._replace(**{flag: True})
         assert more.serves(base) and not base.serves(more)
     assert not base._replace(params=None).serves(base)
-    some = base._replace(memory=4096)
-    assert base._replace(memory=16384).serves(some) and not some.serves(base._replace(memory=16384))
+    some = base._replace(max_cached_keys=4096)
+    assert base._replace(max_cached_keys=16384).serves(some) and not some.serves(
+        base._replace(max_cached_keys=16384)
+    )
     assert not some.serves(base) and not base.serves(some)
 
 
@@ -351,13 +364,13 @@ def test_a_graph_with_room_for_what_a_step_lacks_stands_in(method: str) -> None:
     runner, graphs = make_runner(method)
     replayed(runner, graphs, plan_of(*[60] * 6, skip=[7] * 6, type_ids=[1] * 360))
     (taken,) = graphs.captured
-    assert taken.skip and taken.types
+    assert taken.has_skip and taken.has_types
     plain = plan_of(40, 50, 60, 41, 30)
     key = graphs.key_of(plain)
-    assert key is not None and not key.skip and not key.types
-    results = runner._replayed(graphs, key, plain)
+    assert key is not None and not key.has_skip and not key.has_types
+    results = runner._replay(graphs, key, plain)
     assert results is not None and list(graphs.captured) == [taken]
-    torch.testing.assert_close(results[0][0], runner._step(plain)[0][0])
+    torch.testing.assert_close(results.outputs[0], runner._step(plain).outputs[0])
 
 
 def test_a_large_step_does_not_borrow() -> None:
@@ -365,7 +378,7 @@ def test_a_large_step_does_not_borrow() -> None:
     replayed(runner, graphs, plan_of(*[60] * 16))  # 1,024 tokens
     key = graphs.key_of(plan_of(*[50] * 12))  # 640
     assert key is not None and next(iter(graphs.captured)).serves(key)
-    assert runner._replayed(graphs, key, plan_of(*[50] * 12)) is None
+    assert runner._replay(graphs, key, plan_of(*[50] * 12)) is None
 
 
 def test_captures_leave_most_of_the_time_to_steps() -> None:
@@ -377,17 +390,17 @@ def test_captures_leave_most_of_the_time_to_steps() -> None:
 
     _, graphs = make_runner(capture=slow, clock=clock)
     plans = [plan_of(20), plan_of(100), plan_of(400)]
-    for plan in plans * (USES + 1):
+    for plan in plans * (USES_BEFORE_CAPTURE + 1):
         key = graphs.key_of(plan)
         assert key is not None
-        graphs.place(key, plan)
+        graphs.prepare(key, plan)
         graphs.observe(key, 0.01, 0.01)
     assert len(graphs.captured) == 1
     clock.now += 3.0
-    graphs.place(graphs.key_of(plans[1]), plans[1])  # type: ignore[arg-type]
+    graphs.prepare(graphs.key_of(plans[1]), plans[1])  # type: ignore[arg-type]
     assert len(graphs.captured) == 1
     clock.now += 1.1
-    graphs.place(graphs.key_of(plans[1]), plans[1])  # type: ignore[arg-type]
+    graphs.prepare(graphs.key_of(plans[1]), plans[1])  # type: ignore[arg-type]
     assert len(graphs.captured) == 2
 
 
@@ -399,12 +412,12 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_step_runs() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     runner, graphs = make_runner(capture=broken)
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         for length in (10, 10, 20, 20, 40, 100, 200):
             plan = plan_of(length)
             key = graphs.key_of(plan)
-            assert key is not None and runner._replayed(graphs, key, plan) is None
-    assert len(tries) == FAILURES and not graphs.captured
+            assert key is not None and runner._replay(graphs, key, plan) is None
+    assert len(tries) == MAX_FAILURES and not graphs.captured
 
 
 @pytest.mark.parametrize("when", ["first run", "capture"])
@@ -421,18 +434,18 @@ def test_a_capture_without_memory_keeps_nothing_and_the_step_runs(when: str) -> 
     plan = plan_of(5, 9)
     key = graphs.key_of(plan)
     assert key is not None
-    with graphs.at_once():
-        assert runner._replayed(graphs, key, plan) is None
+    with graphs.capture_on_first_use():
+        assert runner._replay(graphs, key, plan) is None
     assert held and all(output() is None for output in held)
     assert key in graphs.refused and not graphs.captured
     (values,) = runner.launch(plan).result().outputs
-    np.testing.assert_array_equal(values, runner._step(plan)[0][0])
+    np.testing.assert_array_equal(values, runner._step(plan).outputs[0])
     other = graphs.key_of(plan_of(200))
     assert other is not None
-    graphs._seen[other] = module._Seen(uses=USES, host_s=1.0, device_s=0.1)
-    assert not graphs._due(other), "memory is scarce for a while"
+    graphs._seen[other] = module._Seen(uses=USES_BEFORE_CAPTURE, host_s=1.0, device_s=0.1)
+    assert not graphs._is_due(other), "memory is scarce for a while"
     clock.now += 61
-    assert graphs._due(other)
+    assert graphs._is_due(other)
 
 
 def test_graphs_give_their_memory_back_when_a_step_has_none() -> None:
@@ -442,14 +455,14 @@ def test_graphs_give_their_memory_back_when_a_step_has_none() -> None:
     outputs = [weakref.ref(output) for graph in graphs.captured.values() for output in graph.outputs]
 
     class Full(ModelRunner):
-        def _launch_on_cuda(self, plan: StepPlan) -> Any:
+        def _launch_on_cuda(self, plan: PoolPlan) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     full = Full(runner.model, runner.pooler, CPU, 2)
     full.device, full.graphs = SimpleNamespace(type="cuda"), graphs  # type: ignore[assignment]
     with pytest.raises(DeviceOutOfMemory):
         full.launch(plan)
-    assert not graphs.captured and graphs.held_bytes == 0
+    assert not graphs.captured and graphs.output_bytes == 0
     assert outputs and all(output() is None for output in outputs)
 
 
@@ -460,36 +473,36 @@ def test_a_model_that_needs_the_step_itself_is_asked_once() -> None:
         asked.append(list(NoGroups()))
 
     _, graphs = make_runner(capture=by_groups)
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         for length in (10, 20):
             plan = plan_of(length)
-            assert graphs.place(graphs.key_of(plan), plan) is None  # type: ignore[arg-type]
-    assert graphs._failures == FAILURES and not graphs.refused
+            assert graphs.prepare(graphs.key_of(plan), plan) is None  # type: ignore[arg-type]
+    assert graphs._failures == MAX_FAILURES and not graphs.refused
 
 
 def test_no_more_than_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST", 2)
+    monkeypatch.setattr(module, "MAX_GRAPHS", 2)
     _, graphs = make_runner()
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         for length in (10, 20, 40, 100):
             plan = plan_of(length)
-            graphs.place(graphs.key_of(plan), plan)  # type: ignore[arg-type]
+            graphs.prepare(graphs.key_of(plan), plan)  # type: ignore[arg-type]
     assert len(graphs.captured) == 2
 
 
 def test_graphs_hold_no_more_than_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 64 * 8 * 4 + 1)
+    monkeypatch.setattr(module, "MAX_OUTPUT_BYTES", 64 * 8 * 4 + 1)
     _, graphs = make_runner()
-    with graphs.at_once():
+    with graphs.capture_on_first_use():
         for length in (60, 100, 200):
             plan = plan_of(length, params=PoolingParams(Task.TOKEN_EMBED))
-            graphs.place(graphs.key_of(plan), plan)  # type: ignore[arg-type]
-    assert [key.bucket.tokens for key in graphs.captured] == [64, 128] and graphs.full
+            graphs.prepare(graphs.key_of(plan), plan)  # type: ignore[arg-type]
+    assert [key.bucket.tokens for key in graphs.captured] == [64, 128] and graphs.is_full
 
 
 def test_what_cannot_be_replayed_has_no_key() -> None:
     _, graphs = make_runner()
-    assert graphs.key_of(plan_of(4, 5, keys=[2, 5])) is None
+    assert graphs.key_of(plan_of(4, 5, key_limits=[2, 5])) is None
     adapted = make_request("a", [3])
     adapted.adapters = ints([0])
     assert graphs.key_of(build_plan([ScheduledRows(adapted, ints([0]))])) is None
@@ -498,7 +511,7 @@ def test_what_cannot_be_replayed_has_no_key() -> None:
     assert graphs.key_of(plan_of(TOKENS[-1] + 1)) is None
 
 
-def cut_plan(remembered: int = 21) -> StepPlan:
+def cut_plan(remembered: int = 21) -> PoolPlan:
     """A row that goes on, one that begins and one that keeps nothing."""
     length, begin = remembered + 40, remembered
     table = tuple(range(3, 3 + -(-length // 16)))
@@ -516,42 +529,43 @@ def test_a_cut_row_lies_in_the_layout_and_the_rest_is_kept_nowhere() -> None:
     assert kv is not None
     bucket = bucket_of(plan.num_tokens, plan.num_rows, plan.max_length)
     assert bucket is not None
-    layout = Layout(bucket, False, False, memory_of(len(kv.read_slots)))
+    max_cached_keys = cached_keys_of(len(kv.read_slots))
+    layout = Layout.of(bucket, has_types=False, has_skip=False, max_cached_keys=max_cached_keys)
+    assert layout.kv is not None
     out = np.full(layout.size, 99, dtype=np.int32)
     layout.write(out, plan)
-    got = {name: out[begin : begin + room] for name, (begin, room) in layout.places.items()}
-    assert got["cu_keys"].tolist() == [0, 4, 10, 61, *[61] * (bucket.rows - 3)]
-    slots = got["token_slots"]
+    assert out[layout.kv.cu_keys].tolist() == [0, 4, 10, 61, *[61] * (bucket.rows - 3)]
+    slots = out[layout.kv.token_slots]
     assert slots[:4].tolist() == [16, 17, 18, 19] and (slots[4:10] == -1).all()
     assert slots[10:40].tolist() == list(range(48 + 21, 48 + 51)) and (slots[40:] == -1).all()
-    assert got["read_slots"][:21].tolist() == list(range(48, 48 + 21))
+    assert out[layout.kv.read_slots][:21].tolist() == list(range(48, 48 + 21))
     assert (slots[kv.write_tokens] == kv.write_slots).all() and (slots >= 0).sum() == len(kv.write_slots)
 
 
 @pytest.mark.parametrize(("remembered", "room"), [(0, 4096), (4096, 4096), (4097, 16384), (65536, 65536)])
 def test_remembered_keys_have_few_sizes(remembered: int, room: int) -> None:
-    assert memory_of(remembered) == room
+    assert cached_keys_of(remembered) == room
 
 
 def test_more_is_remembered_than_a_graph_has_room_for() -> None:
-    assert memory_of(65537) is None
+    assert cached_keys_of(65537) is None
 
 
 @pytest.mark.parametrize(("method", "wanted"), [("last", True), ("mean", False)])
 def test_steps_with_memory_are_replayed_unless_sums_go_on(
     method: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.runner.graphs.read_in_place", lambda store: True)
+    monkeypatch.setattr("penstock.runner.graphs.reads_in_place", lambda store: True)
     _, graphs = make_runner(method)
     plan = cut_plan()
     assert graphs.key_of(plan) is None
-    graphs.cache = (object(), torch.zeros(1))  # type: ignore[assignment]
+    graphs.cache = KVCache(object(), torch.zeros(1))  # type: ignore[assignment]
     key = graphs.key_of(plan)
     assert (key is not None) is wanted
     if key is not None:
-        assert key.memory == 4096 and key.params is None
+        assert key.max_cached_keys == 4096 and key.params is None
         whole = graphs.key_of(plan_of(30, 4, 6))
-        assert whole is not None and whole.memory is None and whole != key
+        assert whole is not None and whole.max_cached_keys is None and whole != key
     assert graphs.key_of(cut_plan(70000)) is None
 
 

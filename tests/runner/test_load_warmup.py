@@ -12,7 +12,7 @@ import pytest
 
 from penstock.kernels import language
 from penstock.runner import load, warmup
-from penstock.types import StepPlan, StepResult, Task
+from penstock.types import PooledResult, PoolPlan, StepPlan, StepResult, Task
 
 
 class Runner:
@@ -31,7 +31,7 @@ class Runner:
         if self.ahead and self.broken_ahead:
             raise ValueError("numbers that no kernel has written")
         future: Future[StepResult] = Future()
-        future.set_result(StepResult((), 0.0))
+        future.set_result(PooledResult(()))
         return future
 
 
@@ -58,14 +58,15 @@ def test_kernels_are_compiled_before_steps_run(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_first_graphs_have_room_for_instructions_where_texts_begin_with_them(skips: bool) -> None:
-    plans: list[StepPlan] = []
+    plans: list[PoolPlan] = []
 
     class Launched(Runner):
         def launch(self, plan: StepPlan) -> Future[StepResult]:
+            assert isinstance(plan, PoolPlan)
             plans.append(plan)
             return super().launch(plan)
 
-    graphs: Any = SimpleNamespace(at_once=nullcontext, captured={})
+    graphs: Any = SimpleNamespace(capture_on_first_use=nullcontext, captured={})
     runner: Any = Launched("cuda")
     warmup.capture_graphs(runner, graphs, Task.EMBED, 64, 64, skips=skips)
     assert plans and all((plan.skip is not None) == skips for plan in plans)

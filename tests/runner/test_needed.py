@@ -136,11 +136,11 @@ def test_what_is_not_few_or_not_whole_is_left_as_it_is(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(skip=False)
-    assert runner._needed(plan)
-    assert not runner._needed(plan_of(skip=False, lengths=(1, 1, 1, 2)))  # most are read anyway
-    assert not runner._needed(replace(plan, adapters=np.zeros(plan.num_rows, dtype=np.int32)))
-    assert not runner._needed(replace(plan, kv=SimpleNamespace()))  # type: ignore[arg-type]
+    assert runner._output_plan(plan)
+    assert not runner._output_plan(plan_of(skip=False, lengths=(1, 1, 1, 2)))  # most are read anyway
+    assert not runner._output_plan(replace(plan, adapters=np.zeros(plan.num_rows, dtype=np.int32)))
+    assert not runner._output_plan(replace(plan, kv=SimpleNamespace()))  # type: ignore[arg-type]
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
-    assert not runner._needed(plan)  # too small for the launches
-    monkeypatch.setattr(model_runner, "NARROWED_EAGER", plan.num_tokens * SIZES["hidden_size"])
-    assert runner._needed(plan)
+    assert not runner._output_plan(plan)  # too small for the launches
+    monkeypatch.setattr(model_runner, "MIN_TRIMMED_SIZE_EAGER", plan.num_tokens * SIZES["hidden_size"])
+    assert runner._output_plan(plan)

@@ -61,8 +61,8 @@ class Driver:
         for request, token in zip(requests, sampled.token_ids.tolist(), strict=True):
             self.history[request].append(token)
         if sampled.logprob_rows is not None:
-            assert sampled.logprob_ids is not None and sampled.logprobs is not None
+            assert sampled.logprobs is not None
             for place, row in enumerate(sampled.logprob_rows.tolist()):
                 width = 1 + (KINDS[requests[row]].logprobs or 0)
-                ids, values = sampled.logprob_ids[place, :width], sampled.logprobs[place, :width]
+                ids, values = sampled.logprobs.ids[place, :width], sampled.logprobs.values[place, :width]
                 self.logprobs.setdefault(requests[row], []).append((ids.tolist(), values.tolist()))

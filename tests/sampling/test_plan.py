@@ -214,9 +214,9 @@ def test_logprobs_are_of_the_model_s_own_distribution(dtype: torch.dtype) -> Non
     assert got.logprob_ids[:, 0].tolist() == [9, int(logits[2].argmax())]
     for place, row in enumerate((0, 2)):
         wanted = expected[row][got.logprob_ids[place].long()]
-        torch.testing.assert_close(got.logprobs[place], wanted, atol=1e-4, rtol=0)
-        assert (got.logprobs[place, 1:].diff() <= 0).all()
-    assert got.logprobs.shape == (2, 1 + VOCAB)
+        torch.testing.assert_close(got.logprobs.values[place], wanted, atol=1e-4, rtol=0)
+        assert (got.logprobs.values[place, 1:].diff() <= 0).all()
+    assert got.logprobs.values.shape == (2, 1 + VOCAB)
     assert got.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import OutputDtype, PoolingParams, Request, StepPlan
+from penstock.types import OutputDtype, PoolingParams, PoolPlan, Request
 from tests.helpers import ints, make_request, row_tokens
 
 PARAMS = [PoolingParams(), PoolingParams(dimensions=4), PoolingParams(dtype=OutputDtype.INT8)]
@@ -28,7 +28,7 @@ def shares(draw: st.DrawFn) -> list[ScheduledRows]:
             params=draw(st.sampled_from(PARAMS)),
             type_ids=draw(st.none() | st.lists(st.integers(0, 1), min_size=total, max_size=total)),
             skip=draw(st.none() | st.just([draw(st.integers(0, n - 1)) for n in lengths])),
-            keys=draw(st.none() | st.just([draw(st.integers(1, n)) for n in lengths])),
+            key_limits=draw(st.none() | st.just([draw(st.integers(1, n)) for n in lengths])),
         )
         first_token += total
         rows = draw(
@@ -38,12 +38,12 @@ def shares(draw: st.DrawFn) -> list[ScheduledRows]:
     return out
 
 
-def rows_in_slots(plan: StepPlan) -> dict[int, tuple[Request, int]]:
+def rows_in_slots(plan: PoolPlan) -> dict[int, tuple[Request, int]]:
     """slot → (request, row), as the plan's slices say."""
     return {
         int(slot): (piece.request, int(row))
         for piece in plan.slices
-        for row, slot in zip(piece.rows, piece.slots, strict=True)
+        for row, slot in zip(piece.rows, piece.step_rows, strict=True)
     }
 
 
@@ -95,7 +95,7 @@ def test_rows_are_ordered_by_length_and_groups_cover_them_all(given_shares: list
         row += group.num_rows
         token += group.num_rows * group.length
     assert (row, token) == (plan.num_rows, plan.num_tokens)
-    kinds = {(group.length, group.keys) for group in plan.groups}
+    kinds = {(group.length, group.key_limit) for group in plan.groups}
     assert len(kinds) == len(plan.groups), "one group a length and key limit"
 
 
@@ -122,7 +122,7 @@ def test_every_row_stands_in_the_variant_of_its_own_parameters(given_shares: lis
 def test_all_integers_of_a_plan_are_int32(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     arrays = [plan.token_ids, plan.positions, plan.cu_lengths, plan.lengths, plan.type_ids, plan.skip]
-    arrays += [variant.rows for variant in plan.variants] + [piece.slots for piece in plan.slices]
+    arrays += [variant.rows for variant in plan.variants] + [piece.step_rows for piece in plan.slices]
     assert all(array.dtype == np.int32 for array in arrays if array is not None)
 
 
@@ -150,10 +150,10 @@ def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[Sche
     plan = build_plan(given_shares)
     seen: dict[int, int] = {}
     for slot, (request, row) in rows_in_slots(plan).items():
-        seen[slot] = int(request.lengths[row] if request.keys is None else request.keys[row])
+        seen[slot] = int(request.lengths[row] if request.key_limits is None else request.key_limits[row])
     for group in plan.groups:
         for slot in range(group.first_row, group.first_row + group.num_rows):
-            assert (group.keys or group.length) == seen[slot]
+            assert (group.key_limit or group.length) == seen[slot]
     limited = [slot for slot in range(plan.num_rows) if seen[slot] < plan.lengths[slot]]
     if not limited:
         assert plan.limits is None
@@ -170,12 +170,12 @@ def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[Sche
 
 
 def test_key_limits_that_are_no_limits_leave_no_trace() -> None:
-    plan = build_plan([ScheduledRows(make_request("a", [3, 5], keys=[3, 9]), ints([0, 1]))])
-    assert plan.limits is None and all(group.keys == 0 for group in plan.groups)
+    plan = build_plan([ScheduledRows(make_request("a", [3, 5], key_limits=[3, 9]), ints([0, 1]))])
+    assert plan.limits is None and all(group.key_limit == 0 for group in plan.groups)
 
 
 def test_a_row_that_may_be_cut_has_no_key_limit() -> None:
-    request = make_request("a", [4], keys=[2])
+    request = make_request("a", [4], key_limits=[2])
     share = ScheduledRows(request, ints([0]), ints([0]), ints([4]), (None,))
     with pytest.raises(ValueError, match="no key limit"):
         build_plan([share], block_size=4)

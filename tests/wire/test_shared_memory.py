@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.loop import EngineCore
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import Array, Request, StepPlan, StepResult
+from penstock.types import Array, PooledResult, Request, StepPlan, StepResult
 from penstock.wire import shared_memory
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready
@@ -184,7 +184,7 @@ class WideRunner:
             outputs = tuple(
                 wide(firsts if variant.rows is None else firsts[variant.rows]) for variant in plan.variants
             )
-            future.set_result(StepResult(outputs, 0.0))
+            future.set_result(PooledResult(outputs))
 
         threading.Thread(target=run).start()
         self.launched.set()

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.engine.progress import split_outputs
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import PoolingParams, Request, StepPlan, Task, split_rows
+from penstock.types import PoolingParams, PoolPlan, Request, Task, split_rows
 
 ROWS = (1, 64, 1024)
 TOKENS, WIDTH = 32, 128  # of a row, and of a token's vector
@@ -49,7 +49,7 @@ def step_all() -> Iterator[HostCase]:
         yield HostCase("step all", rows, partial(split_outputs, _plan(rows), [values]))
 
 
-def _plan(rows: int) -> StepPlan:
+def _plan(rows: int) -> PoolPlan:
     params, lengths = PoolingParams(Task.TOKEN_EMBED), np.full(1, TOKENS, dtype=np.int32)
     tokens = np.ones(TOKENS, dtype=np.int32)
     requests = [Request(str(i), tokens, lengths, params) for i in range(rows)]

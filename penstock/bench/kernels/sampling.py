@@ -57,7 +57,7 @@ def _sampler(logits: Tensor, params: SamplerParams) -> tuple[Callable[[], Tensor
 
     def run() -> Tensor:
         sampled = sampler(logits, slots, at)
-        return sampled.token_ids if sampled.logprobs is None else sampled.logprobs
+        return sampled.token_ids if sampled.logprobs is None else sampled.logprobs.values
 
     if not params.temperature:
         return run, None

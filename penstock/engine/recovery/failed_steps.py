@@ -14,7 +14,7 @@ from penstock.engine.recovery.poisoned import LostRowTracker, excluding, rows_of
 from penstock.errors import DeviceFailed, DeviceOutOfMemory, RowFailed
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.scheduler import ScheduledRows, Scheduler
-from penstock.types import Failure, Outcome, StepPlan
+from penstock.types import Failure, GeneratePlan, Outcome, StepPlan
 
 log = logging.getLogger("penstock.engine")
 
@@ -69,7 +69,7 @@ class StepRecovery:
         if isinstance(error, DeviceFailed):
             self.device_failure = error
             return []
-        if step.generates:
+        if isinstance(step.plan, GeneratePlan):
             return self._recover_generation(step.plan, error)
         lost = self._mark_lost_rows(step, later)
         if isinstance(error, DeviceOutOfMemory):
@@ -138,7 +138,7 @@ class StepRecovery:
         depended on the step run with their request, or after all others."""
         suspects = [s for s in excluding(step.scheduled, step.lost) if self._pending.waits_for(s.request)]
         outcomes: list[Outcome] = []
-        if len(suspects) == 1 and len(step.plan.slices) == 1:
+        if len(suspects) == 1 and len(step.scheduled) == 1:
             outcomes += self._pending.fail(suspects.pop().request.id, _step_error(error))
         middle = len(suspects) // 2
         groups = [suspects[:middle], suspects[middle:]]
@@ -164,7 +164,7 @@ class StepRecovery:
         """Without entries of requests that have ended; entries with block tables always stay."""
         return [entry for entry in scheduled if entry.tables or self._pending.waits_for(entry.request)]
 
-    def _recover_generation(self, plan: StepPlan, error: BaseException) -> list[Outcome]:
+    def _recover_generation(self, plan: GeneratePlan, error: BaseException) -> list[Outcome]:
         """Out of memory: all sequences of the step start over in smaller steps. Any other error, or a step
         that cannot be smaller: the scheduler isolates the poisoned request."""
         if self._generation is None:

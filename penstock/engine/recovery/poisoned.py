@@ -111,7 +111,7 @@ def surviving_values(
         return None
     left = row_slice._replace(
         rows=row_slice.rows[keep],
-        slots=row_slice.slots[keep],
+        step_rows=row_slice.step_rows[keep],
         begins=None if row_slice.begins is None else row_slice.begins[keep],
         ends=None if row_slice.ends is None else row_slice.ends[keep],
         cached_documents=documents,

@@ -1,0 +1,183 @@
+"""From a plan to the tensors of a batch.
+
+Each `…_arrays` function lists the arrays of one part of a plan. The function after it takes the same arrays
+back in the same order, as tensors on the device. Between the two all of them travel in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from penstock.kvcache.store import KVCache
+from penstock.layers.batch import (
+    Batch,
+    CarryTensors,
+    KeyLimitTensors,
+    KVAccess,
+    OutputTokens,
+    PagedTensors,
+    reads_in_place,
+)
+from penstock.pooling.build import VariantTensors
+from penstock.runner.base import BLOCK_SIZE
+from penstock.scoring.pairs import PairTensors
+from penstock.types import GeneratePlan, Ints, KeyLimits, KVPlan, PagedPlan, PoolPlan, Variant
+
+Sent = Iterator[Tensor]
+
+
+class OutputPlan(NamedTuple):
+    """The tokens whose final hidden states the pooler reads, where they are not all."""
+
+    tokens: Ints  # [output tokens]
+    cu_lengths: Ints  # [rows + 1], of these
+    lengths: Ints  # [rows]
+
+
+def pool_arrays(plan: PoolPlan, outputs: OutputPlan | None) -> list[Ints]:
+    arrays = [plan.token_ids, plan.positions]
+    if plan.type_ids is not None:
+        arrays.append(plan.type_ids)
+    arrays += (plan.cu_lengths, plan.lengths)
+    if plan.skip is not None:
+        arrays.append(plan.skip)
+    if plan.adapters is not None:
+        arrays.append(plan.adapters)
+    if plan.kv is not None:
+        arrays += _kv_arrays(plan.kv)
+    if plan.limits is not None:
+        arrays += (plan.limits.tokens, plan.limits.cu_lengths, plan.limits.keys, plan.limits.cu_keys)
+    if outputs is not None:
+        arrays += outputs
+    return arrays
+
+
+def pool_batch(plan: PoolPlan, outputs: OutputPlan | None, cache: KVCache | None, sent: Sent) -> Batch:
+    token_ids, positions = next(sent), next(sent)
+    type_ids = None if plan.type_ids is None else next(sent)
+    cu_lengths, lengths = next(sent), next(sent)
+    return Batch(  # the arguments are evaluated, and so take their tensors, in the order of `pool_arrays`
+        token_ids=token_ids,
+        positions=positions,
+        type_ids=type_ids,
+        cu_lengths=cu_lengths,
+        lengths=lengths,
+        skip=None if plan.skip is None else next(sent),
+        adapters=None if plan.adapters is None else next(sent),
+        kv=None if plan.kv is None else _kv_access(plan.kv, cache, sent),
+        limits=None if plan.limits is None else _key_limits(plan.limits, sent),
+        output_tokens=None if outputs is None else _output_tokens(outputs, sent),
+        groups=plan.groups,
+        max_length=plan.max_length,
+        num_tokens=plan.num_tokens,
+        num_rows=plan.num_rows,
+        reuses_buffers=token_ids.is_cuda,
+    )
+
+
+def generation_arrays(plan: GeneratePlan) -> list[Ints]:
+    arrays = [plan.token_ids, plan.positions, plan.cu_lengths, plan.lengths]
+    arrays += _kv_arrays(plan.kv)
+    arrays += (plan.paged.block_tables, plan.paged.num_keys)
+    return arrays
+
+
+def generation_batch(plan: GeneratePlan, cache: KVCache | None, sent: Sent) -> Batch:
+    token_ids, positions, cu_lengths, lengths = next(sent), next(sent), next(sent), next(sent)
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        type_ids=None,
+        cu_lengths=cu_lengths,
+        lengths=lengths,
+        skip=None,
+        kv=_kv_access(plan.kv, cache, sent, plan.paged),
+        groups=plan.groups,
+        max_length=plan.max_length,
+        num_tokens=plan.num_tokens,
+        num_rows=plan.num_rows,
+        is_generation=True,
+        reuses_buffers=token_ids.is_cuda,
+    )
+
+
+def variant_arrays(variants: tuple[Variant, ...]) -> list[Ints]:
+    arrays: list[Ints] = []
+    for variant in variants:
+        if (index := _pooler_index(variant)) is not None:
+            arrays.append(index)
+        if variant.pairs is not None:
+            arrays += variant.pairs.arrays()
+    return arrays
+
+
+def variant_tensors(variants: tuple[Variant, ...], sent: Sent) -> list[VariantTensors]:
+    return [
+        VariantTensors(
+            None if _pooler_index(variant) is None else next(sent),
+            None if variant.pairs is None else PairTensors.take(variant.pairs, sent),
+        )
+        for variant in variants
+    ]
+
+
+def _pooler_index(variant: Variant) -> Ints | None:
+    """What the pooler selects for a variant; a `PairPlan` names the rows that it reads itself."""
+    return variant.index if variant.pairs is None else variant.tokens
+
+
+def _kv_arrays(kv: KVPlan) -> list[Ints]:
+    arrays = [
+        kv.cu_keys,
+        kv.new_key_at,
+        kv.cached_key_at,
+        kv.read_slots,
+        kv.write_tokens,
+        kv.write_slots,
+        kv.token_slots,
+    ]
+    if kv.carry is not None:
+        arrays += (kv.carry.rows, kv.carry.slots, kv.carry.resumed)
+    return arrays
+
+
+def _kv_access(kv: KVPlan, cache: KVCache | None, sent: Sent, paged: PagedPlan | None = None) -> KVAccess:
+    if cache is None:
+        raise ValueError("a plan that uses the KV cache needs a runner that has one")
+    cu_keys = next(sent)
+    index = [next(sent) for _ in range(6)]
+    if not reads_in_place(cache.store):  # the library needs int64 where kernels take int32
+        index = [tensor.long() for tensor in index]
+    new_key_at, cached_key_at, read_slots, write_tokens, write_slots, token_slots = index
+    return KVAccess(
+        cache.store,
+        cu_keys,
+        kv.max_keys,
+        read_slots=read_slots,
+        token_slots=token_slots,
+        new_key_at=new_key_at,
+        cached_key_at=cached_key_at,
+        write_tokens=write_tokens,
+        write_slots=write_slots,
+        carry=None if kv.carry is None else CarryTensors(cache.sums, next(sent), next(sent), next(sent)),
+        paged=None if paged is None else _paged_tensors(paged, sent),
+    )
+
+
+def _paged_tensors(paged: PagedPlan, sent: Sent) -> PagedTensors:
+    tables = next(sent).view(paged.num_rows, paged.max_blocks)
+    return PagedTensors(paged.num_rows, tables, next(sent), BLOCK_SIZE)
+
+
+def _key_limits(limits: KeyLimits, sent: Sent) -> KeyLimitTensors:
+    tokens, cu_lengths, keys, cu_keys = next(sent), next(sent), next(sent), next(sent)
+    return KeyLimitTensors(
+        tokens.long(), cu_lengths, keys.long(), cu_keys, limits.max_length, limits.max_keys
+    )
+
+
+def _output_tokens(outputs: OutputPlan, sent: Sent) -> OutputTokens:
+    return OutputTokens(next(sent), next(sent), next(sent), int(outputs.lengths.max()))
