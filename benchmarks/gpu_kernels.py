@@ -30,11 +30,11 @@ from penstock.checkpoint.pooling import PoolingSpec
 from penstock.kernels import (
     activation,
     attention,
-    cast,
     embedding,
     gate_up,
     language,
     norm,
+    output_quantize,
     pooling,
     rotary,
     splade,
@@ -442,8 +442,8 @@ def sparse(bench: Bench) -> None:
 def casts(bench: Bench) -> None:
     vectors = bench.random(bench.size(4096, 4), 768, dtype=torch.float32)
     for name, ours, plain in (
-        ("int8", cast.to_int8, cast.to_int8_reference),
-        ("binary", cast.to_binary, cast.to_binary_reference),
+        ("int8", output_quantize.to_int8, output_quantize.to_int8_reference),
+        ("binary", output_quantize.to_binary, output_quantize.to_binary_reference),
     ):
         error = float((ours(vectors, True).int() - plain(vectors, True).int()).abs().max())
         times = {
