@@ -56,8 +56,8 @@ def test_kernels_are_compiled_before_steps_run(monkeypatch: pytest.MonkeyPatch) 
     assert warm_up(Runner("cuda"), monkeypatch) == expected
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_first_graphs_have_room_for_instructions_where_texts_begin_with_them(skips: bool) -> None:
+@pytest.mark.parametrize("has_skip", [True, False])
+def test_first_graphs_have_room_for_instructions_where_texts_begin_with_them(has_skip: bool) -> None:
     plans: list[PoolPlan] = []
 
     class Launched(Runner):
@@ -68,8 +68,8 @@ def test_first_graphs_have_room_for_instructions_where_texts_begin_with_them(ski
 
     graphs: Any = SimpleNamespace(capture_on_first_use=nullcontext, captured={})
     runner: Any = Launched("cuda")
-    warmup.capture_graphs(runner, graphs, Task.EMBED, 64, 64, skips=skips)
-    assert plans and all((plan.skip is not None) == skips for plan in plans)
+    warmup.capture_graphs(runner, graphs, Task.EMBED, 64, 64, has_skip=has_skip)
+    assert plans and all((plan.skip is not None) == has_skip for plan in plans)
 
 
 def test_what_goes_wrong_ahead_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

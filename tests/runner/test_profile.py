@@ -8,7 +8,7 @@ import pytest
 
 from penstock import Engine
 from penstock.errors import ConfigError
-from penstock.runner.profile import SKIP, ProfiledRunner
+from penstock.runner.profile import WARM_UP_STEPS, ProfiledRunner
 
 
 def names_in(trace: Path) -> list[str]:
@@ -22,7 +22,7 @@ def test_a_trace_holds_the_steps_after_the_first_and_what_they_ran(tmp_path: Pat
     ):
         runner = engine.local.engine.core.runner
         assert isinstance(runner, ProfiledRunner)
-        for number in range(SKIP):
+        for number in range(WARM_UP_STEPS):
             engine.embed([f"warm {number}"])
         assert not list(tmp_path.iterdir())
         for number in range(4):
@@ -34,7 +34,7 @@ def test_a_trace_holds_the_steps_after_the_first_and_what_they_ran(tmp_path: Pat
         assert sum(name.startswith("step: 1 rows") for name in names) >= 3
         assert any("linear" in name for name in names), "the step thread is in it"
         engine.embed(["not in a window"])
-        runner.again()
+        runner.profile_again()
         for number in range(3):
             engine.embed([f"again {number}"])
         assert len(list(tmp_path.iterdir())) == 2
@@ -44,7 +44,7 @@ def test_a_window_that_is_still_open_is_written_at_the_end(tmp_path: Path) -> No
     with Engine(device="cpu", profile=str(tmp_path / "new"), profile_steps=100) as engine:
         runner = engine.local.engine.core.runner
         assert isinstance(runner, ProfiledRunner)
-        runner.again()
+        runner.profile_again()
         engine.embed(["a"])
     assert len(list((tmp_path / "new").iterdir())) == 1
 

@@ -98,10 +98,10 @@ def test_rows_that_ask_for_nothing_cost_a_maximum_of_the_model_s_own_logits() ->
     of_rows = {"_to_copy", "index", "index_add_", "index_copy_", "ones_like", "clamp_min"}
     checks = {"isneginf", "masked_fill_", "lt", "bitwise_not"}  # of the maximum, not of the logits
     assert set(seen.names) <= {"max"} | of_rows | checks
-    edits = sampler._edits
-    for empty in (edits.work, edits.masks, edits.counts.table):
+    processors = sampler._processors
+    for empty in (processors.work, processors.masks, processors.counts.table):
         assert empty.numel() == 0
-    assert edits.entries is None
+    assert processors.entries is None
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
@@ -133,7 +133,7 @@ def test_only_the_rows_that_ask_are_copied() -> None:
     with Recorder() as seen:
         sampler(logits, slots, torch.from_numpy(slots))
     assert seen.largest < 2 * VOCAB, "as wide as that one row"
-    assert sampler._edits.counts.table.numel() == 0
+    assert sampler._processors.counts.table.numel() == 0
 
 
 def test_counts_are_kept_for_rows_that_use_them_and_given_back() -> None:
@@ -143,9 +143,9 @@ def test_counts_are_kept_for_rows_that_use_them_and_given_back() -> None:
         slot = turn % 64
         sampler.join(slot, penal, ints([turn % VOCAB]))
         sampler(torch.zeros(1, VOCAB), ints([slot]), torch.tensor([slot]))
-        assert int((sampler._edits.counts.table[0] != 0).sum()) == (1 if turn % VOCAB == 0 else 2)
+        assert int((sampler._processors.counts.table[0] != 0).sum()) == (1 if turn % VOCAB == 0 else 2)
         sampler.leave(slot)
-    assert len(sampler._edits.counts.table) == len(sampler._edits.work) == 1
+    assert len(sampler._processors.counts.table) == len(sampler._processors.work) == 1
     assert sampler.plan.counts.used == 0
 
 
@@ -182,7 +182,7 @@ def test_a_mask_says_what_may_come_next_and_agrees_with_allowed_ids() -> None:
     sampler.mask(0, None)
     sampler.mask(1, None)
     assert sampler(logits, slots, at).token_ids.tolist() == [36, 4]
-    with pytest.raises(ValueError, match=r"\(3,\) words; this vocabulary has \(2,\)"):
+    with pytest.raises(ValueError, match=r"\(3,\) words; this vocabulary needs \(2,\)"):
         sampler.mask(0, np.zeros(3, np.int32))
 
 
@@ -209,15 +209,15 @@ def test_logprobs_are_of_the_model_s_own_distribution(dtype: torch.dtype) -> Non
     slots = ints([2, 0, 3])
     got = sampler(logits, slots, torch.from_numpy(slots))
     assert got.logprob_rows is not None and got.logprob_rows.tolist() == [0, 2]
-    assert got.logprob_ids is not None and got.logprobs is not None and got.ranks is not None
+    assert got.logprobs is not None
     expected = logits.float().log_softmax(dim=1)
-    assert got.logprob_ids[:, 0].tolist() == [9, int(logits[2].argmax())]
+    assert got.logprobs.ids[:, 0].tolist() == [9, int(logits[2].argmax())]
     for place, row in enumerate((0, 2)):
-        wanted = expected[row][got.logprob_ids[place].long()]
+        wanted = expected[row][got.logprobs.ids[place].long()]
         torch.testing.assert_close(got.logprobs.values[place], wanted, atol=1e-4, rtol=0)
         assert (got.logprobs.values[place, 1:].diff() <= 0).all()
     assert got.logprobs.values.shape == (2, 1 + VOCAB)
-    assert got.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
+    assert got.logprobs.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
 
 
 @pytest.mark.parametrize(
@@ -239,13 +239,13 @@ def test_tokens_outside_the_vocabulary_are_refused(params: SamplerParams, words:
 def test_a_slot_is_held_by_one_row() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     sampler.join(0, SamplerParams(), ints([1]))
-    with pytest.raises(ValueError, match="slot 0 is held by another row"):
+    with pytest.raises(ValueError, match="slot 0 is taken by another sequence"):
         sampler.join(0, SamplerParams(), ints([1]))
     with pytest.raises(ValueError, match=r"slot 4 is not in 0 … 3"):
         sampler.join(4, SamplerParams(), ints([1]))
-    with pytest.raises(ValueError, match="slot 1 is held by no row"):
+    with pytest.raises(ValueError, match="slot 1 is free"):
         sampler.leave(1)
-    with pytest.raises(ValueError, match=r"logits are \(1, 5\), not \(1, 37\)"):
+    with pytest.raises(ValueError, match=r"logits have shape \(1, 5\), not \(1, 37\)"):
         sampler(torch.zeros(1, 5), ints([0]), torch.tensor([0]))
 
 
