@@ -53,7 +53,7 @@ class Loaded:
 
     runner: Runner
     num_blocks: int = 0  # of the KV cache
-    num_places: int = 0  # vectors in the store that scores read from
+    num_cached_vectors: int = 0  # vectors in the store that scores read from
 
 
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
@@ -113,7 +113,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         model = _model(spec, settings, dtype, device)
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
     pooler.scorer = _scorer(spec, settings, device)
-    num_places = 0 if pooler.scorer is None else len(pooler.scorer.store)
+    num_cached_vectors = 0 if pooler.scorer is None else len(pooler.scorer.store)
     cache, blocks = None, 0
     generator = None
     with watch.timed("memory"):
@@ -126,7 +126,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     )
     _warm_up(runner, spec, settings, blocks, watch)
     log.info("%s", watch)
-    return Loaded(runner, blocks, num_places)
+    return Loaded(runner, blocks, num_cached_vectors)
 
 
 def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: int, watch: Stopwatch) -> None:

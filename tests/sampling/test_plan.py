@@ -34,7 +34,7 @@ def alone(request: int, steps: int) -> Driver:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_joins_and_leaves_give_the_tokens_of_rows_alone(data: st.DataObject) -> None:
+def test_a_sequence_samples_the_same_tokens_whoever_else_joins_and_leaves(data: st.DataObject) -> None:
     driver = Driver()
     for _ in range(data.draw(st.integers(1, 14))):
         waiting = [request for request in range(len(KINDS)) if request not in driver.slot_of]
@@ -58,7 +58,7 @@ def test_any_joins_and_leaves_give_the_tokens_of_rows_alone(data: st.DataObject)
     request=st.sampled_from([n for n, params in enumerate(KINDS) if params.temperature == 0]),
     steps=st.integers(1, 8),
 )
-def test_greedy_rows_take_the_likeliest_token_of_the_plainly_edited_logits(request: int, steps: int) -> None:
+def test_greedy_rows_take_the_likeliest_token_of_the_processed_logits(request: int, steps: int) -> None:
     history = alone(request, steps).history[request]
     inside = tuple(token for token in KINDS[request].eos_token_ids if token < VOCAB)
     params = msgspec.structs.replace(KINDS[request], eos_token_ids=inside)  # the reference knows no others
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-def test_rows_that_ask_for_nothing_cost_a_maximum_of_the_model_s_own_logits() -> None:
+def test_greedy_rows_without_processors_cost_one_maximum_of_the_logits() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     for slot in range(SLOTS):
         sampler.join(slot, SamplerParams(temperature=0), ints([1]))
@@ -105,7 +105,7 @@ def test_rows_that_ask_for_nothing_cost_a_maximum_of_the_model_s_own_logits() ->
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_nothing_is_sent_while_nobody_comes_or_goes(kind: int) -> None:
+def test_nothing_is_sent_while_no_sequence_joins_or_leaves(kind: int) -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     slots = ints([2, 0, 4])
     for slot in slots.tolist():
@@ -123,7 +123,7 @@ def test_nothing_is_sent_while_nobody_comes_or_goes(kind: int) -> None:
     assert sampler.uploads > before
 
 
-def test_only_the_rows_that_ask_are_copied() -> None:
+def test_only_rows_with_processors_are_copied_to_fp32() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     for slot in range(SLOTS):
         sampler.join(slot, SamplerParams(temperature=0), ints([1]))
@@ -136,7 +136,7 @@ def test_only_the_rows_that_ask_are_copied() -> None:
     assert sampler._processors.counts.table.numel() == 0
 
 
-def test_counts_are_kept_for_rows_that_use_them_and_given_back() -> None:
+def test_token_counts_are_held_only_for_slots_with_penalties_and_freed() -> None:
     sampler = Sampler(VOCAB, 64, CPU)
     penal = SamplerParams(temperature=0, presence_penalty=1.0)
     for turn in range(40):
@@ -149,7 +149,7 @@ def test_counts_are_kept_for_rows_that_use_them_and_given_back() -> None:
     assert sampler.plan.counts.used == 0
 
 
-def test_min_tokens_end_their_edits_when_they_are_reached() -> None:
+def test_stop_tokens_are_no_longer_forbidden_once_min_tokens_are_reached() -> None:
     plan = SlotPlan(VOCAB, 4, seed=0)
     plan.join(1, SamplerParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 0)
     plan.join(2, SamplerParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 3)
@@ -158,7 +158,7 @@ def test_min_tokens_end_their_edits_when_they_are_reached() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01])
-def test_a_row_does_not_end_before_its_min_tokens(temperature: float) -> None:
+def test_a_sequence_does_not_stop_before_its_min_tokens(temperature: float) -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     params = SamplerParams(temperature=temperature, min_tokens=2, eos_token_ids=(4,), stop_token_ids=(6,))
     sampler.join(1, params, ints([1]))
@@ -168,7 +168,7 @@ def test_a_row_does_not_end_before_its_min_tokens(temperature: float) -> None:
     assert got == [[9], [9], [4], [4]]
 
 
-def test_a_mask_says_what_may_come_next_and_agrees_with_allowed_ids() -> None:
+def test_a_mask_limits_the_next_token_together_with_allowed_ids() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     sampler.join(0, SamplerParams(temperature=0), ints([1]))
     sampler.join(1, SamplerParams(temperature=0, allowed_token_ids=(3, 4)), ints([1]))
@@ -186,7 +186,7 @@ def test_a_mask_says_what_may_come_next_and_agrees_with_allowed_ids() -> None:
         sampler.mask(0, np.zeros(3, np.int32))
 
 
-def test_a_longer_bad_word_joins_without_loss_of_what_others_remember() -> None:
+def test_a_longer_bad_word_keeps_the_recorded_tokens_of_other_slots() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     bias = {5: 9.0, 6: 8.0}
     sampler.join(0, SamplerParams(temperature=0, bad_token_ids=((5, 5, 5),), logit_bias=bias), ints([5, 5]))
@@ -236,7 +236,7 @@ def test_tokens_outside_the_vocabulary_are_refused(params: SamplerParams, words:
     sampler.plan.check_integrity()
 
 
-def test_a_slot_is_held_by_one_row() -> None:
+def test_a_slot_belongs_to_one_sequence() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     sampler.join(0, SamplerParams(), ints([1]))
     with pytest.raises(ValueError, match="slot 0 is taken by another sequence"):
@@ -249,13 +249,13 @@ def test_a_slot_is_held_by_one_row() -> None:
         sampler(torch.zeros(1, 5), ints([0]), torch.tensor([0]))
 
 
-def test_the_plan_starts_without_torch() -> None:
+def test_the_slot_plan_does_not_import_torch() -> None:
     code = "import sys, penstock.sampling.plan\nprint('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "False"
 
 
-def test_a_step_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampling_step_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(VOCAB, len(KINDS), CPU, seed=1)
     slots, logits = np.arange(len(KINDS), dtype=np.int32), torch.randn(len(KINDS), VOCAB)
     at = torch.from_numpy(slots)

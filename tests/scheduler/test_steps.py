@@ -28,7 +28,7 @@ def assert_same(got: Any, wanted: Any, where: str = "plan") -> None:
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_steps_of_one_token_a_row_are_planned_as_any_other(data: st.DataObject) -> None:
+def test_the_decode_plan_equals_the_general_plan(data: st.DataObject) -> None:
     choose = data.draw
     size, slots, length = choose(st.sampled_from([1, 4, 16])), 12, 40
     rows = choose(st.permutations(range(slots)))[: choose(st.integers(1, slots))]
