@@ -27,7 +27,7 @@ def make_request(
     deadline_s: float | None = None,
     type_ids: Sequence[int] | None = None,
     skip: Sequence[int] | None = None,
-    keys: Sequence[int] | None = None,
+    key_limits: Sequence[int] | None = None,
 ) -> Request:
     """A request whose tokens count up from `first_token`, so that every token is different."""
     total = sum(lengths)
@@ -38,7 +38,7 @@ def make_request(
         params or PoolingParams(),
         type_ids=None if type_ids is None else ints(type_ids),
         skip=None if skip is None else ints(skip),
-        keys=None if keys is None else ints(keys),
+        key_limits=None if key_limits is None else ints(key_limits),
         priority=priority,
         arrival_s=arrival_s,
         deadline_s=deadline_s,

@@ -139,7 +139,7 @@ def write_text_model(
 
 
 def text_spec(folder: Path, **changes: Any) -> ModelSpec:
-    vocabulary = OurTokenizer(folder).highest_id + 1
+    vocabulary = OurTokenizer(folder).max_token_id + 1
     values = {
         "folder": str(folder),
         "name": "writer",
@@ -199,7 +199,7 @@ class ScriptedEngine:
             try:
                 async for parts in stream:
                     for part in parts:
-                        if part.finish is None and part.ranks is None and part.prompt_ranks is None:
+                        if part.finish_reason is None and part.ranks is None and part.prompt_ranks is None:
                             for number in part.token_ids.tolist():
                                 listener.on_token(part.row, number)
                         else:

@@ -34,7 +34,7 @@ def pair_variant(
     tokens: Ints | None = None
     if not params.late:  # a row has one vector, and that is its number in the step
         begins = run.slots
-    elif all(piece.request.keep is None for piece in pieces):
+    elif all(piece.request.token_mask is None for piece in pieces):
         begins = cu_lengths[run.slots]
     else:
         tokens = _kept(pieces, rows, tokens_of(run.slots, lengths, cu_lengths))
@@ -114,13 +114,13 @@ def _kept(pieces: Sequence[RowSlice], rows: Sequence[Ints], tokens: Ints) -> Int
     flags: list[Ints] = []
     for piece, mine in zip(pieces, rows, strict=True):
         request = piece.request
-        if request.keep is None:
+        if request.token_mask is None:
             flags.append(np.ones(int(request.lengths[mine].sum()), dtype=np.int32))
         else:
             where = neighbours(mine, request.lengths, request.starts)
             if where is None:
-                flags.append(request.keep[tokens_of(mine, request.lengths, request.starts)])
+                flags.append(request.token_mask[tokens_of(mine, request.lengths, request.starts)])
             else:
-                flags.append(request.keep[where])
+                flags.append(request.token_mask[where])
     kept: Ints = tokens[_joined(flags) != 0]
     return kept

@@ -88,7 +88,7 @@ class _Piece(NamedTuple):
 def _piece(share: ScheduledRows) -> _Piece:
     request, rows = share.request, share.rows
     if share.begins is None and request.num_rows == 1:
-        whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.keys)
+        whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.key_limits)
         return _Piece(*whole, request.adapters)
     lengths, starts = request.lengths[rows], request.starts[rows]
     if share.begins is not None and share.ends is not None:
@@ -104,7 +104,7 @@ def _piece(share: ScheduledRows) -> _Piece:
         share.begins,
         None if request.type_ids is None else request.type_ids[where],
         None if request.skip is None else request.skip[rows],
-        None if request.keys is None else request.keys[rows],
+        None if request.key_limits is None else request.key_limits[rows],
         None if request.adapters is None else request.adapters[rows],
     )
 
@@ -205,7 +205,7 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
         if piece.request.pairs is not None:
             paired.setdefault(piece.request.params, []).append(piece)
             continue
-        for params in piece.request.wants:
+        for params in piece.request.all_params:
             slots = piece.step_rows
             if piece.ends is not None and not params.per_token:
                 slots = slots[piece.finished]

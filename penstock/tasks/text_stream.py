@@ -64,7 +64,7 @@ class SequenceText:
             self._take_prompt_logprobs(None)
         self._num_tokens += 1
         text = self._text.push(token_id)
-        if not self._stops.wanted:
+        if not self._stops.is_active:
             return TextDelta(self.row, text, [token_id])
         shown, stop = self._stops.push(text, search=self._num_tokens > self._min_tokens)
         self.finished = stop is not None
@@ -72,7 +72,7 @@ class SequenceText:
 
     def take(self, part: GeneratedTokens) -> TextDelta:
         """Add tokens that come with more than their ids."""
-        delta = TextDelta(self.row, "", [], finish_reason=part.finish, timings=part.timings)
+        delta = TextDelta(self.row, "", [], finish_reason=part.finish_reason, timings=part.timings)
         if self._num_unscored:
             delta.prompt_logprobs = self._take_prompt_logprobs(part)
         ids = part.token_ids.tolist()
@@ -241,7 +241,7 @@ class _RequestRows:
 
     def on_tokens(self, parts: list[GeneratedTokens]) -> None:
         for part in parts:
-            self._num_unfinished -= part.finish is not None
+            self._num_unfinished -= part.finish_reason is not None
             self._inbox.put(self._rows[part.row], part)
 
     def on_error(self, error: PenstockError) -> None:

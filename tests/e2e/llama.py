@@ -16,7 +16,7 @@ def write_llama(folder: Path) -> Path:
     tokenizer = Tokenizer(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.highest_id + 4,
+        vocab_size=tokenizer.max_token_id + 4,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,

@@ -57,7 +57,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_text_model(tmp_path_factory.mktemp("llama"))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=Tokenizer(folder).highest_id + 4,
+        vocab_size=Tokenizer(folder).max_token_id + 4,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,
