@@ -23,7 +23,7 @@ from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
 from penstock.models.registry import build_model
-from penstock.pooling.build import Pooler
+from penstock.pooling.build import Pooler, VariantTensors
 from penstock.pooling.sparse import Splade
 from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
@@ -177,10 +177,10 @@ def test_the_pooler_finishes_in_one_pass(method: str, request: pytest.FixtureReq
         Variant(PoolingParams(dimensions=5, normalize=False), None),
         Variant(PoolingParams(task=Task.TOKEN_EMBED, normalize=True), None, tokens.numpy()),
     )
-    index = [None, rows, None, tokens]
-    plain = pooler(hidden, batch, variants, index)
+    tensors = [VariantTensors(index) for index in (None, rows, None, tokens)]
+    plain = pooler(hidden, batch, variants, tensors)
     request.getfixturevalue("kernels")
-    for got, expected in zip(pooler(hidden, batch, variants, index), plain, strict=True):
+    for got, expected in zip(pooler(hidden, batch, variants, tensors), plain, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
