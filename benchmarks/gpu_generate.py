@@ -39,7 +39,7 @@ class TokenTimes:
         for part in parts:
             for token_id in part.token_ids.tolist():
                 self.on_token(part.row, token_id)
-            if part.finish is not None:
+            if part.finish_reason is not None:
                 self.done.set()
 
     def on_error(self, error: PenstockError) -> None:

@@ -363,8 +363,8 @@ def main() -> None:
             case = make_case(*shape, count, dtype)
             found = compare(case, clock)
             lines.append(row(case, found))
-            furthest = {name: f"{one.error:.0e}" for name, one in found.items()}
-            print(lines[-1], "difference to penstock:", furthest, flush=True)
+            max_distance = {name: f"{one.error:.0e}" for name, one in found.items()}
+            print(lines[-1], "difference to penstock:", max_distance, flush=True)
         except Exception:
             traceback.print_exc()
         case = None

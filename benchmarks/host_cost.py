@@ -214,7 +214,7 @@ def scores(rounds: int) -> dict[str, float]:
         ids = rng.integers(5, 250000, int(lengths.sum()), dtype=np.int32)
         keep = (ids % 10 > 0).astype(np.int32)  # as without punctuation
         pairs = np.zeros(1, dtype=np.int32)
-        request = Request(str(next(numbers)), ids, lengths, params, keep=keep, pairs=pairs)
+        request = Request(str(next(numbers)), ids, lengths, params, token_mask=keep, pairs=pairs)
         began = time.perf_counter_ns()
         scheduler.add(request)
         return time.perf_counter_ns() - began

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from penstock.tasks.embed import TextChunks
     from penstock.tasks.generate import Completion
     from penstock.tasks.score import RankedDocument
-    from penstock.tasks.text_stream import TextDelta, TokenLogprobs
+    from penstock.tasks.text_stream import TextDelta
+    from penstock.types import TokenLogprobs
 
 __all__ = [
     "AsyncEngine",
@@ -45,7 +46,7 @@ _MODULES = {
     "Term": "penstock.outputs.sparse",
     "TextChunks": "penstock.tasks.embed",
     "TextDelta": "penstock.tasks.text_stream",
-    "TokenLogprobs": "penstock.tasks.text_stream",
+    "TokenLogprobs": "penstock.types",
 }
 
 

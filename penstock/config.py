@@ -1,7 +1,7 @@
-"""Configuration: frozen values, and the pure functions that turn "auto" into them.
+"""Configuration: frozen values, and the pure functions that settle every "auto".
 
-Nothing is built before `resolve` has run, and nothing changes a configuration afterwards.
-Unknown keys are refused, with the key's name.
+`resolve` runs before anything is built, and nothing changes a configuration afterwards. Unknown keys are
+refused by name.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ T = TypeVar("T")
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`--pooler-config`: overrides of what the model's files say."""
+    """`--pooler-config`: overrides the model's files."""
 
     pooling_type: str | None = None
     normalize: bool | None = None
-    step_tag_id: int | None = None  # the token that ends a step, for pooling_type STEP
-    score_labels: tuple[int, ...] | None = None  # a score is the first of these outputs less the second
+    step_tag_id: int | None = None  # the token that ends a step; for pooling_type STEP
+    score_labels: tuple[int, ...] | None = None  # a score is the first of these outputs minus the second
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one engine is built from. "auto" and None are settled by `resolve`."""
+    """The settings of one engine. `resolve` settles "auto" and None."""
 
     model: str | None = None  # folder, hub id, or None for the embedded default
     revision: str | None = None
     served_model_name: str | None = None
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    quantization: Literal["int8", "fp8"] | None = None  # int8 on a CPU, fp8 on CUDA
-    unquantized_layers: tuple[int, ...] = ()  # numbers of layers that quantisation leaves alone
+    quantization: Literal["int8", "fp8"] | None = None  # int8 for CPUs, fp8 for CUDA
+    unquantized_layers: tuple[int, ...] = ()  # layers, by number, that quantisation skips
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -47,17 +47,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
     pooler_config: PoolerConfig = msgspec.field(default_factory=PoolerConfig)
     score_template: str | None = None  # with {query} and {document}, or the name of a known one
-    enable_chunked_prefill: bool | None = None  # None: where a row may exceed a step and can be cut
-    long_prefill_token_threshold: int = 0  # most tokens of one row in a step; 0: no such limit
-    enable_prefix_caching: bool | None = None  # None: where rows are expected to begin alike
-    enable_generation: bool | None = None  # None: where the checkpoint is for that
-    kv_cache_gb: float | None = None  # memory for keys and values of rows that go on over steps
-    share_identical: bool = True  # rows that are alike and in flight together, and queries, are computed once
-    document_cache_gb: float = 0.0  # memory for vectors of documents that may be scored again
-    step_output_mb: float = 16.0  # of token vectors that leave one step; 0: as many as the step has
+    enable_chunked_prefill: bool | None = None  # None: if a row may exceed a step and the model allows it
+    long_prefill_token_threshold: int = 0  # maximum tokens of one row in a step; 0: no limit
+    enable_prefix_caching: bool | None = None  # None: if rows are expected to share prefixes
+    enable_generation: bool | None = None  # None: if the checkpoint is meant to generate
+    kv_cache_gb: float | None = (
+        None  # KV cache; None: 1 on a CPU, and on CUDA 8, or most of the free memory if the model generates
+    )
+    share_identical: bool = True  # identical rows in flight, and repeated queries, are computed once
+    document_cache_gb: float = 0.0  # cached vectors of documents that may be scored again
+    step_output_mb: float = 16.0  # maximum token vectors that one step returns; 0: no limit
     enforce_eager: bool = False
-    profile: str | None = None  # folder for traces of what steps do
-    profile_steps: int = 20  # in one trace
+    profile: str | None = None  # folder for profiler traces of steps
+    profile_steps: int = 20  # steps in one trace
     seed: int = 0
 
 
@@ -67,18 +69,18 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     api_server_count: int = 1
     api_key: str | None = None
     max_body_bytes: int = 32 * 1024 * 1024
-    max_rows: int = 2048  # texts in one request
-    max_concurrent_requests: int = 4096  # per API process; beyond it: 429
+    max_rows: int = 2048  # inputs of one request
+    max_concurrent_requests: int = 4096  # per API process; above it: status 429
     default_timeout_s: float | None = None
-    shared_memory_mb: int = 512  # for large answers, between the engine and API processes; 0: they are sent
-    chat_template: str | None = None  # Jinja, or the name of one of the model's; None: the model's own
+    shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
+    chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     drain_s: float = 30.0
     log_level: str = "info"
     access_log: bool = False
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's settings with nothing left to decide."""
+    """An engine's settings, with every "auto" settled."""
 
     device: str
     dtype: str
@@ -94,11 +96,11 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     unquantized_layers: tuple[int, ...] = ()
     model_impl: str = "penstock"
     chunked: bool = False
-    chunk_tokens: int = 0  # most tokens of one row in a step, where rows may be cut
+    chunk_tokens: int = 0  # maximum tokens of one row in a step of chunked prefill
     prefix_caching: bool = False
     generates: bool = False
-    generate_prefixes: bool = False  # rows that are continued share what they begin alike with
-    kv_cache_bytes: int = 0  # 0: what is left of the device
+    generate_prefixes: bool = False  # sequences that generate share cached prefixes
+    kv_cache_bytes: int = 0  # 0: the free memory of the device
     share_identical: bool = True
     document_cache_bytes: int = 0
     step_output_bytes: int = 0  # 0: no limit
@@ -108,7 +110,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a model that decisions rest on."""
+    """The facts about a model that `resolve` uses."""
 
     max_model_len: int  # what the model is meant for
     max_positions: int | None = None  # what its weights allow; None: no more than `max_model_len`
@@ -120,16 +122,16 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The facts about this machine that decisions rest on."""
+    """The facts about this machine that `resolve` uses."""
 
     cpus: int
     cuda: bool
-    bf16: bool = False  # the accelerator multiplies bfloat16 natively
-    fp8: bool = False  # and float8
+    bf16: bool = False  # the GPU multiplies bfloat16 natively
+    fp8: bool = False  # the GPU multiplies float8 natively
 
 
 def available_cpus() -> int:
-    """Cores this process may use, which in a container is fewer than the machine has."""
+    """The cores that this process may use; in a container, fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
@@ -184,24 +186,24 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
     return resolved
 
 
-CPU_STEP_TOKENS = 1024  # activations of a step stay in the cache; measured by benchmarks/cpu_profile.py
-CUDA_STEP_TOKENS = 16_384  # of a model whose size is not known
-_KNEE = 1 << 24  # tokens × hidden size: fitted to the widths that were measured
-_STEP_FLOPS = 6e13  # what a step may cost: a tenth of a second of a large GPU
-_EIGHT_BIT = ("fp8",)  # twice the rate, so twice the tokens for both
+CPU_STEP_TOKENS = 1024  # a step's activations fit in the CPU cache; measured by benchmarks/cpu_profile.py
+CUDA_STEP_TOKENS = 16_384  # for a model of unknown size
+_KNEE = 1 << 24  # tokens × hidden size, fitted to measurements
+_MAX_STEP_FLOPS = 6e13  # a tenth of a second on a large GPU
+_EIGHT_BIT = ("fp8",)  # runs at twice the rate, so both limits double
 
 
 def cuda_step_tokens(hidden: int | None, layers: int | None, quantization: str | None = None) -> int:
-    """Tokens of a step at the model's knee: fewer leave the device idle, more only make others wait.
+    """The best number of tokens in a step: fewer leave the GPU idle, more only add latency.
 
-    Narrow models need many tokens to fill the device, wide ones few; deep and wide ones are kept to a tenth
-    of a second a step. Rates of matrix products, measured on an H200 at up to 16,384 tokens: 384 to 1,024
-    wide, still rising there; 4,096 wide, best at 4,096 and slower beyond. Other sizes follow from the rule.
+    Narrow models need many tokens to fill the GPU, wide ones few. Deep and wide models are limited to a tenth
+    of a second per step. Measured on an H200 with up to 16,384 tokens: matrix products 384 to 1,024 wide get
+    faster up to there; those 4,096 wide are fastest at 4,096 tokens. Other sizes follow from the rule.
     """
     if not hidden or not layers:
         return CUDA_STEP_TOKENS
-    flops_a_token = 24 * layers * hidden * hidden  # projections and a feed-forward four times as wide
-    tokens = min(_KNEE / hidden, _STEP_FLOPS / flops_a_token)
+    flops_per_token = 24 * layers * hidden * hidden  # projections and a feed-forward four times as wide
+    tokens = min(_KNEE / hidden, _MAX_STEP_FLOPS / flops_per_token)
     tokens *= 2 if quantization in _EIGHT_BIT else 1
     return min(32_768, max(1024, 1 << (int(tokens).bit_length() - 1)))
 
@@ -225,7 +227,9 @@ def _device(wanted: str, machine: Machine) -> str:
         return wanted
     if wanted == "cuda" or wanted.startswith("cuda:"):
         if not machine.cuda:
-            raise ConfigError(f"device {wanted!r} was asked for, but no CUDA device is here", param="device")
+            raise ConfigError(
+                f"device is {wanted!r}, but this machine has no CUDA device; use cpu or auto", param="device"
+            )
         return wanted
     raise ConfigError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N", param="device")
 
@@ -233,19 +237,22 @@ def _device(wanted: str, machine: Machine) -> str:
 def _check_quantization(config: EngineConfig, device: str, machine: Machine) -> None:
     wanted, on_cuda = config.quantization, device.startswith("cuda")
     if wanted == "int8" and on_cuda:
-        raise ConfigError("int8 is for a CPU; on CUDA use fp8", param="quantization")
+        raise ConfigError("quantization int8 is for CPUs; on CUDA use fp8", param="quantization")
     if wanted == "fp8" and device == "cpu":
-        raise ConfigError("fp8 is for CUDA; on a CPU use int8", param="quantization")
+        raise ConfigError("quantization fp8 is for CUDA; on a CPU use int8", param="quantization")
     if wanted == "fp8" and on_cuda and not machine.fp8:
         raise ConfigError(
-            "fp8 needs a GPU of compute capability 8.9 or above, and this one's is lower",
+            "quantization fp8 needs a GPU of compute capability 8.9 or above; this one's is lower",
             param="quantization",
         )
     if config.unquantized_layers and wanted is None:
-        raise ConfigError("unquantized_layers needs a quantization", param="unquantized_layers")
+        raise ConfigError(
+            "unquantized_layers needs a quantization; set quantization to int8 or fp8",
+            param="unquantized_layers",
+        )
     if min(config.unquantized_layers, default=0) < 0:
         raise ConfigError(
-            f"unquantized_layers has {min(config.unquantized_layers)}; layers count from 0",
+            f"unquantized_layers has {min(config.unquantized_layers)}; layers are counted from 0",
             param="unquantized_layers",
         )
 
@@ -257,9 +264,11 @@ def _dtype(config: EngineConfig, on_cpu: bool, machine: Machine) -> str:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}", param="dtype")
     if config.quantization == "fp8" and dtype != "bfloat16":
-        raise ConfigError("fp8 products give bfloat16; leave dtype at auto", param="dtype")
+        raise ConfigError("quantization fp8 computes in bfloat16; leave dtype at auto", param="dtype")
     if config.quantization == "int8" and dtype != "float32":
-        raise ConfigError("int8 keeps activations in float32; leave dtype at auto", param="dtype")
+        raise ConfigError(
+            "quantization int8 keeps activations in float32; leave dtype at auto", param="dtype"
+        )
     if on_cpu and dtype == "float16":
         raise ConfigError("float16 is slow and imprecise on a CPU; use float32 or bfloat16", param="dtype")
     return dtype
@@ -274,24 +283,27 @@ def _check_impl(config: EngineConfig) -> None:
 
 
 def _chunked(config: EngineConfig, limit: int, budget: int, why_not: str | None) -> bool:
-    """Whether rows may be spread over steps; asking for it where it would be wrong is an error."""
+    """Whether a row may be spread over steps. Enabling it for a model that cannot is an error."""
     if config.long_prefill_token_threshold < 0:
         raise ConfigError(
-            "long_prefill_token_threshold must not be negative", param="long_prefill_token_threshold"
+            f"long_prefill_token_threshold is {config.long_prefill_token_threshold}; use 0 for no limit",
+            param="long_prefill_token_threshold",
         )
     for name in ("enable_chunked_prefill", "enable_prefix_caching"):
         if getattr(config, name) and why_not is not None:
             raise ConfigError(f"{name} cannot be used: {why_not}", param=name)
     if config.enable_chunked_prefill is False:
         if config.enable_prefix_caching:
-            raise ConfigError("prefix caching needs chunked prefill", param="enable_prefix_caching")
+            raise ConfigError(
+                "enable_prefix_caching needs enable_chunked_prefill", param="enable_prefix_caching"
+            )
         return False
     wanted = config.enable_chunked_prefill or config.enable_prefix_caching or limit > budget
     return bool(wanted) and why_not is None
 
 
 def _graphs(config: EngineConfig, on_cpu: bool, dtype: str) -> bool:
-    """In fp32, and by transformers, attention goes from length to length, which no graph can."""
+    """Attention in fp32 and by transformers loops over lengths on the host, which no graph can capture."""
     return not (on_cpu or config.enforce_eager or dtype == "float32" or config.model_impl == "transformers")
 
 
@@ -303,7 +315,7 @@ def _kv_cache(size_gb: float | None, on_cpu: bool, generates: bool) -> int:
 
 def _document_cache(size_gb: float) -> int:
     if size_gb < 0:
-        raise ConfigError("document_cache_gb must not be negative", param="document_cache_gb")
+        raise ConfigError(f"document_cache_gb is {size_gb}; use 0 for no cache", param="document_cache_gb")
     return int(size_gb * 2**30)
 
 

@@ -12,8 +12,8 @@ from operator import attrgetter
 
 from penstock.types import Ints, Request
 
-TOKEN_FIELDS = ("type_ids", "keep")  # one number per token, beside `token_ids`
-ROW_FIELDS = ("skip", "keys", "adapters")  # one number per row
+TOKEN_FIELDS = ("type_ids", "token_mask")  # one number per token, beside `token_ids`
+ROW_FIELDS = ("skip", "key_limits", "adapters")  # one number per row
 
 Scope = tuple[object, ...]
 _optional_fields = attrgetter(*TOKEN_FIELDS, *ROW_FIELDS)
@@ -46,7 +46,7 @@ class PrefixKeys:
 
     A key covers all tokens up to the end of its block and everything else that changes their hidden states:
     type ids, adapter and key limit. It also covers the cache salt and whether the row generates or is pooled:
-    some models attend differently in the two. It leaves out `skip` and `keep`, which select outputs only.
+    some models attend differently in the two. `skip` and `token_mask` only select outputs.
     """
 
     __slots__ = ("_block_size", "_parent", "_type_ids", "keys")
@@ -79,7 +79,7 @@ def _prefix_root(request: Request, row: int) -> bytes:
     """What the keys of all blocks of a row start from: everything but its tokens."""
     generates = request.sampling is not None
     adapter = -1 if request.adapters is None else int(request.adapters[row])
-    key_limit = 0 if request.keys is None else int(request.keys[row])
+    key_limit = 0 if request.key_limits is None else int(request.key_limits[row])
     has_types = request.type_ids is not None
     root = f"{generates:d} {adapter} {key_limit} {has_types:d} {request.cache_salt}"
     return hashlib.blake2b(root.encode(), digest_size=16).digest()

@@ -1,7 +1,7 @@
-"""Everything that can go wrong, as one tree.
+"""All errors, as one tree.
 
-`ClientError` is the caller's to mend, `EngineError` is ours. Each class knows the HTTP status that
-a server answers with, so a dialect only decides the shape of the body.
+The caller can fix a `ClientError`; an `EngineError` is the server's fault. Each class has the HTTP status of
+its response, so a dialect only decides the shape of the body.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 class PenstockError(Exception):
-    """Base of all errors; `param` names the field that caused it, where there is one."""
+    """The base of all errors. `param` names the field that caused the error, if any."""
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "internal_error"
@@ -79,7 +79,7 @@ class QueueFull(ClientError):
 
 
 class Cancelled(ClientError):
-    """The client went away; nobody reads the answer."""
+    """The client disconnected, so nobody reads the response."""
 
     status = 499
     kind = "cancelled"
@@ -104,13 +104,13 @@ class EngineError(PenstockError):
 
 
 class RowFailed(EngineError):
-    """The step could not compute this request; others in the batch are unaffected."""
+    """The step failed for this request; others in the batch are unaffected."""
 
     code = "row_failed"
 
 
 class EngineUnavailable(EngineError):
-    """The engine is starting, restarting or gone."""
+    """The engine is starting, restarting or stopped."""
 
     status = 503
     code = "engine_unavailable"
@@ -118,13 +118,13 @@ class EngineUnavailable(EngineError):
 
 
 class DeviceOutOfMemory(EngineError):
-    """A step needs more memory than the device has left; smaller steps may fit."""
+    """A step needs more memory than the device has free; smaller steps may fit."""
 
     code = "out_of_memory"
 
 
 class DeviceFailed(EngineUnavailable):
-    """The device can no longer be used by this process; a new one is needed."""
+    """This process can no longer use the device; a new process is needed."""
 
     code = "device_failed"
 
@@ -137,5 +137,5 @@ BY_NAME: dict[str, type[PenstockError]] = {cls.__name__: cls for cls in _tree(Pe
 
 
 def revive(name: str, message: str, param: str | None) -> PenstockError:
-    """Rebuild an error that crossed a process boundary as (class name, message, param)."""
+    """Rebuild an error from the (class name, message, param) that crossed a process boundary."""
     return BY_NAME.get(name, EngineError)(message, param=param)

@@ -52,7 +52,7 @@ class OutputDtype(enum.StrEnum):
         return np.dtype(_NUMPY_OF[self])
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         return self in (OutputDtype.BINARY, OutputDtype.UBINARY)
 
 
@@ -170,10 +170,10 @@ class Request:
     params: PoolingParams = field(default_factory=PoolingParams)
     type_ids: Ints | None = None  # [tokens], only where segments differ from 0
     skip: Ints | None = None  # [rows], leading tokens that the pooler leaves out
-    keys: Ints | None = None  # [rows], leading tokens that the row's tokens attend to; None: all
-    keep: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
+    key_limits: Ints | None = None  # [rows], leading tokens that the row's tokens attend to; None: all
+    token_mask: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
     pairs: Ints | None = None  # [documents], the query row of each; queries stand before documents
-    also: tuple[PoolingParams, ...] = ()  # further outputs of the same rows
+    extra_params: tuple[PoolingParams, ...] = ()  # further outputs of the same rows
     adapters: Ints | None = None  # [rows], which of the model's adapters; -1: none
     priority: int = 0  # lower runs sooner
     arrival_s: float = 0.0  # monotonic clock, the same in every process of a machine
@@ -195,9 +195,9 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def wants(self) -> tuple[PoolingParams, ...]:
+    def all_params(self) -> tuple[PoolingParams, ...]:
         """What is asked of every row."""
-        return (self.params, *self.also)
+        return (self.params, *self.extra_params)
 
     @property
     def num_queries(self) -> int:
@@ -508,7 +508,7 @@ class PooledOutput:
     # [rows, terms, 2] of (token id, weight), heaviest first, absent terms (-1, 0)
     values: Array
     timings: Timings
-    more: tuple[Array, ...] = ()  # of the request's further outputs, alike
+    extra_values: tuple[Array, ...] = ()  # of the request's further outputs, alike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -518,7 +518,7 @@ class GeneratedTokens:
     id: str
     row: int
     token_ids: Ints  # [new]
-    finish: str | None = None  # "stop" | "length"
+    finish_reason: str | None = None  # "stop" | "length"
     stop_token: int | None = None  # the token that ended it, where one did
     # Where asked for: the chosen token first, then the likeliest, falling; what ended it has them too.
     logprob_ids: Ints | None = None  # [made, 1 + logprobs]

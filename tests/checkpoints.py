@@ -76,7 +76,7 @@ FP8_BLOCKS: dict[str, Any] = {
 
 
 def bert_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor of a BERT encoder under its usual name, seeded."""
+    """Every tensor of a BERT encoder under its usual name, with seeded values."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -115,7 +115,7 @@ def write_bert(
     config: dict[str, Any] | None = None,
     modules: bool = True,
 ) -> Path:
-    """A whole sentence-transformers folder: mean pooling, normalised, at most 64 tokens."""
+    """Write a whole sentence-transformers folder: mean pooling, normalised, at most 64 tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     config = BERT_CONFIG | (config or {})
     write_json(folder / "config.json", config)
@@ -137,7 +137,7 @@ def write_modules(folder: Path, kinds: list[tuple[str, str]]) -> None:
 
 
 def write_splade(folder: Path) -> Path:
-    """A SparseEncoder folder: BERT with its masked-language head."""
+    """Write a SparseEncoder folder: BERT with its masked-language head."""
     size = BERT_CONFIG["hidden_size"]
     tensors = {f"bert.{name}": tensor for name, tensor in bert_tensors(BERT_CONFIG).items()}
     generator = torch.Generator().manual_seed(1)
@@ -154,7 +154,7 @@ def write_splade(folder: Path) -> Path:
 
 
 def write_lexical(folder: Path) -> Path:
-    """A BERT with BGE-M3's layer beside it."""
+    """Write a BERT with the sparse layer of BGE-M3 in a file of its own."""
     write_bert(folder)
     weight = torch.randn((1, BERT_CONFIG["hidden_size"]), generator=torch.Generator().manual_seed(1))
     torch.save({"weight": weight, "bias": torch.full((1,), 0.3)}, folder / "sparse_linear.pt")
@@ -162,7 +162,7 @@ def write_lexical(folder: Path) -> Path:
 
 
 def write_m3(folder: Path) -> Path:
-    """The same with the layer behind its token vectors, as BGE-M3 is."""
+    """Write a BERT with the sparse and the multi-vector layer of BGE-M3."""
     write_lexical(folder)
     width, generator = BERT_CONFIG["hidden_size"], torch.Generator().manual_seed(2)
     tensors = {
@@ -174,7 +174,7 @@ def write_m3(folder: Path) -> Path:
 
 
 def write_cross_encoder(folder: Path, labels: int = 1, **config: Any) -> Path:
-    """A BERT that judges a pair of texts."""
+    """Write a BERT that scores pairs of texts."""
     size = BERT_CONFIG["hidden_size"]
     tensors = {f"bert.{name}": tensor for name, tensor in bert_tensors(BERT_CONFIG).items()}
     generator = torch.Generator().manual_seed(7)

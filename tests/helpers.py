@@ -1,4 +1,4 @@
-"""Small makers of the engine's nouns, so that a test says only what matters to it."""
+"""Builders of requests and model descriptions, so that a test states only what matters to it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def make_request(
     deadline_s: float | None = None,
     type_ids: Sequence[int] | None = None,
     skip: Sequence[int] | None = None,
-    keys: Sequence[int] | None = None,
+    key_limits: Sequence[int] | None = None,
 ) -> Request:
-    """A request whose tokens count up from `first_token`, so that every token can be told apart."""
+    """A request whose tokens count up from `first_token`, so that every token is different."""
     total = sum(lengths)
     return Request(
         request_id,
@@ -38,7 +38,7 @@ def make_request(
         params or PoolingParams(),
         type_ids=None if type_ids is None else ints(type_ids),
         skip=None if skip is None else ints(skip),
-        keys=None if keys is None else ints(keys),
+        key_limits=None if key_limits is None else ints(key_limits),
         priority=priority,
         arrival_s=arrival_s,
         deadline_s=deadline_s,

@@ -20,8 +20,7 @@ async def vectors(
     call: Call, body: ChunkFields, model: ServedModel, params: PoolingParams, *, prefix: str, items: Items
 ) -> Reply:
     """The values of a pooling task, in the chunks that the body asks for."""
-    body.chunk_options().check()
-    if body.chunking != "none":
+    if body.wants_chunks:
         return await _in_chunks(call, body, model, params, prefix=prefix, items=items)
     task = pooling_task(model.text, body.input, params, body.options(), allows_empty_text=False)
     result = await run(call, body, model, task)

@@ -68,6 +68,11 @@ class ChunkFields(VectorFields, kw_only=True):
     chunk_size: int | None = None
     chunk_spans: list[list[tuple[int, int]]] | None = None
 
+    @property
+    def wants_chunks(self) -> bool:
+        """Whether any chunking field is set; the options themselves are checked by the task."""
+        return self.chunking != "none" or self.chunk_size is not None or self.chunk_spans is not None
+
     def chunk_options(self) -> ChunkOptions:
         return ChunkOptions(chunking=self.chunking, chunk_size=self.chunk_size, chunk_spans=self.chunk_spans)
 

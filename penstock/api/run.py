@@ -76,7 +76,8 @@ def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
             f"priority is {body.priority}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
         )
     timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
-    check_timeout(timeout_s)
+    if timeout_s is not None:
+        check_timeout(timeout_s)
     return Scheduling(priority=body.priority, arrival_s=call.began_s, timeout_s=timeout_s)
 
 

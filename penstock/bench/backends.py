@@ -1,4 +1,4 @@
-"""The dialects that the load client speaks: how a request's body is made and what a right answer has.
+"""The APIs that the load client can call: the body of a request, and the check of a response.
 
 A backend is one entry of `BACKENDS`.
 """
@@ -19,17 +19,17 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`make(item, model)` is the body; `missing(answer, item)` says what a decoded answer lacks."""
+    """`make(item, model)` builds the body; `missing(answer, item)` names what a decoded response lacks."""
 
     endpoint: str
     make: Callable[[Item, str], Body]
     missing: Callable[[Any, Item], str | None]
     reader: Reader = "body"
     generates: bool = False
-    chats: bool = False  # the server applies the chat template
+    applies_chat_template: bool = False  # by the server
 
 
-def _ranks(item: Item, backend: str) -> str:
+def _query_of(item: Item, backend: str) -> str:
     if item.query is None:
         raise BadValue(
             f"--backend {backend} needs queries with documents: use --dataset-name random-rerank, or custom "
@@ -39,14 +39,14 @@ def _ranks(item: Item, backend: str) -> str:
     return item.query
 
 
-def _plain(item: Item) -> Any:
+def _prompt_of(item: Item) -> Any:
     if item.query is not None:
         raise BadValue("this data set is for ranking; use a rerank backend", param="dataset_name")
     return item.prompt
 
 
 def _messages(item: Item) -> list[dict[str, Any]]:
-    prompt = _plain(item)
+    prompt = _prompt_of(item)
     if isinstance(prompt, list) and all(isinstance(part, dict) and "role" in part for part in prompt):
         return prompt
     if not isinstance(prompt, str):
@@ -55,8 +55,8 @@ def _messages(item: Item) -> list[dict[str, Any]]:
 
 
 def _embeddings(item: Item, model: str) -> Body:
-    # Cut at the model's limit: many embedders take few tokens, and a refused request measures nothing.
-    return {"model": model, "input": _plain(item), "truncate_prompt_tokens": -1}
+    # Truncate at the model's limit: many embedders take few tokens, and a refused request measures nothing.
+    return {"model": model, "input": _prompt_of(item), "truncate_prompt_tokens": -1}
 
 
 def _embeddings_chat(item: Item, model: str) -> Body:
@@ -64,18 +64,18 @@ def _embeddings_chat(item: Item, model: str) -> Body:
 
 
 def _pooling(item: Item, model: str) -> Body:
-    prompt = _plain(item)
+    prompt = _prompt_of(item)
     fields = prompt if isinstance(prompt, dict) else {"input": prompt}
     return {"model": model, "truncate_prompt_tokens": -1} | fields
 
 
 def _rerank(item: Item, model: str) -> Body:
-    query = _ranks(item, "vllm-rerank")
+    query = _query_of(item, "vllm-rerank")
     return {"model": model, "query": query, "documents": item.prompt, "truncate_prompt_tokens": -1}
 
 
 def _cohere_rerank(item: Item, model: str) -> Body:
-    return {"model": model, "query": _ranks(item, "cohere-rerank"), "documents": item.prompt}
+    return {"model": model, "query": _query_of(item, "cohere-rerank"), "documents": item.prompt}
 
 
 def _tei(item: Item, model: str) -> Body:
@@ -85,13 +85,13 @@ def _tei(item: Item, model: str) -> Body:
 
 
 def _infinity(item: Item, model: str) -> Body:
-    return {"model": model, "input": _plain(item)}
+    return {"model": model, "input": _prompt_of(item)}
 
 
 def _completion(item: Item, model: str) -> Body:
     return {
         "model": model,
-        "prompt": _plain(item),
+        "prompt": _prompt_of(item),
         "max_tokens": item.output_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -119,7 +119,7 @@ def _list_of(key: str) -> Callable[[Any, Item], str | None]:
 
 
 def _some_of(key: str) -> Callable[[Any, Item], str | None]:
-    """As many results as documents, or fewer where a top_n was asked for."""
+    """At least one result; fewer than the documents if the request has a top_n."""
 
     def missing(answer: Any, item: Item) -> str | None:
         found = answer.get(key) if isinstance(answer, dict) else None
@@ -140,7 +140,7 @@ def _nothing(answer: Any, item: Item) -> str | None:
 BACKENDS: dict[BackendName, Backend] = {
     BackendName.OPENAI_EMBEDDINGS: Backend("/v1/embeddings", _embeddings, _list_of("data")),
     BackendName.OPENAI_EMBEDDINGS_CHAT: Backend(
-        "/v1/embeddings", _embeddings_chat, _list_of("data"), chats=True
+        "/v1/embeddings", _embeddings_chat, _list_of("data"), applies_chat_template=True
     ),
     BackendName.VLLM_POOLING: Backend("/pooling", _pooling, _list_of("data")),
     BackendName.VLLM_RERANK: Backend("/v1/rerank", _rerank, _some_of("results")),
@@ -149,6 +149,6 @@ BACKENDS: dict[BackendName, Backend] = {
     BackendName.INFINITY: Backend("/embeddings", _infinity, _list_of("data")),
     BackendName.OPENAI: Backend("/v1/completions", _completion, _nothing, reader="stream", generates=True),
     BackendName.OPENAI_CHAT: Backend(
-        "/v1/chat/completions", _chat, _nothing, reader="stream", generates=True, chats=True
+        "/v1/chat/completions", _chat, _nothing, reader="stream", generates=True, applies_chat_template=True
     ),
 }

@@ -1,7 +1,7 @@
 """`penstock bench compare`: the same load on several servers, in turn, over several rounds.
 
-Machines drift; servers that take turns drift together. What counts is the ratio within a round, and how
-far the rounds' ratios lie apart.
+The speed of a machine drifts, and servers that take turns drift together. The result is the ratio within a
+round, and its spread over the rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.bench.console import print_note, print_result
 from penstock.bench.contenders import Contender, contenders_of
 from penstock.bench.options import (
     BodyOptions,
@@ -22,14 +23,22 @@ from penstock.bench.options import (
     ReportOptions,
     TrafficOptions,
 )
-from penstock.bench.prepare import Prepared, prepare, try_once
+from penstock.bench.prepare import Prepared, prepare, send_trial_request
 from penstock.bench.report.comparison import comparison, comparison_result
 from penstock.bench.report.page import compare_page
-from penstock.bench.report.save import place_for, save
-from penstock.bench.run import INTERRUPTED, NOT_VALID, OK, Run, complaints, run_once, traffic_of, warm_up
+from penstock.bench.report.save import result_path, save
+from penstock.bench.run import (
+    INTERRUPTED,
+    NOT_VALID,
+    OK,
+    Run,
+    run_once,
+    traffic_of,
+    warm_up,
+    warnings_for,
+)
 from penstock.bench.serve import check_report
 from penstock.bench.target import target_of
-from penstock.bench.words import say, warn
 from penstock.errors import BadValue, PenstockError
 
 
@@ -47,7 +56,7 @@ def bench_compare(
     contenders = contenders_of(client, compare)
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     path = (
-        place_for(report, f"compare-{'-'.join(c.name for c in contenders)}-{now}")
+        result_path(report, f"compare-{'-'.join(c.name for c in contenders)}-{now}")
         if report.save_result
         else None
     )
@@ -56,7 +65,7 @@ def bench_compare(
         with ExitStack() as stack:
             if not compare.one_at_a_time:
                 for contender in contenders:
-                    stack.enter_context(_up(contender, compare.start_timeout))
+                    stack.enter_context(_running(contender, compare.start_timeout))
             for number, contender in turns(contenders, compare.rounds):
                 run = _turn(contender, contenders[0], data, traffic, body, report, compare, number)
                 code = max(code, run.exit_code)
@@ -65,7 +74,7 @@ def bench_compare(
     except (KeyboardInterrupt, PenstockError) as error:
         if not all(contender.runs for contender in contenders):
             raise
-        warn(f"broken off, the rounds before are kept: {str(error) or 'interrupted'}")
+        print_note(f"stopped, with the rounds before: {str(error) or 'interrupted'}")
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else NOT_VALID
     _report(contenders, data, report, path)
     return code
@@ -75,7 +84,7 @@ def _report(
     contenders: Sequence[Contender], data: DataOptions, report: ReportOptions, path: Path | None
 ) -> None:
     text = comparison(contenders)
-    say(text)
+    print_result(text)
     if path is not None:
         rounds = {contender.name: contender.values("request_throughput") for contender in contenders}
         page = compare_page("penstock bench compare", text, rounds, "req/s")
@@ -83,22 +92,22 @@ def _report(
 
 
 def turns(contenders: Sequence[Contender], rounds: int) -> Iterator[tuple[int, Contender]]:
-    """In turn, every second round in reverse, so that none always goes first."""
+    """All servers in turn, every second round in reverse, so that none is always first."""
     for number in range(rounds):
         for contender in contenders if number % 2 == 0 else contenders[::-1]:
             yield number, contender
 
 
 @contextmanager
-def _up(contender: Contender, timeout_s: float) -> Iterator[None]:
+def _running(contender: Contender, timeout_s: float) -> Iterator[None]:
     """The contender's server, started if it has a command and is not running."""
     server = contender.server
-    if server is None or server.running:
+    if server is None or server.is_running:
         yield
         return
     try:
-        took = server.start(target_of(contender.options), timeout_s)
-        warn(f"{contender.name} was ready after {took:.1f} s")
+        seconds = server.start(target_of(contender.options), timeout_s)
+        print_note(f"{contender.name} was ready after {seconds:.1f} s")
         yield
     finally:
         server.stop()
@@ -114,22 +123,22 @@ def _turn(
     compare: CompareOptions,
     number: int,
 ) -> Run:
-    with _up(contender, compare.start_timeout):
+    with _running(contender, compare.start_timeout):
         if contender.load is None:
             contender.load = _prepared(contender, first, data, body)
         if not contender.runs or compare.one_at_a_time:
-            try_once(contender.load, traffic.request_timeout)
+            send_trial_request(contender.load, traffic.request_timeout)
             warm_up(contender.load, traffic)
         run = run_once(contender.load, traffic_of(traffic, data.seed), traffic.num_processes, report)
     if not run.outcome.interrupted:
         contender.runs.append(run)
     summary = run.summary
-    warn(
+    print_note(
         f"round {number + 1}, {contender.name}: {summary.request_throughput:.2f} req/s, "
         f"p50 {summary.spreads['e2el'].median:.1f} ms"
     )
-    for line in complaints(run, report):
-        warn(f"{contender.name}: {line}")
+    for line in warnings_for(run, report):
+        print_note(f"{contender.name}: {line}")
     return run
 
 

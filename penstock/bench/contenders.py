@@ -1,4 +1,4 @@
-"""The servers of a comparison: what the flags say of each, and the runs it has had."""
+"""The servers of a comparison: their flags and their runs."""
 
 from __future__ import annotations
 

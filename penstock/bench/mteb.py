@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.offline.embedders import need
+from penstock.bench.offline.embedders import import_peer
 from penstock.bench.quality.server import ServerClient
 
 Vectors = NDArray[np.float32]
@@ -38,7 +38,7 @@ class PenstockEncoder:
         self._prompt_names = prompt_names or {}
 
     def encode(self, inputs: Iterable[dict[str, Any]], *, prompt_type: Any = None, **_: Any) -> Vectors:
-        """`inputs` yields batches, each a dict with a list of `text`; task facts are not needed."""
+        """`inputs` yields batches, each a dict with a list of `text`. Other arguments are ignored."""
         texts = [text for batch in inputs for text in batch["text"]]
         kind = getattr(prompt_type, "value", prompt_type)
         name = self._prompt_names.get(kind) if kind is not None else None
@@ -53,7 +53,7 @@ class PenstockEncoder:
 
     @property
     def mteb_model_meta(self) -> Any:
-        meta = need("mteb.models.model_meta", "mteb").ModelMeta
+        meta = import_peer("mteb.models.model_meta", "mteb").ModelMeta
         name = self._client.model if "/" in self._client.model else f"penstock/{self._client.model}"
         return meta.create_empty({"name": name, "revision": "served"})
 

@@ -1,5 +1,8 @@
-"""A server that computes nothing: `python -m penstock.bench.nullserver`. It answers every request with the
-same prepared bytes, a stream event by event, so that what `--self-test` measures is the load client."""
+"""A server that computes nothing: `python -m penstock.bench.nullserver`.
+
+It answers every request with the same prepared bytes, a stream event by event, so that `--self-test`
+measures the load client.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ _LENGTH = b"content-length:"
 
 
 class NullProtocol(asyncio.Protocol):
-    """Knows only where a request ends: at its header's blank line plus its Content-Length."""
+    """Finds only the end of a request: the blank line after its headers plus its Content-Length."""
 
     pieces: Sequence[bytes] = (b"",)  # of the answer, a write each
 
     def __init__(self) -> None:
         self._rest = b""
-        self._missing = 0  # bytes of the current body that are still to come
+        self._missing = 0  # bytes of the current body that have not arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._write = transport.write  # type: ignore[attr-defined]
@@ -29,7 +32,7 @@ class NullProtocol(asyncio.Protocol):
         self._later = asyncio.get_running_loop().call_soon
 
     def _answer(self, at: int = 0) -> None:
-        """One piece a turn of the loop: all connections that are being answered take turns."""
+        """Write one piece per turn of the event loop, so that all connections take turns."""
         if self._closing():
             return
         self._write(self.pieces[at])
@@ -68,7 +71,7 @@ def _body_size(head: bytes) -> int:
 def null_server(
     body: Sequence[bytes], processes: int = 1, content_type: str = "application/json"
 ) -> Iterator[int]:
-    """Runs in processes of its own, all on one port, which it yields. The body is written piece by piece."""
+    """Run the server in processes of its own on one port; yield the port."""
     size = sum(map(len, body))
     head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ncontent-length: {size}\r\n\r\n"
     pieces = [head.encode() + body[0], *body[1:]]
@@ -106,7 +109,7 @@ async def _serve(port: int) -> None:
 
 
 def main() -> None:
-    """First a line with the port and the size of each piece, then the pieces."""
+    """Read a line with the port and the size of each piece from stdin, then the pieces."""
     port, *sizes = (int(word) for word in sys.stdin.buffer.readline().split())
     NullProtocol.pieces = [sys.stdin.buffer.read(size) for size in sizes]
     with asyncio.Runner(loop_factory=fast_loop) as runner:

@@ -1,4 +1,4 @@
-"""Everything that is done before the clock starts: data, bodies, bytes, and one request as a trial."""
+"""Preparation before the measurement: data, bodies, bytes, and one trial request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAMPLING = (
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A load that is ready to be sent."""
+    """A load that is ready to send."""
 
     name: BackendName
     target: Target
@@ -40,7 +40,7 @@ class Prepared:
     items: list[Item]
     bodies: list[bytes]
     reader: Reader
-    binary: bool  # answers are vectors without JSON around them
+    is_binary: bool  # responses are vectors without JSON
     tokenizer_name: str | None
     notes: list[str] = field(default_factory=list)
     _tokenizer: BenchTokenizer | None = None
@@ -56,8 +56,8 @@ class Prepared:
     def messages(self) -> list[bytes]:
         return [self.target.message("POST", self.route, body) for body in self.bodies]
 
-    def counted(self) -> list[int] | None:
-        """Input tokens of each request as counted here; None without a tokenizer."""
+    def count_input_tokens(self) -> list[int] | None:
+        """Input tokens of each request, counted by the client; None without a tokenizer."""
         try:
             tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_name, None)
         except BadValue:
@@ -71,14 +71,21 @@ def prepare(server: ServerOptions, data: DataOptions, body: BodyOptions) -> Prep
     route = route_of(server, backend.endpoint)
     extra = _extra(backend, body)
     model = server.served_model_name or server.model or _ask_model(server, target)
-    tokenizers = _Tokenizers(server.tokenizer, server.model or model)
-    items = load_items(data, tokenizers.find)
+    tokenizer = _LazyTokenizer(server.tokenizer, server.model or model)
+    items = load_items(data, tokenizer.load)
     notes: list[str] = []
-    if data.dataset_name is DatasetName.CUSTOM and not data.skip_chat_template and not backend.chats:
-        items, note = _in_template(items, tokenizers)
+    if (
+        data.dataset_name is DatasetName.CUSTOM
+        and not data.skip_chat_template
+        and not backend.applies_chat_template
+    ):
+        items, note = _apply_chat_template(items, tokenizer)
         notes.append(note)
     if backend.generates and data.random_batch_size > 1:
-        raise BadValue("--random-batch-size: a completion has one prompt", param="random_batch_size")
+        raise BadValue(
+            "--random-batch-size must be 1 for generation: a completion has one prompt",
+            param="random_batch_size",
+        )
     if backend.generates and (body.ignore_eos or data.dataset_name is DatasetName.RANDOM):
         extra.setdefault("ignore_eos", True)
     return Prepared(
@@ -89,15 +96,15 @@ def prepare(server: ServerOptions, data: DataOptions, body: BodyOptions) -> Prep
         items=items,
         bodies=[orjson.dumps(backend.make(item, model) | extra) for item in items],
         reader="header" if _is_binary(extra) else backend.reader,
-        binary=_is_binary(extra),
-        tokenizer_name=tokenizers.name,
+        is_binary=_is_binary(extra),
+        tokenizer_name=tokenizer.name,
         notes=notes,
-        _tokenizer=tokenizers.found,
+        _tokenizer=tokenizer.loaded,
     )
 
 
-def try_once(load: Prepared, timeout_s: float) -> None:
-    """Send the first request and look at the answer; raise in clear words if it is not what it should be."""
+def send_trial_request(load: Prepared, timeout_s: float) -> None:
+    """Send the first request and check the response; raise an error that names the problem."""
     caller = Caller(load.target, timeout_s)
     try:
         answer = caller.call("POST", load.route, orjson.Fragment(load.bodies[0]))
@@ -117,23 +124,23 @@ def _problem(load: Prepared, answer: HttpReply) -> str | None:
         if stream.error:
             return stream.error
         return None if stream.first_token else "it did not stream a token"
-    if load.binary:
+    if load.is_binary:
         return None if answer.body else "the answer is empty"
     lacks = load.backend.missing(answer.json(), load.items[0])
     return f"the answer lacks {lacks}" if lacks else None
 
 
-class _Tokenizers:
-    """Looks for the tokenizer when it is first needed."""
+class _LazyTokenizer:
+    """Loads the tokenizer when it is first needed."""
 
     def __init__(self, tokenizer: str | None, model: str | None) -> None:
         self.name = tokenizer or model
-        self.found: BenchTokenizer | None = None
+        self.loaded: BenchTokenizer | None = None
 
-    def find(self) -> BenchTokenizer:
-        if self.found is None:
-            self.found = load_tokenizer(self.name, None)
-        return self.found
+    def load(self) -> BenchTokenizer:
+        if self.loaded is None:
+            self.loaded = load_tokenizer(self.name, None)
+        return self.loaded
 
 
 def _ask_model(server: ServerOptions, target: Target) -> str:
@@ -142,9 +149,9 @@ def _ask_model(server: ServerOptions, target: Target) -> str:
 
 def _extra(backend: Backend, body: BodyOptions) -> dict[str, Any]:
     sampling = {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
-    only_there = [*sampling, *(["ignore_eos"] if body.ignore_eos else [])]
-    if only_there and not backend.generates:
-        raise BadValue(f"{', '.join(only_there)}: only for --backend openai and openai-chat")
+    generation_only = [*sampling, *(["ignore_eos"] if body.ignore_eos else [])]
+    if generation_only and not backend.generates:
+        raise BadValue(f"{', '.join(generation_only)}: only with --backend openai and openai-chat")
     return sampling | json_object(body.extra_body, "--extra-body")
 
 
@@ -152,11 +159,11 @@ def _is_binary(extra: dict[str, Any]) -> bool:
     return str(extra.get("encoding_format", "")).startswith("bytes")
 
 
-def _in_template(items: list[Item], tokenizers: _Tokenizers) -> tuple[list[Item], str]:
+def _apply_chat_template(items: list[Item], tokenizer: _LazyTokenizer) -> tuple[list[Item], str]:
     if not any(isinstance(item.prompt, str) for item in items):
         return items, "prompts are sent as they are: they are not plain texts"
     try:
-        done = templated(items, tokenizers.find())
+        done = templated(items, tokenizer.load())
     except BadValue as error:
         if error.param != "tokenizer":
             raise

@@ -1,4 +1,4 @@
-"""Single requests outside the clock: is the server there, which model does it hold, is the route right?"""
+"""Single requests outside the measurement: whether the server is up, and which model it has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HttpReply:
         self.status, self.headers, self.body = status, headers, body
 
     def json(self) -> Any:
-        """The decoded body; None where it is not JSON."""
+        """The decoded body; None if it is not JSON."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -48,7 +48,7 @@ class Caller:
             self._connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
 
     def call(self, method: str, route: str, body: Any = None) -> HttpReply:
-        """One exchange; `Unreachable` where there is no server, or it breaks off twice."""
+        """One request; `Unreachable` if there is no server, or it closes the connection twice."""
         headers = dict(self.target.headers)
         data = None if body is None else orjson.dumps(body)
         if data is not None:
@@ -62,7 +62,7 @@ class Caller:
                 self._connection.close()
                 if last or isinstance(error, (ConnectionRefusedError, TimeoutError)):
                     raise Unreachable(
-                        f"no server answers at {self.target.base_url}: {_said(error)}"
+                        f"no server answers at {self.target.base_url}: {_error_text(error)}"
                     ) from None
         raise AssertionError("unreachable")
 
@@ -70,13 +70,13 @@ class Caller:
         self._connection.close()
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
 
 
-def healthy(target: Target) -> bool:
+def is_healthy(target: Target) -> bool:
     """200 from /health; for servers without that route, from /v1/models."""
     caller = Caller(target, timeout_s=5.0)
     try:
@@ -90,10 +90,10 @@ def healthy(target: Target) -> bool:
         caller.close()
 
 
-def await_server(target: Target, timeout_s: float) -> None:
-    """Return as soon as the server is well; raise after `timeout_s`."""
+def wait_for_server(target: Target, timeout_s: float) -> None:
+    """Return when the server is healthy; raise after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while not healthy(target):
+    while not is_healthy(target):
         if time.monotonic() > deadline:
             raise Unreachable(f"no server answers at {target.base_url} after {timeout_s:g} s")
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""One load against one server: tried once, warmed up, sent, summed up."""
+"""One load on one server: trial request, warm-up, measurement, summary."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.bench.console import print_note
 from penstock.bench.load.fleet import Outcome, run_load
 from penstock.bench.load.plan import Traffic
 from penstock.bench.load.samples import Samples
 from penstock.bench.options import BodyOptions, DataOptions, ReportOptions, ServerOptions, TrafficOptions
-from penstock.bench.prepare import Prepared, prepare, try_once
-from penstock.bench.probe import await_server
+from penstock.bench.prepare import Prepared, prepare, send_trial_request
+from penstock.bench.probe import wait_for_server
 from penstock.bench.report.live import live
 from penstock.bench.report.metrics import Summary, goals_of, percentiles_of, summarise
 from penstock.bench.report.table import warnings
 from penstock.bench.target import target_of
-from penstock.bench.words import warn
 from penstock.errors import BadValue
 
 OK, NOT_VALID, INTERRUPTED = 0, 1, 130
@@ -24,19 +24,19 @@ OK, NOT_VALID, INTERRUPTED = 0, 1, 130
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """A finished run. It is valid if it is complete and hardly any request failed."""
+    """A finished run. It is valid if it is complete and at most --max-failed of its requests failed."""
 
     load: Prepared
     traffic: Traffic
     outcome: Outcome
     summary: Summary
-    valid: bool
+    is_valid: bool
 
     @property
     def exit_code(self) -> int:
         if self.outcome.interrupted:
             return INTERRUPTED
-        return OK if self.valid else NOT_VALID
+        return OK if self.is_valid else NOT_VALID
 
 
 def traffic_of(options: TrafficOptions, seed: int) -> Traffic:
@@ -54,22 +54,22 @@ def traffic_of(options: TrafficOptions, seed: int) -> Traffic:
     )
 
 
-def make_ready(
+def prepare_and_warm_up(
     server: ServerOptions, data: DataOptions, body: BodyOptions, traffic: TrafficOptions
 ) -> Prepared:
-    """The load, tried once against the server and warmed up."""
+    """Prepare the load, send a trial request and warm up the server."""
     if server.ready_check_timeout_sec > 0:
-        await_server(target_of(server), server.ready_check_timeout_sec)
+        wait_for_server(target_of(server), server.ready_check_timeout_sec)
     load = prepare(server, data, body)
     for note in load.notes:
-        warn(note)
-    try_once(load, traffic.request_timeout)
+        print_note(note)
+    send_trial_request(load, traffic.request_timeout)
     warm_up(load, traffic)
     return load
 
 
 def warm_up(load: Prepared, options: TrafficOptions) -> None:
-    """The first request over and over, as fast as the concurrency allows."""
+    """Send the first request repeatedly, as fast as the concurrency allows."""
     if options.num_warmups < 1:
         return
     message = load.target.message("POST", load.route, load.bodies[0])
@@ -81,7 +81,7 @@ def warm_up(load: Prepared, options: TrafficOptions) -> None:
         raise KeyboardInterrupt
     if errors := outcome.samples.errors():
         failed = sum(errors.values())
-        warn(f"warm-up: {failed} of {options.num_warmups} requests failed: {next(iter(errors))}")
+        print_note(f"warm-up: {failed} of {options.num_warmups} requests failed: {next(iter(errors))}")
 
 
 def run_once(load: Prepared, traffic: Traffic, processes: int | None, report: ReportOptions) -> Run:
@@ -89,7 +89,7 @@ def run_once(load: Prepared, traffic: Traffic, processes: int | None, report: Re
     goals = checked_goals(report, load.backend.generates)
     with live("", traffic.duration_s) as watch:
         outcome = run_load(load.messages(), load.target.address, load.reader, traffic, processes, watch)
-    outcome = _counted(outcome, load)
+    outcome = _fill_token_counts(outcome, load)
     rows = [item.rows for item in load.items]
     summary = summarise(outcome, rows, percentiles, goals, load.backend.generates)
     complete = outcome.problem is None and not outcome.interrupted
@@ -104,24 +104,24 @@ def checked_goals(report: ReportOptions, generates: bool) -> dict[str, float]:
     return goals
 
 
-def complaints(run: Run, report: ReportOptions) -> list[str]:
-    """Everything that a reader must hear besides the table."""
+def warnings_for(run: Run, report: ReportOptions) -> list[str]:
+    """Everything that the user must know besides the table."""
     lines = warnings(run.summary, run.outcome.samples.errors())
     if run.outcome.interrupted:
-        lines.append("the run was interrupted: the figures are of the part before")
+        lines.append("the run was interrupted: the figures cover the part before")
     elif run.outcome.problem:
-        lines.append(f"the run is NOT VALID, it is not complete: {run.outcome.problem}")
-    elif not run.valid:
+        lines.append(f"the run is NOT VALID, because it is incomplete: {run.outcome.problem}")
+    elif not run.is_valid:
         share = f"{run.summary.failed_share:.1%} of its requests failed"
         lines.append(f"the run is NOT VALID: {share} (--max-failed {report.max_failed:g})")
     return lines
 
 
-def _counted(outcome: Outcome, load: Prepared) -> Outcome:
-    """Where the server gives no token counts, those of the client stand in."""
+def _fill_token_counts(outcome: Outcome, load: Prepared) -> Outcome:
+    """Fill in the client's token counts where the server gives none."""
     samples = outcome.samples
     unknown = samples.ok & (samples.columns["input_tokens"] < 0)
-    if not unknown.any() or (counts := load.counted()) is None:
+    if not unknown.any() or (counts := load.count_input_tokens()) is None:
         return outcome
     tokens = samples.columns["input_tokens"].copy()
     tokens[unknown] = np.asarray(counts, np.int32)[samples.columns["request"][unknown]]

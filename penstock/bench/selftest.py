@@ -1,7 +1,7 @@
 """`penstock bench serve --self-test`: the same requests against a server that does nothing.
 
-What comes out is the load client's own ceiling on this machine: figures of a real server that come near
-it say more about the client than about the server.
+The result is the load client's own ceiling on this machine. Figures of a real server near that ceiling
+measure the client instead of the server.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 import orjson
 
 from penstock.bench.backends import Backend
+from penstock.bench.console import print_note, print_result
 from penstock.bench.datasets.item import Item
 from penstock.bench.load.fleet import default_processes
 from penstock.bench.nullserver import null_server
@@ -25,9 +26,8 @@ from penstock.bench.options import (
 )
 from penstock.bench.prepare import Prepared, prepare
 from penstock.bench.report.table import row, table
-from penstock.bench.run import Run, complaints, run_once, traffic_of
+from penstock.bench.run import Run, run_once, traffic_of, warnings_for
 from penstock.bench.target import target_of
-from penstock.bench.words import say, warn
 from penstock.config import available_cpus
 
 _DIMENSIONS = 384
@@ -42,43 +42,47 @@ def self_test(
     body: BodyOptions,
     report: ReportOptions,
 ) -> int:
-    """Measure and print; returns the exit code."""
-    load = prepare(msgspec.structs.replace(server, model=server.model or _stand_in(server)), data, body)
+    """Measure and print; return the exit code."""
+    load = prepare(
+        msgspec.structs.replace(server, model=server.model or _placeholder_model(server)), data, body
+    )
     settled = traffic_of(traffic, data.seed)
-    if not settled.timed and settled.duration_s is None:
+    if not settled.is_scheduled and settled.duration_s is None:
         settled = msgspec.structs.replace(settled, duration_s=_SECONDS)
-    if not settled.timed and settled.max_concurrency is None:
+    if not settled.is_scheduled and settled.max_concurrency is None:
         settled = msgspec.structs.replace(settled, max_concurrency=_CONCURRENCY)
     processes = traffic.num_processes or default_processes()
     with null_server(null_body(load.name, load.backend, load.items[0]), processes) as port:
         address = msgspec.structs.replace(server, base_url=f"http://127.0.0.1:{port}")
         report = msgspec.structs.replace(report, metric_percentiles="50,99")
-        run = run_once(_aimed(load, address), settled, processes, report)
-    say(table(run.summary, run.traffic, ["e2el"], [50, 99], load.backend.generates, "Load Client Self-Test"))
+        run = run_once(_with_target(load, address), settled, processes, report)
+    print_result(
+        table(run.summary, run.traffic, ["e2el"], [50, 99], load.backend.generates, "Load Client Self-Test")
+    )
     for line in ceiling(run):
-        say(line)
-    for line in complaints(run, report):
-        warn(line)
+        print_result(line)
+    for line in warnings_for(run, report):
+        print_note(line)
     return run.exit_code
 
 
 def ceiling(run: Run) -> list[str]:
     summary, cpus = run.summary, available_cpus()
-    beside, core_s = "Ceiling beside a null server", "Ceiling for a core of the client"
+    with_server, per_core = "Ceiling beside a null server", "Ceiling for a core of the client"
     lines = [
-        row(f"{beside} (req/s)", round(summary.request_throughput)),
-        row(f"{core_s} (req/s)", round(summary.completed / summary.client.cpu_s))
+        row(f"{with_server} (req/s)", round(summary.request_throughput)),
+        row(f"{per_core} (req/s)", round(summary.completed / summary.client.cpu_s))
         + f" ({summary.client.processes} processes, {cpus} cores)",
     ]
     if run.load.backend.generates:
-        lines.append(row(f"{beside} (tok/s)", round(summary.output_throughput)))
+        lines.append(row(f"{with_server} (tok/s)", round(summary.output_throughput)))
         tokens = round(summary.total_output_tokens / summary.client.cpu_s)
-        lines.append(row(f"{core_s} (tok/s)", tokens))
+        lines.append(row(f"{per_core} (tok/s)", tokens))
     return lines
 
 
 def null_body(name: BackendName, backend: Backend, item: Item) -> list[bytes]:
-    """What a server of this kind would answer, with made-up numbers, and in how many pieces."""
+    """A response of this kind of server with made-up numbers, in the pieces that it would send."""
     usage = {"prompt_tokens": item.tokens or 1, "total_tokens": item.tokens or 1}
     vector = [round(0.05 + i / 10_000, 7) for i in range(_DIMENSIONS)]
     scores = [{"index": i, "relevance_score": 0.5} for i in range(item.rows)]
@@ -103,13 +107,13 @@ def _stream(tokens: int, usage: dict[str, int]) -> list[bytes]:
     return [*[token] * tokens, b"data: " + last + b"\n\ndata: [DONE]\n\n"]
 
 
-def _stand_in(server: ServerOptions) -> str:
-    """No server is asked for its model: the tokenizer's name, or the embedded default's."""
+def _placeholder_model(server: ServerOptions) -> str:
+    """A model name without asking a server: the tokenizer's, or the default model's."""
     from penstock.checkpoint.find import DEFAULT_NAME
 
     return server.tokenizer or DEFAULT_NAME
 
 
-def _aimed(load: Prepared, server: ServerOptions) -> Prepared:
+def _with_target(load: Prepared, server: ServerOptions) -> Prepared:
     load.target = target_of(server)
     return load

@@ -1,4 +1,4 @@
-"""Servers that a comparison starts by given commands, and stops again."""
+"""Servers that a comparison starts and stops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 
-from penstock.bench.probe import healthy
+from penstock.bench.probe import is_healthy
 from penstock.bench.target import Target
 from penstock.errors import BadValue
 
@@ -19,7 +19,7 @@ _STOP_S = 30.0
 
 
 class Server:
-    """A command in a session of its own, so that everything it starts ends with it."""
+    """A command in a session of its own, so that its child processes are stopped with it."""
 
     def __init__(self, name: str, command: str) -> None:
         self.name, self.command = name, command
@@ -27,14 +27,14 @@ class Server:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 — read when something goes wrong
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def start(self, target: Target, timeout_s: float) -> float:
-        """Returns the seconds until it was ready."""
-        if healthy(target):
+        """Start the server; return the seconds until it was ready."""
+        if is_healthy(target):
             raise BadValue(
-                f"{self.name}: a server answers at {target.base_url} already; stop it, or leave --start out",
+                f"{self.name}: a server already answers at {target.base_url}; stop it, or leave out --start",
                 param="start",
             )
         began = time.monotonic()
@@ -50,7 +50,7 @@ class Server:
             raise BadValue(
                 f"{self.name}: {self.command!r} cannot be started: {error}", param="start"
             ) from None
-        while not healthy(target):
+        while not is_healthy(target):
             if self._process.poll() is not None:
                 status = self._process.returncode
                 raise BadValue(f"{self.name} ended with status {status} before it was ready: {self._tail()}")
@@ -60,7 +60,7 @@ class Server:
         return time.monotonic() - began
 
     def stop(self) -> None:
-        """SIGTERM and patience; then whatever of it is left is killed."""
+        """Send SIGTERM, wait, then kill the processes that are left."""
         if self._process is None:
             return
         group = self._process.pid
@@ -75,4 +75,4 @@ class Server:
 
     def _tail(self) -> str:
         log = os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
-        return " / ".join(log.strip().splitlines()[-3:]) or "it said nothing"
+        return " / ".join(log.strip().splitlines()[-3:]) or "it printed nothing"

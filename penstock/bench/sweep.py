@@ -1,4 +1,4 @@
-"""One load at rising strength: where throughput stops paying for latency, and the most that keeps a goal."""
+"""Rising loads: the knee of throughput over latency, and the highest load that meets a latency goal."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from penstock.bench.run import Run
 from penstock.errors import BadValue
 
 Unit = Literal["concurrency", "rate"]
-POINT_S = 10.0  # seconds a point, unless --duration says otherwise
-KEPT = 0.99  # share of requests that must keep to the goal
-_GAIN = 0.05  # less growth than this, twice, and a sweep by itself ends
-_HIGHEST = 4096
-_SHARES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)  # of the highest throughput, for a sweep over rates
-_REFINE = 4  # extra points between the last good load and the first bad one
-_CLOSE = 1.1  # unless they are within this factor
+DEFAULT_POINT_S = 10.0  # seconds of a point without --duration
+REQUIRED_SHARE = 0.99  # of requests that must meet the goal
+_MIN_GAIN = 0.05  # a sweep without given loads ends after two points with less growth
+_MAX_CONCURRENCY = 4096
+_RATE_SHARES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)  # of the highest throughput, for a sweep over rates
+_MAX_REFINEMENTS = 4  # extra points between the last good load and the first bad one
+_CLOSE_ENOUGH = 1.1  # unless they are within this factor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
     load: float
     run: Run
-    kept: float  # share of all requests that succeeded within the goal; 1 without one
+    share_within_goal: float  # of all requests; 1 without a goal
 
     @property
     def power(self) -> float:
@@ -48,18 +48,18 @@ class Sweep:
 
     @property
     def best(self) -> Point | None:
-        """The highest load within the goal; loads above a bad one do not count."""
+        """The highest load within the goal; loads above the first that misses it do not count."""
         if not self.goals:
             return None
         good: Point | None = None
         for point in sorted(self.points, key=lambda point: point.load):
-            if point.kept < KEPT:
+            if point.share_within_goal < REQUIRED_SHARE:
                 break
             good = point
         return good
 
 
-class Stopped(Exception):
+class Interrupted(Exception):
     """A point was interrupted."""
 
 
@@ -81,14 +81,14 @@ def parse(text: str) -> tuple[Unit, list[float]]:
 def sweep(
     unit: Unit, loads: Sequence[float], goals: Mapping[str, float], measure: Callable[[float], Run]
 ) -> Sweep:
-    """Measure the given loads, or loads that suit the server, then look closer around the goal's limit."""
+    """Measure the given loads, or loads chosen for the server, then refine around the goal's limit."""
     result = Sweep(unit, goals)
 
     def add(load: float) -> Point:
         run = measure(load)
-        result.points.append(point := Point(load, run, _kept(run, goals)))
+        result.points.append(point := Point(load, run, _share_within_goal(run, goals)))
         if run.outcome.interrupted:
-            raise Stopped
+            raise Interrupted
         return point
 
     try:
@@ -101,15 +101,15 @@ def sweep(
             _by_share(add, result)
         if goals:
             _refine(result, add)
-    except Stopped:
+    except Interrupted:
         pass
     result.points.sort(key=lambda point: point.load)
     return result
 
 
 def traffic_at(unit: Unit, load: float, base: Traffic) -> Traffic:
-    duration_s = base.duration_s or POINT_S
-    if load == float("inf"):  # as much as the server takes
+    duration_s = base.duration_s or DEFAULT_POINT_S
+    if load == float("inf"):  # as much as the server can take
         return msgspec.structs.replace(
             base, max_concurrency=base.max_concurrency or 256, duration_s=duration_s
         )
@@ -120,26 +120,26 @@ def traffic_at(unit: Unit, load: float, base: Traffic) -> Traffic:
 
 def _double(add: Callable[[float], Point]) -> None:
     load, best, flat = 1, 0.0, 0
-    while load <= _HIGHEST and flat < 2:
+    while load <= _MAX_CONCURRENCY and flat < 2:
         done = add(load).run.summary.request_throughput
-        flat = 0 if done > best * (1 + _GAIN) else flat + 1
+        flat = 0 if done > best * (1 + _MIN_GAIN) else flat + 1
         best, load = max(best, done), load * 2
 
 
 def _by_share(add: Callable[[float], Point], result: Sweep) -> None:
     highest = add(float("inf")).run.summary.request_throughput
-    result.points.clear()  # it only sets the scale
+    result.points.clear()  # this point only sets the scale
     if highest <= 0:
-        raise BadValue("the server completed no request; nothing can be swept")
-    for share in _SHARES:
+        raise BadValue("the server completed no request, so there is no load to sweep")
+    for share in _RATE_SHARES:
         add(float(f"{highest * share:.3g}"))
 
 
 def _refine(result: Sweep, add: Callable[[float], Point]) -> None:
-    for _ in range(_REFINE):
+    for _ in range(_MAX_REFINEMENTS):
         low = result.best
         above = [point.load for point in result.points if low is None or point.load > low.load]
-        if low is None or not above or min(above) <= low.load * _CLOSE:
+        if low is None or not above or min(above) <= low.load * _CLOSE_ENOUGH:
             return
         middle = (low.load * min(above)) ** 0.5
         if result.unit == "concurrency":
@@ -149,7 +149,7 @@ def _refine(result: Sweep, add: Callable[[float], Point]) -> None:
         add(float(f"{middle:.3g}") if result.unit == "rate" else middle)
 
 
-def _kept(run: Run, goals: Mapping[str, float]) -> float:
+def _share_within_goal(run: Run, goals: Mapping[str, float]) -> float:
     summary = run.summary
     total = summary.completed + summary.failed
     if not total:

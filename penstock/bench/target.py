@@ -1,4 +1,4 @@
-"""Where requests go, and their bytes: address, route, headers, the whole HTTP message."""
+"""The target of requests and their bytes: address, route, headers, the whole HTTP message."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def _resolve(host: str, port: int) -> str:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise BadValue(f"the host {host!r} is not known: {error}", param="host") from None
+        raise BadValue(f"host {host!r} cannot be resolved: {error}", param="host") from None
     return str(found[0][4][0])

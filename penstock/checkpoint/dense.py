@@ -13,9 +13,9 @@ ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid", "silu")
 
 
 class DenseSpec(msgspec.Struct, frozen=True):
-    """A linear layer that stands after the pooling, or on every token."""
+    """A linear layer after the pooling, or on every token."""
 
-    folder: str  # "": its tensors lie beside the model's
+    folder: str  # "": its tensors are stored with the model's
     in_features: int
     out_features: int
     bias: bool
@@ -26,16 +26,20 @@ class DenseSpec(msgspec.Struct, frozen=True):
 def read_dense(
     folder: Path, path: str, *, reads: str = "sentence_embedding", activation: str = "tanh"
 ) -> DenseSpec:
-    """`reads` is the only input that is accepted, `activation` the one that is meant if none is named."""
+    """`reads` is the only accepted input, `activation` the default where the file names none."""
     file = folder / path / "config.json"
     values = read_json(file)
     named = str(values.get("activation_function") or activation).rsplit(".", 1)[-1].lower()
     if named not in ACTIVATIONS:
         raise ModelLoadError(
-            f"{path}: activation {named!r} is not supported; known: {', '.join(ACTIVATIONS)}"
+            f"{file} has activation_function {named!r}, which is not supported; "
+            f"supported: {', '.join(ACTIVATIONS)}"
         )
     if values.get("module_input_name", reads) != reads:
-        raise ModelLoadError(f"{path}: a Dense module on {values['module_input_name']!r} is not supported")
+        raise ModelLoadError(
+            f"{file} has module_input_name = {values['module_input_name']!r}, which is not supported here; "
+            f"supported: {reads}"
+        )
     return DenseSpec(
         folder=path,
         in_features=integer(values, "in_features", file=file),

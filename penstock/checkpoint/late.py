@@ -1,8 +1,8 @@
-"""What the files of a late-interaction (ColBERT) model say: its projection, and how it reads texts.
+"""Late-interaction (ColBERT) models: their projection, and how they read texts.
 
-Three layouts: stanford's `HF_ColBERT`, with one projection beside the backbone's tensors and an
-optional `artifact.metadata`; PyLate's modules with `config_sentence_transformers.json`; and the modules
-of sentence-transformers' MultiVectorEncoder, where markers are prompts.
+There are three layouts. Stanford's `HF_ColBERT` stores one projection with the backbone's tensors and an
+optional `artifact.metadata`. PyLate has modules and `config_sentence_transformers.json`. The
+MultiVectorEncoder of sentence-transformers has modules, and its markers are prompts.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _STANFORD_KEYS = (
     "attend_to_mask_tokens",
     "do_query_expansion",
 )
-_NAMED_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that there is stands for expansion
+_EXPANSION_TOKENS = ("mask_token", "eos_token", "pad_token")  # the first that exists expands queries
 
 
 class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
-    dense: tuple[DenseSpec, ...]  # hidden states → token vectors, one after another
+    dense: tuple[DenseSpec, ...]  # hidden states → token vectors, applied in order
     dim: int  # of a token vector
-    query_length: int | None  # queries are cut to it; None: to the model's limit
-    document_length: int | None  # documents are cut to it; None: nothing is said, the model's limit holds
-    expand_to: int | None  # shorter queries are filled up with `expansion_token`; None: none are
-    attend: bool = False  # whether the expansion is attended to
+    query_length: int | None  # queries are truncated to it; None: to the model's limit
+    document_length: int | None  # documents are truncated to it; None: to the model's limit
+    expand_to: int | None  # shorter queries are padded with `expansion_token` to it; None: they are not
+    attend: bool = False  # the expansion is attended to
     expansion_token: str | None = None
-    query_marker: str = ""  # the token behind the first one; "": none
+    query_marker: str = ""  # inserted after the first token; "": none
     document_marker: str = ""
-    skip_words: tuple[str, ...] = ()  # tokens of documents that no query is compared with
-    skip_queries: bool = False  # whether queries lose them too
-    unknown_token: str | None = None  # what a skip word stands for that is no token; None: nothing
+    skip_words: tuple[str, ...] = ()  # tokens of documents that are left out of the comparison
+    skip_queries: bool = False  # queries leave them out too
+    unknown_token: str | None = None  # replaces a skip word that is no token; None: nothing does
     normalize: bool = True
-    strip: bool = True  # whether the spaces around a text are dropped
+    strip: bool = True  # spaces around a text are removed
 
 
 def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: int) -> LateSpec | None:
@@ -176,16 +176,16 @@ class _Tokens(NamedTuple):
 
 
 def _special_tokens(folder: Path) -> _Tokens:
-    """The names of the tokens that expand a query and stand for unknown words."""
+    """The tokens that expand a query and that replace unknown words."""
     known = optional_json(folder / "special_tokens_map.json")
     known |= optional_json(folder / "tokenizer_config.json")
-    names = {key: _token_text(known.get(key)) for key in (*_NAMED_TOKENS, "unk_token")}
-    expansion = next((names[key] for key in _NAMED_TOKENS if names[key]), None)
+    names = {key: _token_text(known.get(key)) for key in (*_EXPANSION_TOKENS, "unk_token")}
+    expansion = next((names[key] for key in _EXPANSION_TOKENS if names[key]), None)
     return _Tokens(expansion, names["unk_token"])
 
 
 def _token_text(value: Any) -> str | None:
-    """A token by itself, or with its properties."""
+    """The text of a token that is given as a string or with its properties."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -196,7 +196,7 @@ def _check(folder: Path, late: LateSpec, hidden: int) -> None:
     for dense in late.dense:
         if dense.in_features != width:
             raise ModelLoadError(
-                f"{folder / dense.folder} projects {dense.in_features} numbers, but {width} come before it"
+                f"{folder / dense.folder} has in_features = {dense.in_features}, but its input has {width}"
             )
         width = dense.out_features
 
@@ -204,7 +204,7 @@ def _check(folder: Path, late: LateSpec, hidden: int) -> None:
 def _length(values: Mapping[str, Any], name: str) -> int | None:
     value = values.get(name)
     if value is not None and (not isinstance(value, int) or value < 4):
-        raise ModelLoadError(f"{name} is {value!r}; it has to be an integer of 4 tokens or more")
+        raise ModelLoadError(f"{name} is {value!r}; it has to be an integer of at least 4")
     return value
 
 

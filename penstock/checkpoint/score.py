@@ -1,5 +1,5 @@
-"""How a model that reads a query and a document together judges them: what its files say, and the prompts
-that rerankers made of decoders were trained with."""
+"""How a model that reads a query and a document together scores them: from its files, and from the prompts
+that decoder rerankers were trained with."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ Activation = Literal["sigmoid", "identity"]
 
 
 class ScoreSpec(msgspec.Struct, frozen=True):
-    """A score is the first of the outputs less the second, if there is one, through the activation.
+    """A score is the first of the outputs, minus the second if there is one, through the activation.
 
-    `template` is the row as texts that are tokenised each by itself; a single one is tokenised as any text
-    is. Without it, query and document become a pair by the tokenizer's own rule. `tokens` are rows of the
-    language-model head that take the place of a classifier's labels.
+    `template` is the row as parts that are tokenised separately; a single part is tokenised as any text.
+    Without a template the tokenizer joins query and document to a pair. `tokens` are rows of the
+    language-model head that replace a classifier's labels.
     """
 
     outputs: tuple[int, ...] = (0,)
     activation: Activation = "sigmoid"
-    template: tuple[str, ...] = ()  # with {query}, {document} and perhaps {instruction}
-    instruction: str = ""  # unless the caller gives one
-    wording: str = "{instruction}"  # how an instruction stands in the row
+    template: tuple[str, ...] = ()  # with {query}, {document} and optionally {instruction}
+    instruction: str = ""  # where the caller gives none
+    wording: str = "{instruction}"  # how an instruction is written in the row
     tokens: tuple[int, ...] = ()
-    closed: bool = True  # special tokens stand at the end too, not only at the beginning
-    marks: tuple[int, ...] = ()  # of listwise models: the tokens that stand for a document and for the query
+    closed: bool = True  # special tokens are added at the end too, not only at the beginning
+    marks: tuple[int, ...] = ()  # of listwise models: the tokens that mark a document and the query
 
 
 DOCUMENT_MARK, QUERY_MARK = "<|embed_token|>", "<|rerank_token|>"
-MARK_DIM = 512  # of the vectors that stand for them
+MARK_DIM = 512  # of the vectors of marked tokens
 
 
 class Prompt(NamedTuple):
-    """What a family of rerankers is asked, and the tokens it answers with: the right one, then the other."""
+    """The prompt of a family of rerankers, and the tokens it answers with: relevant first."""
 
     template: tuple[str, ...]
     tokens: tuple[str, ...] = ()
-    mark: str = ""  # a phrase of its chat template
+    mark: str = ""  # a phrase that identifies its chat template
     instruction: str = ""
     wording: str = "{instruction}"
     closed: bool = False
@@ -107,7 +107,7 @@ def read_score(
     template: str | None = None,
     score_labels: Sequence[int] | None = None,
 ) -> ScoreSpec | None:
-    """None where query and document are not read together."""
+    """None for a model that does not read query and document together."""
     classifies, labels = architecture.classifies_sequences, label_count(files.config)
     vocabulary = _Vocabulary(files.folder)
     if architecture.family.is_listwise:
@@ -146,7 +146,7 @@ def read_score(
 
 
 class _Vocabulary:
-    """The tokenizer, read when it is first needed."""
+    """The tokenizer, loaded when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -163,7 +163,9 @@ class _Vocabulary:
             return int(number)
         ids = self.rust.encode(text, add_special_tokens=False).ids
         if len(ids) != 1:
-            raise ModelLoadError(f"{text!r} is not one token of this model, but {len(ids)}")
+            raise ModelLoadError(
+                f"{text!r} is not one token of this model: the tokenizer splits it into {len(ids)}"
+            )
         return int(ids[0])
 
     def texts(self, tokens: Sequence[int]) -> tuple[str, ...]:
@@ -171,7 +173,7 @@ class _Vocabulary:
 
 
 def _tokens(files: CheckpointFiles, vocabulary: _Vocabulary) -> tuple[int, ...]:
-    """The tokens that the files or the caller name, the right answer first."""
+    """The answer tokens that the files or the caller name, relevant first."""
     for module in files.modules_of("LogitScore"):
         values = optional_json(files.folder / module.path / "config.json")
         pair = (values.get("true_token_id"), values.get("false_token_id"))
@@ -205,14 +207,14 @@ def _prompt(folder: Path, architecture: Architecture, texts: tuple[str, ...]) ->
 
 
 def _given_prompt(template: str) -> Prompt:
-    return PROMPTS.get(template) or _own(template)
+    return PROMPTS.get(template) or _custom_prompt(template)
 
 
-def _own(template: str) -> Prompt:
-    """A template of the caller's. What follows the document stays in place when the document is cut."""
+def _custom_prompt(template: str) -> Prompt:
+    """A template from the caller. The text after the document is kept when the document is truncated."""
     if "{document}" not in template or "{query}" not in template:
         raise ConfigError(
-            f"score_template is {template!r}; it needs {{query}} and {{document}}, or is one of "
+            f"score_template is {template!r}; it needs {{query}} and {{document}}, or has to be one of "
             + ", ".join(PROMPTS),
             param="score_template",
         )
@@ -234,12 +236,10 @@ def _outputs(labels: int, tokens: int, wanted: Sequence[int] | None) -> tuple[in
     if wanted is None:
         return tuple(range(tokens)) or ((0,) if labels == 1 else ())
     if not count:
-        raise ConfigError(
-            "score_labels is for models with a classifier, which this one has not", param=_LABELS
-        )
+        raise ConfigError("score_labels needs a model with a classifier, which this one lacks", param=_LABELS)
     if not 1 <= len(wanted) <= 2 or not all(0 <= label < count for label in wanted):
         raise ConfigError(
-            f"score_labels is {list(wanted)}; give one label or two, out of 0 to {count - 1}", param=_LABELS
+            f"score_labels is {list(wanted)}; give one or two labels from 0 to {count - 1}", param=_LABELS
         )
     return tuple(wanted)
 

@@ -61,7 +61,7 @@ class Embedder:
     def width(self) -> int:
         """Numbers in a stored vector."""
         dimensions = self.params.dimensions or self.spec.embed_dim
-        return -(-dimensions // 8) if self.params.dtype.packed else dimensions
+        return -(-dimensions // 8) if self.params.dtype.is_packed else dimensions
 
     @property
     def about(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from penstock.config import Resolved
 from penstock.engine.grammars import Compile, ConstraintFactory, Grammars
 from penstock.engine.loop import EngineCore, StepStats
 from penstock.errors import NotPossible
-from penstock.inputs.constraints import Constraints
+from penstock.inputs.constraints import GrammarCompiler
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
@@ -82,7 +82,7 @@ def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:
     if not params.per_token:
         return 0
     width = params.dimensions or spec.width(params.task)
-    return -(-width // 8) if params.dtype.packed else width * params.dtype.numpy.itemsize
+    return -(-width // 8) if params.dtype.is_packed else width * params.dtype.numpy.itemsize
 
 
 def _compiler(spec: ModelSpec) -> Compile:
@@ -90,15 +90,15 @@ def _compiler(spec: ModelSpec) -> Compile:
     lock = Lock()
 
     @cache
-    def constraints() -> Constraints:
+    def constraints() -> GrammarCompiler:
         file = spec.path / "tokenizer.json"
         if not file.is_file():
             raise NotPossible(f"structured output needs {file.name} in the model's folder")
-        return Constraints(file, spec.vocab_size, spec.eos_token_ids)
+        return GrammarCompiler(file, spec.vocab_size, spec.eos_token_ids)
 
     def compile(grammar: Grammar) -> ConstraintFactory:
         with lock:
             prepared = constraints()
-        return prepared.compiled(grammar)
+        return prepared.compile(grammar)
 
     return compile

@@ -46,7 +46,7 @@ class Deduplicator:
 
     def split(self, request: Request) -> Split:
         """Find the rows of a request that are in flight, and those that it has more than once."""
-        shared = (request.wants, *scope(request))
+        shared = (request.all_params, *scope(request))
         known = self._rows.get(shared, {})
         keys = row_keys(request)
         if len(keys) == 1:
@@ -119,9 +119,9 @@ def select_rows(request: Request, rows: Ints, request_id: str) -> Request:
         token_ids=request.token_ids[tokens],
         lengths=lengths,
         type_ids=select(request.type_ids, tokens),
-        keep=select(request.keep, tokens),
+        token_mask=select(request.token_mask, tokens),
         skip=select(request.skip, rows),
-        keys=select(request.keys, rows),
+        key_limits=select(request.key_limits, rows),
         adapters=select(request.adapters, rows),
     )
 

@@ -24,7 +24,7 @@ class Progress:
 
     request: Request
     job: Request
-    values: list[Array | None]  # of the job, one for each of `wants`
+    values: list[Array | None]  # of the job, one for each of `all_params`
     num_rows_done: int = 0
     first_launch_s: float | None = None
     device_s: float = 0.0
@@ -39,7 +39,7 @@ class Progress:
 
     @classmethod
     def of(cls, request: Request, job: Request | None = None, source_rows: Ints | None = None) -> Progress:
-        return cls(request, job or request, [None] * len(request.wants), source_rows=source_rows)
+        return cls(request, job or request, [None] * len(request.all_params), source_rows=source_rows)
 
     @property
     def complete(self) -> bool:
@@ -47,7 +47,7 @@ class Progress:
         return self.num_rows_done == needed and not self.num_leaders
 
     def store(self, row_slice: RowSlice, values: Sequence[Values]) -> None:
-        """Copy rows of a step, one entry of `values` for each of `wants`: the step's memory is reused."""
+        """Copy rows of a step, one of `values` for each of `all_params`: the step's memory is reused."""
         if row_slice.request.pairs is not None:
             rows = scored_documents(row_slice)
             self.num_rows_done += len(rows)
@@ -68,7 +68,7 @@ class Progress:
                 self._put(number, row_slice.rows[finished], part, self.job.num_rows)
 
     def outputs(self) -> list[Array]:
-        """The arrays of a complete request, one for each of `wants`."""
+        """The arrays of a complete request, one for each of `all_params`."""
         found = [array for array in self.values if array is not None]
         if len(found) != len(self.values):
             raise RuntimeError(f"request {self.request.id!r} is complete but lacks an output")
@@ -135,7 +135,7 @@ class Progress:
 
     def _copy_rows(self, number: int, rows: Ints, values: Array, giver: Request, their_rows: Ints) -> None:
         """Copy `their_rows` of another request to `rows` of this one."""
-        if not self.request.wants[number].per_token:
+        if not self.request.all_params[number].per_token:
             self._put(number, rows, values[their_rows], self.request.num_rows)
             return
         begins = giver.starts[their_rows]
@@ -166,7 +166,7 @@ def split_outputs(plan: PoolPlan, arrays: Sequence[Array]) -> list[tuple[RowSlic
     }
     # A variant lists the rows of its slices in the order of the plan's slices.
     return [
-        (each, tuple(_take(each, params, plan, cursors) for params in each.request.wants))
+        (each, tuple(_take(each, params, plan, cursors) for params in each.request.all_params))
         for each in plan.slices
     ]
 

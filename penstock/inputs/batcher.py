@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from penstock.config import available_cpus
-from penstock.inputs.tokenizer import Located, Tokenizer
+from penstock.inputs.tokenizer import EncodedText, Tokenizer
 from penstock.types import Ints
 
 T = TypeVar("T")
-AT_ONCE = 1024  # characters that take less time to encode than a thread takes to be asked
+MAX_INLINE_CHARS = 1024  # characters that take less time to encode than a thread takes to be asked
 _Job = tuple[list[str], bool, "asyncio.Future[list[Ints]]"]
 
 
@@ -28,7 +28,7 @@ class BatchTokenizer:
         self._others = ThreadPoolExecutor(min(4, available_cpus()), thread_name_prefix="penstock-inputs")
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
-        if sum(map(len, texts)) <= AT_ONCE:
+        if sum(map(len, texts)) <= MAX_INLINE_CHARS:
             return self.tokenizer.encode(texts, add_special_tokens)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Ints]] = loop.create_future()
@@ -37,10 +37,14 @@ class BatchTokenizer:
             self._start(loop)
         return await future
 
-    async def locate(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Located]:
-        """As `Tokenizer.locate`, beside the batches."""
+    async def encode_with_offsets(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[EncodedText]:
+        """As `Tokenizer.encode_with_offsets`, beside the batches."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._others, self.tokenizer.locate, texts, add_special_tokens)
+        return await loop.run_in_executor(
+            self._others, self.tokenizer.encode_with_offsets, texts, add_special_tokens
+        )
 
     async def call(self, work: Callable[[], T]) -> T:
         """Something else that tokenises, beside the batches: long pairs keep several cores busy."""

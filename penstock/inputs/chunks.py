@@ -13,11 +13,11 @@ import numpy as np
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.offsets import text_offsets
 from penstock.inputs.processor import InputOptions, InputProcessor
-from penstock.inputs.tokenizer import Located
+from penstock.inputs.tokenizer import EncodedText
 from penstock.types import Chunks, Ints, PoolingParams, Request, Task
 
 Chunking = Literal["none", "mean", "late"]
-CHUNK_SIZE = 256  # tokens of a late chunk, unless told
+DEFAULT_CHUNK_SIZE = 256  # tokens of a late chunk, unless told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Chunker:
         self,
         request_id: str,
         texts: list[str],
-        located: list[Located],
+        located: list[EncodedText],
         options: InputOptions,
         how: ChunkOptions,
     ) -> tuple[Request, Chunks]:
@@ -119,7 +119,7 @@ class Chunker:
         ends = [_ends(*places) for places in zip(spans, bodies, offsets, strict=True)]
         return request, _late_chunks(request, spans, np.maximum(np.concatenate(ends), 0))
 
-    def late_ids(
+    def late_from_ids(
         self, request_id: str, rows: list[Ints], options: InputOptions, how: ChunkOptions
     ) -> tuple[Request, Chunks]:
         """The same for token ids, which lie in no text."""
@@ -227,7 +227,7 @@ def _skips(request: Request) -> list[int]:
 
 
 def _divided(request: Request, bodies: list[tuple[int, int]], chunk_size: int | None) -> list[Ints]:
-    size = CHUNK_SIZE if chunk_size is None else chunk_size
+    size = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
     rows = zip(_skips(request), bodies, request.lengths.tolist(), strict=True)
     return [divide(pooled, *body, length, size) for pooled, body, length in rows]
 

@@ -1,7 +1,7 @@
 """Structured output: which tokens may come next, so that a text follows a schema, expression or grammar.
 
 Everything is computed on the CPU by llguidance (the `structured` extra). An API process only checks a
-grammar; whoever samples makes one `Constraints` a model and a `Constraint` a row, and asks it for a mask
+grammar; whoever samples makes one `GrammarCompiler` a model and a `Constraint` a row, and asks it for a mask
 a step.
 """
 
@@ -57,7 +57,7 @@ class Constraint:
             raise BadValue(f"the grammar cannot be followed: {self._matcher.get_error()}")
 
 
-class Constraints:
+class GrammarCompiler:
     """A model's vocabulary, laid out for the search of allowed tokens."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -71,9 +71,9 @@ class Constraints:
         )
 
     def __call__(self, grammar: Grammar) -> Constraint:
-        return self.compiled(grammar)()
+        return self.compile(grammar)()
 
-    def compiled(self, grammar: Grammar) -> Callable[[], Constraint]:
+    def compile(self, grammar: Grammar) -> Callable[[], Constraint]:
         """What gives each row its own way. Takes a while for a large grammar; may be called on any thread."""
         check_length(grammar)
         matcher = self._library.LLMatcher(self._tokenizer, _source(grammar), log_level=0)

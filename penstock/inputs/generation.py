@@ -20,7 +20,7 @@ from penstock.inputs import constraints
 from penstock.inputs.chat import ModelTemplate, special_tokens
 from penstock.inputs.processor import split_inputs
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.inputs.truncation import Side, fit, settle_limit
+from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
 from penstock.types import Grammar, Ints, PoolingParams, Request, SamplerParams, Task
 
 DEFAULT_TOKENS = 16  # of a completion that names no max_tokens
@@ -211,9 +211,9 @@ class GenerationInputs:
     def _fitted(self, rows: list[Ints], fields: GenerationFields) -> list[Ints]:
         if fields.truncate_prompt_tokens is not None:
             room = self.spec.max_model_len - (fields.max_tokens or 1)
-            cut_at = settle_limit(fields.truncate_prompt_tokens, self.spec.max_model_len)
+            cut_at = truncation_limit(fields.truncate_prompt_tokens, self.spec.max_model_len)
             cut_at = max(1, room) if fields.truncate_prompt_tokens == -1 else cut_at
-            rows = fit(rows, cut_at, self.spec.max_model_len, (0, 0), fields.truncation_side)
+            rows = truncate_rows(rows, cut_at, self.spec.max_model_len, (0, 0), fields.truncation_side)
         for index, row in enumerate(rows):
             if len(row) == 0:
                 raise BadValue(f"prompt {index} has no tokens; there is nothing to continue", param="prompt")

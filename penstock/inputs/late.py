@@ -18,15 +18,15 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError
 from penstock.inputs.prompts import choose_prompt
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.inputs.truncation import Side, settle_limit
+from penstock.inputs.truncation import Side, truncation_limit
 from penstock.types import Ints, cumulative
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateRows:
     rows: list[Ints]
-    keys: Ints | None = None  # [rows], leading tokens that are attended to; None: all
-    keep: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
+    key_limits: Ints | None = None  # [rows], leading tokens that are attended to; None: all
+    token_mask: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
 
     @property
     def token_ids(self) -> Ints:
@@ -96,7 +96,7 @@ class LateInputs:
         self, rows: list[Ints], truncate_prompt_tokens: int | None = None, framing: Framing | None = None
     ) -> LateRows:
         """Documents whose texts are tokens already."""
-        most = settle_limit(truncate_prompt_tokens, self.spec.max_model_len)
+        most = truncation_limit(truncate_prompt_tokens, self.spec.max_model_len)
         if most is None and self.late.document_length is not None:
             most = min(self.late.document_length, self.spec.max_model_len)
         if most is None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from penstock.errors import BadValue
 from penstock.inputs.processor import InputOptions, InputProcessor, split_inputs
-from penstock.inputs.tokenizer import Located
-from penstock.inputs.truncation import fit, settle_limit
+from penstock.inputs.tokenizer import EncodedText
+from penstock.inputs.truncation import truncate_rows, truncation_limit
 from penstock.types import Ints, PoolingParams, Request
 
 
@@ -23,7 +23,7 @@ class TokenOffsets:
     words: Ints  # [tokens], number of the word within the text; -1 for what is not of the text
 
 
-def texts_only(inputs: Any, *, allow_empty_text: bool = True) -> list[str]:
+def require_texts(inputs: Any, *, allow_empty_text: bool = True) -> list[str]:
     texts, _ = split_inputs(inputs, allow_empty_text=allow_empty_text)
     if texts is None:
         raise BadValue("the answer points into the text; give texts, not token ids", param="input")
@@ -34,13 +34,13 @@ def join_with_offsets(
     processor: InputProcessor,
     request_id: str,
     texts: list[str],
-    located: list[Located],
+    located: list[EncodedText],
     params: PoolingParams,
     options: InputOptions,
 ) -> tuple[Request, TokenOffsets]:
     request = processor.join(request_id, [row.ids for row in located], params, options, from_text=True)
     offsets = text_offsets(processor, [row.offsets for row in located], options)
-    words = cut_as_rows(processor, [row.words for row in located], options)
+    words = truncate_like_rows(processor, [row.words for row in located], options)
     flat = np.concatenate(offsets)
     flat_words = np.where(flat[:, 1] > 0, np.concatenate(words), -1)
     return request, TokenOffsets(texts, np.maximum(flat, 0), flat_words.astype(np.int32))
@@ -49,12 +49,12 @@ def join_with_offsets(
 def text_offsets(processor: InputProcessor, offsets: list[Ints], options: InputOptions) -> list[Ints]:
     """Offsets of the tokens that stay, counted from where the text begins: a prompt ends at 0 or before."""
     before = len(processor.prompt(options))
-    return [row - before for row in cut_as_rows(processor, offsets, options)]
+    return [row - before for row in truncate_like_rows(processor, offsets, options)]
 
 
-def cut_as_rows(processor: InputProcessor, values: list[Ints], options: InputOptions) -> list[Ints]:
+def truncate_like_rows(processor: InputProcessor, values: list[Ints], options: InputOptions) -> list[Ints]:
     """What goes with each token, cut where the rows are cut."""
     tokenizer, limit = processor.tokenizer, processor.spec.max_model_len
     frame = (tokenizer.prefix, tokenizer.suffix) if options.add_special_tokens else (0, 0)
-    cut_at = settle_limit(options.truncate_prompt_tokens, limit)
-    return fit(values, cut_at, limit, frame, options.truncation_side)
+    cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
+    return truncate_rows(values, cut_at, limit, frame, options.truncation_side)

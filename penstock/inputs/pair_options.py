@@ -21,8 +21,8 @@ class PairOptions:
     truncate_prompt_tokens: int | None = None
     truncation_side: Side = "right"
     cache_salt: str = ""
-    alike: bool = False  # of embedders: queries and documents are the same kind of text
-    prompt_name: str | None = None  # with `alike`: what goes before both
+    is_symmetric: bool = False  # of embedders: queries and documents are the same kind of text
+    prompt_name: str | None = None  # with `is_symmetric`: what goes before both
 
 
 DEFAULT_PAIR_OPTIONS = PairOptions()

@@ -21,7 +21,7 @@ from penstock.errors import BadValue, NotPossible
 from penstock.inputs.lists import list_scores, prepare_lists
 from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.processor import InputOptions, InputProcessor
-from penstock.inputs.truncation import Side, settle_limit
+from penstock.inputs.truncation import Side, truncation_limit
 from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
 
 Kind = Literal["cross", "list", "late", "bi"]
@@ -108,7 +108,7 @@ def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairO
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise BadValue(f"{name} is {value}; it must be at least 1", param=name)
-    settle_limit(options.truncate_prompt_tokens, processor.spec.max_model_len)
+    truncation_limit(options.truncate_prompt_tokens, processor.spec.max_model_len)
     score = processor.spec.score
     takes = kind in ("list", "bi") or score is None or any("{instruction}" in part for part in score.template)
     if options.instruction is not None and not takes:
@@ -141,7 +141,7 @@ def _apart(
         truncation_side=options.truncation_side,
         cache_salt=options.cache_salt,
     )
-    if options.alike:
+    if options.is_symmetric:
         both = replace(plain, prompt_name=options.prompt_name)
         sides = [(queries, both), (documents, both)]
     else:
@@ -197,8 +197,8 @@ def _joined(halves: list[Request], which: Ints, params: PoolingParams) -> Reques
         np.concatenate([half.lengths for half in halves]),
         params,
         skip=both("skip", lambda half: np.zeros(half.num_rows, dtype=np.int32)),
-        keys=both("keys", lambda half: half.lengths),
-        keep=both("keep", lambda half: np.ones(half.num_tokens, dtype=np.int32)),
+        key_limits=both("key_limits", lambda half: half.lengths),
+        token_mask=both("token_mask", lambda half: np.ones(half.num_tokens, dtype=np.int32)),
         adapters=both("adapters", lambda half: np.full(half.num_rows, -1, dtype=np.int32)),
         pairs=which,
         reuse_prefix=first.reuse_prefix,
@@ -302,7 +302,7 @@ def _fill(part: str, words: dict[str, str]) -> str:
 def _limit(processor: InputProcessor, lengths: Ints, options: PairOptions) -> int:
     """Where rows are cut; without a word about cutting, rows beyond the model's limit are refused."""
     limit = processor.spec.max_model_len
-    cut_at = settle_limit(options.truncate_prompt_tokens, limit)
+    cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
     if cut_at is None and (lengths > limit).any():
         index = int(np.argmax(lengths > limit))
         raise BadValue(

@@ -19,7 +19,7 @@ from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.inputs.truncation import Side, fit, settle_limit
+from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
 from penstock.types import (
     MAX_TERMS,
     MAX_TOP_K,
@@ -60,10 +60,10 @@ class InputProcessor:
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         self.spec = spec
         self.tokenizer = tokenizer
-        if tokenizer.highest_id >= spec.vocab_size:
+        if tokenizer.max_token_id >= spec.vocab_size:
             raise ModelLoadError(
-                f"the tokenizer has ids up to {tokenizer.highest_id}, but the embedding table of {spec.name} "
-                f"has {spec.vocab_size} rows; tokenizer.json and config.json are not of the same model",
+                f"the tokenizer has ids up to {tokenizer.max_token_id}, but the embedding table of {spec.name} "
+                f"has {spec.vocab_size} rows; take tokenizer.json and config.json from the same model",
                 param="model",
             )
         if spec.lower_case:
@@ -115,7 +115,7 @@ class InputProcessor:
         if sparse and params.dtype is not OutputDtype.FLOAT32:
             raise BadValue(f"sparse weights are float32, not {params.dtype.value}", param="embed_dtype")
 
-    def settled(self, params: PoolingParams) -> PoolingParams:
+    def engine_params(self, params: PoolingParams) -> PoolingParams:
         """Parameters as the engine wants them: how this model makes sparse weights, or judges, is known
         here."""
         if params.task is Task.REWARD and self.spec.reward is not None:
@@ -145,16 +145,16 @@ class InputProcessor:
         if from_text and self.late is not None and params.task is Task.TOKEN_EMBED:
             return self._late_request(self.late, request_id, rows, params, options)
         limit = self.spec.max_model_len
-        cut_at = settle_limit(options.truncate_prompt_tokens, limit)
+        cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
         framed = from_text and options.add_special_tokens
         frame = (self.tokenizer.prefix, self.tokenizer.suffix) if framed else (0, 0)
-        rows = fit(rows, cut_at, limit, frame, options.truncation_side)
+        rows = truncate_rows(rows, cut_at, limit, frame, options.truncation_side)
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
         _refuse_empty(lengths)
         token_ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if not from_text:
             self._check_range(token_ids)
-        params = self.settled(params)
+        params = self.engine_params(params)
         return Request(
             request_id,
             token_ids,
@@ -164,7 +164,7 @@ class InputProcessor:
             reuse_prefix=self.reads_last_token_only(params),
             cache_salt=options.cache_salt,
             adapters=self._adapters(len(lengths), options),
-            keep=self.kept(lengths) if params.task is Task.TOKEN_EMBED else None,
+            token_mask=self.token_mask(lengths) if params.task is Task.TOKEN_EMBED else None,
         )
 
     def _late_request(
@@ -189,12 +189,12 @@ class InputProcessor:
             made.token_ids,
             made.lengths,
             params,
-            keys=made.keys,
-            keep=made.keep,
+            key_limits=made.key_limits,
+            token_mask=made.token_mask,
             cache_salt=options.cache_salt,
         )
 
-    def kept(self, lengths: Ints) -> Ints | None:
+    def token_mask(self, lengths: Ints) -> Ints | None:
         """Which tokens have a vector in the answer: of BGE-M3 all but the first."""
         if self.spec.multi_vector is None:
             return None

@@ -19,7 +19,7 @@ from penstock.types import Ints
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte that no piece of the vocabulary has
 
 
-class Located(NamedTuple):
+class EncodedText(NamedTuple):
     """The tokens of a text and where they lie in it."""
 
     ids: Ints  # [tokens]
@@ -56,7 +56,7 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
 
     @property
-    def highest_id(self) -> int:
+    def max_token_id(self) -> int:
         """The largest id that a text can turn into. Added tokens may stand beyond the count of all."""
         return max(self.vocab_size - 1, *self._rust.get_added_tokens_decoder(), -1)
 
@@ -72,14 +72,14 @@ class Tokenizer:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def locate(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Located]:
+    def encode_with_offsets(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[EncodedText]:
         """Token ids with their places. Slower than `encode`, so only for those who need the places."""
         try:
             encodings = self._rust.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
         return [
-            Located(
+            EncodedText(
                 np.array(encoding.ids, dtype=np.int32),
                 np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2),
                 np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int32),
@@ -106,7 +106,7 @@ class Tokenizer:
         """What a token of a byte-level vocabulary stands for."""
         found = self._token_bytes.get(number)
         if found is None:
-            token, table = self._rust.id_to_token(number) or "", byte_of()
+            token, table = self._rust.id_to_token(number) or "", byte_table()
             inside = all(sign in table for sign in token)  # an added token may be written plainly
             found = bytes(table[sign] for sign in token) if inside else token.encode()
             self._token_bytes[number] = found
@@ -118,7 +118,7 @@ class Tokenizer:
         spaced = (self._rust.id_to_token(number) or "").startswith("\u2581") and not text.startswith(" ")
         return f" {text}" if spaced else text
 
-    def token_raw(self, number: int) -> bytes:
+    def token_raw_bytes(self, number: int) -> bytes:
         """The bytes of a token, which may be less than a character."""
         if self.byte_level:
             return self.token_bytes(number)
@@ -164,7 +164,7 @@ class Tokenizer:
 
     def cut(self, texts: Sequence[str], tokens: int) -> list[str]:
         """The texts, each no longer than its first so many tokens."""
-        found = self.locate(texts, add_special_tokens=False)
+        found = self.encode_with_offsets(texts, add_special_tokens=False)
         return [
             text if len(row.ids) <= tokens else text[: int(row.offsets[tokens - 1, 1])]
             for text, row in zip(texts, found, strict=True)
@@ -181,7 +181,7 @@ class Tokenizer:
 
 
 @cache
-def byte_of() -> dict[str, int]:
+def byte_table() -> dict[str, int]:
     """The signs of bytes in a byte-level vocabulary: a byte that prints is itself, others follow 255."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]

@@ -12,7 +12,7 @@ from penstock.types import Ints
 Side = Literal["left", "right"]
 
 
-def settle_limit(truncate_prompt_tokens: int | None, model_limit: int) -> int | None:
+def truncation_limit(truncate_prompt_tokens: int | None, model_limit: int) -> int | None:
     """The number of tokens to cut at; None means that over-length rows are refused."""
     if truncate_prompt_tokens is None:
         return None
@@ -32,7 +32,7 @@ def settle_limit(truncate_prompt_tokens: int | None, model_limit: int) -> int | 
     return truncate_prompt_tokens
 
 
-def fit(
+def truncate_rows(
     rows: list[Ints], cut_at: int | None, model_limit: int, frame: tuple[int, int], side: Side = "right"
 ) -> list[Ints]:
     """Cut the rows that exceed `cut_at`, keeping `frame` = (leading, trailing) special tokens."""

@@ -54,7 +54,7 @@ def make_comparison(
     )
 
 
-def comparison_of(
+def comparison_from_arrays(
     request_id: str,
     queries: Any,
     documents: Sequence[Any],

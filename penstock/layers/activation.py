@@ -25,5 +25,5 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     if name not in ACTIVATIONS:
-        raise ModelLoadError(f"activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        raise ModelLoadError(f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

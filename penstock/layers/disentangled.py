@@ -1,7 +1,7 @@
-"""Disentangled attention: scores of content with content, content with distance, distance with content.
+"""Disentangled attention: scores content against content, content against distance, distance against content.
 
-Both distance terms are looked up by i − j, so they are computed against the few table rows that a
-length can reach and gathered into a bias, over rows of equal length at once.
+Both distance terms depend on i − j alone. They are computed against the few table rows that a length can
+reach, and gathered into a bias for all rows of equal length at once.
 """
 
 from __future__ import annotations
@@ -15,57 +15,59 @@ from torch import Tensor
 
 from penstock.layers.batch import Batch
 
-_MOST_SCORES = 1 << 26  # held at a time; a larger group is taken in pieces
+_MAX_SCORES = 1 << 26  # in memory at a time; a larger group is split
 
 
 class Distances:
-    """Which row of a table of 2 · span rows stands for the distance i − j of two tokens.
+    """The row of a table of 2 · span rows for the distance i − j of two tokens.
 
     Near distances have a row each. With `buckets`, far ones share rows by their logarithm.
     """
 
-    KEPT = 32  # lengths
+    MAX_CACHED_LENGTHS = 32
 
-    def __init__(self, span: int, limit: int, device: torch.device, *, buckets: int, furthest: int) -> None:
-        away = torch.arange(limit)
+    def __init__(
+        self, span: int, max_length: int, device: torch.device, *, buckets: int, max_distance: int
+    ) -> None:
+        distances = torch.arange(max_length)
         if buckets > 0:
-            away = log_bucket(away, buckets, furthest)
-        self.ahead = away.clamp_max(span).tolist()  # of every distance to a later token, on the CPU
-        self.behind = away.clamp_max(span - 1).tolist()
+            distances = log_bucket(distances, buckets, max_distance)
+        self.to_later = distances.clamp_max(span).tolist()  # by distance to a later token, on the CPU
+        self.to_earlier = distances.clamp_max(span - 1).tolist()
         self.span = span
         self.device = device
-        self._signed = torch.tensor([-x for x in self.ahead[:0:-1]] + self.behind, device=device)
+        self._signed = torch.tensor([-x for x in self.to_later[:0:-1]] + self.to_earlier, device=device)
         self._by_length: dict[int, Tensor] = {}
 
     def rows(self, length: int) -> slice:
         """The part of the table that rows of this length reach."""
-        return slice(self.span - self.ahead[length - 1], self.span + self.behind[length - 1] + 1)
+        return slice(self.span - self.to_later[length - 1], self.span + self.to_earlier[length - 1] + 1)
 
     def index(self, length: int) -> Tensor:
-        """[length, length], into that part."""
+        """[length, length], indices into that part."""
         if length not in self._by_length:
-            if len(self._by_length) >= self.KEPT:
+            if len(self._by_length) >= self.MAX_CACHED_LENGTHS:
                 self._by_length.pop(next(iter(self._by_length)))
-            place = torch.arange(length, device=self.device)
-            apart = place[:, None] - place[None, :] + len(self.ahead) - 1
-            self._by_length[length] = self._signed[apart] + self.ahead[length - 1]
+            position = torch.arange(length, device=self.device)
+            distance = position[:, None] - position[None, :] + len(self.to_later) - 1
+            self._by_length[length] = self._signed[distance] + self.to_later[length - 1]
         return self._by_length[length]
 
 
-def log_bucket(away: Tensor, buckets: int, furthest: int) -> Tensor:
-    """Distances up to half the buckets stay; those up to `furthest` are spread over the other half."""
+def log_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """Keep distances up to half the buckets; spread those up to `max_distance` over the other half."""
     half = buckets // 2
-    stretch = torch.log(away.clamp_min(1) / half) / torch.log(torch.tensor((furthest - 1) / half))
-    return torch.where(away <= half, away, (torch.ceil(stretch * (half - 1)) + half).long())
+    stretch = torch.log(distance.clamp_min(1) / half) / torch.log(torch.tensor((max_distance - 1) / half))
+    return torch.where(distance <= half, distance, (torch.ceil(stretch * (half - 1)) + half).long())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistanceTerms:
-    """A layer's projections of the distance table; None for a term that the model has not."""
+    """A layer's projections of the distance table; None for a term that the model lacks."""
 
     distances: Distances
-    key: Tensor | None  # [heads, 2 · span, dim], met by queries
-    query: Tensor | None  # [heads, 2 · span, dim], met by keys
+    key: Tensor | None  # [heads, 2 · span, dim], multiplied by queries
+    query: Tensor | None  # [heads, 2 · span, dim], multiplied by keys
 
 
 def attend_disentangled(
@@ -81,9 +83,9 @@ def attend_disentangled(
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
     for group in batch.groups:
         length = group.length
-        most = max(1, _MOST_SCORES // (heads * length * length))
-        for row in range(0, group.num_rows, most):
-            rows = min(most, group.num_rows - row)
+        max_rows = max(1, _MAX_SCORES // (heads * length * length))
+        for row in range(0, group.num_rows, max_rows):
+            rows = min(max_rows, group.num_rows - row)
             first = group.first_token + row * length
             stop = first + rows * length
             q, k, v = (
@@ -108,14 +110,14 @@ def distance_bias(query: Tensor, key: Tensor, terms: DistanceTerms) -> Tensor:
     shape = (rows, heads, length, length)
     bias = torch.zeros((), dtype=query.dtype, device=query.device)
     if terms.key is not None:
-        met = query @ terms.key[:, part].transpose(-1, -2)  # [rows, heads, length, reached]
-        bias = bias + met.gather(-1, index.expand(shape))
+        scores = query @ terms.key[:, part].transpose(-1, -2)  # [rows, heads, length, reached]
+        bias = bias + scores.gather(-1, index.expand(shape))
     if terms.query is not None:
-        met = key @ terms.query[:, part].transpose(-1, -2)
-        bias = bias + met.gather(-1, index.T.expand(shape)).transpose(-1, -2)
+        scores = key @ terms.query[:, part].transpose(-1, -2)
+        bias = bias + scores.gather(-1, index.T.expand(shape)).transpose(-1, -2)
     return bias
 
 
 def disentangled_scale(dim: int, terms: int) -> float:
-    """One over the root of the head size times the number of terms that are added up."""
+    """1 / sqrt(head size · number of terms in the sum)."""
     return 1.0 / math.sqrt(dim * terms)

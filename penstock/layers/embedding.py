@@ -1,4 +1,4 @@
-"""Token, position and segment tables, added up for a flat run of tokens."""
+"""The sum of token, position and segment embeddings for a ragged batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.layers.norm import LayerNorm
 
 
 class EncoderEmbedding:
-    """norm(word + position + segment), all but the first where a family has them.
+    """norm(word + position + segment); positions, segments and norm are optional.
 
-    Without segments in a batch, segment 0 is one vector for all.
+    A batch without segments uses segment 0 for every token.
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class EncoderEmbedding:
     ) -> None:
         self.words = words  # [vocabulary, hidden]
         self.segments = segments  # [segments, hidden]
-        self.positions: Tensor | None = None  # [limit, hidden], so that position 0 is row 0
-        self.plain_positions: Tensor | None = None  # the same, with segment 0 added
+        self.positions: Tensor | None = None  # [positions, hidden]; row 0 is position 0
+        self.plain_positions: Tensor | None = None  # with segment 0 added
         if positions is not None:
             self.positions = positions[first_position:]
             self.plain_positions = self.positions if segments is None else self.positions + segments[0]
@@ -47,7 +47,7 @@ class EncoderEmbedding:
         )
 
     def sum(self, batch: Batch) -> Tensor:
-        """What the norm reads."""
+        """The sum, without the norm."""
         out = F.embedding(batch.token_ids, self.words)
         if self.segments is not None and batch.type_ids is not None:
             out.add_(F.embedding(batch.type_ids, self.segments))

@@ -1,8 +1,8 @@
-"""fp8 linear layers for CUDA: weights scaled per output row at load, activations per token as they come; or
-both in the blocks that a checkpoint stores.
+"""fp8 linear layers for CUDA. Weights are scaled per output row at load, activations per token in each step;
+or both in the blocks of the checkpoint.
 
-A layer takes rows that are quantised already, as norms and activations hand them on, or does it itself.
-Elsewhere than on CUDA the same product is made of what the fp8 values stand for: slow, for comparison.
+A layer takes rows that a norm or an activation has quantised, or quantises them itself. On other devices the
+product is computed from the dequantised values: slow, for comparison only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.kernels.quantize import (
 )
 from penstock.layers.activation import activation
 
-_STEP = 16  # inputs and outputs come in multiples of it, or the library has no kernel
+_MULTIPLE = 16  # of inputs and of outputs; the library has no kernel for other sizes
 
 
 class Fp8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "identity") -> None:
         self.out_features, self.in_features = weight.shape
-        self.weight = quantize_rows(weight)  # the weight as it was is freed with the caller's reference
+        self.weight = quantize_rows(weight)  # the original weight is freed with the caller's reference
         self.dtype = weight.dtype
         self.bias = bias
         self.act = None if act == "identity" else activation(act)
@@ -36,11 +36,11 @@ class Fp8Linear:
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
-        """Whether the library multiplies such weights in fp8; its row-wise product gives bfloat16."""
+        """Whether the library can multiply by this weight in fp8. Its row-wise product returns bfloat16."""
         outputs, inputs = weight.shape
         if weight.is_cuda and weight.dtype != torch.bfloat16:
             return False
-        return outputs % _STEP == 0 and inputs % _STEP == 0
+        return outputs % _MULTIPLE == 0 and inputs % _MULTIPLE == 0
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if self.kernel is not None and use_kernel(self.weight.values):
@@ -51,7 +51,7 @@ class Fp8Linear:
         return out if residual is None else out + residual
 
     def quantized(self, x: Activations) -> Quantized:
-        """The same for another fp8 layer: an activation that is a kernel quantises what it writes."""
+        """As `__call__`, quantised for another fp8 layer. An activation kernel quantises its own output."""
         if self.kernel is not None and use_kernel(self.weight.values):
             return bias_act_quantized(self._product(x, None), self.bias, self.kernel)
         return quantize_rows(self(x))
@@ -74,7 +74,7 @@ class Fp8Linear:
 
 
 class BlockLinear:
-    """On a weight that the checkpoint stores in blocks. It quantises its rows itself, in groups."""
+    """A layer on a weight that the checkpoint stores in fp8 blocks. It quantises its input in groups."""
 
     def __init__(self, weight: BlockQuantized, bias: Tensor | None, act: str, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.values.shape

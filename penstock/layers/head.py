@@ -1,4 +1,4 @@
-"""What stands on top of a model for one task: which tokens it reads, and how it projects them."""
+"""A model's head for one task: which tokens it reads, and how it projects them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TaskHead:
 
 
 class Stack:
-    """Layers one after another, as one projection."""
+    """Layers in sequence, as one projection."""
 
     def __init__(self, *layers: Callable[[Tensor], Tensor]) -> None:
         self.layers = layers

@@ -1,8 +1,8 @@
 """Dynamic int8 linear layers for CPUs: weights scaled per output channel, activations per token.
 
-A token's scale and zero point come from its own values alone, so a row's answer does not depend on
-what shares its batch. The product runs on unsigned levels; what the zero points add to it is a
-product of two vectors, taken off again before scale and bias are applied.
+A token's scale and zero point depend on its own values alone, so a row's result does not depend on its
+batch. The product runs on unsigned levels. The zero points add an outer product of two vectors to it,
+which is subtracted before scale and bias are applied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 
-_MAGIC = float(1 << 23)  # a float of this size keeps integers in its low bits, rounded to nearest
+_MAGIC = float(1 << 23)  # added to a float, it leaves the value rounded to an integer in the low bits
 
 
 class Int8Linear:
@@ -29,8 +29,9 @@ class Int8Linear:
         self.weight_sums = quantised.float().sum(dim=1) * scale  # [out]
         self.bias = torch.zeros(self.out_features) if bias is None else bias.float()
         self.act = None if act == "identity" else activation(act)
-        # Seven bits where pairs of products are added in 16: eight would overflow. A level stays free at
-        # both ends, because a rounded zero point moves the outermost values by up to half a level.
+        # Without VNNI, pairs of products are added in 16 bits, so eight-bit levels would overflow: use seven.
+        # One level stays free at both ends, because rounding the zero point shifts the outermost values by
+        # up to half a level.
         self.levels = (255 if has_vnni() else 127) - 2
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -39,7 +40,7 @@ class Int8Linear:
         high = x.amax(dim=1, keepdim=True).clamp_min_(0)
         scale = (high - low).clamp_min_(1e-8) / self.levels  # [tokens, 1]
         inverse = scale.reciprocal()
-        zero = (-low * inverse).round_().add_(1)  # [tokens, 1], whole numbers
+        zero = (-low * inverse).round_().add_(1)  # [tokens, 1], integers
         levels = torch.addcmul(zero + _MAGIC, x, inverse).view(torch.int32).to(torch.uint8)
         product: Tensor = _onednn().qlinear_pointwise(
             levels,
@@ -64,7 +65,7 @@ class Int8Linear:
 
 
 def has_vnni() -> bool:
-    """Whether the CPU adds products of bytes in 32 bits, with no overflow on the way."""
+    """Whether the CPU accumulates products of bytes in 32 bits, without intermediate overflow."""
     supported = getattr(torch.cpu, "_is_vnni_supported", None)
     return bool(supported()) if supported is not None else False
 

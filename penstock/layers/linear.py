@@ -1,8 +1,7 @@
-"""Linear layers: `activation(x Wᵀ + b) + residual`, in the form that is fastest where the weights lie.
+"""Linear layers: `activation(x Wᵀ + b) + residual`, in the form that is fastest on the weight's device.
 
-`Linear` is the plain form and the oracle of the others. On a CPU `PackedLinear` keeps the weight in
-the blocked layout of the matrix kernel and lets the kernel apply bias, activation and residual while
-a tile is still in registers.
+`Linear` is the plain form and the reference for the others. On a CPU `PackedLinear` keeps the weight in the
+matrix kernel's blocked layout. The kernel applies bias, activation and residual while a tile is in registers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.fp8 import Fp8Linear
 
-_PACK_ROWS = 512  # the batch size that the packed layout is tuned for; any size runs
+_PACK_ROWS = 512  # the batch size that the packed layout is tuned for; any size works
 
 
 class LinearLayer(Protocol):
@@ -27,8 +26,8 @@ class LinearLayer(Protocol):
     out_features: int
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last. The result may be written
-        to `out`, which nothing else reads, or lie elsewhere."""
+        """x [tokens, in] → [tokens, out]; `residual` [tokens, out] is added last. A layer may write to `out`,
+        which nothing else reads, or ignore it."""
         ...
 
 
@@ -36,20 +35,20 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "identity") -> None:
         self.out_features, self.in_features = weight.shape
         self.weight = weight
-        self.transposed = weight.t()  # to make it for each product costs the host more than it seems
+        self.transposed = weight.t()  # transposing for each product costs measurable host time
         self.bias = bias
         self.act = None if act == "identity" else activation(act)
         self.kernel = act if act in ACTIVATION_CODES else None
-        # The library's epilogue is the tanh form; in half precision the two differ by less than rounding.
+        # The library's epilogue is the tanh form. In half precision the two differ by less than rounding.
         self.gelu = act.startswith("gelu") and weight.dtype in (torch.bfloat16, torch.float16)
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor):
             x = dequantize(x, self.weight.dtype)
         if self.kernel is not None and use_kernel(x):
-            if self.gelu and x.is_cuda and self.bias is not None:  # the product's own epilogue
+            if self.gelu and x.is_cuda and self.bias is not None:  # in the product's epilogue
                 out = torch._addmm_activation(self.bias, x, self.transposed, use_gelu=True, out=out)
-            else:  # the bias goes with it; alone it costs the product nothing
+            else:  # the activation kernel adds the bias
                 out = bias_act_(self._product(x, None, out), self.bias, self.kernel)
         else:
             out = self._product(x, self.bias, out)
@@ -64,13 +63,13 @@ class Linear:
         return torch.addmm(bias, x, self.transposed, out=out)
 
 
-def place_of(layer: LinearLayer) -> int:
-    """How wide a place it would write its result to; 0: it takes none."""
+def scratch_width(layer: LinearLayer) -> int:
+    """The width of the `out` tensor that a layer writes to; 0 if it ignores `out`."""
     return layer.out_features if isinstance(layer, Linear) else 0
 
 
 class PackedLinear:
-    """A CPU linear layer on the matrix library's own weight layout, with fused epilogues."""
+    """A CPU linear layer on the matrix library's weight layout, with fused epilogues."""
 
     FUSED: ClassVar[dict[str, tuple[str, str]]] = {
         "identity": ("none", ""),
@@ -83,24 +82,24 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.weight: Tensor = _mkldnn()._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-        self.fused = act in self.FUSED
+        self.fuses_activation = act in self.FUSED
         self.op, self.algorithm = self.FUSED.get(act, ("none", ""))
         self.act = activation(act)
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = dequantize(x, self.weight.dtype)
-        made: Tensor
-        if residual is not None and self.op == "none" and self.fused:
-            made = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
-            return made
-        made = _mkldnn()._linear_pointwise(x, self.weight, self.bias, self.op, [], self.algorithm)
-        if not self.fused:
-            made = self.act(made)
-        return made if residual is None else made + residual
+        product: Tensor
+        if residual is not None and self.op == "none" and self.fuses_activation:
+            product = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+            return product
+        product = _mkldnn()._linear_pointwise(x, self.weight, self.bias, self.op, [], self.algorithm)
+        if not self.fuses_activation:
+            product = self.act(product)
+        return product if residual is None else product + residual
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, act: str, quantization: str | None) -> LinearLayer:
-    """The form of layer that suits the weight's device and the wanted precision."""
+    """The form of layer for the weight's device and for `quantization`."""
     if quantization == "fp8" and Fp8Linear.fits(weight):
         return Fp8Linear(weight, bias, act)
     if weight.device.type != "cpu":

@@ -14,7 +14,7 @@ from penstock.layers.linear import Linear, LinearLayer
 
 
 class MLP:
-    """down(up(x)); the activation is `up`'s own."""
+    """down(up(x)); `up` applies the activation."""
 
     def __init__(self, up: LinearLayer, down: LinearLayer) -> None:
         self.up = up
@@ -22,8 +22,8 @@ class MLP:
         self.quantized = up if isinstance(up, Fp8Linear) and isinstance(down, Fp8Linear) else None
 
     @property
-    def first(self) -> LinearLayer:
-        """The layer that reads what comes in."""
+    def input_layer(self) -> LinearLayer:
+        """The layer that reads the input."""
         return self.up
 
     def __call__(
@@ -31,18 +31,18 @@ class MLP:
         x: Activations,
         residual: Tensor | None = None,
         out: Tensor | None = None,
-        middle: Tensor | None = None,
+        scratch: Tensor | None = None,
     ) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out`, and
-        `middle` for what lies between the two layers, are places for results as a layer takes them."""
+        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` and
+        `scratch` are optional tensors for the result and for the output of `up`."""
         if self.quantized is not None:
             return self.down(self.quantized.quantized(x), residual, out)
-        return self.down(self.up(x, out=middle), residual, out)
+        return self.down(self.up(x, out=scratch), residual, out)
 
 
 class GatedMLP:
-    """down(act(gate(x)) · up(x)). `gate_up` gives gate and up side by side in one product; `gate_first` says
-    which half is the gate."""
+    """down(act(gate(x)) · up(x)). `gate_up` computes gate and up in one product; `gate_first` says which half
+    is the gate."""
 
     def __init__(self, gate_up: LinearLayer, down: LinearLayer, act: str, gate_first: bool = True) -> None:
         self.gate_up = gate_up
@@ -50,13 +50,13 @@ class GatedMLP:
         self.act = activation(act)
         self.kernel = act if act in ACTIVATION_CODES else None
         self.gate_first = gate_first
-        self.joint: GateUp | None = None
+        self.fused_gate_up: GateUp | None = None
         if isinstance(gate_up, Linear) and gate_up.bias is None and not isinstance(down, Fp8Linear):
-            self.joint = GateUp.of(gate_up.weight, act, gate_first)
+            self.fused_gate_up = GateUp.of(gate_up.weight, act, gate_first)
 
     @property
-    def first(self) -> LinearLayer:
-        """The layer that reads what comes in."""
+    def input_layer(self) -> LinearLayer:
+        """The layer that reads the input."""
         return self.gate_up
 
     def __call__(
@@ -64,12 +64,12 @@ class GatedMLP:
         x: Activations,
         residual: Tensor | None = None,
         out: Tensor | None = None,
-        middle: Tensor | None = None,
+        scratch: Tensor | None = None,
     ) -> Tensor:
-        """As `MLP`; `middle` is as wide as gate and up."""
-        if self.joint is not None and self.joint.serves(x):
-            return self.down(self.joint(x), residual, out)
-        both = self.gate_up(x, out=middle)
+        """As `MLP`; `scratch` is as wide as gate and up together."""
+        if self.fused_gate_up is not None and self.fused_gate_up.serves(x):
+            return self.down(self.fused_gate_up(x), residual, out)
+        both = self.gate_up(x, out=scratch)
         if self.kernel is not None and use_kernel(both):
             if isinstance(self.down, Fp8Linear):
                 return self.down(

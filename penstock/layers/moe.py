@@ -1,4 +1,4 @@
-"""Feed-forward blocks of which each token takes a few: a router chooses experts and weighs what they say."""
+"""Mixture of experts: a router chooses a few feed-forward blocks for each token and weighs their outputs."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
-from penstock.layers.stored import ExpertStack, multiplies_blocks, plain_weight, read_blocks
+from penstock.layers.fp8_blocks import ExpertStack, read_blocks, read_plain_weight, supports_fp8_blocks
 
-ROUTED = (1, 17, 33, 65, 129)  # tokens: each takes another form of the routing
+ROUTING_SIZES = (1, 17, 33, 65, 129)  # tokens; each compiles another form of the routing kernel
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    experts: int
-    chosen: int  # experts of each token
-    intermediate: int  # width of each
-    normalize: bool  # the weights of the chosen ones sum to one
+    num_experts: int
+    num_chosen: int  # experts of each token
+    intermediate: int  # width of each expert
+    normalize: bool  # the weights of a token's experts sum to one
 
 
 class SparseMLP:
-    """sum of weight · down(act(gate(x)) · up(x)) over each token's experts.
+    """The sum of weight · down(act(gate(x)) · up(x)) over each token's experts.
 
-    Tokens are put in the order of their experts, so that each expert is one product over its own. Where
-    kernels run, no count is asked of the device. In blocks of fp8, gate and up share no scales.
+    Tokens are sorted by expert, so that each expert is one product over its own tokens. The kernels read no
+    count back from the device. In fp8 blocks, gate and up share no scales.
     """
 
     def __init__(
@@ -62,57 +62,60 @@ class SparseMLP:
         self.down = down
         self.shape = shape
         self.act = activation(act)
-        few = shape.experts <= MAX_EXPERTS and shape.chosen <= MAX_CHOSEN_EXPERTS
-        self.kernel = act if act in ACTIVATION_CODES and few else None
+        fits = shape.num_experts <= MAX_EXPERTS and shape.num_chosen <= MAX_CHOSEN_EXPERTS
+        self.kernel = act if act in ACTIVATION_CODES and fits else None
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` is left
-        alone."""
+        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` is
+        ignored."""
         x = dequantize(x, self.router.dtype)
-        if self._fused(x):
-            return self._run(x.contiguous(), residual)
+        if (kernel := self._kernel_for(x)) is not None:
+            return self._run(kernel, x.contiguous(), residual)
         logits = F.linear(x, self.router)
-        weights, experts = route_reference(logits, self.shape.chosen, self.shape.normalize)
+        weights, experts = route_reference(logits, self.shape.num_chosen, self.shape.normalize)
         order = experts.flatten().argsort(stable=True)  # [tokens · chosen]
-        token = order // self.shape.chosen
-        counts = torch.zeros(self.shape.experts, dtype=torch.int32, device=x.device)
+        token = order // self.shape.num_chosen
+        counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, experts.flatten(), torch.ones_like(order, dtype=torch.int32))
-        said = self._experts(x.index_select(0, token), counts)
-        said = said * weights.to(x.dtype).flatten().index_select(0, order)[:, None]
+        outputs = self._experts(x.index_select(0, token), counts)
+        outputs = outputs * weights.to(x.dtype).flatten().index_select(0, order)[:, None]
         out = torch.zeros_like(x) if residual is None else residual.clone()
-        return out.index_add_(0, token, said)
+        return out.index_add_(0, token, outputs)
 
     def compile(self) -> None:
-        """Every form of the kernels that a step may take, so that none is compiled while requests wait."""
-        x = self.router[:1]  # any row will do
-        if not x.is_cuda or not self._fused(x):
+        """Compile every form of the kernels that a step may use, so that no request waits for it."""
+        x = self.router[:1]  # any row works
+        kernel = self._kernel_for(x)
+        if not x.is_cuda or kernel is None:
             return
         fp8 = isinstance(self.gate_up, BlockQuantized)
         for _, plan in FP8_TILINGS if fp8 else HALF_TILINGS:
-            self._run(x, None, plan)
-        for tokens in ROUTED:
-            self._run(x.expand(tokens, -1).contiguous(), None, None)
+            self._run(kernel, x, None, plan)
+        for tokens in ROUTING_SIZES:
+            self._run(kernel, x.expand(tokens, -1).contiguous(), None)
 
-    def _fused(self, x: Tensor) -> bool:
-        """On CUDA fp32 stays with the library: tiles of it are too large for the kernels."""
-        return self.kernel is not None and use_kernel(x) and not (x.is_cuda and x.dtype == torch.float32)
+    def _kernel_for(self, x: Tensor) -> str | None:
+        """The activation that the kernels apply; None where the library runs the experts. On CUDA it runs
+        fp32, because fp32 tiles are too large for the kernels."""
+        return self.kernel if use_kernel(x) and not (x.is_cuda and x.dtype == torch.float32) else None
 
-    def _run(self, x: Tensor, residual: Tensor | None, plan: ExpertTiling | None = None) -> Tensor:
-        assert self.kernel is not None
+    def _run(
+        self, kernel: str, x: Tensor, residual: Tensor | None, plan: ExpertTiling | None = None
+    ) -> Tensor:
         return run_experts(
             x,
             F.linear(x, self.router),
             self.gate_up,
             self.down,
-            chosen=self.shape.chosen,
+            chosen=self.shape.num_chosen,
             normalize=self.shape.normalize,
-            act=self.kernel,
+            act=kernel,
             residual=residual,
             plan=plan,
         )
 
     def _experts(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [tokens · chosen, hidden], expert after expert."""
+        """x [tokens · chosen, hidden], sorted by expert."""
         gate_up, down = self.gate_up, self.down
         if (
             isinstance(gate_up, Tensor)
@@ -125,10 +128,10 @@ class SparseMLP:
             return torch._grouped_mm(self._gated(both), down.transpose(1, 2), offs=ends)
         out = torch.empty_like(x)
         parts = counts.tolist()
-        for number, (own, into) in enumerate(zip(x.split(parts), out.split(parts), strict=True)):
-            if len(own):
-                inner = self._gated(_product(own, gate_up, number, halves=2))
-                into.copy_(_product(inner, down, number))
+        for expert, (rows, into) in enumerate(zip(x.split(parts), out.split(parts), strict=True)):
+            if len(rows):
+                inner = self._gated(_product(rows, gate_up, expert, halves=2))
+                into.copy_(_product(inner, down, expert))
         return out
 
     def _gated(self, both: Tensor) -> Tensor:
@@ -136,12 +139,12 @@ class SparseMLP:
         return self.act(gate) * up
 
 
-def _product(x: Tensor, weight: Tensor | BlockQuantized, number: int, halves: int = 1) -> Tensor:
-    """By one expert's weight, in fp8 by what it and the quantised rows stand for."""
+def _product(x: Tensor, weight: Tensor | BlockQuantized, expert: int, halves: int = 1) -> Tensor:
+    """x times one expert's weight; in fp8, the product of the dequantised values."""
     if isinstance(weight, Tensor):
-        return F.linear(x, weight[number])
+        return F.linear(x, weight[expert])
     wide = dequantize_groups(quantize_groups_reference(x))
-    parts = (part.chunk(halves) for part in (weight.values[number], weight.scales[number]))
+    parts = (part.chunk(halves) for part in (weight.values[expert], weight.scales[expert]))
     products = [F.linear(wide, dequantize_blocks(BlockQuantized(*half))) for half in zip(*parts, strict=True)]
     return torch.cat(products, dim=1).to(x.dtype)
 
@@ -149,28 +152,30 @@ def _product(x: Tensor, weight: Tensor | BlockQuantized, number: int, halves: in
 def read_experts(
     build: LayerBuilder, prefix: str, shape: ExpertShape, hidden: int, act: str
 ) -> tuple[Tensor | BlockQuantized, Tensor | BlockQuantized]:
-    """(gate and up, down) of all experts. Each has its own tensors in most files, and all share one in some.
+    """(gate and up, down) of all experts. Most files have tensors per expert; in some all experts share one.
 
-    They are kept in blocks of fp8 where the checkpoint has them so or `--quantization` wants it, and where
-    something multiplies them; a CPU does so for comparison, with weights that were quantised here.
+    Weights stay in fp8 blocks if the checkpoint or `--quantization` has them so and the device can multiply
+    them. A CPU does so only for weights that `--quantization` quantised here, for comparison.
     """
     weights, width = build.weights, shape.intermediate
-    stored, wanted = build.in_blocks(prefix + "0.gate_proj"), build.precision(prefix) == "fp8"
-    blocks = (stored or wanted) and act in ACTIVATION_CODES and multiplies_blocks(weights.device)
+    stored, wanted = build.is_stored_in_blocks(prefix + "0.gate_proj"), build.precision(prefix) == "fp8"
+    blocks = (stored or wanted) and act in ACTIVATION_CODES and supports_fp8_blocks(weights.device)
     blocks |= wanted and weights.device.type == "cpu"
     sizes = {"gate_up": (2, width, hidden), "down": (1, hidden, width)}
-    stacks = {name: ExpertStack(shape.experts, *size, weights, blocks=blocks) for name, size in sizes.items()}
+    stacks = {
+        name: ExpertStack(shape.num_experts, *size, weights, blocks=blocks) for name, size in sizes.items()
+    }
     if not weights.has(prefix + "0.gate_proj.weight"):
         for name, (halves, outputs, inputs) in sizes.items():
-            joined = weights.plain(f"{prefix}{name}_proj", (shape.experts, halves * outputs, inputs))
+            joined = weights.read_plain(f"{prefix}{name}_proj", (shape.num_experts, halves * outputs, inputs))
             for expert, both in enumerate(joined):
                 for half, part in enumerate(both.chunk(halves)):
                     stacks[name].put(expert, half, part)
         return stacks["gate_up"].all, stacks["down"].all
-    for expert in range(shape.experts):
+    for expert in range(shape.num_experts):
         for part, name, half in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", 0)):
             _, outputs, inputs = sizes[name]
             module = f"{prefix}{expert}.{part}_proj"
-            read = read_blocks if build.in_blocks(module) else plain_weight
+            read = read_blocks if build.is_stored_in_blocks(module) else read_plain_weight
             stacks[name].put(expert, half, read(weights, f"{module}.weight", outputs, inputs))
     return stacks["gate_up"].all, stacks["down"].all

@@ -1,7 +1,7 @@
-"""A part of a model, what it adds to, and the norm behind: joined where that is cheapest.
+"""Residual connections: a part of a layer, the residual it is added to, and the norm that follows.
 
-A CPU adds the residual while the matrix kernel has its tile in registers. On CUDA the addition costs a
-pass over memory wherever it is done, so it is done by the norm, which makes that pass anyway.
+On a CPU the matrix kernel adds the residual while its tile is in registers. On CUDA the addition costs a pass
+over memory anywhere else, so the norm does it in the pass that it makes anyway.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Part(Protocol):
     ) -> Tensor: ...
 
 
-def add_norm(
+def post_norm_residual(
     part: Part, norm: Norm, x: Activations, residual: Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, Activations]:
-    """norm(part(x) + residual), what a post-norm model does: as it goes on, and for the next part. `out` is
-    a place for it, not that of the residual."""
+    """norm(part(x) + residual), for post-norm models: as the next residual, and as the next part's input.
+    `part` may write to `out`, which must not be the residual."""
     if use_kernel(residual):
-        return norm.after(part(x, out=out), residual)
+        return norm.post_norm(part(x, out=out), residual)
     out = norm(part(x, residual))
     return out, out
 
 
-def join_norm(part: Part, norm: Norm, x: Activations, residual: Tensor) -> tuple[Tensor, Activations]:
-    """(part(x) + residual, the same normalised): the sum goes on beside the next part of a pre-norm model."""
+def pre_norm_residual(part: Part, norm: Norm, x: Activations, residual: Tensor) -> tuple[Tensor, Activations]:
+    """(part(x) + residual, the sum normalised), for pre-norm models: the next residual and the next input."""
     if use_kernel(residual):
-        return norm.join(part(x), residual)
+        return norm.pre_norm(part(x), residual)
     hidden = part(x, residual)
     return hidden, norm(hidden)
 
@@ -57,9 +57,9 @@ class PostNormLayer(Protocol):
     def output_norm(self) -> Norm: ...
 
 
-def feed_post_norms(layers: Sequence[PostNormLayer]) -> None:
-    """Tell each norm which product reads it; the last one's reader is no product."""
+def connect_post_norms(layers: Sequence[PostNormLayer]) -> None:
+    """Let each norm quantise for the layer that reads it. A pooler or head reads the last one."""
     for layer in layers:
-        layer.attention_norm.feed(layer.mlp.first)
-    for layer, behind in pairwise(layers):
-        layer.output_norm.feed(behind.qkv)
+        layer.attention_norm.quantize_for(layer.mlp.input_layer)
+    for layer, following in pairwise(layers):
+        layer.output_norm.quantize_for(following.qkv)

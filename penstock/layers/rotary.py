@@ -1,4 +1,4 @@
-"""Rotary position embeddings for a flat run of tokens."""
+"""Rotary position embeddings for a ragged batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from penstock.layers.norm import RMSNorm
 
 
 class Rope(NamedTuple):
-    """How positions turn into angles: the base of their wavelengths, and how those are stretched."""
+    """How positions become angles: the base of the wavelengths, and how these are scaled."""
 
     base: float
     scaling: Mapping[str, Any]  # config.json's `rope_scaling` or `rope_parameters`
 
 
 class Angles(NamedTuple):
-    """(cos, sin) for the tokens of a step, gathered to [tokens, 1, size / 2] in the model's precision, or the
-    whole fp32 tables [limit, size / 2] where a kernel looks them up by itself."""
+    """(cos, sin) for the tokens of a step: gathered to [tokens, 1, size / 2] in the model's precision, or the
+    whole fp32 tables [positions, size / 2] for a kernel that indexes them itself."""
 
     positions: Tensor  # int32 [tokens]
     cos: Tensor
@@ -40,10 +40,9 @@ class Angles(NamedTuple):
 
 
 class Rotary:
-    """Turns pairs of components (i, i + half) by an angle that grows with the position.
+    """Rotates pairs of components (i, i + half) by an angle that grows with the position.
 
-    `size` components of each head are turned, the rest stay as they are. With `interleaved` the pairs
-    are (2i, 2i + 1).
+    The first `size` components of each head are rotated. With `interleaved` the pairs are (2i, 2i + 1).
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class Rotary:
         self.sin = (angles.sin() * magnitude).to(device)
 
     def angles(self, batch: Batch) -> Angles:
-        """Those of every token; shared by all layers of a step."""
+        """The angles of every token; shared by all layers of a step."""
         if use_kernel(self.cos):
             return Angles(batch.positions, self.cos, self.sin, gathered=False)
         cos, sin = (x.index_select(0, batch.positions)[:, None].to(self.dtype) for x in (self.cos, self.sin))
         return Angles(batch.positions, cos, sin)
 
-    def fused(
+    def rotate_qkv(
         self,
         qkv: Tensor,
         heads: int,
@@ -81,9 +80,9 @@ class Rotary:
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         keep: KVCacheWrite | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key turned, value as it is, each [tokens, heads, dim]; qkv [tokens, all heads · dim] may
-        be overwritten. `norms`, of queries and of keys, come first. What is to be kept is kept only where
-        `keeps` says so."""
+        """Rotated query and key, and the value, each [tokens, heads, dim]. May overwrite
+        qkv [tokens, all heads · dim]. `norms`, of queries and of keys, are applied first. `keep` is honoured
+        only if `can_write_cache` is true."""
         sizes = (heads, kv_heads or heads)
         parts = qkv.view(qkv.shape[0], sizes[0] + 2 * sizes[1], -1)
         weights = None if norms is None else HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
@@ -109,17 +108,17 @@ class Rotary:
             keep=keep,
         )
 
-    def keeps(self, dim: int) -> bool:
-        """Whether keys and values of so many components can go to memory on the way."""
+    def can_write_cache(self, dim: int) -> bool:
+        """Whether the rotation kernel can also write keys and values of this head size to the KV cache."""
         return use_kernel(self.cos) and self.size == dim
 
     def __call__(self, x: Tensor, angles: Angles) -> Tensor:
-        """x [tokens, heads, dim], turned; by gathered angles."""
+        """Rotate x [tokens, heads, dim] by gathered angles."""
         return rotate_reference(x, angles.cos, angles.sin, self.size, self.interleaved)
 
 
 def _frequencies(size: int, base: float, scaling: Mapping[str, Any], limit: int) -> tuple[Tensor, float]:
-    """Angle per position for each pair, and the factor on cos and sin."""
+    """The angle per position for each pair, and the factor on cos and sin."""
     plain = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
     match _kind(scaling):
         case "default" | "dynamic":  # dynamic differs only beyond the trained length, which is the limit here
@@ -134,12 +133,12 @@ def _frequencies(size: int, base: float, scaling: Mapping[str, Any], limit: int)
             return _yarn(plain, size, base, scaling, limit)
         case kind:
             raise ModelLoadError(
-                f"rope type {kind!r} is not supported; known: default, dynamic, linear, llama3, ntk, yarn"
+                f"rope type {kind!r} is not supported; supported: default, dynamic, linear, llama3, ntk, yarn"
             )
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any], limit: int) -> Tensor:
-    """Low frequencies are divided by the factor, high ones stay, those between are blended."""
+    """Divide low frequencies by the factor, keep high ones, blend those between."""
     factor, trained = _number(scaling, "factor"), _trained(scaling, limit)
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     turns = trained * plain / (2 * math.pi)
@@ -148,7 +147,7 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any], limit: int) -> Tensor:
 
 
 def _ntk(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """The lowest frequency is divided by the factor, higher ones by ever less."""
+    """Divide the lowest frequency by the factor, and higher ones by less and less."""
     share = torch.arange(1, len(plain) + 1, dtype=torch.float32) / len(plain)
     return plain / _number(scaling, "factor") ** share ** float(scaling.get("mixed_b") or 1)
 
@@ -156,7 +155,7 @@ def _ntk(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(
     plain: Tensor, size: int, base: float, scaling: Mapping[str, Any], limit: int
 ) -> tuple[Tensor, float]:
-    """Pairs that turn often within the trained length stay, those that hardly turn are divided."""
+    """Keep pairs that rotate often within the trained length, divide those that hardly rotate."""
     trained = _trained(scaling, limit)
     factor = float(scaling.get("factor") or limit / trained)
 
@@ -189,7 +188,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 
 def _trained(scaling: Mapping[str, Any], limit: int) -> float:
-    """The length that the model was trained with before its positions were stretched."""
+    """The length that the model was trained with before its positions were scaled."""
     return float(scaling.get("original_max_position_embeddings") or limit)
 
 

@@ -1,4 +1,4 @@
-"""DeBERTa v2 and v3: post-norm encoders whose attention looks at distances apart from content."""
+"""DeBERTa v2 and v3: post-norm encoders whose attention scores distances separately from content."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from penstock.kernels.quantize import Activations
 from penstock.layers.attention import AttentionKind, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
-from penstock.layers.conv import RowConv
 from penstock.layers.disentangled import Distances, DistanceTerms, attend_disentangled, disentangled_scale
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP
-from penstock.layers.residual import add_norm, feed_post_norms
-from penstock.models.heads import BERT_MLM, DEBERTA_MLM, add_head, add_masked_lm_head
+from penstock.layers.ragged_conv import RaggedConv1d
+from penstock.layers.residual import connect_post_norms, post_norm_residual
+from penstock.models.heads import BERT_MLM, DEBERTA_MLM, MaskedLMShape, add_head, add_masked_lm_head
 from penstock.models.options import require
 from penstock.types import Task
 
-UNNEEDED = ("pooler.", "cls.", "lm_predictions.", "mask_predictions.", "position_embeddings", "position_ids")
+IGNORED = ("pooler.", "cls.", "lm_predictions.", "mask_predictions.", "position_embeddings", "position_ids")
 
 
 class DebertaLayer:
-    last = False  # of its model, so that only a pooler reads what it gives
+    is_last = False  # of its model: only a pooler reads its output
 
     def __init__(
         self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], relative: RelativeTable | None
@@ -47,23 +47,23 @@ class DebertaLayer:
         )
         self.output_norm = build.norm(prefix + "output.LayerNorm", hidden, eps)
 
-    def __call__(self, hidden: Tensor, fed: Activations, batch: Batch) -> tuple[Tensor, Activations]:
-        """`fed` is `hidden` as the first product reads it; so are the two that come back."""
-        qkv = self.qkv(fed)
+    def __call__(self, hidden: Tensor, layer_input: Activations, batch: Batch) -> tuple[Tensor, Activations]:
+        """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
+        qkv = self.qkv(layer_input)
         if self.terms is None:
             context = attend_fused(qkv, self.heads, batch, AttentionKind(scale=self.scale))
         else:
             query, key, value = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
             context = attend_disentangled(query, key, value, batch, self.terms, self.scale)
-        if self.last:
+        if self.is_last:
             context, hidden = batch.select_outputs(context, hidden)
-        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden)
-        return add_norm(self.mlp, self.output_norm, fed, hidden)
+        hidden, layer_input = post_norm_residual(self.out, self.attention_norm, context, hidden)
+        return post_norm_residual(self.mlp, self.output_norm, layer_input, hidden)
 
     def _project(
         self, build: LayerBuilder, own: str, config: Mapping[str, Any], relative: RelativeTable
     ) -> DistanceTerms:
-        """The table does not depend on the input, so it is projected once."""
+        """Project the table once, because it does not depend on the input."""
         table, wanted, hidden = relative.table, _terms(config), config["hidden_size"]
         key: Tensor | None = None
         query: Tensor | None = None
@@ -90,20 +90,23 @@ class RelativeTable:
 
     def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any]) -> None:
         hidden, limit = config["hidden_size"], config["max_position_embeddings"]
-        furthest = config.get("max_relative_positions", -1)
-        furthest = limit if furthest < 1 else furthest
+        max_distance = config.get("max_relative_positions", -1)
+        max_distance = limit if max_distance < 1 else max_distance
         buckets = config.get("position_buckets", -1)
-        span = buckets if buckets > 0 else furthest
+        span = buckets if buckets > 0 else max_distance
         table = build.table(prefix + "encoder.rel_embeddings", 2 * span, hidden)
         norms = {part.strip() for part in str(config.get("norm_rel_ebd", "none")).lower().split("|")}
         if not norms <= {"none", "layer_norm"}:
-            raise ModelLoadError(f"norm_rel_ebd = {config['norm_rel_ebd']!r} is not supported; layer_norm is")
+            raise ModelLoadError(
+                f"config.json has norm_rel_ebd = {config['norm_rel_ebd']!r}, which is not supported; "
+                "supported: none, layer_norm"
+            )
         if "layer_norm" in norms:
             table = build.norm(prefix + "encoder.LayerNorm", hidden, config.get("layer_norm_eps", 1e-7))(
                 table
             )
         self.table = table  # [2 · span, hidden]
-        self.distances = Distances(span, limit, table.device, buckets=buckets, furthest=furthest)
+        self.distances = Distances(span, limit, table.device, buckets=buckets, max_distance=max_distance)
 
 
 class Deberta:
@@ -120,27 +123,27 @@ class Deberta:
             DebertaLayer(build, f"{self.prefix}encoder.layer.{i}.", config, relative)
             for i in range(config["num_hidden_layers"])
         ]
-        feed_post_norms(self.layers)
+        connect_post_norms(self.layers)
         self.conv = _conv(build, self.prefix + "encoder.conv.", config)
         if self.conv is not None:
             self.conv_norm = build.norm(self.prefix + "encoder.conv.LayerNorm", hidden, eps)
         self.prunes_last_layer = self.conv is None or len(self.layers) > 1
-        self.layers[-1].last = self.prunes_last_layer
+        self.layers[-1].is_last = self.prunes_last_layer
         self.hidden_size = hidden
         self.is_causal = False
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = UNNEEDED
+        self.ignored_tensors = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         embedded = self.embedding(batch)
         if self.widen is not None:
             embedded = self.widen(embedded)
         embedded = self.embedding_norm(embedded)
-        hidden, fed = self.layers[0](embedded, embedded, batch)
-        if self.conv is not None:  # beside the first layer
-            hidden = fed = self.conv_norm(hidden + self.conv(embedded, batch))
+        hidden, layer_input = self.layers[0](embedded, embedded, batch)
+        if self.conv is not None:  # runs in parallel to the first layer
+            hidden = layer_input = self.conv_norm(hidden + self.conv(embedded, batch))
         for layer in self.layers[1:]:
-            hidden, fed = layer(hidden, fed, batch)
+            hidden, layer_input = layer(hidden, layer_input, batch)
         return hidden
 
 
@@ -148,7 +151,10 @@ def deberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
     hidden = config["hidden_size"]
     require(config, attention_head_size=hidden // config["num_attention_heads"], pooler_hidden_size=hidden)
     if unknown := set(_terms(config)) - {"c2p", "p2c"}:
-        raise ModelLoadError(f"pos_att_type {', '.join(sorted(unknown))} is not supported; c2p and p2c are")
+        raise ModelLoadError(
+            f"config.json has pos_att_type {', '.join(sorted(unknown))}, which is not supported; "
+            "supported: c2p, p2c"
+        )
     model = Deberta(build, config)
     if head is Task.CLASSIFY:
         dense = build.linear("pooler.dense", hidden, hidden, config.get("pooler_hidden_act", "gelu"))
@@ -158,7 +164,8 @@ def deberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
     elif head is Task.SPARSE:
         names = DEBERTA_MLM if build.weights.has(f"{DEBERTA_MLM.dense}.weight") else BERT_MLM
         act, eps = config.get("hidden_act", "gelu"), config.get("layer_norm_eps", 1e-7)
-        add_masked_lm_head(model, build, config, names, model.embedding.words, act, eps)
+        shape = MaskedLMShape(names=names, act=act, eps=eps)
+        add_masked_lm_head(model, build, config, model.embedding.words, shape)
     return model
 
 
@@ -170,7 +177,7 @@ def _terms(config: Mapping[str, Any]) -> list[str]:
 def _embedding(
     build: LayerBuilder, tables: str, config: Mapping[str, Any]
 ) -> tuple[EncoderEmbedding, LinearLayer | None]:
-    """The tables may be narrower than the model; then a projection follows."""
+    """The embedding, and the projection that follows tables which are narrower than the model."""
     size = config.get("embedding_size") or config["hidden_size"]
     segments = config.get("type_vocab_size", 0)
     positions = config["max_position_embeddings"] if config.get("position_biased_input", True) else 0
@@ -184,14 +191,14 @@ def _embedding(
     return embedding, build.linear(tables + "embed_proj", size, config["hidden_size"], bias=False)
 
 
-def _conv(build: LayerBuilder, prefix: str, config: Mapping[str, Any]) -> RowConv | None:
+def _conv(build: LayerBuilder, prefix: str, config: Mapping[str, Any]) -> RaggedConv1d | None:
     kernel, groups = config.get("conv_kernel_size") or 0, config.get("conv_groups") or 1
     if kernel <= 0:
         return None
     if kernel % 2 == 0:
-        raise ModelLoadError(f"conv_kernel_size = {kernel} is not supported; it must be odd")
+        raise ModelLoadError(f"config.json has conv_kernel_size = {kernel}; it has to be odd")
     hidden = config["hidden_size"]
-    return RowConv(
+    return RaggedConv1d(
         build.weights.take(prefix + "conv.weight", hidden, hidden // groups, kernel),
         build.weights.take(prefix + "conv.bias", hidden),
         config.get("conv_act", "tanh"),

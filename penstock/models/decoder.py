@@ -1,8 +1,7 @@
-"""Decoders: norms before each part, rotary positions, grouped heads, gated MLPs.
+"""Decoders: pre-norm, rotary positions, grouped-query attention, gated MLPs.
 
-Llama, Mistral, Phi3, Qwen2, Qwen3 (with experts too), Gemma, Gemma2 and Gemma3 are one wiring with flags. So
-are the variants that were trained to look both ways (embeddinggemma, nemotron-embed, GritLM): only the kind
-of attention differs.
+Llama, Mistral, Phi3, Qwen2, Qwen3 (also with experts), Gemma, Gemma2 and Gemma3 share one wiring with flags.
+So do variants trained with bidirectional attention (embeddinggemma, nemotron-embed, GritLM).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from penstock.layers.head import Stack, TaskHead
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import ExpertShape, SparseMLP, read_experts
 from penstock.layers.norm import RMSNorm, sandwich
-from penstock.layers.residual import join_norm
+from penstock.layers.residual import pre_norm_residual
 from penstock.layers.rotary import Angles, Rope, Rotary
 from penstock.models.options import option, require, rope_options
 from penstock.types import Task
 
-# Heads and buffers that nothing here reads.
-UNNEEDED = ("lm_head.", "rotary_emb.inv_freq")
+# Heads and buffers that no model here reads.
+IGNORED = ("lm_head.", "rotary_emb.inv_freq")
 _REQUIRED = (
     "hidden_size",
     "num_hidden_layers",
@@ -43,9 +42,9 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
-# Options that change the arithmetic, or the files, in ways that are not built.
+# Options that change the computation or the files in ways that are not supported.
 _REFUSED = ("attn_logit_softcapping", "text_config")
-_LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # whether they slide
+_LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # whether the window slides
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +61,21 @@ class DecoderShape:
     eps: float
     causal: bool
     rope: Rope
-    sliding: tuple[bool, ...]  # which layers see only as far as `reach` and have `local_rope`
+    sliding: tuple[bool, ...]  # layers that see only `reach` tokens and use `local_rope`
     reach: int | None
     local_rope: Rope
-    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    scale: float | None = None  # of attention scores; None: 1 / sqrt(head_dim)
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # queries and keys are normalised, each head by itself
+    qk_norm: bool = False  # each head of queries and keys is normalised
     sandwich: bool = False  # norms after attention and MLP as well as before
-    norm_plus_one: bool = False  # the checkpoint stores the norms' weights less one
+    norm_plus_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0
-    generate_reach: int | None = None  # of a model that embeds in full sight, where it generates
-    softcap: float | None = None  # of the scores
-    joined: bool = False  # the checkpoint has query, key and value, and gate and up, as one tensor each
-    experts: ExpertShape | None = None  # of the layers in `sparse`
+    generate_reach: int | None = None  # window while generating, for a model that embeds without one
+    softcap: float | None = None  # of attention scores
+    fused_projections: bool = False  # the checkpoint stores qkv as one tensor, and gate and up as one
+    experts: ExpertShape | None = None  # of layers that are `sparse`
     sparse: tuple[bool, ...] = ()
 
 
@@ -87,7 +86,7 @@ class DecoderAttention:
         dim = shape.head_dim
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
         widths = [heads * dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        if shape.joined:
+        if shape.fused_projections:
             names, widths = [prefix + "qkv_proj"], [sum(widths)]
         self.qkv = build.linear(names, shape.hidden, widths, bias=shape.qkv_bias)
         self.out = build.linear(prefix + "o_proj", shape.heads * dim, shape.hidden, bias=shape.out_bias)
@@ -105,19 +104,19 @@ class DecoderAttention:
         self.rotary = rotary
 
     def __call__(self, hidden: Activations, batch: Batch, angles: Angles) -> Tensor:
-        """What `out` projects, [tokens, heads · dim]."""
+        """The context vectors, [tokens, heads · dim], before the output projection."""
         kind = self.generating if batch.is_generation else self.kind
         keep = None
-        if batch.kv is not None and self.rotary.keeps(self.head_dim):
+        if batch.kv is not None and self.rotary.can_write_cache(self.head_dim):
             keep = batch.kv.write_target(self.layer, capped=kind.softcap is not None)
-        query, key, value = self.rotary.fused(
+        query, key, value = self.rotary.rotate_qkv(
             self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms, keep
         )
         return attend(query, key, value, batch, kind, layer=self.layer, kv_written=keep is not None)
 
 
 class DecoderLayer:
-    last = False  # of its model, so that only a pooler reads what it gives
+    is_last = False  # of its model: only a pooler reads its output
 
     def __init__(
         self, build: LayerBuilder, prefix: str, shape: DecoderShape, layer: int, rotary: Rotary
@@ -127,9 +126,11 @@ class DecoderLayer:
 
         self.sliding = shape.sliding[layer]
         self.attention = DecoderAttention(build, prefix + "self_attn.", shape, layer, rotary)
-        sparse = shape.experts is not None and shape.sparse[layer]
-        mlp = (_experts if sparse else _gated_mlp)(build, prefix + "mlp.", shape)
-        self.mlp: GatedMLP | SparseMLP = mlp
+        self.mlp: GatedMLP | SparseMLP
+        if shape.experts is not None and shape.sparse[layer]:
+            self.mlp = _sparse_mlp(build, prefix + "mlp.", shape, shape.experts)
+        else:
+            self.mlp = _gated_mlp(build, prefix + "mlp.", shape)
         self.after_attention = self.after_mlp = None
         if shape.sandwich:
             self.after_attention = norm("post_attention_layernorm")
@@ -137,25 +138,25 @@ class DecoderLayer:
             self.after_mlp = norm("post_feedforward_layernorm")
         else:
             self.mlp_norm = norm("post_attention_layernorm")
-        if isinstance(mlp, GatedMLP):
-            self.mlp_norm.feed(mlp.first)
+        if isinstance(self.mlp, GatedMLP):
+            self.mlp_norm.quantize_for(self.mlp.input_layer)
 
     def __call__(
-        self, hidden: Tensor, normed: Activations, batch: Batch, angles: Angles, behind: RMSNorm
+        self, hidden: Tensor, normed: Activations, batch: Batch, angles: Angles, next_norm: RMSNorm
     ) -> tuple[Tensor, Activations]:
-        """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
+        """The hidden states after this layer, plain and normalised by `next_norm`."""
         out, context = self.attention.out, self.attention(normed, batch, angles)
-        if self.last:
+        if self.is_last:
             context, hidden = batch.select_outputs(context, hidden)
         if self.after_attention is None or self.after_mlp is None:
-            hidden, normed = join_norm(out, self.mlp_norm, context, hidden)
-            return join_norm(self.mlp, behind, normed, hidden)
+            hidden, normed = pre_norm_residual(out, self.mlp_norm, context, hidden)
+            return pre_norm_residual(self.mlp, next_norm, normed, hidden)
         hidden, normed = sandwich(out(context), hidden, self.after_attention, self.mlp_norm)
-        return sandwich(self.mlp(normed), hidden, self.after_mlp, behind)
+        return sandwich(self.mlp(normed), hidden, self.after_mlp, next_norm)
 
 
 class Decoder:
-    """token ids → hidden states behind the last norm, [tokens, hidden]."""
+    """token ids → hidden states after the last norm, [tokens, hidden]."""
 
     def __init__(self, build: LayerBuilder, shape: DecoderShape) -> None:
         prefix = build.weights.prefix_of("embed_tokens.weight")
@@ -171,12 +172,12 @@ class Decoder:
             )
             for i, sliding in enumerate(shape.sliding)
         ]
-        self.layers[-1].last = True
-        # The norm before each layer's attention stands behind the layer before.
+        self.layers[-1].is_last = True
+        # Norm i feeds the attention of layer i; it runs together with layer i - 1.
         names = [*(f"layers.{i}.input_layernorm" for i in range(shape.layers)), "norm"]
         self.norms = [_norm(build, prefix + name, shape.hidden, shape) for name in names]
-        for before, layer in zip(self.norms, self.layers, strict=False):  # the last feeds none
-            before.feed(layer.attention.qkv)
+        for before, layer in zip(self.norms, self.layers, strict=False):  # the last norm feeds no layer
+            before.quantize_for(layer.attention.qkv)
         for part in [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP)][:1]:
             part.compile()
         self.shape = shape
@@ -185,7 +186,7 @@ class Decoder:
         self.prunes_last_layer = True
         self.kv_shape = (shape.layers, shape.kv_heads, shape.head_dim)
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = UNNEEDED
+        self.ignored_tensors = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
@@ -194,8 +195,8 @@ class Decoder:
         angles = self.rotary.angles(batch)
         local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
         normed: Activations = self.norms[0](hidden)
-        for layer, behind in zip(self.layers, self.norms[1:], strict=True):
-            hidden, normed = layer(hidden, normed, batch, local if layer.sliding else angles, behind)
+        for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
+            hidden, normed = layer(hidden, normed, batch, local if layer.sliding else angles, next_norm)
         return dequantize(normed)
 
 
@@ -204,7 +205,7 @@ def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 
 def llama_bidirectional(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """nemotron-embed, and its reranker, which pools before it projects."""
+    """nemotron-embed, and its reranker, which pools before the projection."""
     model = Decoder(build, _llama_shape(config))
     if head is not Task.CLASSIFY:
         return _with_head(model, build, config, head)
@@ -220,7 +221,7 @@ def mistral(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 
 
 def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Mistral, trained to embed with every token in sight of every other, whatever the window."""
+    """Mistral, trained to embed with bidirectional attention and without its window."""
     shape = _mistral_shape(config)
     if not shape.causal:
         reach = shape.reach - 1 if shape.reach and all(shape.sliding) else None
@@ -240,7 +241,7 @@ def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 
 def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Qwen3 whose MLPs are experts, in every layer or in some."""
+    """Qwen3 with experts in all or some layers."""
     bias = bool(config.get("attention_bias"))
     shape = _qwen_shape(config, head_dim=128)
     plain, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
@@ -258,11 +259,11 @@ def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None)
 def phi3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     window = config.get("sliding_window")
     shape = _shape(config, window, lambda layer: window is not None)
-    return _with_head(Decoder(build, replace(shape, joined=True)), build, config, head)
+    return _with_head(Decoder(build, replace(shape, fused_projections=True)), build, config, head)
 
 
 def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """jina-reranker-v3: Qwen3 that reads a list at once, projecting the tokens that stand for texts."""
+    """jina-reranker-v3: Qwen3 that reads a whole list and projects one marker token per text."""
     model = qwen3(build, config, None)
     inner = model.hidden_size // 2
     project = Stack(
@@ -274,7 +275,7 @@ def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | No
 
 
 def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """The first Gemma, as bge-reranker-v2-gemma has it."""
+    """The first Gemma, used by bge-reranker-v2-gemma."""
     bias = bool(config.get("attention_bias"))
     shape = replace(
         _shape(config, None, lambda layer: False, head_dim=256),
@@ -288,7 +289,7 @@ def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 
 def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Every other layer slides, and scores are bent to a bound."""
+    """Every other layer has a sliding window, and scores are soft-capped."""
     window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
     shape = replace(
         _shape(config, window, lambda layer: layer % 2 == 0, head_dim=256, capped=True),
@@ -323,7 +324,7 @@ def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
         embedding_scale=math.sqrt(config["hidden_size"]),
     )
     if window and config.get("use_bidirectional_attention") and not shape.causal:
-        shape = replace(shape, reach=window // 2)  # here the window counts both sides
+        shape = replace(shape, reach=window // 2)  # this window counts both sides
     return _with_head(Decoder(build, shape), build, config, head)
 
 
@@ -347,20 +348,24 @@ def _qwen_shape(config: Mapping[str, Any], head_dim: int | None = None) -> Decod
 def _shape(
     config: Mapping[str, Any],
     window: int | None,
-    sliding: Callable[[int], bool],  # whether a layer is, where config.json does not list them
+    sliding: Callable[[int], bool],  # for layers that config.json does not list
     head_dim: int | None = None,
     *,
     capped: bool = False,
 ) -> DecoderShape:
-    """What all families read alike. A window of n is the token itself and n - 1 before it, or n each way."""
+    """What all families share. A causal window of n is the token and the n - 1 before it; a bidirectional one
+    reaches n tokens each way."""
     _check(config, _REFUSED[1:] if capped else _REFUSED)
     hidden, heads, causal = config["hidden_size"], config["num_attention_heads"], config["is_causal"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise ModelLoadError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ModelLoadError(
+            f"config.json has num_attention_heads = {heads}, which is no multiple of "
+            f"num_key_value_heads = {kv_heads}"
+        )
     slides = _sliding_layers(config, sliding)
     if any(slides) and not window:
-        raise ModelLoadError("config.json has layers with sliding attention but no sliding window for them")
+        raise ModelLoadError("config.json has layers with sliding attention, but no sliding_window")
     return DecoderShape(
         hidden=hidden,
         layers=config["num_hidden_layers"],
@@ -381,12 +386,12 @@ def _shape(
 
 
 def _check(config: Mapping[str, Any], refused: Sequence[str]) -> None:
-    """Refuse what is missing, and what would be computed wrongly."""
+    """Refuse missing keys, and options that would be computed wrongly."""
     if missing := [name for name in _REQUIRED if not isinstance(config.get(name), int)]:
         raise ModelLoadError(f"config.json has no integer {', '.join(missing)}")
     for name in refused:
         if config.get(name) is not None:
-            raise ModelLoadError(f"{name} in config.json ({config[name]!r}) is not supported")
+            raise ModelLoadError(f"config.json has {name} = {config[name]!r}, which is not supported")
     require(config, partial_rotary_factor=1.0)
 
 
@@ -405,18 +410,17 @@ def _sliding_layers(config: Mapping[str, Any], default: Callable[[int], bool]) -
 
 def _gated_mlp(build: LayerBuilder, prefix: str, shape: DecoderShape) -> GatedMLP:
     names, widths = [prefix + "gate_proj", prefix + "up_proj"], [shape.intermediate] * 2
-    if shape.joined:
+    if shape.fused_projections:
         names, widths = [prefix + "gate_up_proj"], [sum(widths)]
     gate_up = build.linear(names, shape.hidden, widths, bias=shape.mlp_bias)
     down = build.linear(prefix + "down_proj", shape.intermediate, shape.hidden, bias=shape.mlp_bias)
     return GatedMLP(gate_up, down, shape.act)
 
 
-def _experts(build: LayerBuilder, prefix: str, shape: DecoderShape) -> SparseMLP:
-    assert shape.experts is not None
-    router = build.weights.take(prefix + "gate.weight", shape.experts.experts, shape.hidden)
-    gate_up, down = read_experts(build, prefix + "experts.", shape.experts, shape.hidden, shape.act)
-    return SparseMLP(router, gate_up, down, shape.experts, shape.act)
+def _sparse_mlp(build: LayerBuilder, prefix: str, shape: DecoderShape, experts: ExpertShape) -> SparseMLP:
+    router = build.weights.take(prefix + "gate.weight", experts.num_experts, shape.hidden)
+    gate_up, down = read_experts(build, prefix + "experts.", experts, shape.hidden, shape.act)
+    return SparseMLP(router, gate_up, down, experts, shape.act)
 
 
 def _norm(build: LayerBuilder, name: str, size: int, shape: DecoderShape) -> RMSNorm:
@@ -437,7 +441,7 @@ def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
 
 
 def _with_head(model: Decoder, build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Sequences are judged by their last token, tokens each by itself."""
+    """Add the head of the checkpoint: it reads the last token of a sequence, or every token."""
     if head is Task.REWARD:
         hidden, labels = model.hidden_size, reward_count(config)
         layers = [build.linear("score.0", hidden, hidden, "relu"), build.linear("score.2", hidden, labels)]

@@ -1,7 +1,7 @@
 """Post-norm encoders with learned positions: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, MPNet.
 
-They differ in names, in where positions begin and, for MPNet, in a position bias on the scores; the
-wiring is the same.
+They share the wiring. They differ in tensor names, in the first position and, for MPNet, in a position bias
+on the scores.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
-from penstock.layers.linear import place_of
+from penstock.layers.linear import scratch_width
 from penstock.layers.mlp import MLP
-from penstock.layers.residual import add_norm, feed_post_norms
+from penstock.layers.residual import connect_post_norms, post_norm_residual
 from penstock.models.heads import (
     BERT_MLM,
     DISTILBERT_MLM,
     ROBERTA_MLM,
     MaskedLMNames,
+    MaskedLMShape,
     add_head,
     add_masked_lm_head,
     add_pooler_head,
@@ -40,7 +41,7 @@ from penstock.types import Task
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Where a family keeps its tensors, below its own prefix."""
+    """The tensor names of a family, below its prefix."""
 
     layer: str = "encoder.layer.{}."
     query: str = "attention.self.query"
@@ -73,8 +74,8 @@ MPNET_NAMES = TensorNames(
     attention_norm="attention.LayerNorm",
 )
 
-# Heads and buffers that nothing here reads.
-UNNEEDED = ("pooler.", "cls.", "lm_head.", "vocab_", "qa_outputs.", "position_ids")
+# Heads and buffers that no model here reads.
+IGNORED = ("pooler.", "cls.", "lm_head.", "vocab_", "qa_outputs.", "position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Shape:
 
 
 class EncoderLayer:
-    last = False  # of its model, so that only a pooler reads what it gives
+    is_last = False  # of its model: only a pooler reads its output
 
     def __init__(self, build: LayerBuilder, prefix: str, shape: Shape) -> None:
         names, hidden = shape.names, shape.hidden
@@ -107,19 +108,21 @@ class EncoderLayer:
             build.linear(prefix + names.down, shape.intermediate, hidden),
         )
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
-        self.widths = tuple(map(place_of, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
+        self.widths = tuple(map(scratch_width, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
 
     def __call__(
-        self, hidden: Tensor, fed: Activations, batch: Batch, bias: ScoreBias | None
+        self, hidden: Tensor, layer_input: Activations, batch: Batch, bias: ScoreBias | None
     ) -> tuple[Tensor, Activations]:
-        """`fed` is `hidden` as the first product reads it; so are the two that come back."""
+        """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
         qkv, between, middle, last = batch.scratch_buffers(self.widths, hidden)
-        context = attend_fused(self.qkv(fed, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
-        if self.last and batch.output_tokens is not None:
+        context = attend_fused(self.qkv(layer_input, out=qkv), self.heads, batch, BIDIRECTIONAL, bias)
+        if self.is_last and batch.output_tokens is not None:
             context, hidden = batch.select_outputs(context, hidden)
             between = middle = last = None
-        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden, between)
-        return add_norm(partial(self.mlp, middle=middle), self.output_norm, fed, hidden, last)
+        hidden, layer_input = post_norm_residual(self.out, self.attention_norm, context, hidden, between)
+        return post_norm_residual(
+            partial(self.mlp, scratch=middle), self.output_norm, layer_input, hidden, last
+        )
 
 
 class Encoder:
@@ -143,28 +146,28 @@ class Encoder:
         self.layers = [
             EncoderLayer(build, prefix + shape.names.layer.format(i), shape) for i in range(shape.layers)
         ]
-        self.layers[-1].last = True
-        feed_post_norms(self.layers)
+        self.layers[-1].is_last = True
+        connect_post_norms(self.layers)
         self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
         self.hidden_size = shape.hidden
         self.is_causal = False
         self.prunes_last_layer = True
         self.prefix = prefix
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = UNNEEDED
+        self.ignored_tensors = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        fed: Activations = hidden
+        layer_input: Activations = hidden
         for layer in self.layers:
-            hidden, fed = layer(hidden, fed, batch, self.bias)
+            hidden, layer_input = layer(hidden, layer_input, batch, self.bias)
         return hidden
 
 
 class _RelativeBias:
-    """MPNet's bias by bucketed distance, shared by all layers; the last few lengths are kept."""
+    """MPNet's bias by bucketed distance, shared by all layers and cached for a few lengths."""
 
-    KEPT = 32
+    MAX_CACHED_LENGTHS = 32
 
     def __init__(self, build: LayerBuilder, prefix: str, shape: Shape) -> None:
         self.table = build.table(
@@ -175,28 +178,27 @@ class _RelativeBias:
 
     def __call__(self, length: int) -> Tensor:
         if length not in self._by_length:
-            if len(self._by_length) >= self.KEPT:
+            if len(self._by_length) >= self.MAX_CACHED_LENGTHS:
                 self._by_length.pop(next(iter(self._by_length)))
             self._by_length[length] = self._make(length)
         return self._by_length[length]
 
     def _make(self, length: int) -> Tensor:
-        place = torch.arange(length, device=self.table.device)
-        bucket = distance_bucket(place[None, :] - place[:, None], self.buckets)
+        position = torch.arange(length, device=self.table.device)
+        bucket = distance_bucket(position[None, :] - position[:, None], self.buckets)
         return self.table[bucket].permute(2, 0, 1).contiguous()  # [heads, length, length]
 
 
 def distance_bucket(distance: Tensor, buckets: int, max_distance: int = 128) -> Tensor:
-    """Near distances have a bucket each, far ones share logarithmic buckets; sign picks the half."""
+    """Near distances have a bucket each, far ones share logarithmic buckets. The sign selects the half."""
     half = buckets // 2
-    away = -distance
-    side = (away < 0).long() * half
-    away = away.abs()
+    side = (distance > 0).long() * half
+    distance = distance.abs()
     exact = half // 2
     far = exact + (
-        torch.log(away.float().clamp_min(1) / exact) / math.log(max_distance / exact) * (half - exact)
+        torch.log(distance.float().clamp_min(1) / exact) / math.log(max_distance / exact) * (half - exact)
     ).long().clamp_max(half - 1 - exact)
-    return side + torch.where(away < exact, away, far)
+    return side + torch.where(distance < exact, distance, far)
 
 
 def bert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
@@ -258,9 +260,8 @@ def mpnet(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 def _add_masked_lm(
     model: Encoder, build: LayerBuilder, config: Mapping[str, Any], names: MaskedLMNames, act: str
 ) -> None:
-    add_masked_lm_head(
-        model, build, config, names, model.embedding.words, act, config.get("layer_norm_eps", 1e-12)
-    )
+    shape = MaskedLMShape(names=names, act=act, eps=config.get("layer_norm_eps", 1e-12))
+    add_masked_lm_head(model, build, config, model.embedding.words, shape)
 
 
 def _bert_shape(
@@ -273,7 +274,9 @@ def _bert_shape(
 ) -> Shape:
     kind = config.get("position_embedding_type", "absolute")
     if kind != "absolute":
-        raise ModelLoadError(f"position_embedding_type {kind!r} is not supported; only 'absolute' is")
+        raise ModelLoadError(
+            f"config.json has position_embedding_type = {kind!r}, which is not supported; supported: absolute"
+        )
     return Shape(
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, norms before each part, weights stored as inputs × outputs."""
+"""GPT-2: pre-norm, learned positions, weights stored as inputs × outputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.mlp import MLP
 from penstock.layers.norm import LayerNorm
-from penstock.layers.residual import join_norm
+from penstock.layers.residual import pre_norm_residual
 from penstock.models.options import option, require
 from penstock.types import Task
 
-UNNEEDED = ("lm_head.", ".attn.bias", ".attn.masked_bias")
+IGNORED = ("lm_head.", ".attn.bias", ".attn.masked_bias")
 
 
 class GPT2Layer:
-    last = False  # of its model, so that only a pooler reads what it gives
+    is_last = False  # of its model: only a pooler reads its output
 
     def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], layer: int) -> None:
         hidden = config["n_embd"]
@@ -43,20 +43,20 @@ class GPT2Layer:
         self.kind = AttentionKind(causal=True, scale=scale)
 
     def __call__(
-        self, hidden: Tensor, normed: Activations, batch: Batch, behind: LayerNorm
+        self, hidden: Tensor, normed: Activations, batch: Batch, next_norm: LayerNorm
     ) -> tuple[Tensor, Activations]:
-        """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
+        """The hidden states after this layer, plain and normalised by `next_norm`."""
         qkv = self.qkv(normed)
         query, key, value = qkv.view(qkv.shape[0], 3, self.heads, -1).unbind(1)
         context = attend(query, key, value, batch, self.kind, layer=self.layer)
-        if self.last:
+        if self.is_last:
             context, hidden = batch.select_outputs(context, hidden)
-        hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
-        return join_norm(self.mlp, behind, normed, hidden)
+        hidden, normed = pre_norm_residual(self.out, self.mlp_norm, context, hidden)
+        return pre_norm_residual(self.mlp, next_norm, normed, hidden)
 
 
 class GPT2:
-    """token ids → hidden states behind the last norm, [tokens, hidden]."""
+    """token ids → hidden states after the last norm, [tokens, hidden]."""
 
     def __init__(self, build: LayerBuilder, config: Mapping[str, Any]) -> None:
         require(config, add_cross_attention=False, reorder_and_upcast_attn=False, is_causal=True)
@@ -66,7 +66,7 @@ class GPT2:
         self.embedding = build.table(prefix + "wte", config["vocab_size"], hidden)
         self.positions = build.table(prefix + "wpe", positions, hidden)
         self.layers = [GPT2Layer(build, f"{prefix}h.{i}.", config, i) for i in range(layers)]
-        self.layers[-1].last = True
+        self.layers[-1].is_last = True
         names = [*(f"h.{i}.ln_1" for i in range(layers)), "ln_f"]
         self.norms = [build.norm(prefix + name, hidden, eps) for name in names]
         self.hidden_size = hidden
@@ -74,14 +74,14 @@ class GPT2:
         self.prunes_last_layer = True
         self.kv_shape = (layers, config["n_head"], hidden // config["n_head"])
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = UNNEEDED
+        self.ignored_tensors = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
         hidden += F.embedding(batch.positions, self.positions)
         normed: Activations = self.norms[0](hidden)
-        for layer, behind in zip(self.layers, self.norms[1:], strict=True):
-            hidden, normed = layer(hidden, normed, batch, behind)
+        for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
+            hidden, normed = layer(hidden, normed, batch, next_norm)
         return dequantize(normed)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.layers.build import LayerBuilder
-from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_pooler_head
+from penstock.models.heads import ROBERTA_MLM, MaskedLMShape, add_masked_lm_head, add_pooler_head
 from penstock.models.options import require, rope_options
 from penstock.models.rotary_encoder import RotaryEncoder, Shape, TensorNames, ported
 from penstock.types import Task
@@ -24,7 +24,7 @@ PACKED = TensorNames(
 UNPACKED = replace(PACKED, qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"))
 PORTED = ported(up=("mlp.up_proj", "mlp.gate_proj"), down="mlp.down_proj")
 ORIGINAL_MLM = replace(ROBERTA_MLM, norm="lm_head.norm")
-UNNEEDED = ("pooler.", "lm_head.")
+IGNORED = ("pooler.", "lm_head.")
 
 
 def new(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
@@ -44,15 +44,16 @@ def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, sh
         layer_norm_type="layer_norm",
         logn_attention_scale=False,
     )
-    # gte-multilingual-base is an embedder with a token classifier beside it
+    # gte-multilingual-base is an embedder that also stores a token classifier.
     classifies = head in (Task.CLASSIFY, Task.TOKEN_CLASSIFY)
-    ignored_tensors = UNNEEDED if classifies else (*UNNEEDED, "classifier.")
+    ignored_tensors = IGNORED if classifies else (*IGNORED, "classifier.")
     packed = PACKED if config.get("pack_qkv", True) else UNPACKED
     model = RotaryEncoder(build, shape, (packed, PORTED), ignored_tensors)
     add_pooler_head(model, build, config, head)
     if head is Task.SPARSE:
         names = ORIGINAL_MLM if build.weights.has(f"{ORIGINAL_MLM.norm}.weight") else ROBERTA_MLM
-        add_masked_lm_head(model, build, config, names, model.embedding.words, shape.act, shape.eps)
+        head_shape = MaskedLMShape(names=names, act=shape.act, eps=shape.eps)
+        add_masked_lm_head(model, build, config, model.embedding.words, head_shape)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Heads as encoders carry them: one token stands for a sequence, all are labelled, or all are guessed."""
+"""Heads: classifiers, masked-language and language-model heads, token projections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.types import Task
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMNames:
-    """Where a family keeps its masked-language head."""
+    """The names of a family's masked-language head."""
 
     dense: str
     norm: str
@@ -37,7 +37,7 @@ BERT_MLM = MaskedLMNames(
 ROBERTA_MLM = MaskedLMNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 NOMIC_MLM = replace(BERT_MLM, norm="cls.predictions.transform.layer_norm")
 MODERNBERT_MLM = MaskedLMNames("head.dense", "head.norm", "decoder", "decoder.bias")
-DEBERTA_MLM = MaskedLMNames(  # the second of its layouts, always on the word table; the first is BERT's
+DEBERTA_MLM = MaskedLMNames(  # the newer of its layouts, always tied to the word table; the older is BERT's
     "lm_predictions.lm_head.dense",
     "lm_predictions.lm_head.LayerNorm",
     "lm_predictions.lm_head",
@@ -46,6 +46,16 @@ DEBERTA_MLM = MaskedLMNames(  # the second of its layouts, always on the word ta
 DISTILBERT_MLM = MaskedLMNames(
     "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedLMShape:
+    names: MaskedLMNames
+    act: str
+    eps: float
+    dense_bias: bool = True
+    norm_bias: bool = True
+    decoder_bias: bool = True
 
 
 class HasHeads(Protocol):
@@ -66,16 +76,16 @@ def add_head(
     *before: Callable[[Tensor], Tensor],
     method: str = "cls",
 ) -> None:
-    """A projection to the labels behind some layers; `method` pools sequences."""
+    """Add a projection to the labels after the layers in `before`; `method` pools sequences."""
     labels = label_count(config)
     project = Stack(*before, build.linear(name, model.hidden_size, labels))
     model.heads[head] = TaskHead(method if head is Task.CLASSIFY else "all", project, labels)
 
 
 def add_token_projection(model: HasHeads, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-    """ColBERT's: every hidden state to a short vector, with the layer that lies beside the backbone."""
+    """Add ColBERT's projection of every hidden state to a short vector, stored next to the backbone."""
     dim: int = config["dim"]
-    weight = build.weights.take("linear.weight", dim, model.hidden_size)  # small: never quantised
+    weight = build.weights.take("linear.weight", dim, model.hidden_size)  # small, so never quantised
     model.heads[Task.TOKEN_EMBED] = TaskHead("all", Linear(weight, None), dim)
 
 
@@ -83,25 +93,20 @@ def add_masked_lm_head(
     model: Backbone,
     build: LayerBuilder,
     config: Mapping[str, Any],
-    names: MaskedLMNames,
     words: Tensor,
-    act: str,
-    eps: float,
-    *,
-    dense_bias: bool = True,
-    norm_bias: bool = True,
-    decoder_bias: bool = True,
+    shape: MaskedLMShape,
 ) -> None:
-    """Logits of the vocabulary for every token, from the word table unless config.json unties the two."""
+    """Add the vocabulary's logits for every token, from the word table unless config.json unties the two."""
+    names = shape.names
     vocabulary, width = words.shape
     tied = config.get("tie_word_embeddings", True)
     weight = words if tied else build.table(names.decoder, vocabulary, width)
-    own = f"{names.decoder}.bias"  # the same as the head's where they are tied, and then often left out
-    bias = names.bias if tied and build.weights.has(names.bias) else own
+    decoder_bias = f"{names.decoder}.bias"  # where tied, equal to the head's bias and often left out
+    bias = names.bias if tied and build.weights.has(names.bias) else decoder_bias
     project = Stack(
-        build.linear(names.dense, model.hidden_size, width, act, bias=dense_bias),
-        build.norm(names.norm, width, eps, bias=norm_bias),
-        build.tied(weight, bias if decoder_bias else None),
+        build.linear(names.dense, model.hidden_size, width, shape.act, bias=shape.dense_bias),
+        build.norm(names.norm, width, shape.eps, bias=shape.norm_bias),
+        build.tied(weight, bias if shape.decoder_bias else None),
     )
     model.heads[Task.SPARSE] = TaskHead("all", project, vocabulary)
 
@@ -109,7 +114,7 @@ def add_masked_lm_head(
 def add_pooler_head(
     model: Backbone, build: LayerBuilder, config: Mapping[str, Any], head: Task | None
 ) -> None:
-    """BERT's classifier reads sequences through the backbone's pooler, tokens directly."""
+    """Add BERT's classifier: it reads sequences through the backbone's pooler, tokens directly."""
     if head is Task.CLASSIFY:
         hidden = model.hidden_size
         dense = build.linear(model.prefix + "pooler.dense", hidden, hidden, "tanh")
@@ -121,7 +126,7 @@ def add_pooler_head(
 def add_two_step_head(
     model: Backbone, build: LayerBuilder, config: Mapping[str, Any], head: Task | None
 ) -> None:
-    """RoBERTa's classifier for sequences is a dense layer and a projection; for tokens, one layer."""
+    """Add RoBERTa's classifier: a dense layer and a projection for sequences, one layer for tokens."""
     if head is Task.CLASSIFY:
         dense = build.linear("classifier.dense", model.hidden_size, model.hidden_size, "tanh")
         add_head(model, build, config, head, "classifier.out_proj", dense)
@@ -139,27 +144,30 @@ class WordTable(Protocol):
 def add_token_head(
     model: WordTable, build: LayerBuilder, config: Mapping[str, Any], tokens: Sequence[int]
 ) -> None:
-    """The logits of a few tokens after the last one, in fp32: no other row of the head is ever read."""
+    """Add next-token logits of `tokens` alone, in fp32: no other row of the head is read."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor) or not model.is_causal:
-        raise ModelLoadError("only decoders whose tokens see none after them answer with tokens")
+        raise ModelLoadError("only a causal decoder can answer with tokens")
     if max(tokens) >= len(words):
-        raise ModelLoadError(f"token {max(tokens)} is beyond the vocabulary of {len(words)}")
-    own = "lm_head.weight"
-    if not config.get("tie_word_embeddings", not build.weights.has(own)):
-        words = build.weights.take(own, *words.shape)
+        raise ModelLoadError(f"token {max(tokens)} is outside the vocabulary of {len(words)} tokens")
+    words = _output_weight(words, build, config)
     rows = words[list(tokens)].float()
     model.heads[Task.SCORE] = TaskHead("last", lambda x: F.linear(x.float(), rows), len(rows))
 
 
+def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
+    """The weight of the language-model head: the word table if the two are tied."""
+    name = "lm_head.weight"
+    tied = config.get("tie_word_embeddings", not build.weights.has(name))
+    return words if tied else build.weights.take(name, *words.shape)
+
+
 def add_language_head(model: WordTable, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-    """Logits of the whole vocabulary, in the model's precision; bent where config.json says so."""
+    """Add next-token logits of the whole vocabulary, in the model's precision, with the soft cap if any."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
-        raise ModelLoadError("this architecture has no head that generates")
-    own = "lm_head.weight"
-    if not config.get("tie_word_embeddings", not build.weights.has(own)):
-        words = build.weights.take(own, *words.shape)
+        raise ModelLoadError("this architecture has no language-model head")
+    words = _output_weight(words, build, config)
     project: Callable[[Tensor], Tensor] = make_linear(words, None, "identity", None)
     cap = config.get("final_logit_softcapping")
     if cap is not None:

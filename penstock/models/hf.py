@@ -1,7 +1,7 @@
-"""Any architecture that transformers knows, under Penstock's scheduler and poolers.
+"""Any architecture that transformers knows, with Penstock's scheduler and poolers.
 
-Slower than a native family, and only its hidden states: rows of equal length go through the Hugging
-Face module as one batch, so that nothing is padded and only a key limit needs a mask.
+Slower than a native family, and limited to hidden states. Rows of equal length run as one batch, so that
+nothing is padded and only a key limit needs a mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.types import Task
 
 
 class TransformersModel:
-    """The module that `AutoModel` makes of a folder."""
+    """The module that `AutoModel` loads from a folder."""
 
     def __init__(
         self, folder: Path, overrides: dict[str, Any], dtype: torch.dtype, device: torch.device
@@ -27,7 +27,9 @@ class TransformersModel:
         try:
             from transformers import AutoConfig, AutoModel
         except ImportError:
-            raise ModelLoadError("--model-impl transformers needs pip install 'penstock[hf]'") from None
+            raise ModelLoadError(
+                "--model-impl transformers needs the transformers library, which penstock[hf] installs"
+            ) from None
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, **overrides)
             module = AutoModel.from_pretrained(folder, config=config, local_files_only=True, dtype=dtype)
@@ -35,26 +37,24 @@ class TransformersModel:
             raise ModelLoadError(f"transformers cannot load {folder}: {error}") from None
         self.module: Any = module.to(device).eval()
         self.hidden_size = int(config.hidden_size)
+        self.dtype = dtype
         self.segments = int(getattr(config, "type_vocab_size", 0) or 0)
-        self.is_causal = False  # rows are never cut here
+        self.is_causal = False  # rows are never chunked here
         self.prunes_last_layer = False
         self.heads: dict[Task, TaskHead] = {}
         self.ignored_tensors: tuple[str, ...] = ()
 
     def __call__(self, batch: Batch) -> Tensor:
-        out: Tensor | None = None
+        shape = (batch.num_tokens, self.hidden_size)
+        out = torch.empty(shape, dtype=self.dtype, device=batch.token_ids.device)
         for group in batch.groups:
             stop = group.first_token + group.num_rows * group.length
-            shape = (group.num_rows, group.length)
-            ids = batch.token_ids[group.first_token : stop].view(shape).long()
+            rows = (group.num_rows, group.length)
+            ids = batch.token_ids[group.first_token : stop].view(rows).long()
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             if group.key_limit:
                 inputs["attention_mask"][:, group.key_limit :] = 0
             if batch.type_ids is not None and self.segments:
-                inputs["token_type_ids"] = batch.type_ids[group.first_token : stop].view(shape).long()
-            hidden: Tensor = self.module(**inputs).last_hidden_state.flatten(0, 1)
-            if out is None:
-                out = hidden.new_empty((batch.num_tokens, hidden.shape[-1]))
-            out[group.first_token : stop] = hidden
-        assert out is not None
+                inputs["token_type_ids"] = batch.type_ids[group.first_token : stop].view(rows).long()
+            out[group.first_token : stop] = self.module(**inputs).last_hidden_state.flatten(0, 1)
         return out

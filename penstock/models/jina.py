@@ -1,7 +1,7 @@
 """Jina's XLM-R: jina-embeddings-v3, and others with the layout of its flash implementation.
 
-jina-embeddings-v3 carries task adapters. With `lora_task` (through `--hf-overrides`) that one is merged
-into the weights; otherwise each request chooses, and without a choice the model runs as it was before them.
+jina-embeddings-v3 has task adapters. `lora_task` (through `--hf-overrides`) merges one of them into the
+weights. Otherwise each request chooses; without a choice the model runs without an adapter.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from penstock.checkpoint.adapters import adapter_names
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
-from penstock.models.adapted import AdaptedBuilder, AdaptedEncoder
 from penstock.models.encoder import Encoder, roberta
-from penstock.models.heads import ROBERTA_MLM, add_masked_lm_head, add_two_step_head
+from penstock.models.heads import ROBERTA_MLM, MaskedLMShape, add_masked_lm_head, add_two_step_head
+from penstock.models.lora_encoder import LoraBuilder, LoraEncoder
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import RotaryEncoder, Shape, TensorNames, ported
 from penstock.types import Task
@@ -31,11 +31,11 @@ FLASH = TensorNames(
     embedding_norm="emb_ln",
 )
 PORTED = ported(up=("mlp.fc1",), down="mlp.fc2")
-UNNEEDED = ("pooler.", "lm_head.", ".lora_A", ".lora_B")
+IGNORED = ("pooler.", "lm_head.", ".lora_A", ".lora_B")
 
 
 def xlm_roberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder | RotaryEncoder:
-    """XLM-R's class names stand for two layouts; the options of the flash implementation tell which."""
+    """XLM-R's class names cover two layouts; the options of the flash implementation tell them apart."""
     named = " ".join(str(place) for place in (config.get("auto_map") or {}).values())
     rotary = config.get("position_embedding_type") == "rotary"
     if rotary or "use_flash_attn" in config or "xlm-roberta-flash" in named:
@@ -53,16 +53,16 @@ def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, sh
     adapter = _adapter(config)
     source = MergedSource(build.weights, adapter)
     model: RotaryEncoder
-    if adapter is None and (chosen := _all_adapters(config)) is not None:
-        build = AdaptedBuilder(source, chosen, build.quantization, build.unquantized)
-        model = AdaptedEncoder(build, shape, (FLASH, PORTED), UNNEEDED)
+    if adapter is None and (adapters := _all_adapters(config)) is not None:
+        build = LoraBuilder(source, adapters, build.quantization, build.unquantized)
+        model = LoraEncoder(build, shape, (FLASH, PORTED), IGNORED)
     else:
         build = LayerBuilder(source, build.quantization, build.unquantized)
-        model = RotaryEncoder(build, shape, (FLASH, PORTED), UNNEEDED)
+        model = RotaryEncoder(build, shape, (FLASH, PORTED), IGNORED)
     add_two_step_head(model, build, config, head)
     if head is Task.SPARSE:
-        eps = config.get("layer_norm_eps", 1e-5)
-        add_masked_lm_head(model, build, config, ROBERTA_MLM, model.embedding.words, "gelu", eps)
+        head_shape = MaskedLMShape(names=ROBERTA_MLM, act="gelu", eps=config.get("layer_norm_eps", 1e-5))
+        add_masked_lm_head(model, build, config, model.embedding.words, head_shape)
     return model
 
 
@@ -70,7 +70,10 @@ def _shape(config: Mapping[str, Any], *, positions: str, rope_theta: float) -> S
     """`positions` and `rope_theta` are defaults for what config.json leaves out."""
     kind = config.get("position_embedding_type") or positions
     if kind not in ("rotary", "absolute"):
-        raise ModelLoadError(f"position_embedding_type {kind!r} is not supported; 'rotary', 'absolute' are")
+        raise ModelLoadError(
+            f"config.json has position_embedding_type = {kind!r}, which is not supported; "
+            "supported: rotary, absolute"
+        )
     rope = rope_options(config, "rotary_emb_base", default=rope_theta)
     return Shape(
         hidden=config["hidden_size"],
@@ -92,8 +95,8 @@ def _adapter(config: Mapping[str, Any]) -> Adapter | None:
     if task is None:
         return None
     if task not in known:
-        have = ", ".join(known) or "none"
-        raise ModelLoadError(f"lora_task {task!r} is not among the model's adapters: {have}")
+        names = ", ".join(known) or "none"
+        raise ModelLoadError(f"lora_task is {task!r}, which is not among the model's adapters: {names}")
     return Adapter(known.index(task), len(known), *_rank_and_scale(config))
 
 

@@ -16,18 +16,18 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import LayerNorm
-from penstock.layers.residual import join_norm
+from penstock.layers.residual import pre_norm_residual
 from penstock.layers.rotary import Angles, Rotary
-from penstock.models.heads import MODERNBERT_MLM, add_head, add_masked_lm_head
+from penstock.models.heads import MODERNBERT_MLM, MaskedLMShape, add_head, add_masked_lm_head
 from penstock.models.options import rope_options
 from penstock.types import Task
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-UNNEEDED = ("head.", "decoder.", "classifier.")
+IGNORED = ("head.", "decoder.", "classifier.")
 
 
 class ModernBertLayer:
-    last = False  # of its model, so that only a pooler reads what it gives
+    is_last = False  # of its model: only a pooler reads its output
 
     def __init__(self, build: LayerBuilder, prefix: str, config: Mapping[str, Any], kind: str) -> None:
         hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -45,7 +45,7 @@ class ModernBertLayer:
             build.linear(prefix + "mlp.Wo", inner, hidden, bias=mlp_bias),
             config.get("hidden_activation", "gelu"),
         )
-        self.mlp_norm.feed(self.mlp.first)
+        self.mlp_norm.quantize_for(self.mlp.input_layer)
 
     def __call__(
         self,
@@ -54,15 +54,15 @@ class ModernBertLayer:
         batch: Batch,
         rotary: Rotary,
         angles: Angles,
-        behind: LayerNorm,
+        next_norm: LayerNorm,
     ) -> tuple[Tensor, Activations]:
-        """The hidden states behind this layer, plain and by the norm that stands `behind` it."""
-        query, key, value = rotary.fused(self.qkv(normed), self.heads, angles)
+        """The hidden states after this layer, plain and normalised by `next_norm`."""
+        query, key, value = rotary.rotate_qkv(self.qkv(normed), self.heads, angles)
         context = attend(query, key, value, batch, self.attention)
-        if self.last:
+        if self.is_last:
             context, hidden = batch.select_outputs(context, hidden)
-        hidden, normed = join_norm(self.out, self.mlp_norm, context, hidden)
-        return join_norm(self.mlp, behind, normed, hidden)
+        hidden, normed = pre_norm_residual(self.out, self.mlp_norm, context, hidden)
+        return pre_norm_residual(self.mlp, next_norm, normed, hidden)
 
 
 class ModernBert:
@@ -83,25 +83,25 @@ class ModernBert:
         self.layers = [
             ModernBertLayer(build, f"{self.prefix}layers.{i}.", config, kind) for i, kind in enumerate(kinds)
         ]
-        self.layers[-1].last = True
-        # The norm of a layer's attention stands behind the layer before; the first has the embedding's.
+        self.layers[-1].is_last = True
+        # Norm i follows layer i and feeds the attention of layer i + 1. The embedding's norm feeds layer 0.
         names = [*(f"layers.{i}.attn_norm" for i in range(1, len(kinds))), "final_norm"]
         self.norms = [build.norm(self.prefix + name, hidden, eps, bias=norm_bias) for name in names]
-        for before, layer in zip(self.norms, self.layers[1:], strict=False):  # the last feeds none
-            before.feed(layer.qkv)
+        for before, layer in zip(self.norms, self.layers[1:], strict=False):  # the last norm feeds no layer
+            before.quantize_for(layer.qkv)
         self.hidden_size = hidden
         self.is_causal = False
         self.prunes_last_layer = True
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = UNNEEDED
+        self.ignored_tensors = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
         normed: Activations = hidden
         angles = {kind: rotary.angles(batch) for kind, rotary in self.rotary.items()}
-        for layer, behind in zip(self.layers, self.norms, strict=True):
+        for layer, next_norm in zip(self.layers, self.norms, strict=True):
             kind = layer.kind
-            hidden, normed = layer(hidden, normed, batch, self.rotary[kind], angles[kind], behind)
+            hidden, normed = layer(hidden, normed, batch, self.rotary[kind], angles[kind], next_norm)
         return dequantize(normed)
 
 
@@ -111,18 +111,15 @@ def modernbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None
     act = config.get("classifier_activation", "gelu")
     bias, norm_bias = bool(config.get("classifier_bias")), bool(config.get("norm_bias"))
     if head is Task.SPARSE:
-        add_masked_lm_head(
-            model,
-            build,
-            config,
-            MODERNBERT_MLM,
-            model.embedding.words,
-            act,
-            eps,
+        shape = MaskedLMShape(
+            names=MODERNBERT_MLM,
+            act=act,
+            eps=eps,
             dense_bias=bias,
             norm_bias=norm_bias,
             decoder_bias=bool(config.get("decoder_bias", True)),
         )
+        add_masked_lm_head(model, build, config, model.embedding.words, shape)
     elif head is not None:
         dense = build.linear("head.dense", hidden, hidden, act, bias=bias)
         norm = build.norm("head.norm", hidden, eps, bias=norm_bias)
@@ -133,7 +130,9 @@ def modernbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None
 def _pooling(config: Mapping[str, Any]) -> str:
     method = str(config.get("classifier_pooling", "cls"))
     if method not in ("cls", "mean"):
-        raise ModelLoadError(f"classifier_pooling {method!r} is not supported; 'cls' and 'mean' are")
+        raise ModelLoadError(
+            f"config.json has classifier_pooling = {method!r}, which is not supported; supported: cls, mean"
+        )
     return method
 
 
@@ -142,7 +141,9 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
     count = config["num_hidden_layers"]
     kinds = config.get("layer_types") or [SLIDING if i % every else FULL for i in range(count)]
     if len(kinds) != count or not set(kinds) <= {FULL, SLIDING}:
-        raise ModelLoadError(f"layer_types {kinds!r} is not supported: {count} of {FULL}, {SLIDING} are")
+        raise ModelLoadError(
+            f"config.json has layer_types = {kinds!r}; it has to be {count} of {FULL}, {SLIDING}"
+        )
     return list(kinds)
 
 

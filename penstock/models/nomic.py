@@ -1,4 +1,4 @@
-"""NomicBERT: nomic-embed-text v1 and v1.5, and what was trained from them."""
+"""NomicBERT: nomic-embed-text v1 and v1.5, and models trained from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.checkpoint.families import FAMILIES
 from penstock.checkpoint.limits import max_positions
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
-from penstock.models.heads import NOMIC_MLM, add_masked_lm_head, add_pooler_head
+from penstock.models.heads import NOMIC_MLM, MaskedLMShape, add_masked_lm_head, add_pooler_head
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import RotaryEncoder, Shape, TensorNames, ported
 from penstock.types import Task
@@ -28,7 +28,7 @@ GATED = TensorNames(
 PLAIN = replace(GATED, up=("mlp.fc1",))
 PORTED = ported(up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj")
 GATES = {"glu": "sigmoid", "geglu": "gelu", "swiglu": "silu"}
-UNNEEDED = ("pooler.", "cls.")
+IGNORED = ("pooler.", "cls.")
 
 
 def nomic(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
@@ -45,24 +45,27 @@ def nomic(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
         moe_every_n_layers=0,
     )
     if config.get("rotary_emb_scale_base") is not None:
-        raise ModelLoadError("rotary_emb_scale_base is not supported")
+        raise ModelLoadError("config.json sets rotary_emb_scale_base, which is not supported")
     shape = _shape(config)
     layouts = (GATED, PORTED) if shape.gated else (PLAIN,)
-    model = RotaryEncoder(build, shape, layouts, UNNEEDED)
+    model = RotaryEncoder(build, shape, layouts, IGNORED)
     add_pooler_head(model, build, config, head)
     if head is Task.SPARSE:
-        add_masked_lm_head(model, build, config, NOMIC_MLM, model.embedding.words, shape.act, shape.eps)
+        head_shape = MaskedLMShape(names=NOMIC_MLM, act=shape.act, eps=shape.eps)
+        add_masked_lm_head(model, build, config, model.embedding.words, head_shape)
     return model
 
 
 def _shape(config: Mapping[str, Any]) -> Shape:
     hidden, heads = option(config, "hidden_size", "n_embd"), option(config, "num_attention_heads", "n_head")
     require(config, head_dim=hidden // heads)
-    act = config.get("activation_function")  # set by the original code; the port is swiglu without biases
+    act = config.get(
+        "activation_function"
+    )  # only the original code sets it; the port is swiglu without biases
     original = act is not None
     fraction = float(option(config, "rotary_emb_fraction", default=0.0 if original else 1.0))
     if not 0 < fraction <= 1:
-        raise ModelLoadError(f"rotary_emb_fraction = {fraction} is not supported; it must lie in (0, 1]")
+        raise ModelLoadError(f"config.json has rotary_emb_fraction = {fraction}; it has to be in (0, 1]")
     multiple = config.get("pad_vocab_size_multiple") or 1
     return Shape(
         hidden=hidden,

@@ -1,4 +1,4 @@
-"""Reading config.json: options under several names, and those that a family's wiring takes for granted."""
+"""Reads config.json: options with several names, and options that a family's wiring relies on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.layers.rotary import Rope
 
 
 def option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """The value of the first of these names that is set; null counts as not set."""
+    """The value of the first of these keys that is set; null counts as not set."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
@@ -20,10 +20,12 @@ def option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
 
 
 def require(config: Mapping[str, Any], **wanted: Any) -> None:
-    """Refuse a configuration whose options, where they are set, are not these."""
+    """Refuse a configuration that sets one of these options to another value."""
     for name, value in wanted.items():
         if config.get(name) is not None and config[name] != value:
-            raise ModelLoadError(f"{name} = {config[name]!r} is not supported; only {value!r} is")
+            raise ModelLoadError(
+                f"config.json has {name} = {config[name]!r}, which is not supported; supported: {value!r}"
+            )
 
 
 def rope_options(
@@ -33,10 +35,10 @@ def rope_options(
     layer_type: str = "full_attention",
     scaled: bool = True,
 ) -> Rope:
-    """Angles of one type of layer, in any of the forms that config.json has them in.
+    """The rotary options of one type of layer, from either form of config.json.
 
-    New files have `rope_parameters`, for all layers or by layer type. Old ones have a base under one of
-    `names`, and `rope_scaling` for the layers that are `scaled`.
+    Newer files have `rope_parameters`, for all layers or by layer type. Older ones have a base under one of
+    `names`, and `rope_scaling` for layers that are `scaled`.
     """
     newer: Mapping[str, Any] = config.get("rope_parameters") or {}
     if any(isinstance(value, Mapping) for value in newer.values()):

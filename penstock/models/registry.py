@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """A backbone with the heads of its checkpoint. `ignored_tensors` marks tensors that may stay unread."""
+    """A backbone with the heads of its checkpoint."""
 
     hidden_size: int
-    is_causal: bool  # no token sees one that comes after it
-    prunes_last_layer: bool  # it finishes the needed tokens of a batch alone, where not all are
+    is_causal: bool  # no token sees a later one
+    prunes_last_layer: bool  # after its last attention it computes only the tokens that are read
     heads: dict[Task, TaskHead]
-    ignored_tensors: tuple[str, ...]
+    ignored_tensors: tuple[str, ...]  # parts of names of tensors that may stay unread
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The last hidden states, [tokens, hidden]: of the needed tokens, where it narrows."""
+        """The last hidden states, [tokens, hidden]; of the needed tokens alone if it prunes."""
         ...
 
 
 class CausalModel(Model, Protocol):
-    """A model whose rows can go on over steps."""
+    """A model that keeps keys and values in the KV cache, so that a row can span several steps."""
 
     kv_shape: tuple[int, int, int]  # layers, key/value heads, head size
 
@@ -51,14 +51,14 @@ def build_model(
     """Builder functions take (layer builder, config.json, head task or None). They find `is_causal` in the
     configuration: the family's record settles it.
 
-    `splade` asks for the masked-language head, which most checkpoints carry without a use for it;
-    `score_tokens`, for these rows of a decoder's language-model head; `generates`, for all of it.
+    `splade` adds the masked-language head, which most checkpoints store without using it. `score_tokens` adds
+    these rows of a decoder's language-model head, and `generates` adds all of it.
     """
     found = find_architecture(architecture, config)
     config = {**config, "is_causal": found.family.is_causal(config)}
     head = found.head
-    if stored := block_format(config):
-        build.stored = stored.covers
+    if (stored := block_format(config)) is not None:
+        build.has_block_format = stored.covers
     if splade:
         head = Task.SPARSE
     elif score_tokens:
@@ -77,5 +77,5 @@ def build_model(
         heads.add_token_head(model, build, config, score_tokens)
     if generates:
         heads.add_language_head(model, build, config)
-    build.weights.finish(model.ignored_tensors)
+    build.weights.check_all_read(model.ignored_tensors)
     return model

@@ -1,7 +1,7 @@
 """Post-norm encoders with rotary positions: NomicBERT, GTE, Jina's XLM-R.
 
-They differ in names, in biases and in the feed-forward block; the wiring is the same. A checkpoint
-keeps the names of the code that trained it or those of a transformers port; which is seen in the file.
+They share the wiring. They differ in tensor names, in biases and in the feed-forward block. A checkpoint has
+the names of the code that trained it or those of a transformers port; its tensors show which.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
-from penstock.layers.linear import LinearLayer, place_of
+from penstock.layers.linear import LinearLayer, scratch_width
 from penstock.layers.mlp import MLP, GatedMLP
-from penstock.layers.residual import add_norm, feed_post_norms
+from penstock.layers.residual import connect_post_norms, post_norm_residual
 from penstock.layers.rotary import Angles, Rope, Rotary
 from penstock.types import Task
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Where a checkpoint keeps its tensors, below its own prefix."""
+    """The tensor names of a checkpoint, below its prefix."""
 
     layer: str
     qkv: tuple[str, ...]  # one fused, or three
     out: str
     attention_norm: str
-    up: tuple[str, ...]  # of a gated block both halves, fused or not
+    up: tuple[str, ...]  # both halves of a gated block, fused or not
     down: str
     output_norm: str
     embedding_norm: str = "embeddings.LayerNorm"
 
 
 def ported(*, up: tuple[str, ...], down: str) -> TensorNames:
-    """The names of the transformers ports, which differ only in the feed-forward block."""
+    """The names in transformers ports, which differ only in the feed-forward block."""
     return TensorNames(
         layer="layers.{}.",
         qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -76,7 +76,7 @@ class Shape:
 
 
 class RotaryEncoderLayer:
-    last = False  # of its model, so that only a pooler reads what it gives
+    is_last = False  # of its model: only a pooler reads its output
 
     def __init__(
         self, build: LayerBuilder, prefix: str, names: TensorNames, shape: Shape, rotary: Rotary | None
@@ -84,35 +84,37 @@ class RotaryEncoderLayer:
         hidden, inner = shape.hidden, shape.intermediate
         self.heads = shape.heads
         self.rotary = rotary
-        self.qkv = _joined(build, prefix, names.qkv, hidden, 3 * hidden, bias=shape.qkv_bias)
+        self.qkv = _fused_linear(build, prefix, names.qkv, hidden, 3 * hidden, bias=shape.qkv_bias)
         self.out = build.linear(prefix + names.out, hidden, hidden, bias=shape.out_bias)
         self.attention_norm = build.norm(prefix + names.attention_norm, hidden, shape.eps)
         down = build.linear(prefix + names.down, inner, hidden, bias=shape.down_bias)
         self.mlp: MLP | GatedMLP
         if shape.gated:
-            up = _joined(build, prefix, names.up, hidden, 2 * inner, bias=shape.up_bias)
+            up = _fused_linear(build, prefix, names.up, hidden, 2 * inner, bias=shape.up_bias)
             self.mlp = GatedMLP(up, down, shape.act, shape.gate_first)
         else:
-            up = _joined(build, prefix, names.up, hidden, inner, shape.act, bias=shape.up_bias)
+            up = _fused_linear(build, prefix, names.up, hidden, inner, shape.act, bias=shape.up_bias)
             self.mlp = MLP(up, down)
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
-        self.widths = tuple(map(place_of, (self.qkv, self.out, up, down)))
+        self.widths = tuple(map(scratch_width, (self.qkv, self.out, up, down)))
 
     def __call__(
-        self, hidden: Tensor, fed: Activations, batch: Batch, angles: Angles | None
+        self, hidden: Tensor, layer_input: Activations, batch: Batch, angles: Angles | None
     ) -> tuple[Tensor, Activations]:
-        """`fed` is `hidden` as the first product reads it; so are the two that come back."""
+        """`layer_input` is `hidden` in the form that the first product reads, as in the returned pair."""
         place, between, middle, last = batch.scratch_buffers(self.widths, hidden)
-        qkv = self.qkv(fed, out=place)
+        qkv = self.qkv(layer_input, out=place)
         if self.rotary is None or angles is None:
             context = attend_fused(qkv, self.heads, batch)
         else:
-            context = attend(*self.rotary.fused(qkv, self.heads, angles), batch)
-        if self.last and batch.output_tokens is not None:
+            context = attend(*self.rotary.rotate_qkv(qkv, self.heads, angles), batch)
+        if self.is_last and batch.output_tokens is not None:
             context, hidden = batch.select_outputs(context, hidden)
             between = middle = last = None
-        hidden, fed = add_norm(self.out, self.attention_norm, context, hidden, between)
-        return add_norm(partial(self.mlp, middle=middle), self.output_norm, fed, hidden, last)
+        hidden, layer_input = post_norm_residual(self.out, self.attention_norm, context, hidden, between)
+        return post_norm_residual(
+            partial(self.mlp, scratch=middle), self.output_norm, layer_input, hidden, last
+        )
 
 
 class RotaryEncoder:
@@ -145,8 +147,8 @@ class RotaryEncoder:
             RotaryEncoderLayer(build, self.prefix + names.layer.format(i), names, shape, self.rotary)
             for i in range(shape.layers)
         ]
-        self.layers[-1].last = True
-        feed_post_norms(self.layers)
+        self.layers[-1].is_last = True
+        connect_post_norms(self.layers)
         self.hidden_size = shape.hidden
         self.is_causal = False
         self.prunes_last_layer = True
@@ -155,18 +157,18 @@ class RotaryEncoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
-        fed: Activations = hidden
+        layer_input: Activations = hidden
         angles = None if self.rotary is None else self.rotary.angles(batch)
         for layer in self.layers:
-            hidden, fed = layer(hidden, fed, batch, angles)
+            hidden, layer_input = layer(hidden, layer_input, batch, angles)
         return hidden
 
     def _names(self, build: LayerBuilder, layouts: tuple[TensorNames, ...]) -> TensorNames:
-        looked_for = [f"{self.prefix}{names.layer.format(0)}{names.down}.weight" for names in layouts]
-        for names, tensor in zip(layouts, looked_for, strict=True):
+        candidates = [f"{self.prefix}{names.layer.format(0)}{names.down}.weight" for names in layouts]
+        for names, tensor in zip(layouts, candidates, strict=True):
             if build.weights.has(tensor):
                 return names
-        raise ModelLoadError(f"the checkpoint has none of {', '.join(looked_for)}, which this model needs")
+        raise ModelLoadError(f"the checkpoint has none of the tensors {', '.join(candidates)}")
 
 
 def _rotary(build: LayerBuilder, shape: Shape, rope: Rope) -> Rotary:
@@ -181,7 +183,7 @@ def _rotary(build: LayerBuilder, shape: Shape, rope: Rope) -> Rotary:
     )
 
 
-def _joined(
+def _fused_linear(
     build: LayerBuilder,
     prefix: str,
     names: tuple[str, ...],
@@ -191,5 +193,5 @@ def _joined(
     *,
     bias: bool,
 ) -> LinearLayer:
-    """One layer of `outputs` in all, from as many tensors as there are names."""
+    """One layer with `outputs` outputs in total, from one tensor per name."""
     return build.linear([prefix + name for name in names], inputs, outputs // len(names), act, bias=bias)

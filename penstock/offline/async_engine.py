@@ -18,7 +18,7 @@ from penstock.inputs.chunks import Chunking, ChunkOptions
 from penstock.inputs.generation import DEFAULT_TOKENS, SamplingParams
 from penstock.inputs.pair_options import make_pairs
 from penstock.inputs.processor import InputOptions, Inputs, num_inputs
-from penstock.inputs.vectors import comparison_of
+from penstock.inputs.vectors import comparison_from_arrays
 from penstock.offline.keywords import (
     InputKeywords,
     PairKeywords,
@@ -382,7 +382,9 @@ class AsyncEngine:
         `queries` is one matrix [tokens, dim] for all documents, or a list with one for each; `documents` is a
         list of matrices. Vectors are float32, float16, or int8 with optional scales, one for each vector.
         """
-        comparison = comparison_of(next(self._ids), queries, documents, query_scales, document_scales)
+        comparison = comparison_from_arrays(
+            next(self._ids), queries, documents, query_scales, document_scales
+        )
         output = await self.local.engine.compare(comparison)
         return output.values[:, 0]
 

@@ -235,4 +235,6 @@ def _writable(output: PooledOutput) -> PooledOutput:
     """An output that its caller may write to: deduplicated requests are given the same arrays."""
     if output.values.flags.writeable:
         return output
-    return replace(output, values=output.values.copy(), more=tuple(array.copy() for array in output.more))
+    return replace(
+        output, values=output.values.copy(), extra_values=tuple(array.copy() for array in output.extra_values)
+    )

@@ -49,7 +49,7 @@ class CompletionLogprobs:
         return {"text_offset": offsets, "token_logprobs": chosen, "tokens": names, "top_logprobs": tops}
 
 
-def joined(lists: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def concat_logprobs(lists: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Lists of consecutive tokens as one."""
     names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
     return {name: [value for some in lists for value in some[name]] for name in names}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadValue
 
 
-def best(scores: NDArray[Any], top_n: int | None = None) -> list[int]:
+def top_indices(scores: NDArray[Any], top_n: int | None = None) -> list[int]:
     """The places of the highest scores, highest first; equal ones in their order."""
     order: list[int] = np.argsort(-scores, kind="stable").tolist()
     return order[:top_n]

@@ -12,7 +12,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
-        self.wanted = bool(self._stops)
+        self.is_active = bool(self._stops)
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 

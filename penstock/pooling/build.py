@@ -208,5 +208,5 @@ def _dense(
     residual = None
     if dense.residual and dense.in_features != dense.out_features:
         residual = Linear(weights.take("residual.weight", dense.out_features, dense.in_features), None)
-    weights.finish(())
+    weights.check_all_read(())
     return Dense(Linear(weight, bias, dense.activation), residual, dense.residual)

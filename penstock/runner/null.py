@@ -55,7 +55,7 @@ class NullRunner:
             return np.tile(np.stack([terms, np.ones_like(terms)], axis=-1), (rows, 1, 1))
         width = variant.params.dimensions or self.widths[variant.params.task]
         dtype = variant.params.dtype
-        if dtype.packed:
+        if dtype.is_packed:
             return np.zeros((rows, -(-width // 8)), dtype=dtype.numpy)
         value = 1 / np.sqrt(width) if dtype in (OutputDtype.FLOAT32, OutputDtype.FLOAT16) else 1
         return np.full((rows, width), value, dtype=dtype.numpy)

@@ -434,7 +434,7 @@ class GenerationScheduler:
             id=sequence.request.id,
             row=sequence.row,
             token_ids=new[:0] if stopped else new,
-            finish=finish,
+            finish_reason=finish,
             stop_token=int(new[0]) if stopped else None,
             logprob_ids=logprobs.ids,
             logprobs=logprobs.values,

@@ -53,7 +53,7 @@ def pair_variant(
     tokens: Ints | None = None
     if not params.late:  # a row has one vector, numbered like the rows of the step
         begins = finished.step_rows
-    elif all(row_slice.request.keep is None for row_slice in slices):
+    elif all(row_slice.request.token_mask is None for row_slice in slices):
         begins = cu_lengths[finished.step_rows]
     else:
         tokens = _kept_tokens(paired, tokens_of(finished.step_rows, lengths, cu_lengths))
@@ -129,13 +129,13 @@ def _kept_tokens(paired: Sequence[_PairedSlice], tokens: Ints) -> Ints:
     flags: list[Ints] = []
     for each in paired:
         request, rows = each.row_slice.request, each.rows
-        if request.keep is None:
+        if request.token_mask is None:
             flags.append(np.ones(int(request.lengths[rows].sum()), dtype=np.int32))
             continue
         index = consecutive_tokens(rows, request.lengths, request.starts)
         if index is None:
-            flags.append(request.keep[tokens_of(rows, request.lengths, request.starts)])
+            flags.append(request.token_mask[tokens_of(rows, request.lengths, request.starts)])
         else:
-            flags.append(request.keep[index])
+            flags.append(request.token_mask[index])
     kept: Ints = tokens[_concatenate(flags) != 0]
     return kept

@@ -92,7 +92,7 @@ class _StepPart(NamedTuple):
 def _step_part(entry: ScheduledRows) -> _StepPart:
     request, rows = entry.request, entry.rows
     if entry.begins is None and request.num_rows == 1:
-        whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.keys)
+        whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.key_limits)
         return _StepPart(*whole, request.adapters)
     lengths, starts = request.lengths[rows], request.starts[rows]
     if entry.begins is not None and entry.ends is not None:
@@ -108,7 +108,7 @@ def _step_part(entry: ScheduledRows) -> _StepPart:
         entry.begins,
         None if request.type_ids is None else request.type_ids[tokens],
         None if request.skip is None else request.skip[rows],
-        None if request.keys is None else request.keys[rows],
+        None if request.key_limits is None else request.key_limits[rows],
         None if request.adapters is None else request.adapters[rows],
     )
 
@@ -202,7 +202,7 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
         if row_slice.request.pairs is not None:
             paired.setdefault(row_slice.request.params, []).append(row_slice)
             continue
-        for params in row_slice.request.wants:
+        for params in row_slice.request.all_params:
             rows = row_slice.step_rows
             if row_slice.ends is not None and not params.per_token:
                 rows = rows[row_slice.finished]

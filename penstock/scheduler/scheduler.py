@@ -256,9 +256,9 @@ class Scheduler:
         return scheduled, num_visited
 
     def _output_bytes_per_token(self, request: Request) -> int:
-        if not request.also:  # almost all requests, and this runs for each of them in every step
+        if not request.extra_params:  # almost all requests, and this runs for each of them in every step
             return self.token_bytes(request.params)
-        return sum(self.token_bytes(params) for params in request.wants)
+        return sum(self.token_bytes(params) for params in request.all_params)
 
     def _best_fits(self, large: list[QueuedRequest], room: _StepRoom) -> Iterator[ScheduledRows]:
         """Of rows that need more than half of the room left, the largest that fits. The first request in the

@@ -127,6 +127,6 @@ def vector_counts(request: Request) -> Ints:
     """How many vectors each row has in a score."""
     if not request.params.late:
         return np.ones(request.num_rows, dtype=np.int32)
-    if request.keep is None:
+    if request.token_mask is None:
         return request.lengths
-    return np.add.reduceat(request.keep, request.starts).astype(np.int32)
+    return np.add.reduceat(request.token_mask, request.starts).astype(np.int32)

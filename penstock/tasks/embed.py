@@ -86,8 +86,8 @@ class EmbedInChunks(TextTask[list[ChunkedEmbeddings]]):
         prompted = model.processor.with_prompt(texts or [], options)
         if self.chunking.chunking == "late":
             if texts is None:
-                return chunker.late_ids(request_id, rows, options, self.chunking)
-            located = await model.batcher.locate(prompted, special)
+                return chunker.late_from_ids(request_id, rows, options, self.chunking)
+            located = await model.batcher.encode_with_offsets(prompted, special)
             return chunker.late(request_id, texts, located, options, self.chunking)
         if texts is not None:
             rows = await model.batcher.encode(prompted, special)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from penstock.errors import BadValue
-from penstock.inputs.offsets import TokenOffsets, join_with_offsets, texts_only
+from penstock.inputs.offsets import TokenOffsets, join_with_offsets, require_texts
 from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
 from penstock.tasks.model import TextModel
 from penstock.tasks.rows import ListTask
@@ -32,9 +32,9 @@ class FindEntities(ListTask[list[Entity]]):
             )
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[list[Entity]]]:
-        texts = texts_only(self.inputs, allow_empty_text=self.allows_empty_text)
+        texts = require_texts(self.inputs, allow_empty_text=self.allows_empty_text)
         prompted = model.processor.with_prompt(texts, self.options)
-        located = await model.batcher.locate(prompted, self.options.add_special_tokens)
+        located = await model.batcher.encode_with_offsets(prompted, self.options.add_special_tokens)
         request, offsets = join_with_offsets(
             model.processor, request_id, texts, located, self.params, self.options
         )

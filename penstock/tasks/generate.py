@@ -23,8 +23,8 @@ from penstock.inputs.generation import (
 )
 from penstock.tasks.model import TextModel
 from penstock.tasks.run import DEFAULT_SCHEDULING, Scheduling
-from penstock.tasks.text_stream import TextDelta, TokenLogprobs, stream_text
-from penstock.types import Ints, Timings
+from penstock.tasks.text_stream import TextDelta, stream_text
+from penstock.types import Ints, Timings, TokenLogprobs
 
 Message = Mapping[str, Any]
 
@@ -156,9 +156,4 @@ class Completion:
 def _joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs | None:
     if not parts:
         return None
-    ranks = [part.ranks for part in parts if part.ranks is not None]
-    return TokenLogprobs(
-        np.concatenate([part.ids for part in parts]),
-        np.concatenate([part.values for part in parts]),
-        np.concatenate(ranks) if len(ranks) == len(parts) else None,
-    )
+    return TokenLogprobs(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))

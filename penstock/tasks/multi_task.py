@@ -47,12 +47,12 @@ class MultiTask(TextTask[list[Any]]):
     async def request(self, model: TextModel, request_id: str) -> Request:
         request = await super().request(model, request_id)
         want_more_outputs(model, request, self.more)
-        if any(params.steps for params in request.wants):
+        if any(params.steps for params in request.all_params):
             check_steps(request, model.spec.step_tag)
         return request
 
     def finish(self, model: TextModel, request: Request, output: PooledOutput) -> list[Any]:
-        outputs = zip(request.wants, self.all_params, (output.values, *output.more), strict=True)
+        outputs = zip(request.all_params, self.all_params, (output.values, *output.extra_values), strict=True)
         return [self._rows(model, request, settled, given, array) for settled, given, array in outputs]
 
     def _rows(
@@ -83,10 +83,10 @@ def want_more_outputs(model: TextModel, request: Request, more: Sequence[Pooling
             f"model {processor.spec.name} reads texts differently for each task; ask for one task at a time",
             param="task",
         )
-    request.also = tuple(processor.settled(params) for params in more)
-    if request.keep is None and any(params.task is Task.TOKEN_EMBED for params in more):
-        request.keep = processor.kept(request.lengths)
-    last_token_only = all(map(processor.reads_last_token_only, request.also))
+    request.extra_params = tuple(processor.engine_params(params) for params in more)
+    if request.token_mask is None and any(params.task is Task.TOKEN_EMBED for params in more):
+        request.token_mask = processor.token_mask(request.lengths)
+    last_token_only = all(map(processor.reads_last_token_only, request.extra_params))
     request.reuse_prefix = request.reuse_prefix and last_token_only
 
 
@@ -114,10 +114,10 @@ def pooling_task(
     allows_empty_text: bool = True,
 ) -> TextTask[Any]:
     """The task that `params` name, over texts or token ids."""
-    refuse_generation(params.task)
-    if params.task is Task.SCORE:
+    kind = _TASKS.get(params.task)
+    if kind is None:
+        refuse_generation(params.task)
         raise BadValue("task 'score' takes pairs; use /score or /rerank", param="task")
-    kind = _TASKS[params.task]
-    if params.task is Task.REWARD and rewards_steps(model):
+    if kind is Reward and rewards_steps(model):
         kind = StepRewards
     return kind(inputs=inputs, params=params, options=options, allows_empty_text=allows_empty_text)

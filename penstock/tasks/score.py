@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.pairs import check_pairs, finish_pairs, prepare_pairs
-from penstock.outputs.ranking import best
+from penstock.outputs.ranking import top_indices
 from penstock.tasks.model import TextModel
 from penstock.tasks.run import Prepared
 from penstock.types import PooledOutput, PoolingParams, Request, Task
@@ -62,4 +62,6 @@ class RankedDocument:
 
 def rank(scores: NDArray[Any], documents: Sequence[str], top_n: int | None = None) -> list[RankedDocument]:
     """The documents from best to worst, at most `top_n`; equal scores keep the caller's order."""
-    return [RankedDocument(index, float(scores[index]), documents[index]) for index in best(scores, top_n)]
+    return [
+        RankedDocument(index, float(scores[index]), documents[index]) for index in top_indices(scores, top_n)
+    ]

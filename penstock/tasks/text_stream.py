@@ -17,16 +17,7 @@ from penstock.handle import EngineHandle, Unsubscribe
 from penstock.inputs.generation import GenerationJob
 from penstock.outputs.detokenizer import Decodes, detokenizer
 from penstock.outputs.stops import StopStrings
-from penstock.types import GeneratedTokens, Ints, Timings
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenLogprobs:
-    """Log probabilities of some tokens: the chosen token first, then the most likely ones."""
-
-    ids: Ints  # [tokens, 1 + top]
-    values: NDArray[np.float32]  # [tokens, 1 + top]
-    ranks: Ints | None  # [tokens], of the chosen token, from 1
+from penstock.types import GeneratedTokens, Ints, Timings, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +64,7 @@ class SequenceText:
             self._take_prompt_logprobs(None)
         self._num_tokens += 1
         text = self._text.push(token_id)
-        if not self._stops.wanted:
+        if not self._stops.is_active:
             return TextDelta(self.row, text, [token_id])
         shown, stop = self._stops.push(text, search=self._num_tokens > self._min_tokens)
         self.finished = stop is not None
@@ -81,7 +72,7 @@ class SequenceText:
 
     def take(self, part: GeneratedTokens) -> TextDelta:
         """Add tokens that come with more than their ids."""
-        delta = TextDelta(self.row, "", [], finish_reason=part.finish, timings=part.timings)
+        delta = TextDelta(self.row, "", [], finish_reason=part.finish_reason, timings=part.timings)
         if self._num_unscored:
             delta.prompt_logprobs = self._take_prompt_logprobs(part)
         ids = part.token_ids.tolist()
@@ -108,11 +99,13 @@ class SequenceText:
 
     def _take_prompt_logprobs(self, part: GeneratedTokens | None) -> TokenLogprobs:
         """They come with the first part; an answer without them would be silently wrong."""
-        ids, values = (None, None) if part is None else (part.prompt_logprob_ids, part.prompt_logprobs)
-        if part is None or ids is None or values is None or len(ids) != self._num_unscored:
-            raise EngineError(f"the engine returned no prompt log probabilities for sequence {self.row}")
-        self._num_unscored = 0
-        return TokenLogprobs(ids, values, part.prompt_ranks)
+        scores = None
+        if part is not None:
+            scores = _logprobs(part.prompt_logprob_ids, part.prompt_logprobs, part.prompt_ranks)
+        if scores is not None and len(scores.ids) == self._num_unscored:
+            self._num_unscored = 0
+            return scores
+        raise EngineError(f"the engine returned no prompt log probabilities for sequence {self.row}")
 
     def _finish(self, delta: TextDelta, stop_token: int | None) -> str:
         """The rest of the text, which may still complete a stop string."""
@@ -127,10 +120,18 @@ class SequenceText:
 
 def _leading_logprobs(part: GeneratedTokens, num_tokens: int, width: int) -> TokenLogprobs | None:
     """The log probabilities of the part's first tokens, `width` of them for each."""
-    if part.logprob_ids is None or part.logprobs is None:
+    scores = _logprobs(part.logprob_ids, part.logprobs, part.ranks)
+    if scores is None:
         return None
-    ranks = None if part.ranks is None else part.ranks[:num_tokens]
-    return TokenLogprobs(part.logprob_ids[:num_tokens, :width], part.logprobs[:num_tokens, :width], ranks)
+    ids, values, ranks = scores
+    return TokenLogprobs(ids[:num_tokens, :width], values[:num_tokens, :width], ranks[:num_tokens])
+
+
+def _logprobs(
+    ids: Ints | None, values: NDArray[np.float32] | None, ranks: Ints | None
+) -> TokenLogprobs | None:
+    """The three arrays as one; None if any is missing."""
+    return None if ids is None or values is None or ranks is None else TokenLogprobs(ids, values, ranks)
 
 
 async def stream_text(
@@ -240,7 +241,7 @@ class _RequestRows:
 
     def on_tokens(self, parts: list[GeneratedTokens]) -> None:
         for part in parts:
-            self._num_unfinished -= part.finish is not None
+            self._num_unfinished -= part.finish_reason is not None
             self._inbox.put(self._rows[part.row], part)
 
     def on_error(self, error: PenstockError) -> None:

@@ -1,7 +1,7 @@
-"""Low-rank adapters that lie beside the weights they change, as torch's parametrisation stores them.
+"""Reads low-rank adapters that torch's parametrisation stores next to the weights they change.
 
-A weight `x.weight` is kept as `x.parametrizations.weight.original` with `….0.lora_A` and `….0.lora_B`
-for all adapters at once. One adapter, or none, is merged while a tensor is read; or all are handed out.
+A weight `x.weight` is stored as `x.parametrizations.weight.original`, with `….0.lora_A` and `….0.lora_B`
+for all adapters at once. One adapter, or none, is merged as a tensor is read; or all are returned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSet:
-    """All adapters of a checkpoint, to be chosen from later."""
+    """All adapters of a checkpoint, chosen per request."""
 
     count: int
     rank: int
@@ -34,7 +34,7 @@ class AdapterSet:
 
 
 class MergedSource(WeightSource):
-    """Shows a parametrised checkpoint under plain names."""
+    """Presents a parametrised checkpoint under plain names."""
 
     def __init__(self, inner: WeightSource, adapter: Adapter | None) -> None:
         super().__init__(inner.dtype, inner.device)
@@ -42,24 +42,24 @@ class MergedSource(WeightSource):
         self._adapter = adapter
 
     def has(self, name: str) -> bool:
-        return self._inner.has(name) or self._inner.has(_kept(name, "original"))
+        return self._inner.has(name) or self._inner.has(_part_name(name, "original"))
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         if self._inner.has(name):
             return self._inner.read(name, shape)
-        weight = self._inner.read(_kept(name, "original"), shape)
+        weight = self._inner.read(_part_name(name, "original"), shape)
         if self._adapter is None:
             return weight
         return weight.float() + self._adapter.scale * self._change(name, shape, self._adapter)
 
     def prefix_of(self, *names: str) -> str:
-        return self._inner.prefix_of(*names, *(_kept(name, "original") for name in names))
+        return self._inner.prefix_of(*names, *(_part_name(name, "original") for name in names))
 
-    def finish(self, ignored_tensors: Iterable[str]) -> None:
-        self._inner.finish(ignored_tensors)
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
+        self._inner.check_all_read(ignored_tensors)
 
     def has_adapters(self, name: str) -> bool:
-        return self._inner.has(_kept(name, "0.lora_A"))
+        return self._inner.has(_part_name(name, "0.lora_A"))
 
     def adapters(self, name: str, shape: Sequence[int], adapters: AdapterSet) -> tuple[Tensor, Tensor]:
         """[count, rows, rank] and [count, rank, columns]; the change is their product."""
@@ -72,15 +72,15 @@ class MergedSource(WeightSource):
     def _parts(self, name: str, shape: Sequence[int], count: int, rank: int) -> tuple[Tensor, Tensor]:
         rows, columns = shape
         if "embeddings." in name:
-            left = self._inner.read(_kept(name, "0.lora_A"), (count, rows, rank))
-            right = self._inner.read(_kept(name, "0.lora_B"), (count, rank, columns))
+            left = self._inner.read(_part_name(name, "0.lora_A"), (count, rows, rank))
+            right = self._inner.read(_part_name(name, "0.lora_B"), (count, rank, columns))
         else:
-            left = self._inner.read(_kept(name, "0.lora_B"), (count, rows, rank))
-            right = self._inner.read(_kept(name, "0.lora_A"), (count, rank, columns))
+            left = self._inner.read(_part_name(name, "0.lora_B"), (count, rows, rank))
+            right = self._inner.read(_part_name(name, "0.lora_A"), (count, rank, columns))
         return left, right
 
 
-def _kept(name: str, part: str) -> str:
-    """Where a parametrised tensor keeps one of its parts."""
+def _part_name(name: str, part: str) -> str:
+    """The name of one part of a parametrised tensor."""
     owner, _, parameter = name.rpartition(".")
     return f"{owner}.parametrizations.{parameter}.{part}"

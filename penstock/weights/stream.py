@@ -1,7 +1,7 @@
-"""Tensors out of a checkpoint, one at a time, by name.
+"""Reads tensors of a checkpoint one at a time, by name.
 
-A model is built by taking what it needs from a `WeightSource`; whatever nobody took is an error at
-the end, as is a tensor that is missing or of another shape, each with its name.
+A model takes the tensors that it needs from a `WeightSource`. A missing tensor, one of another shape, and one
+that was never read are errors that name it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from penstock.errors import ModelLoadError
 
 _FP8 = torch.float8_e4m3fn
-_SCALES = "_scale_inv"  # how the name of an fp8 tensor's scales ends
+_SCALES = "_scale_inv"  # ends the name of an fp8 tensor's scales
 
 
 class WeightSource(ABC):
-    """Gives tensors in the dtype and on the device that the model runs with."""
+    """Returns tensors in the model's dtype and on its device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -33,70 +33,71 @@ class WeightSource(ABC):
 
     @abstractmethod
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor of this name, which must have this shape."""
+        """Read the tensor `name`, which must have this shape."""
 
     @abstractmethod
     def prefix_of(self, *names: str) -> str:
-        """What stands before the first of `names` that is in this checkpoint, such as "bert."."""
+        """The prefix, such as "bert.", of the first of `names` that the checkpoint has."""
 
     @abstractmethod
-    def finish(self, ignored_tensors: Iterable[str]) -> None:
-        """Check that all was taken but names that contain one of `ignored_tensors`."""
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
+        """Raise if a tensor was never read, unless its name contains one of `ignored_tensors`."""
 
-    def packed(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A tensor that is stored in fp8, as it is stored."""
+    def read_fp8(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Read a tensor that is stored in fp8, without its scales."""
         tensor = self.read(name, shape)
         if tensor.dtype != _FP8:
-            raise ModelLoadError(f"tensor {name!r} has scales but is {tensor.dtype}, not {_FP8}")
+            raise ModelLoadError(f"tensor {name!r} has scales, but is stored as {tensor.dtype}, not {_FP8}")
         return tensor
 
     def take(self, name: str, *shape: int) -> Tensor:
-        return self.plain(name, shape).to(dtype=self.dtype, device=self.device)
+        return self.read_plain(name, shape).to(dtype=self.dtype, device=self.device)
 
     def fuse(self, names: Sequence[str], rows: int | Sequence[int], *rest: int) -> Tensor:
-        """Several tensors joined along the first axis; `rows` is the size there of all or of each."""
+        """Several tensors concatenated along the first axis, of `rows` rows each, or one count for each."""
         sizes = [rows] * len(names) if isinstance(rows, int) else list(rows)
         out = torch.empty((sum(sizes), *rest), dtype=self.dtype, device=self.device)
         for part, name, size in zip(out.split(sizes), names, sizes, strict=True):
-            part.copy_(self.plain(name, (size, *rest)))
+            part.copy_(self.read_plain(name, (size, *rest)))
         return out
 
-    def plain(self, name: str, shape: Sequence[int]) -> Tensor:
-        """As `read`, of a tensor whose values stand for themselves."""
+    def read_plain(self, name: str, shape: Sequence[int]) -> Tensor:
+        """As `read`, for a tensor without scales."""
         tensor = self.read(name, shape)
         if tensor.dtype == _FP8:
             raise ModelLoadError(
-                f"tensor {name!r} is stored in fp8, which config.json does not say or this model cannot use"
+                f"tensor {name!r} is stored in fp8, but quantization_config in config.json does not cover it "
+                "or this model cannot use it"
             )
         return tensor
 
 
 class SafetensorsSource(WeightSource):
-    """Reads `model.safetensors`, or the shards that its index names, without loading them whole."""
+    """Reads `model.safetensors` or the shards in its index, without loading whole files."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._folder = folder
         self._shards = [self._open(file) for file in _files(folder)]
-        self._where = {_modern(key): (shard, key) for shard in self._shards for key in shard.keys()}  # noqa: SIM118
-        self._left = set(self._where)
+        self._tensors = {_modern(key): (shard, key) for shard in self._shards for key in shard.keys()}  # noqa: SIM118
+        self._unread = set(self._tensors)
 
     @staticmethod
     def _open(file: Path) -> safe_open:
         try:
             return safe_open(str(file), framework="pt", device="cpu")
         except FileNotFoundError:
-            raise ModelLoadError(f"{file} is named by the index but is not there") from None
+            raise ModelLoadError(f"{file} is missing, but model.safetensors.index.json names it") from None
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{file} is not a readable safetensors file: {error}") from None
 
     def has(self, name: str) -> bool:
-        return name in self._where
+        return name in self._tensors
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
-        if name not in self._where:
+        if name not in self._tensors:
             raise ModelLoadError(f"{self._folder} has no tensor {name!r}, which this model needs")
-        shard, key = self._where[name]
+        shard, key = self._tensors[name]
         try:
             tensor: Tensor = shard.get_tensor(key)
         except SafetensorError as error:
@@ -105,28 +106,28 @@ class SafetensorsSource(WeightSource):
             raise ModelLoadError(
                 f"tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
             )
-        self._left.discard(name)
+        self._unread.discard(name)
         return tensor
 
     def prefix_of(self, *names: str) -> str:
         for name in names:
-            if found := [key[: -len(name)] for key in self._where if key.endswith(name)]:
+            if found := [key[: -len(name)] for key in self._tensors if key.endswith(name)]:
                 return min(found, key=len)
         raise ModelLoadError(f"{self._folder} has no tensor that ends in {names[0]!r}")
 
-    def finish(self, ignored_tensors: Iterable[str]) -> None:
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
         marks = tuple(ignored_tensors)
-        left = sorted(name for name in self._left if not any(mark in name for mark in marks))
-        if left:
-            shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+        unread = sorted(name for name in self._unread if not any(mark in name for mark in marks))
+        if unread:
+            shown = ", ".join(unread[:8]) + (f" and {len(unread) - 8} more" if len(unread) > 8 else "")
             raise ModelLoadError(
                 f"{self._folder} has tensors that this architecture does not use: {shown}; "
-                "config.json may name the wrong architecture"
+                "check architectures in config.json"
             )
 
 
 class DummySource(WeightSource):
-    """Seeded random tensors of any shape, so that an architecture can be run and timed without weights."""
+    """Seeded random tensors of any shape, to run and time an architecture without weights."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -135,7 +136,7 @@ class DummySource(WeightSource):
     def has(self, name: str) -> bool:
         return True
 
-    def packed(self, name: str, shape: Sequence[int]) -> Tensor:
+    def read_fp8(self, name: str, shape: Sequence[int]) -> Tensor:
         out = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
         return out.normal_(0.0, 1.0, generator=self._generator).to(_FP8)
 
@@ -152,7 +153,7 @@ class DummySource(WeightSource):
     def prefix_of(self, *names: str) -> str:
         return ""
 
-    def finish(self, ignored_tensors: Iterable[str]) -> None:
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
         return None
 
 
@@ -176,13 +177,16 @@ def _files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     if (folder / "pytorch_model.bin").is_file():
         raise ModelLoadError(
-            f"{folder} has only pytorch_model.bin, a pickle; convert it to model.safetensors first"
+            f"{folder} has only pytorch_model.bin, a pickle, which is not supported; convert it to "
+            "model.safetensors"
         )
-    raise ModelLoadError(f"{folder} has no model.safetensors; use --load-format dummy to run without weights")
+    raise ModelLoadError(
+        f"{folder} has no model.safetensors; use --load-format dummy to run with random weights"
+    )
 
 
 def _modern(name: str) -> str:
-    """Old BERT checkpoints call a norm's parameters gamma and beta."""
+    """Rename the gamma and beta of old BERT checkpoints to weight and bias."""
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith("LayerNorm" + old):
             return name[: -len(old)] + new

@@ -69,8 +69,8 @@ class ArrayLengths(msgspec.Struct, array_like=True):
 
     type_ids: int | None
     skip: int | None
-    keys: int | None
-    keep: int | None
+    key_limits: int | None
+    token_mask: int | None
     pairs: int | None
     adapters: int | None
 
@@ -88,7 +88,7 @@ class RequestHeader(msgspec.Struct, array_like=True):
     optional: ArrayLengths | None  # None: the request has no optional array
     reuse_prefix: bool
     cache_salt: str
-    also: tuple[PoolingParams, ...]
+    extra_params: tuple[PoolingParams, ...]
     sampling: SamplerParams | None = None
 
 
@@ -146,7 +146,7 @@ class GeneratedItem(msgspec.Struct, tag="generated", array_like=True):
     id: str
     row: int
     token_ids: list[int]
-    finish: str | None = None
+    finish_reason: str | None = None
     stop_token: int | None = None
     logprobs: LogprobBytes | None = None
     timings: tuple[float, float] | None = None  # queue_s, device_s
@@ -191,8 +191,8 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
         optional = (
             request.type_ids,
             request.skip,
-            request.keys,
-            request.keep,
+            request.key_limits,
+            request.token_mask,
             request.pairs,
             request.adapters,
         )
@@ -211,7 +211,7 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 None if lengths is None else ArrayLengths(*lengths),
                 request.reuse_prefix,
                 request.cache_salt,
-                request.also,
+                request.extra_params,
                 request.sampling,
             )
         )
@@ -231,7 +231,7 @@ def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Reques
             ints[tokens_start:end],
             ints[start:tokens_start],
             interned.setdefault(header.params, header.params),
-            also=header.also,
+            extra_params=header.extra_params,
             priority=header.priority,
             arrival_s=header.arrival_s,
             deadline_s=header.deadline_s,
@@ -256,8 +256,8 @@ def _read_optional(request: Request, lengths: ArrayLengths, ints: Ints, start: i
 
     request.type_ids = read(lengths.type_ids)
     request.skip = read(lengths.skip)
-    request.keys = read(lengths.keys)
-    request.keep = read(lengths.keep)
+    request.key_limits = read(lengths.key_limits)
+    request.token_mask = read(lengths.token_mask)
     request.pairs = read(lengths.pairs)
     request.adapters = read(lengths.adapters)
     return start
@@ -358,7 +358,7 @@ def pack_outcomes(
             error = outcome.error
             items.append(FailedItem(outcome.id, type(error).__name__, error.message, error.param))
         else:
-            framed = [arrays.add(array) for array in (outcome.values, *outcome.more)]
+            framed = [arrays.add(array) for array in (outcome.values, *outcome.extra_values)]
             timings = outcome.timings
             items.append(PooledItem(outcome.id, framed, timings.queue_s, timings.device_s))
     return [encode(Outcomes(items, arrays.shared)), *arrays.frames()]
@@ -421,14 +421,14 @@ def unpack_outcomes(
 
 
 def _pack_generated(tokens: GeneratedTokens) -> GeneratedItem:
-    if tokens.finish is None and tokens.ranks is None and tokens.prompt_ranks is None:
+    if tokens.finish_reason is None and tokens.ranks is None and tokens.prompt_ranks is None:
         return GeneratedItem(tokens.id, tokens.row, tokens.token_ids.tolist())
     timings = tokens.timings
     return GeneratedItem(
         tokens.id,
         tokens.row,
         tokens.token_ids.tolist(),
-        tokens.finish,
+        tokens.finish_reason,
         tokens.stop_token,
         _pack_logprobs(tokens.logprob_ids, tokens.logprobs, tokens.ranks),
         None if timings is None else (timings.queue_s, timings.device_s),
@@ -444,14 +444,14 @@ def _pack_logprobs(ids: Array | None, logprobs: Array | None, ranks: Array | Non
 
 def _unpack_generated(item: GeneratedItem) -> GeneratedTokens:
     token_ids: Ints = np.array(item.token_ids, dtype=np.int32)
-    if item.finish is None and item.logprobs is None and item.prompt_logprobs is None:
+    if item.finish_reason is None and item.logprobs is None and item.prompt_logprobs is None:
         return GeneratedTokens(item.id, item.row, token_ids)
     chosen, prompt = _unpack_logprobs(item.logprobs), _unpack_logprobs(item.prompt_logprobs)
     return GeneratedTokens(
         item.id,
         item.row,
         token_ids,
-        item.finish,
+        item.finish_reason,
         item.stop_token,
         logprob_ids=chosen.ids,
         logprobs=chosen.logprobs,

@@ -83,7 +83,7 @@ class OutcomeRouter(Generic[Owner]):
                 continue
             if (found := self._owners.get(outcome.id)) is not None:
                 routed.setdefault(found, []).append(outcome)
-            if isinstance(outcome, PooledOutput) or outcome.finish is not None:
+            if isinstance(outcome, PooledOutput) or outcome.finish_reason is not None:
                 finished.append(outcome.id)
         for failure in failures:
             if (found := self._owners.pop(failure.id, None)) is not None:

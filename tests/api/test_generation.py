@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions` as OpenAI's own client and lm_eval use them."""
+"""`/v1/completions` and `/v1/chat/completions` as OpenAI's client and lm_eval use them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from penstock.api.app import build_app
 from penstock.api.state import ServerState
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Task
-from tests.api.writer import on_a_port, state_of
+from tests.api.scripted_app import listening, make_state
+from tests.text_models import LIMIT, ScriptedEngine, continue_with, fake_logprob, write_text_model
 from tests.waiting import wait_until
-from tests.writing import LIMIT, ScriptedEngine, says, score, write_model
 
 SAID = "the water was long 日本語🙂 end"
 TALK = [{"role": "user", "content": "find the water"}]
@@ -29,7 +29,7 @@ TALK = [{"role": "user", "content": "find the water"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+    return write_text_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture
 def engine(tokenizer: Tokenizer) -> ScriptedEngine:
-    return ScriptedEngine(says(tokenizer, SAID, "another", "a third"))
+    return ScriptedEngine(continue_with(tokenizer, SAID, "another", "a third"))
 
 
 @pytest.fixture
 def state(folder: Path, engine: ScriptedEngine) -> ServerState:
-    return state_of(folder, engine)
+    return make_state(folder, engine)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def http(state: ServerState, engine: ScriptedEngine) -> Iterator[TestClient]:
 
 @pytest.fixture
 def url(state: ServerState, engine: ScriptedEngine) -> Iterator[str]:
-    with on_a_port(state) as address:
+    with listening(state) as address:
         yield address
     assert engine.open == 0 and state.in_flight == 0, "something was left running"
 
@@ -157,7 +157,9 @@ class TestEvaluation:
     """The shapes that lm_eval's local-completions sends, and what it reads of the answers."""
 
     @pytest.mark.parametrize("max_tokens", [0, 1])
-    def test_scores_of_given_tokens(self, http: TestClient, tokenizer: Tokenizer, max_tokens: int) -> None:
+    def test_given_tokens_have_log_probabilities(
+        self, http: TestClient, tokenizer: Tokenizer, max_tokens: int
+    ) -> None:
         rows = [ids.tolist() for ids in tokenizer.encode(["the water was long", "see it"])]
         answer = ask(
             http,
@@ -174,7 +176,7 @@ class TestEvaluation:
             assert len(logprobs["tokens"]) == len(ids) + max_tokens
             assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
             made = logprobs["token_logprobs"][1 : len(ids)]
-            assert made == pytest.approx([score(token, 0) for token in ids[1:]])
+            assert made == pytest.approx([fake_logprob(token, 0) for token in ids[1:]])
             tops = logprobs["top_logprobs"][1 : len(ids)]
             assert [max(top.values()) for top in tops] == made  # what lm_eval takes for greedy
             assert choice["text"].startswith(tokenizer.decode(ids))
@@ -182,7 +184,7 @@ class TestEvaluation:
         assert answer["usage"]["completion_tokens"] == 2 * max_tokens
         assert answer["usage"]["prompt_tokens"] == sum(map(len, rows))
 
-    def test_texts_until_a_stop(self, http: TestClient) -> None:
+    def test_text_ends_before_a_stop_string(self, http: TestClient) -> None:
         answer = ask(
             http, prompt=["find", "see"], max_tokens=50, temperature=0, stop=["日本", "\n\n"], seed=1234
         )
@@ -191,14 +193,16 @@ class TestEvaluation:
 
 
 class TestCompletions:
-    def test_prompts_of_every_form(self, http: TestClient, tokenizer: Tokenizer) -> None:
+    def test_a_prompt_may_be_a_text_or_token_ids_alone_or_in_a_list(
+        self, http: TestClient, tokenizer: Tokenizer
+    ) -> None:
         ids = tokenizer.encode(["find"])[0].tolist()
         for prompt, count in (("find", 1), (["find", "see"], 2), (ids, 1), ([ids, ids], 2)):
             answer = ask(http, prompt=prompt)
             assert [choice["index"] for choice in answer["choices"]] == list(range(count))
         assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
 
-    def test_copies_have_their_own_seeds(self, http: TestClient, engine: ScriptedEngine) -> None:
+    def test_each_choice_has_its_own_seed(self, http: TestClient, engine: ScriptedEngine) -> None:
         ask(http, n=3, seed=5)
         assert [request.sampling.seed for request in engine.requests] == [5, 6, 7]  # type: ignore[union-attr]
 
@@ -221,24 +225,24 @@ class TestCompletions:
         else:
             assert ask(http, echo=True)["choices"][0]["text"] == "find" + SAID
 
-    def test_prompt_logprobs_are_as_in_vllm(self, http: TestClient, tokenizer: Tokenizer) -> None:
+    def test_prompt_logprobs_have_the_shape_of_vllm(self, http: TestClient, tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode(["the water was"])[0].tolist()
         scores = ask(http, prompt=ids, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
         assert scores[0] is None and len(scores) == len(ids)
         entry = scores[1][str(ids[1])]
         assert entry == {
-            "logprob": pytest.approx(score(ids[1], 0)),
+            "logprob": pytest.approx(fake_logprob(ids[1], 0)),
             "rank": 1,
             "decoded_token": tokenizer.token_text(ids[1]),
         }
         assert len(scores[1]) == 2  # the chosen one is the likeliest
 
-    def test_tokens_as_ids(self, http: TestClient, tokenizer: Tokenizer) -> None:
+    def test_tokens_can_be_returned_as_ids(self, http: TestClient, tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode([SAID], add_special_tokens=False)[0].tolist()
         logprobs = ask(http, logprobs=1, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
         assert logprobs["tokens"][:-1] == [f"token_id:{number}" for number in ids]
 
-    def test_the_usage_of_a_stream(self, http: TestClient) -> None:
+    def test_a_stream_reports_usage_once_or_with_every_event(self, http: TestClient) -> None:
         plain = chunks(http)
         assert all("usage" not in chunk for chunk in plain)
         some = chunks(http, stream_options={"include_usage": True})
@@ -251,10 +255,10 @@ class TestCompletions:
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
     def test_every_event_of_a_stream_has_the_same_form(self, http: TestClient, path: str) -> None:
-        """Events of text alone are written around a frame; those that tell the usage each time are not."""
+        """Events that hold only text are written from a template; events with usage are encoded whole."""
         framed = chunks(http, path, stream_options={"include_usage": True}, request_id='a"b')
-        told = {"include_usage": True, "continuous_usage_stats": True}
-        whole = chunks(http, path, stream_options=told, request_id='a"b')
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        whole = chunks(http, path, stream_options=options, request_id='a"b')
         assert len(framed) > 5
         for one, other in zip(framed, whole, strict=True):
             assert one["usage"] is None or not one["choices"]
@@ -289,7 +293,7 @@ class TestCompletions:
                     ]
                     assert tokens == choice["logprobs"]["tokens"]
 
-    def test_names_and_times_come_back(self, http: TestClient) -> None:
+    def test_headers_carry_the_request_id_and_timings(self, http: TestClient) -> None:
         answer = http.post(
             "/v1/completions", json={"prompt": "find", "request_id": "mine", "user": "me", "priority": 3}
         )
@@ -349,7 +353,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 
 class TestBadInput:
     @pytest.mark.parametrize(("path", "body", "param", "words"), BAD)
-    def test_it_is_refused_with_a_reason(
+    def test_a_bad_value_is_refused_with_a_reason(
         self,
         http: TestClient,
         engine: ScriptedEngine,
@@ -366,7 +370,7 @@ class TestBadInput:
             assert words in error["message"]
         assert engine.requests == []
 
-    def test_a_broken_grammar(self, http: TestClient) -> None:
+    def test_an_invalid_grammar_is_refused(self, http: TestClient) -> None:
         pytest.importorskip("llguidance")
         for body in (
             {"guided_regex": "a(b"},
@@ -386,17 +390,17 @@ class TestBadInput:
     def test_a_model_that_does_not_generate_lists_its_tasks(
         self, folder: Path, engine: ScriptedEngine
     ) -> None:
-        with TestClient(build_app(state_of(folder, engine, tasks=(Task.EMBED,)))) as http:
+        with TestClient(build_app(make_state(folder, engine, tasks=(Task.EMBED,)))) as http:
             for path in ("/v1/completions", "/v1/chat/completions"):
                 status, error = refused(http, path)
                 assert status == 422 and "it has the tasks: embed" in error["message"]
 
-    def test_generation_is_no_pooling(self, http: TestClient) -> None:
+    def test_the_pooling_route_does_not_generate(self, http: TestClient) -> None:
         for task in ("generate", ["embed", "generate"]):
             answer = http.post("/pooling", json={"input": "a", "task": task})
             assert answer.status_code == 400 and "use /v1/completions" in answer.json()["error"]["message"]
 
-    def test_a_failure_before_the_first_piece_has_a_status(
+    def test_a_failure_before_the_first_token_has_an_error_status(
         self, http: TestClient, engine: ScriptedEngine
     ) -> None:
         engine.fail_after = 0
@@ -404,7 +408,7 @@ class TestBadInput:
             status, error = refused(http, stream=stream)
             assert status == 500 and error["code"] == "row_failed"
 
-    def test_a_failure_after_it_is_an_event(self, http: TestClient, engine: ScriptedEngine) -> None:
+    def test_a_failure_in_a_stream_is_an_error_event(self, http: TestClient, engine: ScriptedEngine) -> None:
         engine.fail_after = 2
         got = chunks(http)
         assert "error" not in got[0] and got[-1]["error"]["code"] == "row_failed"
@@ -453,7 +457,9 @@ class TestChat:
         )
         assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in got) == "It was" + SAID
 
-    def test_messages_that_a_client_dumped_are_taken(self, http: TestClient, engine: ScriptedEngine) -> None:
+    def test_messages_that_a_client_serialised_are_accepted(
+        self, http: TestClient, engine: ScriptedEngine
+    ) -> None:
         talk = [
             *TALK,
             {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "audio": None},
@@ -462,30 +468,34 @@ class TestChat:
         ask(http, "/v1/chat/completions", messages=talk)
         assert engine.requests
 
-    def test_without_a_template_the_reason_is_told(self, tmp_path: Path, engine: ScriptedEngine) -> None:
-        folder = write_model(tmp_path / "bare", template=None)
-        with TestClient(build_app(state_of(folder, engine))) as http:
+    def test_a_chat_without_a_template_is_refused_with_a_reason(
+        self, tmp_path: Path, engine: ScriptedEngine
+    ) -> None:
+        folder = write_text_model(tmp_path / "bare", template=None)
+        with TestClient(build_app(make_state(folder, engine))) as http:
             status, error = refused(http, "/v1/chat/completions")
             assert status == 400 and "--chat-template" in error["message"]
             ask(http)
         given = {"chat_template": "{{ messages[0].content }}!"}
-        with TestClient(build_app(state_of(folder, engine, given))) as http:
+        with TestClient(build_app(make_state(folder, engine, given))) as http:
             ask(http, "/v1/chat/completions")
         assert Tokenizer(folder).decode(engine.requests[-1].token_ids.tolist()) == "find the water!"
 
-    def test_a_template_that_refuses(self, tmp_path: Path, engine: ScriptedEngine) -> None:
-        folder = write_model(tmp_path / "strict", template="{{ raise_exception('users only') }}")
-        with TestClient(build_app(state_of(folder, engine))) as http:
+    def test_the_refusal_of_a_template_reaches_the_client(
+        self, tmp_path: Path, engine: ScriptedEngine
+    ) -> None:
+        folder = write_text_model(tmp_path / "strict", template="{{ raise_exception('users only') }}")
+        with TestClient(build_app(make_state(folder, engine))) as http:
             status, error = refused(http, "/v1/chat/completions")
         assert status == 400 and "users only" in error["message"]
 
-    def test_prompt_logprobs_stand_beside_the_choices(self, http: TestClient) -> None:
+    def test_prompt_logprobs_are_outside_the_choices(self, http: TestClient) -> None:
         answer = ask(http, "/v1/chat/completions", prompt_logprobs=0)
         assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
 
 
 class TestLeaving:
-    def test_a_client_that_leaves_a_stream_ends_its_rows(
+    def test_a_client_that_disconnects_from_a_stream_ends_its_sequences(
         self, url: str, engine: ScriptedEngine, state: ServerState, tokenizer: Tokenizer
     ) -> None:
         engine.script = lambda prompt, copy: tokenizer.encode(["the water "])[0].tolist() * 100
@@ -499,7 +509,7 @@ class TestLeaving:
         wait_until(lambda: engine.open == 0 and state.in_flight == 0)
         assert engine.cancelled and 'status="499"' in httpx.get(f"{url}/metrics").text
 
-    def test_a_client_that_leaves_before_the_answer_ends_its_rows(
+    def test_a_client_that_disconnects_before_the_answer_ends_its_sequences(
         self, url: str, engine: ScriptedEngine
     ) -> None:
         engine.pause = asyncio.Event()  # never set
@@ -512,10 +522,10 @@ class TestLeaving:
             wait_until(lambda: engine.open == 0)
             assert len(engine.cancelled) == number + 1
 
-    def test_a_client_that_does_not_read_holds_the_writer_back(
+    def test_a_client_that_does_not_read_makes_the_stream_wait(
         self, state: ServerState, engine: ScriptedEngine
     ) -> None:
-        """While the transport is full nothing more is written; then what has come goes out together."""
+        """While the transport is full nothing is written. Then all pending text leaves in one event."""
         body = json.dumps({"prompt": "find", "max_tokens": 60, "stream": True}).encode()
         sent: list[bytes] = []
 
@@ -545,10 +555,10 @@ class TestLeaving:
         ]
         assert "".join(texts) == SAID and len(sent) < engine.steps and state.in_flight == 0
 
-    def test_a_full_server_refuses(self, folder: Path, engine: ScriptedEngine) -> None:
+    def test_a_full_server_answers_429(self, folder: Path, engine: ScriptedEngine) -> None:
         engine.pause = asyncio.Event()  # never set
-        state = state_of(folder, engine, {"max_concurrent_requests": 1})
-        with on_a_port(state) as url, httpx.Client() as http:
+        state = make_state(folder, engine, {"max_concurrent_requests": 1})
+        with listening(state) as url, httpx.Client() as http:
             with http.stream(
                 "POST", f"{url}/v1/completions", json={"prompt": "find", "stream": True}
             ) as answer:

@@ -1,4 +1,4 @@
-"""Answers of many megabytes: right to the byte, and no one else waits for them."""
+"""Answers of many megabytes are right to the byte, and other requests do not wait for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = [OutputDtype.FLOAT32, OutputDtype.FLOAT16, OutputDtype.BFLOAT16, Output
 
 
 class NullClient:
-    """Answers at once, with values that tell which row they are."""
+    """Answers at once, with values that identify their row."""
 
     ready = True
 
@@ -54,7 +54,7 @@ def app() -> Iterator[Any]:
 
 
 class Exchange:
-    """One request to an ASGI application: what came back, piece by piece."""
+    """One request to an ASGI application, and the pieces of its response."""
 
     def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
         self.app, self.path = app, path
@@ -126,7 +126,7 @@ def test_the_three_encodings_of_a_large_answer_agree(app: Any, dtype: OutputDtyp
 
 
 @pytest.mark.parametrize("encoding", ["base64", "bytes"])
-def test_a_small_request_is_answered_while_large_answers_leave(app: Any, encoding: str) -> None:
+def test_a_small_request_is_answered_while_large_answers_are_sent(app: Any, encoding: str) -> None:
     async def beside() -> None:
         large = [Exchange(app, "/pooling", tokens_of(32, encoding)) for _ in range(4)]
         tasks = [asyncio.create_task(each.run()) for each in large]
@@ -144,7 +144,7 @@ def test_a_small_request_is_answered_while_large_answers_leave(app: Any, encodin
 
 
 def test_numbers_of_a_large_answer_are_written_a_little_at_a_time(app: Any) -> None:
-    """Their size is known only once they are written: others are answered before the first byte leaves."""
+    """Their size is known only when they are written. Other requests are answered meanwhile."""
 
     async def beside() -> None:
         large = Exchange(app, "/pooling", tokens_of(8, "float"))
@@ -177,12 +177,12 @@ def test_a_body_with_large_rows_is_the_json_of_its_values() -> None:
     assert orjson.loads(raw) == expected
 
 
-def test_what_has_no_form_in_json_is_an_error() -> None:
+def test_a_value_that_json_cannot_hold_is_an_error() -> None:
     with pytest.raises(TypeError):
         json_body({"a": Path})
 
 
-def test_a_client_that_leaves_cancels_its_work_and_nothing_after_it() -> None:
+def test_a_client_that_disconnects_cancels_only_its_own_work() -> None:
     ended: list[str] = []
 
     async def work() -> Any:
@@ -199,13 +199,13 @@ def test_a_client_that_leaves_cancels_its_work_and_nothing_after_it() -> None:
     async def leave() -> None:
         with pytest.raises(Cancelled):
             await unless_gone(work(), disconnect)  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)  # the task itself goes on
+        await asyncio.sleep(0.01)  # raises if the cancellation leaked into this task
 
     asyncio.run(leave())
     assert ended == ["cancelled"]
 
 
-def test_a_server_that_stops_cancels_work_as_a_server() -> None:
+def test_a_server_that_stops_cancels_running_work() -> None:
     async def stop() -> None:
         async def work() -> Any:
             await asyncio.sleep(60)

@@ -1,4 +1,4 @@
-"""The two pages of the server: self-contained, well-formed, safe, and in step with the routes."""
+"""The two pages of the server are self-contained, well-formed and safe, and match the routes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOID = {"meta", "link", "input", "br", "hr", "img"}
 
 
 class Outline(HTMLParser):
-    """What a page holds, and whether its tags close in the order in which they opened."""
+    """The elements of a page; checks that tags close in the order in which they opened."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def read(name: str) -> str:
 
 
 def routes_used(text: str) -> set[str]:
-    """Paths that a page asks for, links to, or names as needed by a panel."""
+    """Paths that a page requests, links to, or names as needed by a panel."""
     asked = re.findall(r'\bask\("(/[^"]*)"', text)
     needed = re.findall(r'data-route="(/[^"]*)"', text)
     built = ["/" + path for path in re.findall(r"\$\{BASE\}([\w/.]+)", text)]
@@ -72,7 +72,7 @@ def test_a_page_is_well_formed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_loads_nothing_from_elsewhere(name: str) -> None:
+def test_a_page_loads_nothing_from_other_hosts(name: str) -> None:
     text = read(name)
     outline = Outline(text)
     assert not re.search(r"https?://", text)
@@ -84,14 +84,14 @@ def test_a_page_loads_nothing_from_elsewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_forbids_the_browser_to_load_from_elsewhere(name: str) -> None:
+def test_a_page_forbids_the_browser_to_load_from_other_hosts(name: str) -> None:
     policy = next(value for value in Outline(read(name)).values("content") if "default-src" in value)
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_inserts_text_never_markup(name: str) -> None:
+def test_a_page_inserts_text_and_never_markup(name: str) -> None:
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function|srcdoc"
     assert re.findall(ways, read(name)) == []
 
@@ -107,16 +107,16 @@ def test_every_route_that_a_page_uses_is_served(name: str) -> None:
     assert routes_used(read(name)) - SERVED == set()
 
 
-def test_the_playground_uses_the_routes_that_it_is_for() -> None:
+def test_the_playground_uses_every_route_that_it_shows() -> None:
     wanted = {"/v1/embeddings", "/v1/models", "/tokenize", "/ready", "/version", "/openapi.json", "/docs"}
     assert wanted <= routes_used(read("playground.html"))
 
 
-def test_the_docs_are_drawn_from_the_schema_and_link_back() -> None:
+def test_the_docs_page_reads_the_schema_and_links_back() -> None:
     assert {"/openapi.json", "/"} <= routes_used(read("docs.html"))
 
 
-def test_the_playground_marks_fields_that_requests_have() -> None:
+def test_the_playground_marks_only_fields_that_requests_have() -> None:
     marked = {
         field for value in Outline(read("playground.html")).values("data-param") for field in value.split()
     }
@@ -137,6 +137,6 @@ def test_a_page_is_sent_as_html(handler) -> None:
     assert reply.body.startswith(b"<!doctype html>")
 
 
-def test_an_unclosed_tag_would_be_noticed() -> None:
+def test_an_unclosed_tag_is_noticed() -> None:
     assert Outline("<div><p>text</div>").faults
     assert Outline("<div><br><p>text</p></div>").faults == []

@@ -1,4 +1,4 @@
-"""Every way to ask for scores, through the whole application."""
+"""Every route and dialect that scores texts, through the whole application."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock import Engine
-from tests.api.served import LocalClient, serving_here
+from tests.api.local_app import CountingClient, local_app
 from tests.checkpoints import WORDS, write_bert, write_cross_encoder, write_json
 
 QUERY = "the long water"
@@ -27,7 +27,7 @@ RERANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
 class Served(NamedTuple):
     http: TestClient
-    client: LocalClient
+    client: CountingClient
     engine: Engine
 
     def post(self, route: str, **body: Any) -> Any:
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cross(folder: Path) -> Iterator[Served]:
-    with serving_here(folder) as (http, client), Engine(str(folder), device="cpu", threads=1) as engine:
+    with local_app(folder) as (http, client), Engine(str(folder), device="cpu", threads=1) as engine:
         yield Served(http, client, engine)
 
 
@@ -58,7 +58,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     prompts = {"query": "query: ", "passage": "passage: ", "plain": "a "}
     write_json(folder / "config_sentence_transformers.json", {"prompts": prompts})
     with (
-        serving_here(folder) as (http, client),
+        local_app(folder) as (http, client),
         Engine(str(folder), device="cpu", threads=1) as engine,
     ):
         yield Served(http, client, engine)
@@ -79,7 +79,7 @@ def test_one_query_is_scored_against_each_document(cross: Served, route: str, na
     assert answer["usage"]["total_tokens"] == cross.client.requests[-1].num_tokens
 
 
-def test_one_to_one_and_many_to_many(cross: Served) -> None:
+def test_pairs_may_be_one_to_one_or_many_to_many(cross: Served) -> None:
     one = cross.post("/score", text_1=QUERY, text_2=DOCUMENTS[0])["data"]
     assert [row["score"] for row in one] == pytest.approx(cross.engine.score(QUERY, DOCUMENTS[0]), abs=1e-6)
     queries = list(reversed(DOCUMENTS))
@@ -90,7 +90,7 @@ def test_one_to_one_and_many_to_many(cross: Served) -> None:
     assert "2 queries for 5 documents" in wrong["error"]["message"]
 
 
-def test_scores_come_raw_without_activation(cross: Served) -> None:
+def test_the_activation_can_be_turned_off(cross: Served) -> None:
     raw = [
         row["score"]
         for row in cross.post("/score", text_1=QUERY, text_2=DOCUMENTS, use_activation=False)["data"]
@@ -111,7 +111,7 @@ def test_results_are_sorted_and_cut_to_top_n(cross: Served, route: str) -> None:
     assert cross.post(route, query=QUERY, documents=DOCUMENTS, top_n=99)["results"] == whole
 
 
-def test_each_dialect_counts_in_its_own_way(cross: Served) -> None:
+def test_each_dialect_reports_usage_in_its_own_way(cross: Served) -> None:
     documents = DOCUMENTS * 30
     jina = cross.post("/v1/rerank", query=QUERY, documents=documents, model="model")
     tokens = cross.client.requests[-1].num_tokens
@@ -124,7 +124,7 @@ def test_each_dialect_counts_in_its_own_way(cross: Served) -> None:
     }
 
 
-def test_documents_may_be_objects_and_come_back(cross: Served) -> None:
+def test_documents_may_be_objects_and_are_returned(cross: Served) -> None:
     objects = [{"text": text, "title": str(i)} for i, text in enumerate(DOCUMENTS)]
     mixed = [*objects[:3], *DOCUMENTS[3:]]
     rows = cross.post("/rerank", query=QUERY, documents=mixed, return_documents=True)["results"]
@@ -159,7 +159,7 @@ def test_a_thousand_documents_are_one_message(cross: Served, route: str) -> None
     np.testing.assert_allclose([of_index[i] for i in few], expected, atol=1e-5)
 
 
-def test_documents_of_one_token_and_of_the_models_limit_go_together(cross: Served) -> None:
+def test_very_short_and_very_long_documents_share_a_request(cross: Served) -> None:
     longest = " ".join(["water"] * (64 - 3 - 3))  # the limit, less [CLS], two [SEP] and the query
     documents = ["oil", longest, "a", longest + " water"]
     rows = cross.post("/v1/rerank", query=QUERY, documents=documents[:3])["results"]
@@ -176,7 +176,7 @@ def test_documents_of_one_token_and_of_the_models_limit_go_together(cross: Serve
     assert len(cross.post("/v2/rerank", query=QUERY, documents=documents)["results"]) == 4  # as Cohere does
 
 
-def test_texts_are_cut_to_so_many_tokens_of_their_own(cross: Served) -> None:
+def test_queries_and_documents_have_their_own_token_limits(cross: Served) -> None:
     cross.post("/rerank", query=QUERY, documents=DOCUMENTS, max_tokens_per_doc=2, max_tokens_per_query=1)
     assert cross.client.requests[-1].lengths.tolist() == [
         1 + 3 + 2,
@@ -211,7 +211,7 @@ def test_texts_are_cut_to_so_many_tokens_of_their_own(cross: Served) -> None:
         ({"rank_fields": ["text"]}, "rank_fields"),
     ],
 )
-def test_what_cannot_be_meant_is_a_400_that_names_it(
+def test_a_bad_value_is_a_400_that_names_the_field(
     cross: Served, route: str, wrong: dict[str, Any], name: str
 ) -> None:
     answer = cross.refused(route, 400, **{"query": QUERY, "documents": DOCUMENTS} | wrong)
@@ -235,7 +235,7 @@ def test_what_cannot_be_meant_is_a_400_that_names_it(
         {"text_1": QUERY, "text_2": [1]},
     ],
 )
-def test_scores_need_two_sides(cross: Served, body: dict[str, Any]) -> None:
+def test_a_score_needs_both_texts(cross: Served, body: dict[str, Any]) -> None:
     assert cross.refused("/score", 400, **body)["error"]["param"] in {
         "queries", "documents", "text_1", "text_2"
     }  # fmt: skip
@@ -243,7 +243,7 @@ def test_scores_need_two_sides(cross: Served, body: dict[str, Any]) -> None:
 
 def test_a_model_without_scores_is_a_422(tmp_path: Path) -> None:
     folder = write_cross_encoder(tmp_path / "moods", labels=3)
-    with serving_here(folder) as (http, _):
+    with local_app(folder) as (http, _):
         for route, body in {
             "/score": {"text_1": "a", "text_2": "b"},
             "/rerank": {"query": "a", "documents": ["b"]},
@@ -255,12 +255,12 @@ def test_a_model_without_scores_is_a_422(tmp_path: Path) -> None:
         assert tei.status_code == 422 and set(tei.json()) == {"error", "error_type"}
 
 
-def test_an_instruction_needs_a_place(cross: Served) -> None:
+def test_an_instruction_needs_a_template_that_takes_one(cross: Served) -> None:
     refused = cross.refused("/rerank", 422, query=QUERY, documents=DOCUMENTS, instruction="be kind")
     assert refused["error"]["param"] == "instruction"
 
 
-def test_tei_is_told_apart_by_its_texts(cross: Served) -> None:
+def test_a_tei_request_is_recognised_by_its_texts_field(cross: Served) -> None:
     expected = cross.post("/rerank", query=QUERY, documents=DOCUMENTS)["results"]
     rows = cross.post("/rerank", query=QUERY, texts=DOCUMENTS)
     assert rows == [{"index": row["index"], "score": row["relevance_score"]} for row in expected]
@@ -271,7 +271,7 @@ def test_tei_is_told_apart_by_its_texts(cross: Served) -> None:
     )
 
 
-def test_teis_errors_have_teis_shape(cross: Served) -> None:
+def test_tei_requests_get_errors_in_the_shape_of_tei(cross: Served) -> None:
     long = "water " * 80
     for wrong in (
         {"query": "", "texts": ["a"]},
@@ -287,7 +287,7 @@ def test_teis_errors_have_teis_shape(cross: Served) -> None:
         assert len(rows) == 1
 
 
-def test_embedders_score_by_their_vectors_behind_their_own_prompts(embedder: Served) -> None:
+def test_embedding_models_score_by_vectors_with_their_own_prompts(embedder: Served) -> None:
     query = embedder.engine.embed([QUERY], input_type="query")
     documents = embedder.engine.embed(DOCUMENTS, input_type="document")
     expected = (documents @ query[0]).tolist()
@@ -301,7 +301,7 @@ def test_embedders_score_by_their_vectors_behind_their_own_prompts(embedder: Ser
     assert request.num_queries == 1 and request.pairs is not None and request.pairs.tolist() == [0] * 5
 
 
-def test_each_query_of_an_embedder_runs_once(embedder: Served) -> None:
+def test_an_embedding_model_runs_each_query_once(embedder: Served) -> None:
     queries = [QUERY, "oil", QUERY, "oil", QUERY]
     rows = embedder.post("/score", queries=queries, documents=DOCUMENTS)["data"]
     request = embedder.client.requests[-1]
@@ -313,7 +313,7 @@ def test_each_query_of_an_embedder_runs_once(embedder: Served) -> None:
         assert row["score"] == pytest.approx(one["score"], abs=1e-5)
 
 
-def test_similarity_is_of_sentences_alike(embedder: Served, cross: Served) -> None:
+def test_similarity_treats_both_sentences_alike(embedder: Served, cross: Served) -> None:
     vectors = embedder.engine.embed([QUERY, *DOCUMENTS])
     inputs = {"source_sentence": QUERY, "sentences": DOCUMENTS}
     answer = embedder.post("/similarity", inputs=inputs)
@@ -333,17 +333,17 @@ def test_similarity_is_of_sentences_alike(embedder: Served, cross: Served) -> No
         embedder.refused("/similarity", 400, inputs=wrong)
 
 
-def test_pooling_says_where_scores_are(cross: Served) -> None:
+def test_the_pooling_route_names_the_score_routes(cross: Served) -> None:
     assert "/rerank" in cross.refused("/pooling", 400, input="a", task="score")["error"]["message"]
 
 
 def test_too_many_documents_are_refused(folder: Path) -> None:
-    with serving_here(folder, server={"max_rows": 3}) as (http, _):
+    with local_app(folder, server={"max_rows": 3}) as (http, _):
         refused = http.post("/rerank", json={"query": "a", "documents": DOCUMENTS})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "documents"
 
 
-def test_the_schema_has_both_bodies_and_no_name_twice(cross: Served) -> None:
+def test_the_schema_has_both_bodies_and_no_duplicate_names(cross: Served) -> None:
     schema = cross.http.get("/openapi.json").json()
     body = schema["paths"]["/rerank"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert len(body["oneOf"]) == 2 and "TeiRerankRequest" in schema["components"]["schemas"]

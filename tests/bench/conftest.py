@@ -1,4 +1,4 @@
-"""What the bench tests share: a tokenizer, data files, and a server to send to."""
+"""Fixtures of the bench tests: a tokenizer, data files, and a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server with every dialect's answers and every way to misbehave that tests need."""
+"""A small HTTP/1.1 server with the responses of every API, and the failures that tests need."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from penstock.bench.load.plan import Traffic
 from penstock.errors import BadValue
 
 
-def test_a_rate_sets_the_time_of_the_last_request_whatever_chance_says() -> None:
+def test_the_last_request_is_due_after_count_over_rate_for_every_seed() -> None:
     for burstiness in (0.3, 1.0, 5.0):
         due = arrivals(Traffic(request_rate=50, burstiness=burstiness), 200)
         assert due[-1] == pytest.approx(4.0)
@@ -27,7 +27,7 @@ def test_poisson_gaps_have_the_spread_of_an_exponential() -> None:
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)
 
 
-def test_infinite_burstiness_is_a_metronome() -> None:
+def test_infinite_burstiness_spaces_requests_evenly() -> None:
     gaps = np.diff(arrivals(Traffic(request_rate=10, burstiness=float("inf")), 20))
     assert gaps == pytest.approx(np.full(19, 0.1))
 
@@ -48,7 +48,7 @@ def test_a_ramp_begins_slowly_and_ends_quickly(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "exponential", None])
-def test_as_many_requests_as_fit_the_duration(kind: str | None) -> None:
+def test_the_duration_sets_the_number_of_requests(kind: str | None) -> None:
     if kind is None:
         traffic = Traffic(request_rate=40, duration_s=5, burstiness=float("inf"))
     else:
@@ -67,9 +67,9 @@ def test_as_many_requests_as_fit_the_duration(kind: str | None) -> None:
         (Traffic(duration_s=-1), "--duration"),
         (Traffic(ramp_up="linear"), "--ramp-up-start-rps"),
         (Traffic(ramp_up="linear", ramp_start=9, ramp_end=3), "must not exceed"),
-        (Traffic(ramp_up="linear", ramp_start=1, ramp_end=3, request_rate=5), "leave --request-rate out"),
+        (Traffic(ramp_up="linear", ramp_start=1, ramp_end=3, request_rate=5), "leave out --request-rate"),
     ],
 )
-def test_traffic_that_cannot_be_is_refused(traffic: Traffic, said: str) -> None:
+def test_impossible_traffic_is_refused(traffic: Traffic, said: str) -> None:
     with pytest.raises(BadValue, match=said):
         check(traffic)

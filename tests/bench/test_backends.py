@@ -9,7 +9,7 @@ import pytest
 from penstock.bench.backends import BACKENDS
 from penstock.bench.datasets.item import Item
 from penstock.bench.options import BackendName, BodyOptions, DataOptions, DatasetName, ServerOptions
-from penstock.bench.prepare import prepare, try_once
+from penstock.bench.prepare import prepare, send_trial_request
 from penstock.bench.target import target_of
 from penstock.errors import BadValue
 from tests.bench.stub import Stub, stub
@@ -56,7 +56,7 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
         ),
     ],
 )
-def test_each_dialect_says_it_its_way(name: str, item: Item, body: dict[str, Any]) -> None:
+def test_each_backend_builds_its_body(name: str, item: Item, body: dict[str, Any]) -> None:
     assert BACKENDS[BackendName(name)].make(item, "m") == body
 
 
@@ -67,7 +67,7 @@ def test_ranking_without_documents_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["openai-embeddings", "vllm-pooling", "openai", "openai-chat"])
-def test_documents_to_rank_are_refused_by_the_others(name: str) -> None:
+def test_other_backends_refuse_documents_to_rank(name: str) -> None:
     with pytest.raises(BadValue, match="rerank"):
         BACKENDS[BackendName(name)].make(RANKING, "m")
 
@@ -83,12 +83,12 @@ def prepared(server: Stub, prompts: Path, body: BodyOptions | None = None, **fie
     "name",
     ["openai-embeddings", "openai-embeddings-chat", "tei", "infinity-embeddings", "openai", "openai-chat"],
 )
-def test_each_dialect_gets_an_answer(name: str, server: Stub, prompts: Path) -> None:
-    try_once(prepared(server, prompts, backend=BackendName(name)), 10.0)
+def test_each_backend_gets_a_response(name: str, server: Stub, prompts: Path) -> None:
+    send_trial_request(prepared(server, prompts, backend=BackendName(name)), 10.0)
     assert server.bodies[0][0] == BACKENDS[BackendName(name)].endpoint
 
 
-def test_the_model_is_asked_for_when_it_is_not_named(server: Stub, prompts: Path) -> None:
+def test_the_server_is_asked_for_its_model(server: Stub, prompts: Path) -> None:
     load = prepared(server, prompts, backend=BackendName.OPENAI_EMBEDDINGS)
     assert load.model == "stub-model"
 
@@ -103,7 +103,7 @@ def test_extra_fields_and_sampling_go_into_the_body(server: Stub, prompts: Path)
         "top_k": 3,
         "ignore_eos": True,
     }
-    with pytest.raises(BadValue, match="only for --backend openai"):
+    with pytest.raises(BadValue, match="only with --backend openai"):
         prepared(server, prompts, body, backend=BackendName.OPENAI_EMBEDDINGS)
     with pytest.raises(BadValue, match="--extra-body"):
         prepared(server, prompts, BodyOptions(extra_body="[]"), backend=BackendName.OPENAI)
@@ -111,7 +111,7 @@ def test_extra_fields_and_sampling_go_into_the_body(server: Stub, prompts: Path)
 
 def test_headers_and_the_key_are_sent(server: Stub, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    try_once(
+    send_trial_request(
         prepared(server, prompts, backend=BackendName.OPENAI_EMBEDDINGS, header=["x-a=1", "x-b=2=3"]), 10.0
     )
     sent = {name.lower(): value for name, value in server.headers[-1].items()}
@@ -121,7 +121,7 @@ def test_headers_and_the_key_are_sent(server: Stub, prompts: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port"])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(BadValue, match="is not a URL"):
         target_of(ServerOptions(base_url=url))
 
@@ -134,39 +134,39 @@ def test_a_base_url_may_have_a_path() -> None:
     assert target.base_url == "http://127.0.0.1:81/prefix"
 
 
-def test_a_wrong_endpoint_is_named(server: Stub, prompts: Path) -> None:
+def test_the_error_names_a_wrong_endpoint(server: Stub, prompts: Path) -> None:
     load = prepared(server, prompts, backend=BackendName.OPENAI_EMBEDDINGS, endpoint="/v1/embedding")
     with pytest.raises(BadValue, match=r"404.*no route /v1/embedding.*are --backend and --endpoint right"):
-        try_once(load, 10.0)
+        send_trial_request(load, 10.0)
     with pytest.raises(BadValue, match="must begin with /"):
         prepared(server, prompts, endpoint="v1/embeddings")
 
 
-def test_an_endpoint_of_another_kind_is_noticed(server: Stub, prompts: Path) -> None:
+def test_an_endpoint_of_another_kind_is_refused(server: Stub, prompts: Path) -> None:
     load = prepared(server, prompts, backend=BackendName.OPENAI, endpoint="/v1/embeddings")
     with pytest.raises(BadValue, match="--backend openai"):
-        try_once(load, 10.0)
+        send_trial_request(load, 10.0)
     load = prepared(server, prompts, backend=BackendName.TEI, endpoint="/v1/completions")
     with pytest.raises(BadValue, match="lacks a list of 1"):
-        try_once(load, 10.0)
+        send_trial_request(load, 10.0)
 
 
-def test_nobody_at_the_address_is_said(prompts: Path) -> None:
+def test_a_missing_server_is_reported(prompts: Path) -> None:
     with stub() as server:
         gone = server
     with pytest.raises(BadValue, match=r"no server answers at http://127.0.0.1:\d+: Connection refused"):
         prepared(gone, prompts, backend=BackendName.OPENAI_EMBEDDINGS)
 
 
-def test_client_counts_stand_in_where_the_server_gives_none(server: Stub, prompts: Path, model: Path) -> None:
+def test_the_client_counts_tokens_if_the_server_does_not(server: Stub, prompts: Path, model: Path) -> None:
     plain = prepared(server, prompts, backend=BackendName.TEI, model=str(model))
-    assert all(count >= 6 for count in plain.counted())
+    assert all(count >= 6 for count in plain.count_input_tokens())
     unknown = prepared(server, prompts, backend=BackendName.TEI, model="nothing-of-that-name")
-    assert unknown.counted() is None
+    assert unknown.count_input_tokens() is None
 
 
-def test_what_only_generation_has_is_refused_elsewhere(server: Stub, prompts: Path) -> None:
-    with pytest.raises(BadValue, match="ignore_eos: only for"):
+def test_generation_flags_are_refused_for_other_backends(server: Stub, prompts: Path) -> None:
+    with pytest.raises(BadValue, match="ignore_eos: only with"):
         prepared(server, prompts, BodyOptions(ignore_eos=True), backend=BackendName.OPENAI_EMBEDDINGS)
 
 

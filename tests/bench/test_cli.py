@@ -1,4 +1,4 @@
-"""The command as users call it: known flags, known table, clear words and exit codes when things go wrong."""
+"""The bench commands as users call them: flags, tables, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ S4 = """serve --model colbert-large --backend vllm-rerank --endpoint /v1/rerank 
         (S4, BackendName.VLLM_RERANK, DatasetName.RANDOM_RERANK, 2000),
     ],
 )
-def test_the_commands_that_users_know_are_understood(
+def test_commands_of_vllm_bench_are_understood(
     command: str, backend: BackendName, dataset: DatasetName, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
@@ -131,7 +131,7 @@ def test_everything_is_saved(server: Stub, prompts: Path, tmp_path: Path) -> Non
     assert file.with_suffix(".html").read_text().startswith("<!doctype html>")
 
 
-def test_no_server_is_said_in_one_line(prompts: Path) -> None:
+def test_a_missing_server_is_reported_in_one_line(prompts: Path) -> None:
     with stub() as server:
         gone = server
     result = embeddings(gone, prompts)
@@ -139,7 +139,7 @@ def test_no_server_is_said_in_one_line(prompts: Path) -> None:
     assert "error: no server answers at http://127.0.0.1" in result.stderr
 
 
-def test_a_server_may_be_waited_for_in_vain(prompts: Path) -> None:
+def test_waiting_for_a_server_ends_after_the_timeout(prompts: Path) -> None:
     with stub() as server:
         gone = server
     result = embeddings(gone, prompts, "--ready-check-timeout-sec", 0.3)
@@ -147,7 +147,7 @@ def test_a_server_may_be_waited_for_in_vain(prompts: Path) -> None:
     assert "no server answers" in result.stderr
 
 
-def test_a_wrong_endpoint_is_said(server: Stub, prompts: Path) -> None:
+def test_a_wrong_endpoint_is_reported(server: Stub, prompts: Path) -> None:
     result = embeddings(server, prompts, "--endpoint", "/v1/nothing")
     assert result.exit_code == 2
     assert "404" in result.stderr
@@ -157,7 +157,7 @@ def test_a_wrong_endpoint_is_said(server: Stub, prompts: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"), [(None, "there is no such file"), ("{broken", "line 1 is not JSON")]
 )
-def test_bad_data_is_said(content: str | None, said: str, server: Stub, tmp_path: Path) -> None:
+def test_bad_data_is_reported(content: str | None, said: str, server: Stub, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     if content is not None:
         file.write_text(content)
@@ -166,7 +166,7 @@ def test_bad_data_is_said(content: str | None, said: str, server: Stub, tmp_path
     assert said in result.stderr
 
 
-def test_a_run_with_half_its_requests_failing_is_not_valid_but_saved(prompts: Path, tmp_path: Path) -> None:
+def test_a_run_with_many_failures_is_saved_as_not_valid(prompts: Path, tmp_path: Path) -> None:
     with stub(fail_every=2) as server:
         flags = ("--num-prompts", 20, "--max-concurrency", 2, "--save-result")
         result = embeddings(server, prompts, *flags, "--result-dir", tmp_path, "--result-filename", "r.json")
@@ -178,13 +178,13 @@ def test_a_run_with_half_its_requests_failing_is_not_valid_but_saved(prompts: Pa
     assert (saved["completed"], saved["failed"], saved["valid"]) == (10, 10, False)
 
 
-def test_failures_may_be_allowed(prompts: Path) -> None:
+def test_max_failed_allows_failures(prompts: Path) -> None:
     with stub(fail_every=2) as server:
         result = embeddings(server, prompts, "--num-prompts", 10, "--max-failed", 0.6)
     assert result.exit_code == 0, result.output
 
 
-def test_a_full_disk_costs_the_file_but_not_the_figures(server: Stub, prompts: Path) -> None:
+def test_on_a_full_disk_the_figures_are_still_printed(server: Stub, prompts: Path) -> None:
     flags = ("--num-prompts", 5, "--save-result", "--result-dir", "/dev", "--result-filename", "full")
     result = embeddings(server, prompts, *flags)
     assert result.exit_code == 1
@@ -194,7 +194,7 @@ def test_a_full_disk_costs_the_file_but_not_the_figures(server: Stub, prompts: P
     assert not Path("/dev/full").is_file()
 
 
-def test_ctrl_c_keeps_what_was_measured(prompts: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_measurements(prompts: Path, tmp_path: Path) -> None:
     with stub(delay_s=0.02) as server:
         process = subprocess.Popen(
             [
@@ -234,12 +234,10 @@ def test_ctrl_c_keeps_what_was_measured(prompts: Path, tmp_path: Path) -> None:
         (("--num-processes", "0"), "--num-processes"),
         (("--header", "x"), "--header"),
         (("--sweep", "speed"), "--sweep"),
-        (("--sweep", "rate", "--request-rate", "5"), "leave --request-rate"),
+        (("--sweep", "rate", "--request-rate", "5"), "leave out --request-rate"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(
-    flags: tuple[str, ...], said: str, server: Stub, prompts: Path
-) -> None:
+def test_invalid_flags_are_refused(flags: tuple[str, ...], said: str, server: Stub, prompts: Path) -> None:
     result = embeddings(server, prompts, *flags)
     assert result.exit_code == 2
     assert said in result.stderr

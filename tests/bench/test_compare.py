@@ -59,7 +59,7 @@ def test_the_slower_server_has_the_smaller_ratio(prompts: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_servers_are_started_and_stopped(prompts: Path, alone: bool) -> None:
+def test_servers_are_started_and_stopped_for_a_comparison(prompts: Path, alone: bool) -> None:
     ports = [free_port(), free_port()]
     flags: list[object] = []
     for name, port in zip("ab", ports, strict=True):
@@ -79,7 +79,7 @@ def test_servers_are_started_and_stopped(prompts: Path, alone: bool) -> None:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_server_that_does_not_start_is_quoted(prompts: Path) -> None:
+def test_the_error_quotes_a_server_that_does_not_start(prompts: Path) -> None:
     command = f"{sys.executable} -c \"raise SystemExit('no such flag')\""
     result = compare(
         prompts, "--server", "a=http://127.0.0.1:9", "b=http://127.0.0.1:10", "--start", f"a={command}"
@@ -88,7 +88,7 @@ def test_a_server_that_does_not_start_is_quoted(prompts: Path) -> None:
     assert "a ended with status 1 before it was ready: no such flag" in result.stderr
 
 
-def test_a_server_that_is_there_already_is_not_started_again(prompts: Path) -> None:
+def test_a_server_that_already_runs_is_not_started(prompts: Path) -> None:
     with stub() as server:
         flags = ("--server", f"a={server.url}", "b=http://127.0.0.1:10", "--start", "a=true")
         result = compare(prompts, *flags)
@@ -96,7 +96,7 @@ def test_a_server_that_is_there_already_is_not_started_again(prompts: Path) -> N
     assert "answers at" in result.stderr
 
 
-def test_each_round_goes_the_other_way() -> None:
+def test_every_second_round_is_reversed() -> None:
     options = CompareOptions(server=["a=http://127.0.0.1:1", "b=http://127.0.0.1:2"])
     order = [contender.name for _, contender in turns(contenders_of(ClientOptions(), options), 3)]
     assert order == ["a", "b", "b", "a", "a", "b"]
@@ -113,6 +113,6 @@ def test_each_round_goes_the_other_way() -> None:
         ({"server": ["a=http://x", "b=http://y"], "one_at_a_time": True}, "has no --start"),
     ],
 )
-def test_comparisons_that_make_no_sense_are_refused(fields: dict[str, Any], said: str) -> None:
+def test_invalid_comparisons_are_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(BadValue, match=said):
         contenders_of(ClientOptions(), CompareOptions(**fields))

@@ -26,7 +26,7 @@ def items(tokenizer: BenchTokenizer, **fields: Any) -> list[Item]:
     return load_items(DataOptions(**fields), lambda: tokenizer)
 
 
-def test_random_prompts_have_the_wanted_length_with_special_tokens(tokenizer: BenchTokenizer) -> None:
+def test_random_prompts_have_the_given_length_with_special_tokens(tokenizer: BenchTokenizer) -> None:
     made = items(tokenizer, num_prompts=30, random_input_len=17)
     texts = [str(item.prompt) for item in made]
     assert [len(ids) for ids in tokenizer.encode(texts)] == [17] * 30
@@ -49,7 +49,7 @@ def test_input_and_output_may_vary_differently(tokenizer: BenchTokenizer) -> Non
 
 
 @pytest.mark.parametrize("text", ["1.0", "-0.1", "x", '{"input": 0.1}', "[]"])
-def test_a_range_that_cannot_be_is_refused(text: str) -> None:
+def test_an_impossible_range_is_refused(text: str) -> None:
     with pytest.raises(BadValue, match="--random-range-ratio"):
         range_ratios(text)
 
@@ -63,27 +63,27 @@ def test_the_seed_decides_the_prompts(tokenizer: BenchTokenizer) -> None:
     assert one != other
 
 
-def test_a_prefix_is_shared_and_comes_on_top(tokenizer: BenchTokenizer) -> None:
+def test_a_prefix_is_shared_and_adds_to_the_length(tokenizer: BenchTokenizer) -> None:
     made = items(tokenizer, num_prompts=8, random_input_len=10, random_prefix_len=6, send_token_ids=True)
     rows = [item.prompt for item in made]
     assert {len(row) for row in rows} == {16}
     assert len({tuple(row[:7]) for row in rows}) == 1  # [CLS] and the prefix
 
 
-def test_token_ids_can_be_sent_framed_as_the_tokenizer_frames(tokenizer: BenchTokenizer) -> None:
+def test_token_ids_include_the_special_tokens(tokenizer: BenchTokenizer) -> None:
     (item,) = items(tokenizer, num_prompts=1, random_input_len=8, send_token_ids=True)
     assert isinstance(item.prompt, list)
     assert len(item.prompt) == 8
     assert (item.prompt[0], item.prompt[-1]) == (tokenizer.opening[0], tokenizer.closing[0])
 
 
-def test_batches_gather_prompts_into_requests(tokenizer: BenchTokenizer) -> None:
+def test_batches_combine_prompts_into_requests(tokenizer: BenchTokenizer) -> None:
     made = items(tokenizer, num_prompts=10, random_input_len=8, random_batch_size=4)
     assert [item.rows for item in made] == [4, 4, 2]
     assert [item.tokens for item in made] == [32, 32, 16]
 
 
-def test_a_ranking_request_fills_the_wanted_length(tokenizer: BenchTokenizer) -> None:
+def test_a_ranking_request_has_the_given_length(tokenizer: BenchTokenizer) -> None:
     made = items(
         tokenizer,
         dataset_name=DatasetName.RANDOM_RERANK,
@@ -138,7 +138,7 @@ def test_short_data_is_repeated_and_shuffled_by_the_seed(prompts: Path, tokenize
         ("", "no usable prompt"),
     ],
 )
-def test_malformed_lines_are_named(
+def test_errors_name_malformed_lines(
     content: str, said: str, tmp_path: Path, tokenizer: BenchTokenizer
 ) -> None:
     file = tmp_path / "bad.jsonl"
@@ -147,14 +147,14 @@ def test_malformed_lines_are_named(
         items(tokenizer, dataset_name=DatasetName.CUSTOM, dataset_path=str(file))
 
 
-def test_a_broken_archive_is_named(tmp_path: Path, tokenizer: BenchTokenizer) -> None:
+def test_the_error_names_a_broken_archive(tmp_path: Path, tokenizer: BenchTokenizer) -> None:
     file = tmp_path / "bad.jsonl.gz"
     file.write_bytes(b"not gzip")
     with pytest.raises(BadValue, match="cannot be read"):
         items(tokenizer, dataset_name=DatasetName.CUSTOM, dataset_path=str(file))
 
 
-def test_the_data_s_own_output_length(tmp_path: Path, tokenizer: BenchTokenizer) -> None:
+def test_rows_can_set_their_output_length(tmp_path: Path, tokenizer: BenchTokenizer) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text('{"prompt": "a", "output_tokens": 7}\n')
     own: dict[str, Any] = {"dataset_name": DatasetName.CUSTOM, "dataset_path": str(file), "num_prompts": 1}
@@ -165,7 +165,9 @@ def test_the_data_s_own_output_length(tmp_path: Path, tokenizer: BenchTokenizer)
         items(tokenizer, **own, custom_output_len=-1)
 
 
-def test_parquet_finds_the_text_column_or_is_told(tmp_path: Path, tokenizer: BenchTokenizer) -> None:
+def test_parquet_finds_the_text_column_or_takes_a_given_one(
+    tmp_path: Path, tokenizer: BenchTokenizer
+) -> None:
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"id": [1, 2], "text": ["a", "b"], "extra": ["x", "y"]}), file)
     base: dict[str, Any] = {
@@ -185,7 +187,7 @@ def test_parquet_finds_the_text_column_or_is_told(tmp_path: Path, tokenizer: Ben
         items(tokenizer, **base)
 
 
-def test_sharegpt_takes_the_first_turns_and_leaves_out_extremes(
+def test_sharegpt_takes_the_first_turns_without_very_short_and_long_ones(
     tmp_path: Path, tokenizer: BenchTokenizer
 ) -> None:
     def talk(*turns: str) -> dict[str, Any]:
@@ -208,19 +210,19 @@ def test_sharegpt_takes_the_first_turns_and_leaves_out_extremes(
 
 
 @pytest.mark.parametrize("name", [DatasetName.CUSTOM, DatasetName.SHAREGPT, DatasetName.PARQUET])
-def test_a_missing_file_is_named(name: DatasetName, tokenizer: BenchTokenizer) -> None:
+def test_the_error_names_a_missing_file(name: DatasetName, tokenizer: BenchTokenizer) -> None:
     with pytest.raises(BadValue, match="needs --dataset-path"):
         items(tokenizer, dataset_name=name)
     with pytest.raises(BadValue, match="there is no such file"):
         items(tokenizer, dataset_name=name, dataset_path="/nowhere/data")
 
 
-def test_a_file_for_random_data_is_a_mistake(tokenizer: BenchTokenizer, prompts: Path) -> None:
-    with pytest.raises(BadValue, match="is made, not read"):
+def test_a_file_for_random_data_is_refused(tokenizer: BenchTokenizer, prompts: Path) -> None:
+    with pytest.raises(BadValue, match="is generated; to read"):
         items(tokenizer, dataset_path=str(prompts))
 
 
-def test_prompts_are_put_into_the_chat_template(tmp_path: Path, tokenizer: BenchTokenizer) -> None:
+def test_the_chat_template_is_applied_to_prompts(tmp_path: Path, tokenizer: BenchTokenizer) -> None:
     tokenizer._rust.save(str(tmp_path / "tokenizer.json"))
     template = (
         "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -236,7 +238,7 @@ def test_prompts_are_put_into_the_chat_template(tmp_path: Path, tokenizer: Bench
     assert templated([Item("hello")], tokenizer) is None
 
 
-def test_tokens_are_counted_where_nobody_else_does(tokenizer: BenchTokenizer) -> None:
+def test_tokens_are_counted_for_every_kind_of_item(tokenizer: BenchTokenizer) -> None:
     given = [
         Item("the word"),
         Item(["the", "word"]),
@@ -248,7 +250,7 @@ def test_tokens_are_counted_where_nobody_else_does(tokenizer: BenchTokenizer) ->
     assert count_tokens(given, tokenizer) == [4, 6, 3, 3, 12, 99]
 
 
-def test_a_tokenizer_that_is_not_there_is_explained(tmp_path: Path) -> None:
+def test_the_error_about_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(BadValue, match="--tokenizer"):
         load_tokenizer(None, "no-such-model-anywhere")
     broken = tmp_path / "tokenizer.json"

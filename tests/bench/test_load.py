@@ -40,7 +40,7 @@ def send(server: Stub, count: int = 20, reader: Reader = "body", processes: int 
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "close"])
-def test_every_request_is_answered_whatever_frames_the_body(framing: str) -> None:
+def test_every_framing_of_the_body_is_read(framing: str) -> None:
     with stub(framing=framing) as server:
         samples = send(server).samples
     assert len(samples) == 20
@@ -57,19 +57,19 @@ def test_latency_ends_with_the_last_part_of_the_body() -> None:
     assert (samples["first_byte"] >= samples["start"]).all()
 
 
-def test_connections_are_kept() -> None:
+def test_connections_are_reused() -> None:
     with stub() as server:
         send(server, count=40)
         assert server.connections <= 4
 
 
-def test_without_keepalive_each_request_has_its_connection() -> None:
+def test_without_keepalive_each_request_opens_a_connection() -> None:
     with stub() as server:
         assert send(server, count=12, keepalive=False).samples.ok.all()
         assert server.connections == 12
 
 
-def test_no_more_requests_are_in_flight_than_allowed_over_all_processes() -> None:
+def test_max_concurrency_holds_over_all_processes() -> None:
     with stub(delay_s=0.02) as server:
         outcome = send(server, count=30, max_concurrency=3)
         assert server.max_active <= 3
@@ -92,7 +92,7 @@ def test_a_rate_spreads_the_requests() -> None:
     assert (samples["start"] >= samples["due"]).all()
 
 
-def test_a_duration_repeats_the_requests_until_it_is_over() -> None:
+def test_requests_are_repeated_for_the_duration() -> None:
     with stub(delay_s=0.01) as server:
         outcome = send(server, count=2, duration_s=0.4)
     assert outcome.planned is None
@@ -105,7 +105,7 @@ def test_a_duration_without_any_limit_is_refused(server: Stub) -> None:
         send(server, duration_s=1.0, max_concurrency=None)
 
 
-def test_refusals_are_counted_and_quoted() -> None:
+def test_error_responses_are_counted_and_quoted() -> None:
     with stub(fail_every=2) as server:
         samples = send(server).samples
     assert int(samples.failed.sum()) == 10
@@ -113,19 +113,19 @@ def test_refusals_are_counted_and_quoted() -> None:
     assert set(samples.columns["status"].tolist()) == {200, 500}
 
 
-def test_a_body_that_is_cut_off_is_a_failure() -> None:
+def test_an_incomplete_body_is_a_failure() -> None:
     with stub(framing="cut") as server:
         errors = send(server, count=4).samples.errors()
     assert list(errors) == ["the server closed the connection in the middle of an answer"]
 
 
-def test_what_is_not_http_is_a_failure() -> None:
+def test_a_response_that_is_not_http_is_a_failure() -> None:
     with stub(garbage=True) as server:
         errors = send(server, count=2).samples.errors()
     assert all(text.startswith("the answer is not HTTP") for text in errors)
 
 
-def test_a_server_that_is_gone_ends_a_run_that_would_go_on() -> None:
+def test_a_run_ends_when_its_server_is_gone() -> None:
     with stub(die_after=5) as server:
         outcome = send(server, count=5, duration_s=60.0)
     assert outcome.problem is not None
@@ -133,20 +133,20 @@ def test_a_server_that_is_gone_ends_a_run_that_would_go_on() -> None:
     assert int(outcome.samples.ok.sum()) > 0
 
 
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_a_failure() -> None:
     with stub() as server:
         port = server.port
     outcome = run_load([message()] * 5, Address("127.0.0.1", port), "body", Traffic(max_concurrency=2), 1)
     assert list(outcome.samples.errors()) == ["cannot connect: Connection refused"]
 
 
-def test_an_answer_that_takes_too_long_is_a_failure() -> None:
+def test_a_response_after_the_timeout_is_a_failure() -> None:
     with stub(answer_from_active=2) as server:  # one request alone is never answered
         errors = send(server, count=1, timeout_s=0.2).samples.errors()
     assert list(errors) == ["no complete answer within 0.2 s"]
 
 
-def test_token_counts_may_stand_in_a_header() -> None:
+def test_token_counts_are_read_from_headers() -> None:
     with stub() as server:
         tei = send(server, count=3, reader="header", route="/embed", fields={"inputs": "a b"}).samples
         raw = send(server, count=3, reader="header", fields={"encoding_format": "bytes"}).samples
@@ -154,7 +154,7 @@ def test_token_counts_may_stand_in_a_header() -> None:
     assert raw["input_tokens"].tolist() == [3, 3, 3]
 
 
-def test_streams_give_the_time_of_each_token() -> None:
+def test_streams_record_the_time_of_each_token() -> None:
     with stub() as server:
         samples = send(
             server, count=4, reader="stream", route="/v1/completions", fields={"max_tokens": 5}
@@ -166,13 +166,13 @@ def test_streams_give_the_time_of_each_token() -> None:
     assert (samples["last_token"] >= samples["first_token"]).all()
 
 
-def test_more_connections_than_open_files_are_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_connections_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.bench.load.fleet.allow_open_files", lambda: 100)
     with pytest.raises(BadValue, match="ulimit -n"):
         run_load([message()] * 500, Address("127.0.0.1", 9), "body", Traffic(), 2)
 
 
-def test_a_load_process_that_dies_is_noticed(server: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_process_that_dies_is_reported(server: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     begin = fleet._start
 
@@ -219,7 +219,7 @@ async def sent_here(
     return sender, recorder.flush()
 
 
-def test_a_burst_is_with_the_server_before_the_first_answer_is_waited_for() -> None:
+def test_a_burst_is_sent_before_the_first_response_is_awaited() -> None:
     """None of many requests waits until the connections of all the others are up."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         listener.settimeout(30)
@@ -238,7 +238,7 @@ def test_a_burst_is_with_the_server_before_the_first_answer_is_waited_for() -> N
 
 
 @pytest.mark.parametrize("taken", [0, 7])
-def test_a_request_that_the_system_does_not_take_at_once_follows(
+def test_a_request_that_cannot_be_written_at_once_is_written_later(
     taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As across a network, where a connection takes longer, or with a request larger than its buffer."""
@@ -260,7 +260,7 @@ def test_a_request_that_the_system_does_not_take_at_once_follows(
     assert sender.completed == 12 and sender.reason is None
 
 
-def test_a_connection_that_is_refused_later_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_refused_late_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(socket.socket):
         def send(self, data: Any, *flags: Any) -> int:
             raise BlockingIOError

@@ -1,4 +1,4 @@
-"""The script of loads runs them through HTTP on a small model, and its floors are what memory allows."""
+"""`benchmarks/gpu_loads.py` measures a small model over HTTP, and computes floors from memory bandwidth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loads() -> ModuleType:
 
 
 @pytest.mark.timeout(600)
-def test_generation_is_loaded_through_http_alone_and_beside_embeddings(tmp_path: Path) -> None:
+def test_generation_is_measured_over_http_alone_and_with_embeddings(tmp_path: Path) -> None:
     write("qwen3", tmp_path / "qwen3-4b")
     write("gritlm", tmp_path / "gritlm-7b")
     texts = tmp_path / "texts.jsonl"
@@ -47,10 +47,12 @@ def test_generation_is_loaded_through_http_alone_and_beside_embeddings(tmp_path:
         assert float(ttft) > 0
         assert float(tpot) >= 0  # on a busy machine all tokens of an answer can arrive at once
     assert greedy[6].startswith("≥ 24,000") and sampled[6].startswith("≥ 23,500")
-    assert not greedy[8] and float(both[8].replace(",", "")) > 0, "embeddings were made meanwhile"
+    assert not greedy[8] and float(both[8].replace(",", "")) > 0, (
+        "no embeddings were computed at the same time"
+    )
 
 
-def test_the_floor_is_all_bytes_that_a_step_reads(loads: ModuleType, tmp_path: Path) -> None:
+def test_the_floor_counts_all_bytes_that_a_step_reads(loads: ModuleType, tmp_path: Path) -> None:
     shape = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -75,7 +77,7 @@ def test_the_floor_is_all_bytes_that_a_step_reads(loads: ModuleType, tmp_path: P
         assert found == pytest.approx(wanted / loads.MEMORY_BYTES_S * 1000)
 
 
-def test_a_trace_tells_work_from_gaps(loads: ModuleType) -> None:
+def test_a_trace_separates_work_from_gaps(loads: ModuleType) -> None:
     spec = importlib.util.spec_from_file_location("gpu_trace", SCRIPT.with_name("gpu_trace.py"))
     assert spec is not None and spec.loader is not None
     trace = sys.modules["gpu_trace"] = importlib.util.module_from_spec(spec)

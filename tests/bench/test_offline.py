@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from penstock.bench.offline.embedders import need, open_embedder
+from penstock.bench.offline.embedders import import_peer, open_embedder
 from penstock.bench.offline.speed import take_turns
 from penstock.bench.options import EmbedderName, EngineOptions
 from penstock.bench.quality.scores import cosines
@@ -42,7 +42,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (EmbedderName.ONNXRUNTIME, "onnxruntime"),
     ],
 )
-def test_peers_give_penstock_s_vectors(name: EmbedderName, package: str, bert: Path) -> None:
+def test_peers_compute_the_same_vectors(name: EmbedderName, package: str, bert: Path) -> None:
     pytest.importorskip(package)
     options = EngineOptions(config=EngineConfig(model=str(bert), device="cpu"), batch_size=2)
     vectors = []
@@ -53,9 +53,9 @@ def test_peers_give_penstock_s_vectors(name: EmbedderName, package: str, bert: P
     assert cosines(*vectors).min() > 0.9999
 
 
-def test_a_peer_that_is_not_installed_is_named() -> None:
+def test_the_error_names_a_peer_that_is_not_installed() -> None:
     with pytest.raises(BadValue, match="pip install no-such-package"):
-        need("no_such_module", "no-such-package")
+        import_peer("no_such_module", "no-such-package")
 
 
 def bench(*args: object) -> Any:
@@ -112,7 +112,7 @@ def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         take_turns([names[0]] * 2, EngineOptions(), 1, lambda e: 1.0, lambda e: None)
 
 
-def test_the_command_compares_with_a_reference(bert: Path, tmp_path: Path) -> None:
+def test_quality_compares_with_a_reference(bert: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("1\tthe word\twater\n2\ta\tb\n3\tthe oil\tthe oil\n")

@@ -44,13 +44,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_spearman_looks_at_ranks_alone() -> None:
+def test_spearman_depends_on_ranks_only() -> None:
     left = np.array([1.0, 2.0, 3.0, 4.0])
     assert spearman(left, np.exp(left)) == 1.0
     assert spearman(left, -left) == -1.0
 
 
-def test_spearman_shares_the_ranks_of_equals() -> None:
+def test_spearman_averages_the_ranks_of_equal_values() -> None:
     # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: covariance 4.5 over √(4.5 · 5).
     found = spearman(np.array([1.0, 2.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0]))
     assert found == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
@@ -70,7 +70,7 @@ def test_the_first_relevant_document_decides_the_reciprocal_rank() -> None:
     assert reciprocal_rank(["x"] * 10 + ["a"], {"a": 1}) == 0.0
 
 
-def test_recall_counts_what_was_found() -> None:
+def test_recall_counts_the_documents_found() -> None:
     assert recall(["a", "x", "b"], {"a": 1, "b": 1, "c": 2, "x": 0}, 2) == pytest.approx(1 / 3)
 
 
@@ -79,11 +79,11 @@ def test_queries_without_a_relevant_document_do_not_count() -> None:
     assert found == {"ndcg@10": 1.0, "mrr@10": 1.0, "recall@100": 1.0}
 
 
-def test_cosine_of_nothing_is_zero() -> None:
+def test_the_cosine_of_a_zero_vector_is_zero() -> None:
     assert cosines(np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)).tolist() == [0.0]
 
 
-def test_maxsim_sums_each_query_token_s_best_match() -> None:
+def test_maxsim_sums_the_best_match_of_each_query_token() -> None:
     document = np.array([[1, 0], [0.5, 0.5]], np.float32)
     assert maxsim(np.eye(2, dtype=np.float32), document) == 1.5
 
@@ -98,7 +98,7 @@ def test_maxsim_sums_each_query_token_s_best_match() -> None:
         ('text,more,grade\none "quoted,other,1.5\na,b,4\n', "3,1,2"),
     ],
 )
-def test_pairs_are_read_whatever_the_columns(content: str, columns: str | None, tmp_path: Path) -> None:
+def test_pairs_are_read_from_any_columns(content: str, columns: str | None, tmp_path: Path) -> None:
     file = tmp_path / "pairs.csv"
     file.write_text(content)
     pairs = read_pairs(str(file), columns)
@@ -117,7 +117,7 @@ def test_pairs_are_read_whatever_the_columns(content: str, columns: str | None, 
         ("1\ta\tb\n", "0,1,2", "--sts-columns"),
     ],
 )
-def test_pairs_that_cannot_be_read_are_named(
+def test_errors_name_pairs_that_cannot_be_read(
     content: str, columns: str | None, said: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "pairs.csv"
@@ -126,14 +126,14 @@ def test_pairs_that_cannot_be_read_are_named(
         read_pairs(str(file), columns)
 
 
-def test_a_folder_is_read_with_its_judged_queries(folder: Path) -> None:
+def test_a_folder_is_read_with_the_queries_that_have_judgements(folder: Path) -> None:
     judged = read_beir(str(folder))
     assert list(judged.queries) == ["q1", "q2"]
     assert judged.qrels["q1"] == {"d1": 2, "d4": 1}
     assert judged.documents["d2"] == "car road"
 
 
-def test_a_folder_that_is_not_complete_is_named(folder: Path) -> None:
+def test_the_error_names_what_a_folder_lacks(folder: Path) -> None:
     (folder / "queries.jsonl").rename(folder / "other")
     with pytest.raises(BadValue, match=r"no queries\.jsonl"):
         read_beir(str(folder))
@@ -141,13 +141,13 @@ def test_a_folder_that_is_not_complete_is_named(folder: Path) -> None:
         read_beir(str(folder / "nothing"))
 
 
-def test_judgements_that_are_malformed_are_named(folder: Path) -> None:
+def test_errors_name_malformed_judgements(folder: Path) -> None:
     (folder / "qrels/test.tsv").write_text("q1\td1\t1\nq1 d2 1\n")
     with pytest.raises(BadValue, match="line 2"):
         read_beir(str(folder))
 
 
-def test_retrieval_finds_what_shares_words(folder: Path) -> None:
+def test_retrieval_finds_documents_that_share_words(folder: Path) -> None:
     found = retrieval(WordEmbedder(), read_beir(str(folder)))
     assert found["ndcg@10"] == 1.0
     assert found["recall@100"] == 1.0
@@ -176,7 +176,7 @@ def test_reranking_through_a_server_beats_the_order_before(folder: Path, server:
     assert candidates(judged, "judged", 5) == {"q1": ["d1", "d4"], "q2": ["d3"]}
 
 
-def test_late_interaction_gives_the_same_scores_here_and_there(folder: Path) -> None:
+def test_late_interaction_agrees_with_the_server(folder: Path) -> None:
     with stub(maxsim=True) as server:
         client = ServerClient(server.url)
         judged = read_beir(str(folder))
@@ -194,7 +194,7 @@ def test_vectors_come_back_in_order_over_several_requests(server: Stub) -> None:
     assert len(server.bodies) == 3
 
 
-def test_a_refusal_of_the_server_is_quoted() -> None:
+def test_an_error_of_the_server_is_quoted() -> None:
     with stub(fail_every=1) as server:
         client = ServerClient(server.url, "m")
         with pytest.raises(EngineError, match="made to fail"):
@@ -206,7 +206,7 @@ def quality(*args: object) -> Any:
     return CliRunner().invoke(app, ["bench", "quality", *map(str, args)])
 
 
-def test_the_command_judges_a_running_server(folder: Path, server: Stub, tmp_path: Path) -> None:
+def test_quality_evaluates_a_running_server(folder: Path, server: Stub, tmp_path: Path) -> None:
     result = quality("--base-url", server.url, "--beir", folder, "--output-json", tmp_path / "q.json")
     assert result.exit_code == 0, result.output
     assert "ndcg@10:" in result.stdout
@@ -214,7 +214,7 @@ def test_the_command_judges_a_running_server(folder: Path, server: Stub, tmp_pat
     assert set(saved["figures"]["retrieval"]) == {"ndcg@10", "mrr@10", "recall@100"}
 
 
-def test_the_command_ranks_through_a_server(folder: Path, server: Stub) -> None:
+def test_quality_ranks_through_a_server(folder: Path, server: Stub) -> None:
     result = quality("--base-url", server.url, "--beir", folder, "--task", "rerank", "--min-ndcg", 0.5)
     assert result.exit_code == 0, result.output
     assert server.bodies[-1][0] == "/v1/rerank"
@@ -234,7 +234,7 @@ def test_a_limit_that_is_missed_fails(folder: Path, server: Stub) -> None:
         (("--task", "rerank", "--beir", "FOLDER"), "--base-url"),
     ],
 )
-def test_what_cannot_be_judged_is_refused(args: tuple[str, ...], said: str, folder: Path) -> None:
+def test_tasks_without_data_are_refused(args: tuple[str, ...], said: str, folder: Path) -> None:
     result = quality(*(str(folder) if arg == "FOLDER" else arg for arg in args))
     assert result.exit_code == 2
     assert said in result.stderr

@@ -14,7 +14,7 @@ from penstock.bench.options import ReportOptions
 from penstock.bench.report.metrics import Summary, goals_of, metrics_of, percentiles_of, summarise
 from penstock.bench.report.page import compare_page, run_page, sweep_page
 from penstock.bench.report.result import result_of
-from penstock.bench.report.save import NotSaved, place_for, save_json
+from penstock.bench.report.save import NotSaved, result_path, save_json
 from penstock.bench.report.table import table, warnings
 from penstock.errors import BadValue
 
@@ -56,7 +56,7 @@ def summary(generates: bool = False, failures: int = 0, **goals: float) -> Summa
     return summarise(outcome(generates, failures), [1, 3], [50, 99], goals, generates)
 
 
-def test_throughput_is_over_the_time_until_the_last_answer() -> None:
+def test_throughput_is_measured_until_the_last_response() -> None:
     found = summary()
     assert found.duration_s == pytest.approx(1.0)
     assert found.request_throughput == pytest.approx(10)
@@ -64,7 +64,7 @@ def test_throughput_is_over_the_time_until_the_last_answer() -> None:
     assert found.total_token_throughput == pytest.approx(70)
 
 
-def test_latencies_are_whole_body_milliseconds() -> None:
+def test_latencies_are_milliseconds_to_the_end_of_the_body() -> None:
     e2el = summary().spreads["e2el"]
     assert e2el.mean == pytest.approx(55)
     assert e2el.median == pytest.approx(55)
@@ -81,14 +81,14 @@ def test_generation_has_its_own_metrics() -> None:
     assert found.peak_output_tokens_per_s > 0
 
 
-def test_goodput_counts_what_keeps_to_every_goal() -> None:
+def test_goodput_counts_requests_within_every_goal() -> None:
     assert summary(e2el=50.1).request_goodput == pytest.approx(5)
     assert summary(generates=True, e2el=50.1, ttft=10.1).request_goodput == pytest.approx(2)
     with pytest.raises(BadValue, match="only generation"):
         summary(ttft=10.0)
 
 
-def test_requests_at_once_are_counted() -> None:
+def test_peak_concurrency_is_counted() -> None:
     recorder = Recorder()
     for start, end in ((0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (2.0, 4.0)):
         recorder.add((0, start, start, end, end, 0.0, 0.0, 200, OK, 1, 0, 1, 0))
@@ -96,20 +96,20 @@ def test_requests_at_once_are_counted() -> None:
     assert found.peak_concurrency == 3
 
 
-def test_a_run_without_any_answer_has_figures_all_the_same() -> None:
+def test_a_run_without_responses_has_figures() -> None:
     empty = summarise(Outcome(join([]), 0.0, 0, []), [1], [99], {"e2el": 1.0}, False)
     assert (empty.completed, empty.request_throughput) == (0, 0.0)
     assert "Successful requests:                     0" in table(empty, Traffic(), ["e2el"], [99], False)
 
 
-def test_the_client_s_own_cost_is_told() -> None:
+def test_the_cost_of_the_client_is_reported() -> None:
     cost = summary().client
     assert cost.busiest == pytest.approx(0.2)
     assert cost.ceiling == pytest.approx(5 / 0.1 + 5 / 0.2)
     assert warnings(summary(), {}) == []
 
 
-def test_the_table_reads_as_its_users_know_it() -> None:
+def test_the_table_has_the_known_layout() -> None:
     text = table(summary(failures=1), Traffic(max_concurrency=4, request_rate=9.5), ["e2el"], [50, 99], False)
     lines = text.splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
@@ -158,12 +158,12 @@ def test_the_result_holds_every_sample() -> None:
         (lambda text: metrics_of(text, True), "e2el,latency"),
     ],
 )
-def test_report_flags_that_make_no_sense_are_refused(call: Any, argument: Any) -> None:
+def test_invalid_report_flags_are_refused(call: Any, argument: Any) -> None:
     with pytest.raises(BadValue):
         call(argument)
 
 
-def test_pages_stand_on_their_own() -> None:
+def test_pages_are_self_contained() -> None:
     run = outcome(generates=True)
     points = [
         {"load": load, "request_throughput": load * 9, "median_e2el_ms": 5.0, "p99_e2el_ms": 9.0 + load}
@@ -186,20 +186,20 @@ def test_pages_stand_on_their_own() -> None:
 
 
 def test_results_are_written_whole(tmp_path: Path) -> None:
-    path = place_for(ReportOptions(result_dir=str(tmp_path / "new")), "a name/with: signs")
+    path = result_path(ReportOptions(result_dir=str(tmp_path / "new")), "a name/with: signs")
     save_json(path, {"e2els": [1.0], "completed": 1})
     assert path.name == "a-name-with--signs.json"
     assert json.loads(path.read_text()) == {"e2els": [1.0], "completed": 1}
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_refused_before_the_run(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(BadValue, match="cannot be made"):
-        place_for(ReportOptions(result_dir=str(file / "below")), "x")
+    with pytest.raises(BadValue, match="cannot be created"):
+        result_path(ReportOptions(result_dir=str(file / "below")), "x")
     with pytest.raises(BadValue, match="cannot be written"):
-        place_for(ReportOptions(result_dir=str(tmp_path), result_filename="."), "x")
+        result_path(ReportOptions(result_dir=str(tmp_path), result_filename="."), "x")
 
 
 def test_on_a_full_disk_the_figures_are_still_printed(capsys: pytest.CaptureFixture[str]) -> None:

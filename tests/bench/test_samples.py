@@ -34,11 +34,11 @@ def test_gaps_between_tokens_stay_with_their_request() -> None:
     assert np.allclose(samples.gaps, [0.1, 0.2, 0.3])
 
 
-def test_equal_messages_of_several_processes_are_counted_together() -> None:
+def test_equal_messages_of_all_processes_are_counted_together() -> None:
     assert join(blocks()).errors() == {"down": 2, "other": 1}
 
 
-def test_what_was_given_up_is_neither_answered_nor_failed() -> None:
+def test_abandoned_requests_are_neither_answered_nor_failed() -> None:
     recorder = Recorder()
     add(recorder, 1.0, GIVEN_UP)
     samples = join([recorder.flush()])
@@ -46,7 +46,7 @@ def test_what_was_given_up_is_neither_answered_nor_failed() -> None:
     assert not samples.failed.any()
 
 
-def test_a_flushed_recorder_begins_anew() -> None:
+def test_a_flushed_recorder_is_empty() -> None:
     recorder = Recorder()
     add(recorder, 1.0, recorder.message("x"))
     recorder.flush()

@@ -19,7 +19,7 @@ def test_the_first_token_and_the_gaps_after_it_are_timed() -> None:
     assert stream.finished
 
 
-def test_an_event_may_be_cut_anywhere() -> None:
+def test_an_event_may_be_split_anywhere() -> None:
     stream = TokenStream()
     for now, byte in enumerate(TOKEN + USAGE):
         stream.feed(bytes([byte]), float(now + 1))
@@ -34,14 +34,14 @@ def test_without_usage_each_event_counts_as_a_token() -> None:
     assert stream.input_tokens == -1
 
 
-def test_comments_are_no_tokens() -> None:
+def test_comments_are_not_tokens() -> None:
     stream = TokenStream()
     stream.feed(b": ping\n\n", 1.0)
     assert stream.tokens == 0
 
 
 @pytest.mark.parametrize("event", [b'data: {"error":{"message":"out of memory"}}\n\n', b"data: {broken\n\n"])
-def test_an_error_inside_the_stream_is_seen(event: bytes) -> None:
+def test_an_error_in_the_stream_is_reported(event: bytes) -> None:
     stream = TokenStream()
     stream.feed(event, 1.0)
     assert stream.error is not None

@@ -18,7 +18,7 @@ while (ticket := draw(fd)) is not None:
 """
 
 
-def test_requests_come_back_as_they_went_in() -> None:
+def test_requests_are_stored_unchanged() -> None:
     requests = [b"one", b"", b"three" * 5000]
     fd = write_store(requests, np.array([0.5, 1.5]))
     store = Store(fd)
@@ -33,7 +33,7 @@ def test_every_ticket_is_drawn_once_in_order() -> None:
     os.close(fd)
 
 
-def test_processes_that_draw_at_the_same_time_share_the_tickets_without_doubles() -> None:
+def test_concurrent_processes_never_draw_the_same_ticket() -> None:
     fd = write_tickets(20_000)
     drawers = [
         subprocess.Popen(

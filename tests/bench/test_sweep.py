@@ -12,14 +12,14 @@ from penstock.errors import BadValue
 
 
 class FakeRun:
-    """A server with ten places: below them latency is flat, above them it grows with the queue."""
+    """A server with ten slots: latency is flat below ten requests and grows with the queue above."""
 
     def __init__(self, load: float, unit: str, interrupted: bool = False) -> None:
         from penstock.bench.report.metrics import ClientCost, Spread, Summary
 
-        base_ms, places = 10.0, 10.0
+        base_ms, slots = 10.0, 10.0
         if unit == "concurrency":
-            done = min(load, places) / base_ms * 1000
+            done = min(load, slots) / base_ms * 1000
             mean = load / done * 1000
         else:
             done = min(load, 1000.0)
@@ -41,53 +41,53 @@ class FakeRun:
 
 @pytest.fixture(autouse=True)
 def _judged_by_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(run: Any, goals: dict[str, float]) -> float:
+    def share_within_goal(run: Any, goals: dict[str, float]) -> float:
         return float(all(run.mean * 1.2 <= limit for limit in goals.values()))
 
-    monkeypatch.setattr(module, "_kept", kept)
+    monkeypatch.setattr(module, "_share_within_goal", share_within_goal)
 
 
 def swept(unit: Any, loads: list[float], **goals: float) -> Sweep:
     return sweep(unit, loads, goals, lambda load: FakeRun(load, unit))  # type: ignore[arg-type, return-value]
 
 
-def test_the_knee_is_where_the_places_are_full() -> None:
+def test_the_knee_is_where_all_slots_are_busy() -> None:
     found = swept("concurrency", [1, 2, 5, 10, 20, 40])
     assert found.knee is not None
     assert found.knee.load == 10
 
 
-def test_without_loads_the_concurrency_doubles_until_nothing_is_gained() -> None:
+def test_without_loads_the_concurrency_doubles_until_throughput_stops_growing() -> None:
     found = swept("concurrency", [])
     assert [point.load for point in found.points] == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_rates_are_taken_from_what_the_server_can_do() -> None:
+def test_rates_are_shares_of_the_highest_throughput() -> None:
     found = sweep("rate", [], {}, lambda load: FakeRun(min(load, 2000.0), "rate"))  # type: ignore[arg-type, return-value]
     assert [point.load for point in found.points] == [100, 250, 500, 700, 800, 900, 1000, 1100]
 
 
-def test_the_highest_load_within_the_goal_is_looked_for_between_the_points() -> None:
+def test_the_highest_load_within_the_goal_is_refined() -> None:
     found = swept("concurrency", [1, 10, 100], e2el=36.0)  # 1.2 × load ms above ten: up to 30
     assert found.best is not None
     assert 26 <= found.best.load <= 30
     assert [point.load for point in found.points] == sorted(point.load for point in found.points)
 
 
-def test_a_goal_that_nothing_keeps_is_said() -> None:
+def test_a_goal_that_no_load_meets_is_reported() -> None:
     found = swept("concurrency", [1, 2], e2el=1.0)
     assert found.best is None
     assert "none of these" in sweep_table(found)
 
 
-def test_an_interrupt_ends_the_sweep_with_what_there_is() -> None:
+def test_an_interrupted_sweep_keeps_its_points() -> None:
     runs = iter([FakeRun(1, "concurrency"), FakeRun(2, "concurrency", interrupted=True)])
     found = sweep("concurrency", [1, 2, 4], {}, lambda load: next(runs))  # type: ignore[arg-type, return-value]
     assert [point.load for point in found.points] == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["", "speed", "rate=", "rate=0", "concurrency=1.5", "concurrency=a"])
-def test_what_is_no_sweep_is_refused(text: str) -> None:
+def test_an_invalid_sweep_is_refused(text: str) -> None:
     with pytest.raises(BadValue, match="--sweep"):
         parse(text)
 

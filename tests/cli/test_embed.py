@@ -301,7 +301,10 @@ def test_usage_errors_are_reported_before_anything_is_loaded(
         ((lines, "-o", tmp_path / "none" / "out.jsonl"), "there is no folder"),
         ((lines, "-o", output, "--column", "body"), "no column 'body' for --column; it has: text"),
         ((lines, "-o", output, "--embed-dtype", "bfloat16"), "Parquet has no bfloat16"),
-        ((lines, "-o", output, "--model", "no/such/model"), "there is no folder 'no/such/model'"),
+        (
+            (lines, "-o", output, "--model", "no/such/model"),
+            "'no/such/model' is neither a folder nor a hub id",
+        ),
         ((lines, "-o", output, "--dimensions", 1000), "dimensions is 1000, but the model gives 384"),
         ((lines, "-o", output, "--prompt-name", "query"), "has no prompt named 'query'"),
         ((lines, "-o", output, "--prompt-name", "a", "--prompt", "b"), "exclude each other"),

@@ -24,19 +24,19 @@ from penstock.offline.open import LocalModel
 from penstock.tasks.model import TextModel
 from penstock.types import Task
 from tests.cli.runs import error_of, invoke, read_jsonl, write_jsonl
-from tests.writing import ScriptedEngine, says, text_spec, write_model
+from tests.text_models import ScriptedEngine, continue_with, text_spec, write_text_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+    return write_text_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
     """Replaces the real engine; answers begin with the prompt's last two tokens."""
     tokenizer = Tokenizer(folder)
-    said = says(tokenizer, " was long 🙂", " other")
+    said = continue_with(tokenizer, " was long 🙂", " other")
     scripted = ScriptedEngine(lambda prompt, copy: [*prompt[-2:], *said(prompt, copy)])
 
     @contextmanager
@@ -145,7 +145,7 @@ def test_a_conversation_keeps_its_messages_until_reset(folder: Path, engine: Scr
 
 def test_control_characters_do_not_reach_the_terminal(folder: Path, engine: ScriptedEngine) -> None:
     tokenizer = Tokenizer(folder)
-    engine.script = says(tokenizer, "one\x1b[2J\x07 two\nthree")
+    engine.script = continue_with(tokenizer, "one\x1b[2J\x07 two\nthree")
     assert "one[2J two\nthree\n" in talk("the water\n")
 
 
@@ -177,11 +177,11 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(folder: Path, engine: Script
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_model(tmp_path / "bare", template=None)
+    folder = write_text_model(tmp_path / "bare", template=None)
 
     @contextmanager
     def opened(options: dict[str, Any], *, chat_template: str | None = None) -> Iterator[LocalModel]:
-        yield local_model(ScriptedEngine(says(Tokenizer(folder), "x")), folder, chat_template)
+        yield local_model(ScriptedEngine(continue_with(Tokenizer(folder), "x")), folder, chat_template)
 
     monkeypatch.setattr(offline_open, "open_model", opened)
     assert "no chat template" in error_of("chat", "x")

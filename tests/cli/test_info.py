@@ -128,7 +128,7 @@ def test_errors_about_models_are_one_line(model: Path, tmp_path: Path) -> None:
     assert "is not a safetensors file" in error_of("info", model, "--device", "null")
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in error_of("info", tmp_path / "empty")
-    assert "is not a hub id" in error_of("info", "no such/model/here")
+    assert "neither a folder nor a hub id" in error_of("info", "no such/model/here")
     assert "dtype 'int4' is unknown" in error_of("info", "--device", "null", "--dtype", "int4")
 
 

@@ -17,7 +17,7 @@ BLOCK = 4
 
 # Fields of a request that are no content of its rows: they say what to compute of them, when, and for whom.
 NOT_CONTENT = {
-    *("id", "params", "also", "pairs", "priority", "arrival_s", "deadline_s"),
+    *("id", "params", "extra_params", "pairs", "priority", "arrival_s", "deadline_s"),
     *("reuse_prefix", "lengths", "starts"),
 }
 # Fields that `row_keys`, `scope` or `PrefixKeys` read by name.
@@ -51,7 +51,7 @@ def test_every_field_of_a_request_is_known_to_be_content_or_not() -> None:
         {},
         {"type_ids": [1] * 12},
         {"skip": [1, 0, 2]},
-        {"type_ids": [0, 1] * 6, "skip": [3, 0, 1], "keys": [2, 1, 5]},
+        {"type_ids": [0, 1] * 6, "skip": [3, 0, 1], "key_limits": [2, 1, 5]},
     ],
 )
 def test_a_row_has_the_same_key_alone_as_among_others(more: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def test_a_salt_separates_rows_of_equal_tokens() -> None:
     [
         {"adapters": ints([0])},
         {"adapters": ints([1])},
-        {"keys": ints([6])},
+        {"key_limits": ints([6])},
         {"type_ids": ints([0] * 12)},
         {"type_ids": ints([1] + [0] * 11)},
         {"cache_salt": "x"},
@@ -120,7 +120,7 @@ def test_rows_share_prefix_keys_up_to_the_first_type_id_that_differs() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"skip": ints([3])}, {"keep": ints([1, 0] * 6)}, {"priority": 3}], ids=str
+    "changes", [{"skip": ints([3])}, {"token_mask": ints([1, 0] * 6)}, {"priority": 3}], ids=str
 )
 def test_rows_share_prefixes_whatever_of_them_is_read_afterwards(changes: dict[str, Any]) -> None:
     assert prefix_keys(with_changes(make_request("b", [12]), **changes)) == prefix_keys(

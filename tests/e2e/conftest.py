@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.gates import Gates
 from tests.e2e.llama import write_llama
 from tests.e2e.server import Server, ServerPool, serving
-from tests.writing import TEMPLATE
+from tests.text_models import TEMPLATE
 
 STRICT_TEMPLATE = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system message, please') }}{% endif %}"

@@ -8,15 +8,15 @@ import torch
 import transformers
 
 from penstock.inputs.tokenizer import Tokenizer
-from tests.writing import write_model
+from tests.text_models import write_text_model
 
 
 def write_llama(folder: Path) -> Path:
-    write_model(folder)
+    write_text_model(folder)
     tokenizer = Tokenizer(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.highest_id + 4,
+        vocab_size=tokenizer.max_token_id + 4,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,

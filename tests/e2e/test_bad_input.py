@@ -1,3 +1,5 @@
+"""Bad requests for embeddings: the status, and the field that is named."""
+
 from __future__ import annotations
 
 import httpx
@@ -71,14 +73,14 @@ def test_a_malformed_body_is_a_400(http: httpx.Client, name: str) -> None:
     assert "Traceback" not in response.text
 
 
-def test_an_unknown_model_is_a_404_that_lists_what_there_is(http: httpx.Client) -> None:
+def test_an_unknown_model_is_a_404_that_lists_the_served_models(http: httpx.Client) -> None:
     response = http.post("/v1/embeddings", json={"model": "other", "input": "a"})
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
     assert MODEL in response.json()["error"]["message"]
 
 
-def test_an_unknown_route_and_a_wrong_method_are_told(http: httpx.Client) -> None:
+def test_an_unknown_route_is_a_404_and_a_wrong_method_a_405(http: httpx.Client) -> None:
     assert http.get("/nothing").status_code == 404
     assert "error" in http.get("/nothing").json()
     assert http.get("/v1/embeddings").status_code == 405
@@ -91,7 +93,7 @@ def test_an_instruction_without_a_template_is_a_422(http: httpx.Client) -> None:
     assert response.json()["error"]["param"] == "instruction"
 
 
-def test_a_body_of_100_mb_is_a_413_with_or_without_its_length(http: httpx.Client) -> None:
+def test_a_body_of_100_mb_is_a_413_with_or_without_a_content_length(http: httpx.Client) -> None:
     response = http.post("/v1/embeddings", content=b"x" * 100_000_000)
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
@@ -106,7 +108,7 @@ def test_a_body_of_100_mb_is_a_413_with_or_without_its_length(http: httpx.Client
         pass  # the server may close a body that it has refused
 
 
-def test_tokenize_and_detokenize_mirror_each_other(http: httpx.Client) -> None:
+def test_detokenize_reverses_tokenize(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"prompt": "hello world", "return_token_strs": True}).json()
     assert answer["tokens"] == [101, 7592, 2088, 102]
     assert answer["token_strs"] == ["[CLS]", "hello", "world", "[SEP]"]
@@ -131,11 +133,13 @@ def test_tokenize_and_detokenize_mirror_each_other(http: httpx.Client) -> None:
         ("/detokenize", {"tokens": [[1], 2]}),
     ],
 )
-def test_tokenizer_routes_refuse_nonsense(http: httpx.Client, route: str, body: dict[str, object]) -> None:
+def test_the_tokenizer_routes_refuse_bad_values(
+    http: httpx.Client, route: str, body: dict[str, object]
+) -> None:
     response = http.post(route, json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"]
 
 
-def test_the_server_still_serves_after_all_this(http: httpx.Client) -> None:
+def test_the_server_still_answers_after_every_bad_request(http: httpx.Client) -> None:
     assert http.post("/v1/embeddings", json={"input": "still here"}).status_code == 200

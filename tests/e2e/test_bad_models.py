@@ -1,4 +1,4 @@
-"""Model folders that cannot be served: the reason in one line, exit code 2, no server that keeps trying."""
+"""Model folders that cannot be served: one line with the reason, exit code 2, and no restarts."""
 
 from __future__ import annotations
 
@@ -81,12 +81,11 @@ BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     with_half_a_config: ("config.json",),
 }
 
+# One for each stage of start-up: tokenizer, configuration, weight files, tensors.
+SERVED = [without_a_tokenizer, with_half_a_config, with_truncated_weights, with_a_wrong_table_size]
 
-# The first two are found before an engine process reads the order, the others by the engine process.
-FOUND_BY = [without_a_tokenizer, with_half_a_config, with_truncated_weights, with_a_wrong_table_size]
 
-
-@pytest.mark.parametrize("damage", FOUND_BY, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", SERVED, ids=lambda damage: damage.__name__)
 def test_a_server_of_a_broken_folder_says_what_is_wrong_and_exits_2(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -106,15 +105,17 @@ def test_a_server_of_a_broken_folder_says_what_is_wrong_and_exits_2(
 
 
 @pytest.mark.parametrize("damage", BROKEN, ids=lambda damage: damage.__name__)
-def test_an_engine_of_a_broken_folder_raises_the_same(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_an_engine_of_a_broken_folder_raises_the_same_error(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     damage(write_bert(tmp_path / "model"))
     with pytest.raises(ModelLoadError) as raised:
         Engine(str(tmp_path / "model"), device="cpu", threads=1)
     assert all(words in raised.value.message for words in BROKEN[damage])
 
 
-def test_an_embedding_table_with_rows_to_spare_is_served(tmp_path: Path) -> None:
-    """As many checkpoints have it, padded to a round number."""
+def test_a_padded_embedding_table_is_served(tmp_path: Path) -> None:
+    """Many checkpoints pad their table to a round number of rows."""
     folder = write_bert(tmp_path / "model", config={"vocab_size": WORDS + 7})
     with serving(str(folder), "--device", "cpu", "--threads", "1") as server:
         assert server.post("/v1/embeddings", input="the water").status_code == 200

@@ -1,3 +1,5 @@
+"""Embeddings over HTTP equal those of the offline engine, in every encoding and data type."""
+
 from __future__ import annotations
 
 import base64
@@ -30,7 +32,9 @@ def vectors(response: httpx.Response) -> np.ndarray:
     return np.array([row["embedding"] for row in response.json()["data"]], dtype=np.float32)
 
 
-def test_texts_become_unit_vectors_equal_to_offline_use(http: httpx.Client, expected: np.ndarray) -> None:
+def test_texts_become_unit_vectors_equal_to_those_of_the_offline_engine(
+    http: httpx.Client, expected: np.ndarray
+) -> None:
     response = post(http, input=TEXTS)
     got = vectors(response)
     assert got.shape == (4, 384)
@@ -42,13 +46,15 @@ def test_texts_become_unit_vectors_equal_to_offline_use(http: httpx.Client, expe
     assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] > 8
 
 
-def test_one_text_and_token_ids_are_taken_in_every_form(http: httpx.Client, expected: np.ndarray) -> None:
+def test_input_may_be_a_text_or_token_ids_alone_or_in_a_list(
+    http: httpx.Client, expected: np.ndarray
+) -> None:
     ids = http.post("/tokenize", json={"prompt": TEXTS[0]}).json()["tokens"]
     for form in (TEXTS[0], [TEXTS[0]], ids, [ids]):
         np.testing.assert_allclose(vectors(post(http, input=form))[0], expected[0], atol=1e-5)
 
 
-def test_the_model_name_may_be_left_out(http: httpx.Client) -> None:
+def test_the_model_name_is_optional(http: httpx.Client) -> None:
     assert http.post("/v1/embeddings", json={"input": "x"}).status_code == 200
 
 
@@ -58,7 +64,7 @@ def test_base64_holds_the_same_floats(http: httpx.Client, expected: np.ndarray) 
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_big_endian_is_the_other_byte_order(http: httpx.Client, expected: np.ndarray) -> None:
+def test_big_endian_reverses_the_byte_order(http: httpx.Client, expected: np.ndarray) -> None:
     row = post(http, input=TEXTS[0], encoding_format="base64", endianness="big").json()["data"][0]
     np.testing.assert_allclose(
         np.frombuffer(base64.b64decode(row["embedding"]), ">f4"), expected[0], atol=1e-5
@@ -92,24 +98,24 @@ def test_binary_packs_the_signs(http: httpx.Client, expected: np.ndarray, dtype:
     np.testing.assert_array_equal(got, bits - 128 if dtype == "binary" else bits)
 
 
-def test_dimensions_cut_and_renormalise(http: httpx.Client, expected: np.ndarray) -> None:
+def test_dimensions_truncates_and_renormalises(http: httpx.Client, expected: np.ndarray) -> None:
     got = vectors(post(http, input=TEXTS, dimensions=64))
     cut = expected[:, :64] / np.linalg.norm(expected[:, :64], axis=1, keepdims=True)
     np.testing.assert_allclose(got, cut, atol=1e-5)
 
 
-def test_normalising_can_be_declined(http: httpx.Client) -> None:
+def test_normalisation_can_be_turned_off(http: httpx.Client) -> None:
     for field in ("normalize", "use_activation"):
         raw = vectors(post(http, input=TEXTS, **{field: False}))
         assert abs(np.linalg.norm(raw, axis=1) - 1).min() > 0.01
 
 
-def test_a_prompt_goes_before_the_text(http: httpx.Client, expected: np.ndarray) -> None:
+def test_a_prompt_is_put_before_the_text(http: httpx.Client, expected: np.ndarray) -> None:
     got = vectors(post(http, input="sits on the mat.", prompt="The cat "))
     np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
 
 
-def test_truncation_cuts_on_the_wanted_side(http: httpx.Client) -> None:
+def test_truncation_cuts_on_the_requested_side(http: httpx.Client) -> None:
     words = " ".join(f"word{i}" for i in range(400))
     right = post(http, input=words, truncate_prompt_tokens=-1)
     left = post(http, input=words, truncate_prompt_tokens=-1, truncation_side="left")
@@ -118,7 +124,7 @@ def test_truncation_cuts_on_the_wanted_side(http: httpx.Client) -> None:
     assert post(http, input=words, truncate_prompt_tokens=16).json()["usage"]["prompt_tokens"] == 16
 
 
-def test_special_tokens_can_be_left_out(http: httpx.Client) -> None:
+def test_special_tokens_are_optional(http: httpx.Client) -> None:
     used = [
         post(http, input="cat", add_special_tokens=flag).json()["usage"]["prompt_tokens"]
         for flag in (True, False)
@@ -126,7 +132,7 @@ def test_special_tokens_can_be_left_out(http: httpx.Client) -> None:
     assert used == [3, 1]
 
 
-def test_the_answer_carries_request_id_and_four_timings(http: httpx.Client) -> None:
+def test_response_headers_carry_the_request_id_and_four_timings(http: httpx.Client) -> None:
     response = post(http, input="x", request_id="abc-1", user="someone", priority=-3, timeout=30)
     assert response.headers["x-request-id"] == "abc-1"
     times = [float(response.headers[f"x-{name}-ms"]) for name in ("tokenize", "queue", "device", "total")]
@@ -134,7 +140,7 @@ def test_the_answer_carries_request_id_and_four_timings(http: httpx.Client) -> N
     assert sum(times[:3]) <= times[3] + 1
 
 
-def test_the_openai_package_works_unchanged(server: Server, expected: np.ndarray) -> None:
+def test_the_openai_client_works_unchanged(server: Server, expected: np.ndarray) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     for kind in ("float", "base64"):
         answer = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format=kind)

@@ -1,3 +1,5 @@
+"""Named entities over HTTP equal those of the offline engine."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -35,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    with Engine(str(folder), device="cpu", threads=1) as made:
-        yield made
+    with Engine(str(folder), device="cpu", threads=1) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,9 @@ def ner(folder: Path) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
-def test_the_route_answers_as_offline_use(ner: httpx.Client, engine: Engine, aggregation: str) -> None:
+def test_the_route_answers_as_the_offline_engine_does(
+    ner: httpx.Client, engine: Engine, aggregation: str
+) -> None:
     response = ner.post("/v1/entities", json={"input": TEXTS, "aggregation": aggregation})
     assert response.status_code == 200, response.text
     wanted = engine.entities(TEXTS, aggregation=aggregation)  # type: ignore[arg-type]
@@ -61,20 +65,20 @@ def test_the_route_answers_as_offline_use(ner: httpx.Client, engine: Engine, agg
     assert response.json()["usage"]["prompt_tokens"] == tokens
 
 
-def test_a_prompt_moves_no_place_and_is_in_no_entity(engine: Engine) -> None:
+def test_a_prompt_shifts_no_offset_and_is_in_no_entity(engine: Engine) -> None:
     for row, text in zip(engine.entities(TEXTS, aggregation="none", prompt="search: "), TEXTS, strict=True):
         assert all(text[e.start : e.end] == e.text != "" for e in row)
         assert all(before.end <= after.start for before, after in pairwise(row))
 
 
-def test_a_cut_text_keeps_its_places(engine: Engine) -> None:
+def test_a_truncated_text_keeps_its_character_offsets(engine: Engine) -> None:
     text = " ".join(WORDS)
     (row,) = engine.entities([text], aggregation="none", truncate_prompt_tokens=-1, truncation_side="left")
     assert row and all(text[e.start : e.end] == e.text for e in row)
     assert row[0].start >= text.index(" ".join(WORDS[-62:]))
 
 
-def test_what_cannot_be_answered_is_refused(ner: httpx.Client, engine: Engine) -> None:
+def test_bad_values_are_refused(ner: httpx.Client, engine: Engine) -> None:
     for body, param in (
         ({"input": "the water", "aggregation": "most"}, "aggregation"),
         ({"input": [5, 6]}, "input"),
@@ -87,7 +91,7 @@ def test_what_cannot_be_answered_is_refused(ner: httpx.Client, engine: Engine) -
         engine.entities(["a"], aggregation="most")  # type: ignore[arg-type]
 
 
-def test_a_model_without_token_labels_says_what_it_has(http: httpx.Client) -> None:
+def test_a_model_without_token_labels_names_its_tasks(http: httpx.Client) -> None:
     response = http.post("/v1/entities", json={"input": "the water"})
     assert response.status_code == 422
     assert "embed" in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""A real server with a small Llama continues texts as transformers does, for OpenAI's client."""
+"""A server with a small Llama generates the text of transformers, read with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def server(llama_server: Server) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 def expected(folder: Path, count: int) -> str:
@@ -44,7 +44,9 @@ def expected(folder: Path, count: int) -> str:
     return tokenizer.decode(new.tolist(), skip_special_tokens=True)
 
 
-def test_greedy_text_is_that_of_transformers_whole_and_streamed(client: openai.OpenAI, folder: Path) -> None:
+def test_greedy_text_equals_that_of_transformers_whole_and_streamed(
+    client: openai.OpenAI, folder: Path
+) -> None:
     whole = client.completions.create(model="llama", prompt=PROMPT, max_tokens=40, temperature=0)
     stream = client.completions.create(
         model="llama",
@@ -60,7 +62,7 @@ def test_greedy_text_is_that_of_transformers_whole_and_streamed(client: openai.O
     assert chunks[-1].usage is not None and chunks[-1].usage == whole.usage
 
 
-def test_the_greedy_text_is_that_of_offline_use(client: openai.OpenAI, folder: Path) -> None:
+def test_greedy_text_equals_that_of_the_offline_engine(client: openai.OpenAI, folder: Path) -> None:
     whole = client.completions.create(model="llama", prompt=PROMPT, max_tokens=40, temperature=0)
     with Engine(str(folder), device="cpu") as engine:
         (alone,) = engine.generate([PROMPT], SamplingParams(max_tokens=40, temperature=0))
@@ -68,7 +70,7 @@ def test_the_greedy_text_is_that_of_offline_use(client: openai.OpenAI, folder: P
 
 
 def test_embeddings_and_streams_share_the_engine(client: openai.OpenAI, folder: Path) -> None:
-    """Neither changes what the other gives, and both go on at once."""
+    """Both run at once, and neither changes the other's answers."""
     texts = ["the water was", "deep and cold", "a turbine " * 20]
 
     def embed() -> list[list[float]]:
@@ -93,8 +95,8 @@ def test_embeddings_and_streams_share_the_engine(client: openai.OpenAI, folder: 
     assert "".join(pieces).startswith(whole) and between == 3
 
 
-def test_prompts_are_scored_as_transformers_scores_them(client: openai.OpenAI, folder: Path) -> None:
-    """What lm_eval's local-completions asks for."""
+def test_prompt_log_probabilities_equal_those_of_transformers(client: openai.OpenAI, folder: Path) -> None:
+    """The request that local-completions of lm_eval sends."""
     answer = client.completions.create(
         model="llama", prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1, echo=True
     )
@@ -109,7 +111,7 @@ def test_prompts_are_scored_as_transformers_scores_them(client: openai.OpenAI, f
     assert scores.token_logprobs[1 : len(wanted) + 1] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_answers_follow_a_schema_beside_free_ones(client: openai.OpenAI, folder: Path) -> None:
+def test_constrained_and_free_answers_share_a_batch(client: openai.OpenAI, folder: Path) -> None:
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -142,7 +144,7 @@ def test_answers_follow_a_schema_beside_free_ones(client: openai.OpenAI, folder:
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "said"),
+    ("fields", "status", "words"),
     [
         ({"max_tokens": -1}, 400, "max_tokens"),
         ({"max_tokens": 10_000}, 400, "256"),
@@ -153,16 +155,16 @@ def test_answers_follow_a_schema_beside_free_ones(client: openai.OpenAI, folder:
         ({"guided_regex": "(["}, 400, "regular expression"),
     ],
 )
-def test_bad_input_is_refused_with_its_name(
-    server: Server, fields: dict[str, Any], status: int, said: str
+def test_a_refusal_names_the_bad_field(
+    server: Server, fields: dict[str, Any], status: int, words: str
 ) -> None:
     if "guided_regex" in fields:
         pytest.importorskip("llguidance")
     answer = server.http.post("/v1/completions", json={"prompt": PROMPT} | fields)
-    assert answer.status_code == status and said in answer.json()["error"]["message"]
+    assert answer.status_code == status and words in answer.json()["error"]["message"]
 
 
-def test_seeds_give_the_same_copies_and_different_ones(client: openai.OpenAI) -> None:
+def test_a_seed_repeats_all_choices_and_each_choice_differs(client: openai.OpenAI) -> None:
     def ask() -> list[str]:
         answer = client.chat.completions.create(
             model="llama", messages=[{"role": "user", "content": "hi"}], max_tokens=12, n=3, seed=5
@@ -181,7 +183,7 @@ def test_a_stop_string_cuts_the_greedy_text(client: openai.OpenAI, folder: Path)
     assert answer.usage is not None and answer.usage.completion_tokens < 40
 
 
-def test_the_greedy_token_is_the_likeliest(client: openai.OpenAI) -> None:
+def test_the_greedy_token_has_the_highest_log_probability(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="llama",
         prompt=PROMPT,
@@ -193,10 +195,10 @@ def test_the_greedy_token_is_the_likeliest(client: openai.OpenAI) -> None:
     scores = answer.choices[0].logprobs
     assert scores is not None and scores.token_logprobs is not None and scores.top_logprobs is not None
     for chosen, top in zip(scores.token_logprobs, scores.top_logprobs, strict=True):
-        assert chosen == max(top.values()) and len(top) == 3  # greedy: the chosen one is the first of three
+        assert chosen == max(top.values()) and len(top) == 3
 
 
-def test_a_client_that_leaves_frees_its_rows(server: Server) -> None:
+def test_a_client_that_disconnects_frees_its_sequences(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         pieces = answer.iter_bytes()

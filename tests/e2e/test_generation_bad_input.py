@@ -1,4 +1,4 @@
-"""Whatever a client sends to the routes that generate, or does: a clear error, and nothing stays held."""
+"""Bad requests to the routes that generate get a clear error, and none of them leaves memory held."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELD = ("penstock_kv_blocks", "penstock_running_rows", "penstock_requests_in_fli
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-def talk(role: str = "user", content: Any = "hi") -> list[dict[str, Any]]:
+def messages(role: str = "user", content: Any = "hi") -> list[dict[str, Any]]:
     return [{"role": role, "content": content}]
 
 
@@ -38,8 +38,8 @@ def check_nothing_is_held(server: Server) -> None:
         server.wait_for_metric(name, 0)
 
 
-def refused(answer: httpx.Response, status: int, param: str | None, words: str) -> None:
-    """OpenAI's shape: what went wrong, its kind, the field, a code."""
+def check_refused(answer: httpx.Response, status: int, param: str | None, words: str) -> None:
+    """Check an error in OpenAI's shape: message, type, field and code."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error.keys() >= {"message", "type", "param", "code"}
@@ -78,7 +78,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format", ""),
     ({"n": 0}, "n", "at least 1"),
     ({"n": -3}, "n", "at least 1"),
-    ({"n": 100_000}, "n", "rows"),
+    ({"n": 100_000}, "n", "sequences"),
     ({"temperature": -0.5}, "temperature", "0 or more"),
     ({"top_p": 0}, "top_p", "above 0"),
     ({"top_p": 1.5}, "top_p", "at most 1"),
@@ -96,7 +96,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"timeout": -1}, "timeout", "above 0"),
     ({"what": 1}, "what", "unknown field"),
 ]  # fmt: skip
-OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+COMPLETIONS_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ""}, "prompt", "no tokens"),
     ({"prompt": []}, "prompt", "empty"),
     ({"prompt": [[]]}, "prompt", ""),
@@ -113,14 +113,14 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 2}, "best_of", "not supported"),
     ({"max_tokens": -1, "echo": True}, "max_tokens", "at least 1"),
 ]  # fmt: skip
-OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
+CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "empty"),
     ({"messages": "hi"}, "messages", "Expected"),
-    ({"messages": talk("system")}, "messages", "no system message, please"),
-    ({"messages": talk("tool")}, "messages", "failed on these messages"),
-    ({"messages": talk(content=[{"type": "image_url"}])}, "messages", "only text"),
-    ({"messages": talk(content="water " * 400)}, "prompt", f"at most {LIMIT}"),
-    ({"messages": talk(content="hi"), "max_tokens": 250}, "max_tokens", f"at most {LIMIT}"),
+    ({"messages": messages("system")}, "messages", "no system message, please"),
+    ({"messages": messages("tool")}, "messages", "failed on these messages"),
+    ({"messages": messages(content=[{"type": "image_url"}])}, "messages", "only text"),
+    ({"messages": messages(content="water " * 400)}, "prompt", f"at most {LIMIT}"),
+    ({"messages": messages(content="hi"), "max_tokens": 250}, "max_tokens", f"at most {LIMIT}"),
     ({"max_completion_tokens": -4}, "max_tokens", "at least 1"),
     ({"echo": True, "max_tokens": 0}, "max_tokens", "at least 1"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
@@ -128,8 +128,8 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not"),
 ]  # fmt: skip
 CASES = [
-    *((COMPLETIONS, *case) for case in (*BOTH, *OF_COMPLETIONS)),
-    *((CHAT, *case) for case in (*BOTH, *OF_CHATS)),
+    *((COMPLETIONS, *case) for case in (*BOTH, *COMPLETIONS_ONLY)),
+    *((CHAT, *case) for case in (*BOTH, *CHAT_ONLY)),
 ]
 
 
@@ -137,34 +137,36 @@ CASES = [
     ("route", "body", "param", "words"), CASES, ids=[f"{c[0][4:8]}-{str(c[1])[:60]}" for c in CASES]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_is_refused_with_the_field_and_a_reason(
+def test_a_bad_value_is_a_400_with_the_field_and_a_reason(
     server: Server, route: str, body: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
     if {"response_format", "structured_outputs"} & body.keys() or any(
         name.startswith("guided") for name in body
     ):
         pytest.importorskip("llguidance")
-    plain = {"prompt": PROMPT} if route == COMPLETIONS else {"messages": talk()}
+    plain = {"prompt": PROMPT} if route == COMPLETIONS else {"messages": messages()}
     answer = server.http.post(route, json=plain | {"stream": stream} | body)
-    refused(answer, 400, param, words)
+    check_refused(answer, 400, param, words)
 
 
-def test_after_all_this_nothing_is_held_and_texts_are_made(http: httpx.Client, server: Server) -> None:
+def test_after_every_refusal_no_memory_is_held_and_text_is_generated(
+    http: httpx.Client, server: Server
+) -> None:
     check_nothing_is_held(server)
-    for route, asked in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": talk()})):
+    for route, asked in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": messages()})):
         answer = http.post(route, json=asked | {"max_tokens": 8, "ignore_eos": True})
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
 
 
-def test_numbers_that_are_none_are_refused(http: httpx.Client) -> None:
-    """JSON has no infinity, but a number may be too large for a float."""
+def test_infinity_and_nan_are_refused(http: httpx.Client) -> None:
+    """JSON has no infinity, but 1e999 is too large for a float."""
     for text in ("1e999", "NaN", "-Infinity"):
         body = f'{{"prompt": "a", "temperature": {text}}}'
         answer = http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
-def test_nothing_is_made_where_the_prompt_is_all_that_is_asked_for(http: httpx.Client) -> None:
+def test_echo_with_max_tokens_0_returns_only_the_prompt(http: httpx.Client) -> None:
     for more in ({}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"n": 2}):
         answer = http.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 0, "echo": True} | more)
         assert answer.status_code == 200, answer.text
@@ -173,7 +175,7 @@ def test_nothing_is_made_where_the_prompt_is_all_that_is_asked_for(http: httpx.C
         assert answer.json()["usage"]["completion_tokens"] == 0
 
 
-def test_copies_come_in_one_stream(http: httpx.Client) -> None:
+def test_all_choices_come_in_one_stream(http: httpx.Client) -> None:
     body = {"prompt": [PROMPT, "deep"], "max_tokens": 12, "n": 3, "seed": 3, "ignore_eos": True}
     whole = http.post(COMPLETIONS, json=body).json()["choices"]
     texts, ends = [""] * 6, [0] * 6
@@ -197,7 +199,7 @@ def test_copies_come_in_one_stream(http: httpx.Client) -> None:
     ],
     ids=["plain", "copies", "scored", "stop", "rows"],
 )
-def test_a_client_that_goes_in_the_middle_of_a_stream_leaves_nothing(
+def test_a_client_that_disconnects_in_a_stream_leaves_nothing_behind(
     http: httpx.Client, more: dict[str, Any]
 ) -> None:
     body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "stream": True} | more
@@ -209,12 +211,12 @@ def test_a_client_that_goes_in_the_middle_of_a_stream_leaves_nothing(
                 next(lines)
 
 
-def test_a_client_that_goes_while_it_follows_a_schema_leaves_nothing(http: httpx.Client) -> None:
+def test_a_client_that_disconnects_from_constrained_output_leaves_nothing_behind(http: httpx.Client) -> None:
     pytest.importorskip("llguidance")
     fields = {f"field{i}": {"enum": [f"value {i} {j}" for j in range(30)]} for i in range(60)}
     schema = {"type": "object", "properties": fields, "required": list(fields)}
     for events in (0, 2):
-        body = {"messages": talk(), "stream": True, "guided_json": schema | {"title": str(events)}}
+        body = {"messages": messages(), "stream": True, "guided_json": schema | {"title": str(events)}}
         with http.stream("POST", CHAT, json=body) as answer:
             assert answer.status_code == 200
             lines = answer.iter_lines()
@@ -222,8 +224,8 @@ def test_a_client_that_goes_while_it_follows_a_schema_leaves_nothing(http: httpx
                 next(lines)
 
 
-def test_a_grammar_that_the_vocabulary_cannot_follow_is_refused_by_the_engine(http: httpx.Client) -> None:
-    """It is sound in itself, so it is the engine that refuses it, before anything is made."""
+def test_the_engine_refuses_a_grammar_that_needs_an_unknown_token(http: httpx.Client) -> None:
+    """The grammar is valid, so only the engine, which knows the vocabulary, can refuse it."""
     pytest.importorskip("llguidance")
     for stream in (False, True):
         body = {"prompt": PROMPT, "guided_grammar": "start: <|no_such_token|>", "stream": stream}
@@ -232,6 +234,6 @@ def test_a_grammar_that_the_vocabulary_cannot_follow_is_refused_by_the_engine(ht
         assert "no_such_token" in answer.json()["error"]["message"]
 
 
-def test_a_request_that_is_late_is_told_and_leaves_nothing(http: httpx.Client) -> None:
+def test_a_request_past_its_deadline_gets_408_and_leaves_nothing_behind(http: httpx.Client) -> None:
     body = {"prompt": [PROMPT] * 40, "max_tokens": 200, "ignore_eos": True, "timeout": 0.05}
-    refused(http.post(COMPLETIONS, json=body), 408, None, "not finished")
+    check_refused(http.post(COMPLETIONS, json=body), 408, None, "not finished")

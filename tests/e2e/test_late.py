@@ -45,13 +45,17 @@ def post(server: Server, **body: object) -> httpx.Response:
 
 
 @pytest.mark.parametrize("kind", ["query", "document", None])
-def test_vectors_are_those_of_the_offline_engine(server: Server, folder: Path, kind: str | None) -> None:
+def test_token_vectors_equal_those_of_the_offline_engine(
+    server: Server, folder: Path, kind: str | None
+) -> None:
     with Engine(str(folder), device="cpu", threads=1) as engine:
         expected = engine.token_embed(TEXTS, input_type=kind)
     assert [len(row) for row in expected] == ([12] * 3 if kind == "query" else [7, 6, 4])
-    said = {} if kind is None else {"input_type": kind}
-    numbers = post(server, task="token_embed", **said).json()["data"]
-    texts = post(server, encoding_format="base64", **said).json()["data"]  # its first task
+    options = {} if kind is None else {"input_type": kind}
+    numbers = post(server, task="token_embed", **options).json()["data"]
+    texts = post(server, encoding_format="base64", **options).json()[
+        "data"
+    ]  # token_embed is the model's first task
     for row, as_numbers, as_text in zip(expected, numbers, texts, strict=True):
         np.testing.assert_allclose(as_numbers["data"], row, atol=1e-5)
         raw = np.frombuffer(base64.b64decode(as_text["data"]), dtype="<f4").reshape(-1, DIM)
@@ -59,13 +63,13 @@ def test_vectors_are_those_of_the_offline_engine(server: Server, folder: Path, k
         np.testing.assert_allclose(np.linalg.norm(raw, axis=1), 1, atol=1e-5)
 
 
-def test_bytes_hold_the_kept_vectors_alone(server: Server) -> None:
+def test_bytes_hold_only_the_kept_vectors(server: Server) -> None:
     reply = post(server, encoding_format="bytes")
     metadata = json.loads(reply.headers["metadata"])["data"]
     assert [entry["shape"] for entry in metadata] == [[7, DIM], [6, DIM], [4, DIM]]
     assert metadata[-1]["end"] == len(reply.content) == 17 * DIM * 4
 
 
-def test_there_is_no_vector_for_a_whole_text(server: Server) -> None:
+def test_the_embeddings_route_is_refused_with_the_tasks_of_the_model(server: Server) -> None:
     reply = server.post("/v1/embeddings", input="oil")
     assert reply.status_code == 422 and "token_embed, score" in reply.text

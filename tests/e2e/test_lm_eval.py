@@ -1,4 +1,4 @@
-"""What lm_eval asks of a server and reads of its answers: its requests replayed, and itself where it is."""
+"""The requests of lm_eval, replayed, and what it reads of the answers. lm_eval itself runs if installed."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def send(server: Server, route: str, body: dict[str, Any]) -> Any:
 
 
 def scoring(prompt: Any) -> dict[str, Any]:
-    """The body of `loglikelihood`, of every kind."""
-    told = {"model": "llama", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    return told | {"prompt": prompt}
+    """The body that lm_eval sends for every kind of log-likelihood."""
+    options = {"model": "llama", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    return options | {"prompt": prompt}
 
 
 def read_scores(answer: Any, contexts: list[int]) -> list[Scored]:
-    """As `parse_logprobs` does: the last token is the one that was made, and is not asked about."""
+    """Read scores as `parse_logprobs` does. The last token was generated and does not count."""
     out = []
     for choice, begin in zip(sorted(answer["choices"], key=itemgetter("index")), contexts, strict=True):
         own = choice["logprobs"]["token_logprobs"][begin:-1]
@@ -72,32 +72,32 @@ def expected(model: Any, context: list[int], ending: list[int]) -> Scored:
 
 
 def pairs(model: Any, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Texts with endings of several tokens, and one whose ending is what the model would say."""
+    """Contexts with endings of several tokens; the last ending is the greedy continuation."""
     contexts = [row.tolist() for row in tokenizer.encode(CONTEXTS, add_special_tokens=False)]
     endings = [row.tolist() for row in tokenizer.encode(ENDINGS, add_special_tokens=False)]
-    said = model.generate(torch.tensor([contexts[0]]), max_new_tokens=3, do_sample=False, min_new_tokens=3)
-    return [*zip(contexts, endings, strict=True), (contexts[0], said[0, len(contexts[0]) :].tolist())]
+    greedy = model.generate(torch.tensor([contexts[0]]), max_new_tokens=3, do_sample=False, min_new_tokens=3)
+    return [*zip(contexts, endings, strict=True), (contexts[0], greedy[0, len(contexts[0]) :].tolist())]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_log_likelihoods_are_those_of_transformers(
+def test_log_likelihoods_equal_those_of_transformers(
     server: Server, model: Any, tokenizer: Tokenizer, batch: int
 ) -> None:
     asked = pairs(model, tokenizer)
     wanted = [expected(model, *pair) for pair in asked]
     got: list[Scored] = []
     for at in range(0, len(asked), batch):
-        some = asked[at : at + batch]
-        answer = send(server, "/v1/completions", scoring([context + ending for context, ending in some]))
-        got += read_scores(answer, [len(context) for context, _ in some])
+        window = asked[at : at + batch]
+        answer = send(server, "/v1/completions", scoring([context + ending for context, ending in window]))
+        got += read_scores(answer, [len(context) for context, _ in window])
     assert [value for value, _ in got] == pytest.approx([value for value, _ in wanted], abs=1e-3)
     assert [greedy for _, greedy in got] == [greedy for _, greedy in wanted] == [False, False, False, True]
 
 
-def test_a_prompt_after_which_the_text_would_end_has_the_same_log_likelihood(
+def test_an_end_token_after_the_prompt_does_not_change_its_log_likelihood(
     server: Server, model: Any, tokenizer: Tokenizer
 ) -> None:
-    """The token that is made and then dropped may be the end token: it is counted as any other."""
+    """The generated token, which lm_eval drops, may be the end token. It counts like any other."""
     context, ending = pairs(model, tokenizer)[1]
     end = str(tokenizer.token_id("<|im_end|>"))
     for more in ({}, {"logit_bias": {end: 100.0}}):
@@ -108,8 +108,8 @@ def test_a_prompt_after_which_the_text_would_end_has_the_same_log_likelihood(
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-def test_texts_in_place_of_tokens_are_scored_alike(server: Server, tokenizer: Tokenizer) -> None:
-    """What `tokenized_requests=False` sends: a text, or several."""
+def test_texts_and_token_ids_have_the_same_scores(server: Server, tokenizer: Tokenizer) -> None:
+    """lm_eval sends one text or several with `tokenized_requests=False`."""
     texts = [context + ending for context, ending in zip(CONTEXTS, ENDINGS, strict=True)]
     rows = [row.tolist() for row in tokenizer.encode(texts, add_special_tokens=False)]
     by_ids = read_scores(send(server, "/v1/completions", scoring(rows)), [1, 1, 1])
@@ -117,7 +117,7 @@ def test_texts_in_place_of_tokens_are_scored_alike(server: Server, tokenizer: To
     assert read_scores(send(server, "/v1/completions", scoring(texts[0])), [1]) == by_ids[:1]
 
 
-def test_texts_are_made_until_a_stop_string(server: Server, model: Any, tokenizer: Tokenizer) -> None:
+def test_generation_ends_at_a_stop_string(server: Server, model: Any, tokenizer: Tokenizer) -> None:
     rows = [row.tolist() for row in tokenizer.encode(CONTEXTS, add_special_tokens=False)]
     body = {
         "prompt": rows,
@@ -136,7 +136,7 @@ def test_texts_are_made_until_a_stop_string(server: Server, model: Any, tokenize
     assert cut == [text.split(stop)[0] for text in whole]
 
 
-def test_a_conversation_is_answered(server: Server) -> None:
+def test_a_chat_request_is_answered(server: Server) -> None:
     body = {
         "messages": [{"role": "user", "content": "2 + 3 ="}],
         "model": "llama",
@@ -157,18 +157,23 @@ def _texts(answer: Any) -> list[str]:
 @pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install 'lm_eval[api]'"
 )
-def test_lm_eval_runs_and_finds_what_transformers_finds(
+def test_lm_eval_finds_the_log_likelihoods_of_transformers(
     server: Server, folder: Path, model: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     tasks = Path(__file__).resolve().parents[2] / "benchmarks" / "lm_eval_tasks"
-    own = tmp_path / "tokenizer"  # transformers wants its end token as a plain text
+    own = tmp_path / "tokenizer"  # transformers reads end tokens only as plain strings
     own.mkdir()
     (own / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     settings = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (own / "tokenizer_config.json").write_text(json.dumps(settings))
-    told = f"model=llama,base_url={server.url}/v1/completions,tokenizer={own},max_length=250"
+    arguments = f"model=llama,base_url={server.url}/v1/completions,tokenizer={own},max_length=250"
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--include_path", str(tasks)]
-    command += ["--model_args", f"{told},tokenizer_backend=huggingface,num_concurrent=2", "--batch_size", "4"]
+    command += [
+        "--model_args",
+        f"{arguments},tokenizer_backend=huggingface,num_concurrent=2",
+        "--batch_size",
+        "4",
+    ]
     command += ["--tasks", "penstock_choices,penstock_sums", "--limit", "6", "--log_samples"]
     done = subprocess.run(
         [*command, "--output_path", str(tmp_path)], cwd=tasks, capture_output=True, text=True, timeout=300

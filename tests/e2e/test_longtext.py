@@ -1,3 +1,5 @@
+"""Long texts over HTTP: one vector from chunks, and late chunks with their offsets."""
+
 from __future__ import annotations
 
 import base64
@@ -20,8 +22,8 @@ SHORT = "A penstock feeds a turbine. Water under pressure turns it, and the ligh
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(device="cpu", threads=1) as made:
-        yield made
+    with Engine(device="cpu", threads=1) as opened:
+        yield opened
 
 
 def post(http: httpx.Client, path: str = "/v1/embeddings", **body: Any) -> Any:
@@ -41,7 +43,7 @@ def test_a_long_text_has_one_vector(http: httpx.Client, engine: Engine) -> None:
     assert "chunks" not in answer["data"][0]
 
 
-def test_late_chunks_come_with_their_places(http: httpx.Client, engine: Engine) -> None:
+def test_late_chunks_come_with_their_offsets(http: httpx.Client, engine: Engine) -> None:
     answer = post(http, input=[SHORT, "sea"], chunking="late", chunk_size=7)
     wanted, _ = engine.embed_chunks([SHORT, "sea"], chunk_size=7)
     first, second = answer["data"]
@@ -56,7 +58,7 @@ def test_late_chunks_come_with_their_places(http: httpx.Client, engine: Engine) 
     assert answer["usage"]["prompt_tokens"] == first["chunks"][-1]["end_token"] + 3
 
 
-def test_chunks_may_be_given_as_characters(http: httpx.Client, engine: Engine) -> None:
+def test_chunks_may_be_given_as_character_spans(http: httpx.Client, engine: Engine) -> None:
     spans = [(0, 27), (28, len(SHORT))]
     (item,) = post(http, input=SHORT, chunking="late", chunk_spans=[spans])["data"]
     assert [(chunk["start_char"], chunk["end_char"]) for chunk in item["chunks"]] == spans
@@ -66,7 +68,7 @@ def test_chunks_may_be_given_as_characters(http: httpx.Client, engine: Engine) -
     np.testing.assert_allclose(item["embedding"], engine.embed([SHORT])[0], atol=1e-5)
 
 
-def test_late_chunks_take_every_output_form(http: httpx.Client) -> None:
+def test_late_chunks_can_be_encoded_truncated_and_cast(http: httpx.Client) -> None:
     plain = post(http, input=SHORT, chunking="late", chunk_size=7)["data"][0]["chunks"]
     fields = {"encoding_format": "base64", "dimensions": 64, "embed_dtype": "float16"}
     coded = post(http, input=SHORT, chunking="late", chunk_size=7, **fields)["data"][0]["chunks"]
@@ -76,19 +78,19 @@ def test_late_chunks_take_every_output_form(http: httpx.Client) -> None:
         np.testing.assert_allclose(got, cut / np.linalg.norm(cut), atol=1e-3)
 
 
-def test_pooling_chunks_task_embed(http: httpx.Client, engine: Engine) -> None:
+def test_the_pooling_route_takes_chunking_for_embed(http: httpx.Client, engine: Engine) -> None:
     (item,) = post(http, "/pooling", input=LONG, task="embed", chunking="mean")["data"]
     np.testing.assert_allclose(item["data"], engine.embed([LONG], chunking="mean")[0], atol=1e-5)
     (item,) = post(http, "/pooling", input=SHORT, task="embed", chunking="late")["data"]
     assert len(item["chunks"]) == 1
 
 
-def test_token_ids_have_chunks_without_characters(http: httpx.Client) -> None:
+def test_chunks_of_token_ids_have_no_character_offsets(http: httpx.Client) -> None:
     (item,) = post(http, input=[101, 2300, 2300, 102], chunking="late", chunk_size=2)["data"]
     assert [chunk["start_char"] for chunk in item["chunks"]] == [None, None]
 
 
-def test_the_openai_client_reads_the_text_s_vector(server: Server, engine: Engine) -> None:
+def test_the_openai_client_reads_the_vector_of_the_whole_text(server: Server, engine: Engine) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         answer = client.embeddings.create(
             model="sentence-transformers/all-MiniLM-L6-v2", input=SHORT, extra_body={"chunking": "late"}

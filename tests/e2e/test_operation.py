@@ -1,3 +1,5 @@
+"""A server in operation: health, metrics, limits, priorities, failures, restarts and shutdown."""
+
 from __future__ import annotations
 
 import json

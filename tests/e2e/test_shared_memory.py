@@ -1,4 +1,4 @@
-"""Large answers through the memory that engine and API processes share, over HTTP."""
+"""Large answers pass through memory that the engine shares with API processes, which gets all of it back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TOKENS, WIDTH = 256, 384
 GAUGE = "penstock_shared_memory_bytes"
 
 
-def folders() -> set[str]:
-    return {str(file) for file in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+def shared_files() -> set[str]:
+    return {file.name for file in Path("/dev/shm").glob("*penstock*")}
 
 
 def check(http: httpx.Client, encoding: str) -> None:
@@ -40,8 +40,8 @@ def check(http: httpx.Client, encoding: str) -> None:
         np.testing.assert_allclose(row, WIDTH**-0.5, rtol=1e-6)
 
 
-def leave_early(server: Server) -> None:
-    """Ask, read the beginning of the answer and go away."""
+def disconnect_early(server: Server) -> None:
+    """Send a request, read the beginning of the answer and disconnect."""
     body = json.dumps(BODY | {"encoding_format": "base64"}).encode()
     head = f"POST /pooling HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -49,8 +49,8 @@ def leave_early(server: Server) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
 
 
-def test_answers_of_every_kind_and_clients_that_leave_give_their_memory_back() -> None:
-    before = folders()
+def test_large_answers_give_their_memory_back_also_if_clients_disconnect() -> None:
+    before = shared_files()
     with serving("--device", "null", "--no-share-identical") as server, server.client() as http:
         for encoding in ("base64", "bytes", "float"):
             check(http, encoding)
@@ -60,18 +60,18 @@ def test_answers_of_every_kind_and_clients_that_leave_give_their_memory_back() -
             f"POST /pooling HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         )
         assert slow.recv(100).startswith(b"HTTP/1.1 200")
-        server.wait_for(lambda: server.metric(GAUGE) == 12 * TOKENS * WIDTH * 4)  # it is still being read
+        server.wait_for_metric(GAUGE, 12 * TOKENS * WIDTH * 4)  # the slow client still reads it
         for _ in range(5):
-            leave_early(server)
+            disconnect_early(server)
         check(http, "base64")
         slow.close()
         server.wait_for_metric(GAUGE, 0)
-        assert folders() == before
-    assert folders() == before
+        assert shared_files() == before
+    assert shared_files() == before
 
 
-def test_nothing_is_left_of_an_engine_or_api_process_that_was_killed() -> None:
-    before = folders()
+def test_a_killed_engine_or_api_process_leaves_no_shared_memory() -> None:
+    before = shared_files()
     with serving("--device", "null", "--shared-memory-mb", "8") as server, server.client() as http:
         check(http, "base64")
         for process in (API, ENGINE):
@@ -79,10 +79,10 @@ def test_nothing_is_left_of_an_engine_or_api_process_that_was_killed() -> None:
             server.wait_ready()
             check(http, "base64")
         server.wait_for_metric(GAUGE, 0)
-    assert folders() == before
+    assert shared_files() == before
 
 
-def test_answers_are_sent_where_no_memory_is_shared() -> None:
+def test_large_answers_are_sent_without_shared_memory() -> None:
     with serving("--device", "null", "--shared-memory-mb", "0") as server, server.client() as http:
         for encoding in ("base64", "bytes"):
             check(http, encoding)

@@ -1,3 +1,5 @@
+"""Sparse embeddings, and several tasks in one request, over HTTP."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ def terms(row: list[dict[str, Any]]) -> list[tuple[int, str, float]]:
     return [(term["token_id"], term["token"], pytest.approx(term["weight"], abs=1e-5)) for term in row]
 
 
-def test_both_routes_give_the_terms_of_offline_use(sparse_http: httpx.Client, folder: Path) -> None:
+def test_both_routes_give_the_terms_of_the_offline_engine(sparse_http: httpx.Client, folder: Path) -> None:
     with Engine(str(folder), device="cpu", threads=1) as engine:
         expected = engine.sparse_terms(TEXTS, top_k=4, min_weight=0.01)
     body = {"input": TEXTS, "top_k": 4, "min_weight": 0.01}
@@ -52,7 +54,7 @@ def test_dense_vectors_come_from_the_same_server(sparse_http: httpx.Client) -> N
     assert len(rows[0]["embedding"]) == 32
 
 
-def test_several_outputs_come_in_one_answer(sparse_http: httpx.Client, folder: Path) -> None:
+def test_several_tasks_come_in_one_answer(sparse_http: httpx.Client, folder: Path) -> None:
     tasks = ["embed", "sparse", "token_embed"]
     with Engine(str(folder), device="cpu", threads=1) as engine:
         expected = engine.outputs(TEXTS, tasks, top_k=4, dimensions=8)
@@ -82,7 +84,7 @@ def test_several_outputs_come_in_one_answer(sparse_http: httpx.Client, folder: P
         ({"task": ["embed", "sparse"], "chunking": "mean"}, 400),
     ],
 )
-def test_several_outputs_misused_are_told_why(
+def test_bad_combinations_of_tasks_are_refused(
     sparse_http: httpx.Client, change: dict[str, Any], status: int
 ) -> None:
     answer = sparse_http.post("/pooling", json={"input": TEXTS, **change})
@@ -115,7 +117,7 @@ def test_a_bad_value_is_a_400_that_names_the_field(sparse_http: httpx.Client, na
     assert response.json()["error"]["param"] == param
 
 
-def test_a_model_without_sparse_weights_says_what_it_has(http: httpx.Client) -> None:
+def test_a_model_without_sparse_weights_names_its_tasks(http: httpx.Client) -> None:
     response = http.post("/v1/sparse", json={"input": "a"})
     assert response.status_code == 422
     assert "embed, token_embed" in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Every task of one model through one server, side by side."""
+"""Every task of one model through one server, alone and concurrently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shape in {"bert.pooler.dense": (width, width), "classifier": (3, width)}.items():
         tensors[f"{name}.weight"] = torch.randn(shape, generator=generator)
         tensors[f"{name}.bias"] = torch.randn(shape[0], generator=generator)
-    return write_bert(tmp_path_factory.mktemp("models") / "moods", tensors=tensors, config=config)
+    return write_bert(tmp_path_factory.mktemp("models") / "classifier", tensors=tensors, config=config)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def moods(folder: Path) -> Iterator[Server]:
+def classifier(folder: Path) -> Iterator[Server]:
     with serving(str(folder), "--device", "cpu", "--threads", "1") as running:
         yield running
 
@@ -48,33 +48,35 @@ def post(server: Server, route: str, **body: object) -> httpx.Response:
     return server.http.post(route, json={"input": TEXTS, **body})
 
 
-def test_classify_names_the_likeliest_label(moods: Server, engine: Engine) -> None:
+def test_classify_names_the_likeliest_label(classifier: Server, engine: Engine) -> None:
     expected = engine.classify(TEXTS)
-    answer = post(moods, "/classify").json()
+    answer = post(classifier, "/classify").json()
     np.testing.assert_allclose([row["probs"] for row in answer["data"]], expected, atol=1e-5)
     assert [row["label"] for row in answer["data"]] == [LABELS[str(i)] for i in expected.argmax(1)]
     assert {row["num_classes"] for row in answer["data"]} == {3}
     np.testing.assert_allclose(expected.sum(1), 1, atol=1e-5)
 
 
-def test_scores_come_without_activation(moods: Server, engine: Engine) -> None:
-    rows = post(moods, "/classify", use_activation=False).json()["data"]
+def test_the_activation_can_be_turned_off(classifier: Server, engine: Engine) -> None:
+    rows = post(classifier, "/classify", use_activation=False).json()["data"]
     scores = np.array([row["probs"] for row in rows])
     np.testing.assert_allclose(scores, engine.classify(TEXTS, use_activation=False), atol=1e-5)
     assert abs(scores.sum(1) - 1).max() > 0.01
 
 
-def test_pooling_gives_the_models_first_task_unless_one_is_named(moods: Server, engine: Engine) -> None:
-    rows = post(moods, "/pooling").json()["data"]
+def test_pooling_runs_the_first_task_of_the_model_by_default(classifier: Server, engine: Engine) -> None:
+    rows = post(classifier, "/pooling").json()["data"]
     np.testing.assert_allclose([row["data"] for row in rows], engine.classify(TEXTS), atol=1e-5)
-    rows = post(moods, "/pooling", task="embed").json()["data"]
+    rows = post(classifier, "/pooling", task="embed").json()["data"]
     np.testing.assert_allclose([row["data"] for row in rows], engine.embed(TEXTS), atol=1e-5)
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64", "bytes"])
-def test_token_vectors_come_as_a_matrix_for_each_text(moods: Server, engine: Engine, encoding: str) -> None:
+def test_token_vectors_come_as_a_matrix_for_each_text(
+    classifier: Server, engine: Engine, encoding: str
+) -> None:
     expected = engine.token_embed(TEXTS, dimensions=8)
-    response = post(moods, "/pooling", task="token_embed", dimensions=8, encoding_format=encoding)
+    response = post(classifier, "/pooling", task="token_embed", dimensions=8, encoding_format=encoding)
     if encoding == "bytes":
         got = list(
             np.split(
@@ -91,7 +93,7 @@ def test_token_vectors_come_as_a_matrix_for_each_text(moods: Server, engine: Eng
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-def test_all_tasks_at_once_answer_as_each_alone(moods: Server, engine: Engine) -> None:
+def test_concurrent_tasks_answer_as_each_does_alone(classifier: Server, engine: Engine) -> None:
     expected = {
         "classify": list(engine.classify(TEXTS)),
         "embed": list(engine.embed(TEXTS)),
@@ -101,7 +103,7 @@ def test_all_tasks_at_once_answer_as_each_alone(moods: Server, engine: Engine) -
 
     def ask(task: str) -> None:
         for _ in range(15):
-            rows = post(moods, "/pooling", task=task).json()["data"]
+            rows = post(classifier, "/pooling", task=task).json()["data"]
             for row, wanted in zip(rows, expected[task], strict=True):
                 if not np.allclose(row["data"], wanted, atol=1e-5):
                     wrong.append(task)
@@ -115,7 +117,7 @@ def test_all_tasks_at_once_answer_as_each_alone(moods: Server, engine: Engine) -
 
 
 def test_rows_of_several_tasks_share_one_step(engine: Engine) -> None:
-    """One forward serves them all: the plan has a variant for each task and every row once."""
+    """The plan of one step has a variant for each task, and every row."""
     from penstock.scheduler.plan import build_plan
     from penstock.scheduler.scheduler import Budget, Scheduler
     from penstock.types import PoolingParams, Task
@@ -129,16 +131,18 @@ def test_rows_of_several_tasks_share_one_step(engine: Engine) -> None:
     assert not scheduler.schedule()
 
 
-def test_a_task_that_the_model_has_not_is_a_422_that_says_which_it_has(moods: Server, server: Server) -> None:
+def test_an_unsupported_task_is_a_422_that_names_the_supported_ones(
+    classifier: Server, server: Server
+) -> None:
     for refused, has in (
-        (post(moods, "/pooling", task="token_classify"), "classify, embed, token_embed"),
-        (post(moods, "/pooling", task="sparse"), "classify, embed, token_embed"),
+        (post(classifier, "/pooling", task="token_classify"), "classify, embed, token_embed"),
+        (post(classifier, "/pooling", task="sparse"), "classify, embed, token_embed"),
         (post(server, "/classify"), "embed, token_embed, score"),
     ):
         assert refused.status_code == 422
         assert refused.json()["error"]["message"].endswith(f"it has: {has}")
-    assert post(moods, "/pooling", task="juggle").status_code == 400
-    assert post(moods, "/pooling", task="classify", dimensions=2).status_code == 400
-    too_many = post(moods, "/pooling", task="token_embed", dimensions=33)
+    assert post(classifier, "/pooling", task="juggle").status_code == 400
+    assert post(classifier, "/pooling", task="classify", dimensions=2).status_code == 400
+    too_many = post(classifier, "/pooling", task="token_embed", dimensions=33)
     assert too_many.status_code == 400 and "32" in too_many.json()["error"]["message"]
-    assert post(moods, "/classify").status_code == post(server, "/v1/embeddings").status_code == 200
+    assert post(classifier, "/classify").status_code == post(server, "/v1/embeddings").status_code == 200

@@ -49,15 +49,17 @@ def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:
         rows = engine.tokenize(TEXTS)
         asked = score_request("many", rows, PAIRS)
         asked.pairs, asked.params = None, PoolingParams(Task.EMBED)
-        asked.also = (PoolingParams(Task.TOKEN_EMBED), PoolingParams(Task.EMBED, dimensions=8))
+        asked.extra_params = (PoolingParams(Task.TOKEN_EMBED), PoolingParams(Task.EMBED, dimensions=8))
         launched = engine.local.engine.core.runner.launch
         steps = []
         engine.local.engine.core.runner.launch = lambda plan: (steps.append(plan), launched(plan))[1]  # type: ignore[method-assign]
         answer = run(engine, asked)
         assert len(steps) == 1 and steps[0].num_tokens == asked.num_tokens
         np.testing.assert_allclose(answer.values, engine.embed(TEXTS), atol=1e-6)
-        np.testing.assert_allclose(answer.more[0], np.concatenate(engine.token_embed(TEXTS)), atol=1e-6)
-        np.testing.assert_allclose(answer.more[1], engine.embed(TEXTS, dimensions=8), atol=1e-6)
+        np.testing.assert_allclose(
+            answer.extra_values[0], np.concatenate(engine.token_embed(TEXTS)), atol=1e-6
+        )
+        np.testing.assert_allclose(answer.extra_values[1], engine.embed(TEXTS, dimensions=8), atol=1e-6)
 
 
 def test_a_document_cache_is_refused_for_models_that_score_pairs_in_one_row(tmp_path: Path) -> None:

@@ -50,4 +50,4 @@ def generate(
 def _joined(parts: list[GeneratedTokens]) -> GeneratedSequence:
     scores = [part.logprobs for part in parts if part.logprobs is not None]
     ids = [token for part in parts for token in part.token_ids.tolist()]
-    return GeneratedSequence(ids, parts[-1].finish, np.concatenate(scores) if scores else None)
+    return GeneratedSequence(ids, parts[-1].finish_reason, np.concatenate(scores) if scores else None)

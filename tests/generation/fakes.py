@@ -152,8 +152,8 @@ class Answers:
             key = (outcome.id, outcome.row)
             assert key not in self.finished, "a sequence has tokens after its end"
             self.tokens.setdefault(key, []).extend(outcome.token_ids.tolist())
-            if outcome.finish is not None:
-                self.finished[key] = outcome.finish
+            if outcome.finish_reason is not None:
+                self.finished[key] = outcome.finish_reason
 
 
 def run(core: EngineCore, answers: Answers, steps: int = 10_000) -> None:

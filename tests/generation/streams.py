@@ -29,7 +29,7 @@ class QueuedTokens:
 
     def on_tokens(self, parts: list[GeneratedTokens]) -> None:
         for part in parts:
-            self._num_unfinished -= part.finish is not None
+            self._num_unfinished -= part.finish_reason is not None
             self.queue.put_nowait(part)
 
     def on_error(self, error: PenstockError) -> None:

@@ -16,7 +16,7 @@ from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import SamplerParams
 from tests.generation.direct import generate
 from tests.generation.families import check_nothing_is_held, engine, prompts, write
-from tests.writing import write_model
+from tests.text_models import write_text_model
 
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.9},
@@ -54,10 +54,10 @@ def test_seeded_sequences_get_the_tokens_that_they_get_alone(tmp_path: Path, opt
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("llama"))
+    folder = write_text_model(tmp_path_factory.mktemp("llama"))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=Tokenizer(folder).highest_id + 4,
+        vocab_size=Tokenizer(folder).max_token_id + 4,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,

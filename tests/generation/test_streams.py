@@ -45,10 +45,10 @@ def test_generated_tokens_are_received_as_sent() -> None:
     assert isinstance(message, Outcomes)
     for got, sent in zip(unpack_outcomes(message.items, frames), parts, strict=True):
         assert isinstance(got, GeneratedTokens)
-        assert (got.id, got.row, got.finish, got.stop_token) == (
+        assert (got.id, got.row, got.finish_reason, got.stop_token) == (
             sent.id,
             sent.row,
-            sent.finish,
+            sent.finish_reason,
             sent.stop_token,
         )
         assert got.timings == sent.timings
@@ -136,7 +136,7 @@ def test_a_client_gets_every_token_and_one_that_leaves_frees_its_blocks(
         assert tokens == {0: continued([1, 2], 20), 1: continued([3], 20)}
 
         left = read_stream(client, generation_request("b", [[4], [5]], 60))
-        assert (await anext(left)).finish is None
+        assert (await anext(left)).finish_reason is None
         await left.aclose()
         await until_idle(core)
 

@@ -66,7 +66,7 @@ def test_every_output_dtype_leaves_the_device(folder: Path, dtype: OutputDtype) 
     assert expected.shape == got.shape and expected.dtype == got.dtype
     if dtype is OutputDtype.BFLOAT16:
         expected, got = ((bits.astype(np.uint32) << 16).view(np.float32) for bits in (expected, got))
-    if dtype.packed:
+    if dtype.is_packed:
         assert (expected == got).mean() > 0.99
     elif expected.dtype.kind == "f":
         assert np.abs(expected.astype(np.float64) - got.astype(np.float64)).max() <= 0.01

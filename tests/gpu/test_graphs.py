@@ -169,7 +169,7 @@ def test_every_output_form_leaves_a_graph(engine: Engine, dtype: OutputDtype) ->
     assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
     if dtype is OutputDtype.BFLOAT16:
         mine, theirs = ((bits.astype(np.uint32) << 16).view(np.float32) for bits in (mine, theirs))
-    if dtype.packed:
+    if dtype.is_packed:
         assert (mine == theirs).mean() > 0.9
     else:
         least = 0.02 if mine.dtype.kind == "f" else 4

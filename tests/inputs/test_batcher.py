@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadValue
-from penstock.inputs.batcher import AT_ONCE, BatchTokenizer
+from penstock.inputs.batcher import MAX_INLINE_CHARS, BatchTokenizer
 from penstock.types import Ints
 
 
@@ -40,9 +40,9 @@ def encode_all(batches: list[list[str]]) -> tuple[list[object], Letters]:
 
 
 def test_short_texts_are_encoded_at_once_and_long_ones_off_the_event_loop() -> None:
-    long = "x" * (AT_ONCE + 1)
+    long = "x" * (MAX_INLINE_CHARS + 1)
     rows, letters = encode_all([["ab", "c"], [long]])
-    assert [[row.tolist() for row in each] for each in rows] == [[[2], [1]], [[AT_ONCE + 1]]]  # type: ignore[attr-defined]
+    assert [[row.tolist() for row in each] for each in rows] == [[[2], [1]], [[MAX_INLINE_CHARS + 1]]]  # type: ignore[attr-defined]
     assert letters.calls == [(True, 2), (False, 1)]
 
 
@@ -52,14 +52,14 @@ def test_many_short_texts_are_long_together() -> None:
 
 
 def test_long_texts_that_wait_together_are_encoded_together() -> None:
-    long = "x" * (AT_ONCE + 1)
+    long = "x" * (MAX_INLINE_CHARS + 1)
     rows, letters = encode_all([[long + "y" * n] for n in range(5)])
-    assert [each[0].tolist() for each in rows] == [[AT_ONCE + 1 + n] for n in range(5)]  # type: ignore[index]
+    assert [each[0].tolist() for each in rows] == [[MAX_INLINE_CHARS + 1 + n] for n in range(5)]  # type: ignore[index]
     assert letters.calls == [(False, 1), (False, 4)]
 
 
-@pytest.mark.parametrize("text", ["bad", "bad" + "x" * AT_ONCE])
+@pytest.mark.parametrize("text", ["bad", "bad" + "x" * MAX_INLINE_CHARS])
 def test_a_bad_text_fails_its_own_call_only(text: str) -> None:
-    rows, _ = encode_all([["fine" * AT_ONCE], [text], ["fine" * AT_ONCE]])
+    rows, _ = encode_all([["fine" * MAX_INLINE_CHARS], [text], ["fine" * MAX_INLINE_CHARS]])
     assert isinstance(rows[1], BadValue)
     assert len(rows[0]) == len(rows[2]) == 1  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import BadValue, ConfigError
 from penstock.inputs.chat import ChatTemplate, ModelTemplate
-from tests.writing import TEMPLATE
+from tests.text_models import TEMPLATE
 
 LLAMA = """{{- bos_token }}
 {%- set date_string = strftime_now("%Y") %}

@@ -13,10 +13,10 @@ import pytest
 
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs import constraints
-from penstock.inputs.constraints import Constraint, Constraints
+from penstock.inputs.constraints import Constraint, GrammarCompiler
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Grammar
-from tests.writing import KINDS, tokenizer_folder
+from tests.text_models import KINDS, tokenizer_folder
 
 pytest.importorskip("llguidance")
 SCHEMA = {
@@ -34,9 +34,9 @@ SCHEMA = {
 class Model:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer(folder)
-        self.vocabulary = self.tokenizer.highest_id + 8
+        self.vocabulary = self.tokenizer.max_token_id + 8
         self.eos = int(self.tokenizer.special_ids[-1])
-        self.constraints = Constraints(folder / "tokenizer.json", self.vocabulary, [self.eos])
+        self.constraints = GrammarCompiler(folder / "tokenizer.json", self.vocabulary, [self.eos])
 
 
 @pytest.fixture(scope="module", params=[kind for kind in KINDS if kind != "unigram"])
@@ -56,7 +56,7 @@ def walk(model: Model, grammar: Grammar, seed: int, most: int = 300) -> str:
     for _ in range(most):
         choices = allowed(constraint)
         assert choices, "nothing may come, and the text has not ended"
-        assert max(choices) <= model.tokenizer.highest_id, "a padding token is allowed"
+        assert max(choices) <= model.tokenizer.max_token_id, "a padding token is allowed"
         if choices == [model.eos] or (model.eos in choices and draw.random() < 0.5):
             assert constraint.complete
             constraint.accept(model.eos)
@@ -136,7 +136,7 @@ def test_what_cannot_be_compiled_is_refused_with_and_without_a_vocabulary(
 def test_a_model_needs_an_end(tmp_path: Path) -> None:
     folder = tokenizer_folder("byte bpe", tmp_path)
     with pytest.raises(NotPossible, match="ends a text"):
-        Constraints(folder / "tokenizer.json", 500, [])
+        GrammarCompiler(folder / "tokenizer.json", 500, [])
 
 
 def test_without_the_library_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

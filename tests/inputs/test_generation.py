@@ -14,7 +14,7 @@ from penstock.inputs.generation import GenerationFields, GenerationInputs, JobOp
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Grammar, SamplerParams, Task
 from tests.helpers import ints
-from tests.writing import LIMIT, text_spec, write_model
+from tests.text_models import LIMIT, text_spec, write_text_model
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> GenerationInputs:
 def made(
     folder: Path, kind: str = "byte bpe", config: dict[str, Any] | None = None, **generation: Any
 ) -> GenerationInputs:
-    write_model(folder, kind, **generation)
+    write_text_model(folder, kind, **generation)
     return GenerationInputs(text_spec(folder, config=config or {}), Tokenizer(folder))
 
 

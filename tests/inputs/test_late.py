@@ -71,19 +71,19 @@ def test_queries_are_marked_and_filled_up_with_masks(tokenizer: Tokenizer) -> No
         "[CLS] query the oil was first , [SEP]",
         "[CLS] query [SEP] [MASK] [MASK] [MASK] [MASK] [MASK]",
     ]
-    assert made.keys is not None and made.keys.tolist() == [5, 8, 3]
-    assert made.keep is None
+    assert made.key_limits is not None and made.key_limits.tolist() == [5, 8, 3]
+    assert made.token_mask is None
 
 
 def test_masks_that_are_attended_to_limit_nothing(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, attend=True).queries(["the water"])
-    assert made.keys is None and made.lengths.tolist() == [8]
+    assert made.key_limits is None and made.lengths.tolist() == [8]
 
 
 def test_queries_without_expansion_are_only_cut(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, expand_to=None).queries(["the water", "the oil was first, now"])
     assert words(made) == ["[CLS] query the water [SEP]", "[CLS] query the oil was first , [SEP]"]
-    assert made.keys is None
+    assert made.key_limits is None
 
 
 def test_expansion_may_be_a_floor_below_the_length_that_queries_are_cut_to(tokenizer: Tokenizer) -> None:
@@ -95,12 +95,12 @@ def test_expansion_may_be_a_floor_below_the_length_that_queries_are_cut_to(token
         "[CLS] query oil was first [SEP]",
         "[CLS] query the oil was first [SEP]",
     ]
-    assert made.keys is not None and made.keys.tolist() == [3, 6, 7]
+    assert made.key_limits is not None and made.key_limits.tolist() == [3, 6, 7]
 
 
 def test_queries_may_lose_the_skip_list_too(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, skip_queries=True, expand_to=None).queries(["oil, now"])
-    assert made.keep is not None and made.keep.tolist() == [1, 1, 1, 0, 1, 1]
+    assert made.token_mask is not None and made.token_mask.tolist() == [1, 1, 1, 0, 1, 1]
 
 
 def test_documents_are_marked_cut_and_lose_their_skip_list(tokenizer: Tokenizer) -> None:
@@ -109,10 +109,10 @@ def test_documents_are_marked_cut_and_lose_their_skip_list(tokenizer: Tokenizer)
         "[CLS] document oil , water . [SEP]",
         "[CLS] document the oil was first [SEP]",
     ]
-    assert made.keep is not None
-    assert np.split(made.keep, [7])[0].tolist() == [1, 1, 1, 0, 1, 0, 1]
-    assert made.keep[7:].all()
-    assert inputs(tokenizer).documents(["oil"]).keep is None
+    assert made.token_mask is not None
+    assert np.split(made.token_mask, [7])[0].tolist() == [1, 1, 1, 0, 1, 0, 1]
+    assert made.token_mask[7:].all()
+    assert inputs(tokenizer).documents(["oil"]).token_mask is None
 
 
 def test_the_caller_may_cut_at_another_length(tokenizer: Tokenizer) -> None:
@@ -149,8 +149,10 @@ def test_prompts_of_the_models_table_go_before_the_text(tokenizer: Tokenizer) ->
 
 def test_a_skip_word_that_is_no_token_stands_for_the_unknown_one(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, skip_words=("nosuchword",)).documents(["oil ☃"])
-    assert made.keep is not None and made.keep.tolist() == [1, 1, 1, 0, 1]
-    assert inputs(tokenizer, skip_words=("nosuchword",), unknown_token=None).documents(["☃"]).keep is None
+    assert made.token_mask is not None and made.token_mask.tolist() == [1, 1, 1, 0, 1]
+    assert (
+        inputs(tokenizer, skip_words=("nosuchword",), unknown_token=None).documents(["☃"]).token_mask is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,12 +188,14 @@ def test_the_input_type_says_which_of_both_a_text_is(tokenizer: Tokenizer) -> No
 
 def test_token_ids_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
     request = model(tokenizer).prepare("id", [[5, 6, 7]], PoolingParams(Task.TOKEN_EMBED))
-    assert request.token_ids.tolist() == [5, 6, 7] and request.keep is None and request.keys is None
+    assert (
+        request.token_ids.tolist() == [5, 6, 7] and request.token_mask is None and request.key_limits is None
+    )
 
 
 def test_a_request_carries_keys_and_kept_tokens(tokenizer: Tokenizer) -> None:
     processor, params = model(tokenizer), PoolingParams(Task.TOKEN_EMBED)
     query = processor.prepare("q", ["oil"], params, InputOptions(input_type="query"))
-    assert query.keys is not None and query.keys.tolist() == [4]
+    assert query.key_limits is not None and query.key_limits.tolist() == [4]
     document = processor.prepare("d", ["oil, water"], params)
-    assert document.keep is not None and document.keep.tolist() == [1, 1, 1, 0, 1, 1]
+    assert document.token_mask is not None and document.token_mask.tolist() == [1, 1, 1, 0, 1, 1]

@@ -22,7 +22,7 @@ from penstock.kernels.blockwise import (
     quantize_groups_reference,
 )
 from penstock.kernels.quantize import FP8, FP8_MAX
-from penstock.layers.stored import join_blocks
+from penstock.layers.fp8_blocks import join_blocks
 
 SHAPES = [(1, 128, 128), (5, 256, 128), (17, 130, 200), (33, 48, 72), (70, 384, 132), (130, 128, 64)]
 

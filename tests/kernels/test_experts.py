@@ -1,4 +1,4 @@
-"""Experts: each token goes where the router says, once, and comes back summed; whatever the tiles."""
+"""Mixture-of-experts kernels: routing, the two matrix products and the sum, for every tiling."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from penstock.kernels.experts import (
     route_reference,
     run_experts,
 )
+from penstock.layers.fp8_blocks import ExpertStack
 from penstock.layers.moe import _product
-from penstock.layers.stored import ExpertStack
 from penstock.weights.stream import DummySource
 
-PLANS = {
+TILINGS = {
     "half": [plan for _, plan in HALF_TILINGS],
     "fp8": [plan for _, plan in FP8_TILINGS]
     + [
-        ExpertTiling(16, Tile(64, GROUP, 4, 3), Tile(32, GROUP, 4, 3)),  # the second product quantises, too
+        ExpertTiling(
+            16, Tile(64, GROUP, 4, 3), Tile(32, GROUP, 4, 3)
+        ),  # the second product quantises its rows too
         ExpertTiling(16, Tile(64, GROUP, 4, 3, swap=True), Tile(128, GROUP, 4, 3), early=True),
         ExpertTiling(32, Tile(128, GROUP, 4, 3), Tile(64, GROUP, 4, 3, swap=True)),
     ],
@@ -41,7 +43,7 @@ PLANS = {
 
 
 @pytest.fixture(autouse=True)
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "_devices", ("cpu", "cuda"))
 
 
@@ -57,7 +59,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def stack(weight: Tensor, halves: int, device: torch.device) -> BlockQuantized:
-    """Blocks of each half of each expert's weight."""
+    """The block-quantised halves of each expert's weight."""
     experts, outputs, inputs = weight.shape
     source = DummySource(0, torch.float32, device)
     made = ExpertStack(experts, halves, outputs // halves, inputs, source, blocks=True)
@@ -89,12 +91,12 @@ def make(
 
 
 def logits_of(case: Case) -> Tensor:
-    """In full precision, so that no two experts are equal."""
+    """Router logits in full precision, so that no two experts are tied."""
     return F.linear(case.x.float(), case.router.float())
 
 
 def expected_of(case: Case, chosen: int, normalize: bool, act: str = "silu") -> Tensor:
-    """Expert after expert, in the arithmetic of torch."""
+    """What torch computes, one expert after the other."""
     shares, taken = route_reference(logits_of(case), chosen, normalize)
     out = torch.zeros_like(case.x, dtype=torch.float32)
     for expert in range(len(case.router)):
@@ -113,7 +115,7 @@ def got_of(case: Case, chosen: int, normalize: bool, act: str = "silu", **more: 
 
 
 def assert_near(got: Tensor, expected: Tensor, fp8: bool, why: object = None) -> None:
-    """A value on the edge of an fp8 step may fall to either side of it; in half precision more lie there."""
+    """Compare loosely in fp8, where a value at the edge of a rounding step may go either way."""
     if got.dtype == torch.float32 and not fp8:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
         return
@@ -143,10 +145,12 @@ def check_routes(routes: Routes, logits: Tensor, chosen: int, normalize: bool, r
     assert (covered == 1).all()
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(("experts", "chosen"), [(8, 3), (8, 8), (5, 1), (128, 8), (200, 16)])
-@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 129, 300])
-def test_every_token_goes_to_its_likeliest_experts(
+@pytest.mark.parametrize(
+    ("experts", "chosen", "normalize"),
+    [(8, 3, True), (8, 8, False), (5, 1, True), (128, 8, True), (128, 8, False), (200, 16, False)],
+)
+@pytest.mark.parametrize("tokens", [1, 15, 17, 129, 300])
+def test_every_token_goes_to_its_most_likely_experts(
     tokens: int, experts: int, chosen: int, normalize: bool, device: torch.device
 ) -> None:
     logits = draw(tokens, experts, seed=tokens).to(device) * 3
@@ -155,7 +159,7 @@ def test_every_token_goes_to_its_likeliest_experts(
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("rows", [16, 128])
-def test_one_expert_may_have_all_and_others_none(
+def test_one_expert_may_get_all_tokens_and_another_none(
     alone: bool, rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_SINGLE", 1 << 14 if alone else 0)
@@ -167,15 +171,15 @@ def test_one_expert_may_have_all_and_others_none(
     assert (route(logits, 1, True, rows).shares == 1).all()
 
 
-def test_of_equal_experts_the_first_are_taken(device: torch.device) -> None:
+def test_the_first_of_equal_experts_are_chosen(device: torch.device) -> None:
     routes = route(torch.zeros(20, 32, device=device), 4, True, 16)
     assert (routes.shares == 0.25).all()
     assert torch.equal(routes.order.cpu() % 4, torch.arange(4).repeat_interleave(20))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_token_that_is_not_a_number_stays_so_and_harms_no_other(value: float, device: torch.device) -> None:
-    """Tokens beyond a step's own may hold anything, and must not be sent to experts that there are not."""
+def test_a_token_with_nan_gives_nan_and_changes_no_other(value: float, device: torch.device) -> None:
+    """Padding tokens may hold anything, and must not be sent to experts that do not exist."""
     case = make(40, 8, 48, 24, device)
     good = got_of(case, 3, False)
     case.x[7] = value
@@ -185,18 +189,18 @@ def test_a_token_that_is_not_a_number_stays_so_and_harms_no_other(value: float, 
     assert torch.equal(got[others], good[others])
 
 
-@pytest.mark.parametrize("form", PLANS)
-@pytest.mark.parametrize("tokens", [1, 9, 40])
-def test_every_plan_gives_what_torch_does(form: str, tokens: int, device: torch.device) -> None:
+@pytest.mark.parametrize("form", TILINGS)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_every_tiling_gives_what_torch_gives(form: str, tokens: int, device: torch.device) -> None:
     case = make(tokens, 6, 144, 136, device, fp8=form == "fp8")
     expected = expected_of(case, 2, True)
-    for plan in PLANS[form]:
+    for plan in TILINGS[form]:
         assert_near(got_of(case, 2, True, plan=plan), expected, form == "fp8", plan)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 31, 64, 100, 300])
-def test_the_plan_for_so_many_tokens_gives_what_torch_does(
+@pytest.mark.parametrize("tokens", [1, 31, 64, 100, 300])
+def test_the_tiling_for_a_number_of_tokens_gives_what_torch_gives(
     tokens: int, fp8: bool, device: torch.device
 ) -> None:
     case = make(tokens, 8, 40, 24, device, fp8=fp8)
@@ -205,7 +209,7 @@ def test_the_plan_for_so_many_tokens_gives_what_torch_does(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_halves_stay_near_what_is_computed_in_full(
+def test_half_precision_stays_near_full_precision(
     dtype: torch.dtype, fp8: bool, device: torch.device
 ) -> None:
     if language.IS_INTERPRETED and dtype == torch.bfloat16 and not fp8:
@@ -219,12 +223,12 @@ def test_halves_stay_near_what_is_computed_in_full(
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
-def test_any_activation_that_the_kernels_know(act: str, device: torch.device) -> None:
+def test_every_activation_gives_what_torch_gives(act: str, device: torch.device) -> None:
     case = make(12, 8, 32, 16, device)
     assert_near(got_of(case, 2, True, act), expected_of(case, 2, True, act), False)
 
 
-def test_the_residual_is_added_and_twice_the_same_is_the_same(device: torch.device) -> None:
+def test_the_residual_is_added_and_results_are_reproducible(device: torch.device) -> None:
     case, residual = make(50, 8, 48, 24, device), draw(50, 48, seed=8).to(device)
     once = got_of(case, 3, True)
     assert torch.equal(once, got_of(case, 3, True))
@@ -232,13 +236,15 @@ def test_the_residual_is_added_and_twice_the_same_is_the_same(device: torch.devi
     assert_near(together, (once + residual).float(), False)
 
 
-def test_a_tokens_answer_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+def test_a_tokens_result_does_not_depend_on_its_neighbours(device: torch.device) -> None:
     case, plan = make(30, 8, 48, 24, device), HALF_TILINGS[0][1]
     alone = [got_of(case._replace(x=row[None]), 3, True, plan=plan) for row in case.x]
     assert_near(torch.cat(alone), got_of(case, 3, True, plan=plan).float(), False)
 
 
-def test_gate_and_up_have_scales_of_their_own_where_their_width_is_no_multiple(device: torch.device) -> None:
+def test_gate_and_up_have_separate_scales_when_their_width_is_no_multiple_of_a_block(
+    device: torch.device,
+) -> None:
     weight = draw(3, 2 * 40, 130) * torch.tensor([1.0, 1000.0])[None, :, None].repeat_interleave(40, dim=1)
     made = stack(weight.to(device), 2, device)
     assert made.scales.shape == (3, 2, 2)
@@ -249,20 +255,20 @@ def test_gate_and_up_have_scales_of_their_own_where_their_width_is_no_multiple(d
         assert float(expected.abs().max()) > scale
 
 
-def test_no_tokens_are_no_work(device: torch.device) -> None:
+def test_a_batch_without_tokens_gives_an_empty_result(device: torch.device) -> None:
     case = make(1, 8, 48, 24, device)
     assert got_of(case._replace(x=case.x[:0]), 3, True).shape == (0, 48)
 
 
-def test_tiles_are_as_many_as_the_worst_choice_needs() -> None:
+def test_there_are_enough_tiles_for_the_worst_routing() -> None:
     for slots, experts, rows in ((8, 128, 16), (1024, 128, 16), (65536, 128, 128), (5, 2, 16)):
         count = max_num_tiles(slots, experts, rows)
         one_each = min(slots, experts)
-        left = slots - one_each  # each expert one row, and the rest so that every last tile has one
+        left = slots - one_each  # one row for each expert, and the rest so that every last tile holds one row
         assert count == one_each + left // rows
 
 
-def test_plans_keep_to_what_the_products_ask_for() -> None:
+def test_tilings_keep_the_limits_of_the_kernels() -> None:
     for tokens in (1, 128, 512, 8192):
         for fp8 in (False, True):
             plan = expert_tiling_for(tokens, 8, 128, fp8=fp8)

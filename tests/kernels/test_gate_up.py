@@ -127,7 +127,11 @@ def test_a_block_takes_it_for_large_steps_alone() -> None:
     down = Linear(_made(1, 1024, 128)[1][:256], None)
     block = GatedMLP(Linear(weight, None), down, "silu")
     few_rows = x[: len(x) // 2]
-    assert block.joint is not None and block.joint.serves(x) and not block.joint.serves(few_rows)
+    assert (
+        block.fused_gate_up is not None
+        and block.fused_gate_up.serves(x)
+        and not block.fused_gate_up.serves(few_rows)
+    )
     got, few = block(x), block(few_rows)
     language.set_kernel_devices()
     try:
@@ -169,4 +173,4 @@ def test_no_block_on_a_cpu_has_it() -> None:
     block = GatedMLP(
         Linear(torch.zeros(256, 64).bfloat16(), None), Linear(torch.zeros(64, 128), None), "silu"
     )
-    assert block.joint is None
+    assert block.fused_gate_up is None

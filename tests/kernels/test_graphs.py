@@ -1,4 +1,4 @@
-"""What a graph would run, in Triton's interpreter: the bucket's rows and tokens, by the bucket's routes."""
+"""Steps as CUDA graphs run them, in Triton's interpreter: padded to the rows and tokens of a bucket."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def only_interpreted() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every layer by its kernels, attention too, which asks for a CUDA tensor otherwise; memory that is not
-    written holds NaN."""
+    """Run every layer in its kernels, even attention, which needs CUDA otherwise. Unwritten memory is NaN."""
     before = language._devices
     language.set_kernel_devices("cpu", "cuda")
 
@@ -94,10 +93,15 @@ def plan_of(lengths: tuple[int, ...], *params: PoolingParams) -> PoolPlan:
     return build_plan([ScheduledRows(request, ints(range(len(lengths)))) for request in requests])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lengths", [(5,), (8, 8), (3, 70)])
-def test_a_padded_step_gives_what_the_plain_one_gives(
-    family: str, lengths: tuple[int, ...], kernels: None
+POOLED, PER_TOKEN = PoolingParams(), PoolingParams(Task.TOKEN_EMBED, dimensions=8)
+BOTH = (POOLED, PER_TOKEN)
+CASES = [(family, lengths, BOTH) for family in FAMILIES for lengths in ((5,), (8, 8))]
+CASES += [(family, (3, 70), (PER_TOKEN,)) for family in ("modernbert", "qwen3")]  # more than a short row
+
+
+@pytest.mark.parametrize(("family", "lengths", "outputs"), CASES)
+def test_a_padded_step_gives_what_an_unpadded_one_gives(
+    family: str, lengths: tuple[int, ...], outputs: tuple[PoolingParams, ...], kernels: None
 ) -> None:
     architecture, more = FAMILIES[family]
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
@@ -107,8 +111,8 @@ def test_a_padded_step_gives_what_the_plain_one_gives(
     pooler = Pooler(spec, model.heads, [])
     runner = ModelRunner(model, pooler, CPU, 2)
     graphs = Graphs(model, pooler, runner.staging, fake)
-    for wanted in ((PoolingParams(),), (PoolingParams(Task.TOKEN_EMBED, dimensions=8),)):
-        plan = plan_of(lengths, *wanted)
+    for params in outputs:
+        plan = plan_of(lengths, params)
         key = graphs.key_of(plan)
         assert key is not None
         with graphs.capture_on_first_use():
@@ -120,7 +124,7 @@ def test_a_padded_step_gives_what_the_plain_one_gives(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("skipped", [False, True])
-def test_pooling_takes_empty_rows_behind_the_last(method: str, skipped: bool) -> None:
+def test_pooling_accepts_padding_rows(method: str, skipped: bool) -> None:
     hidden = torch.randn(12, 8)
     hidden[9:] = NAN
     cu = torch.tensor([0, 2, 9, 9, 9], dtype=torch.int32)
@@ -132,19 +136,21 @@ def test_pooling_takes_empty_rows_behind_the_last(method: str, skipped: bool) ->
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("longest", [32, 64, 256])
-def test_attention_takes_empty_rows_and_never_reads_beyond_the_last(causal: bool, longest: int) -> None:
+def test_attention_accepts_padding_rows_and_never_reads_past_the_last_token(
+    causal: bool, longest: int
+) -> None:
     qkv = torch.randn(40, 6, 16)
     qkv[30:] = NAN
     query, key, value = qkv.split([2, 2, 2], dim=1)
     cu = torch.tensor([0, 7, 30, 30, 30, 30], dtype=torch.int32)
-    own = short_attention if longest <= 64 else flash_attention
-    got = own(query, key, value, cu, max_length=longest, scale=0.25, causal=causal)
+    kernel = short_attention if longest <= 64 else flash_attention
+    got = kernel(query, key, value, cu, max_length=longest, scale=0.25, causal=causal)
     expected = attention_reference(query[:30], key[:30], value[:30], cu[:3], scale=0.25, causal=causal)
     torch.testing.assert_close(got[:30], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
-def by_kernels() -> Iterator[None]:
+def with_kernels() -> Iterator[None]:
     before = language._devices
     language.set_kernel_devices("cpu", "cuda")
     yield
@@ -154,17 +160,19 @@ def by_kernels() -> Iterator[None]:
 BLOCK = 4
 
 
-def cut(
+def chunk(
     length: int, begin: int, end: int, table: tuple[int, ...] | None, number: int, params: PoolingParams
 ) -> ScheduledRows:
-    """One row's tokens from `begin` to `end`."""
+    """The chunk of a row from token `begin` to `end`."""
     request = make_request(str(number), [length], params=params)
     request.token_ids[:] = (np.arange(length) * 7 + 31 * number) % 250
     return ScheduledRows(request, ints([0]), ints([begin]), ints([end]), (table,))
 
 
 @pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])
-def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParams, by_kernels: None) -> None:
+def test_chunked_rows_in_padded_steps_give_what_whole_rows_give(
+    params: PoolingParams, with_kernels: None
+) -> None:
     architecture, more = FAMILIES["qwen3"]
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float16, CPU)
     with torch.inference_mode():
@@ -176,11 +184,15 @@ def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParam
     cache = KVCache(store, torch.zeros((24, 32)))
     runner = ModelRunner(model, pooler, CPU, 2, cache)
     graphs = Graphs(model, pooler, runner.staging, fake, cache=cache)
-    long, other = tuple(range(23, 12, -1)), (3, 7, 1, 9)
+    long, other = tuple(range(23, 16, -1)), (3, 7, 1)
     steps = [
-        [cut(42, 0, 13, long, 0, params)],
-        [cut(42, 13, 30, long, 0, params), cut(14, 0, 5, other, 1, params), cut(6, 0, 6, None, 2, params)],
-        [cut(42, 30, 42, long, 0, params), cut(14, 5, 14, other, 1, params)],
+        [chunk(26, 0, 7, long, 0, params)],
+        [
+            chunk(26, 7, 17, long, 0, params),
+            chunk(10, 0, 3, other, 1, params),
+            chunk(3, 0, 3, None, 2, params),
+        ],
+        [chunk(26, 17, 26, long, 0, params), chunk(10, 3, 10, other, 1, params)],
     ]
     parts: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
     for shares in steps:
@@ -202,9 +214,9 @@ def test_cut_rows_give_by_padded_steps_what_whole_ones_give(params: PoolingParam
                 parts[number].append(np.array(outputs[0][begin:end]))
             elif row in ended:
                 parts[number].append(np.array(outputs[0][ended.index(row)])[None])
-    for number, length in ((0, 42), (1, 14), (2, 6)):
-        whole = cut(length, 0, length, None, number, params)
-        (expected,) = runner._step(build_plan([ScheduledRows(whole.request, ints([0]))])).outputs
+    for number, length in ((0, 26), (1, 10), (2, 3)):
+        whole = chunk(length, 0, length, None, number, params)
+        (expected,), _ = runner._step(build_plan([ScheduledRows(whole.request, ints([0]))]))
         np.testing.assert_allclose(np.concatenate(parts[number]), expected, atol=4e-3)
 
 

@@ -1,3 +1,5 @@
+"""Sampling kernels: noise, filters, edits and the sampled tokens equal their references."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ from penstock.types import SamplerParams
 from tests.helpers import ints
 from tests.sampling.driver import KINDS, SLOTS, Driver
 
-VOCAB = TOKENS_PER_PROGRAM + 905  # two parts, the second one ragged
+VOCAB = TOKENS_PER_PROGRAM + 905  # two programs, the second with fewer tokens
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def settings(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return table[:rows, :6].contiguous().view(torch.float32), table[:rows, 6:10]
 
 
-def test_kernels_number_the_columns_as_the_plan_does() -> None:
+def test_the_kernels_columns_are_those_of_the_plan() -> None:
     assert SLOT_TABLE_WIDTH == plan.WIDTH == Column.MIN_TOKENS + 1
     names = ("TEMPERATURE", "TOP_P", "MIN_P", "REPETITION", "PRESENCE", "FREQUENCY", "KEY")
     assert [Column[name] for name in names] == list(range(7))
@@ -59,7 +61,7 @@ def test_kernels_number_the_columns_as_the_plan_does() -> None:
 
 
 def test_noise_is_philox() -> None:
-    """Against the same rounds in unsigned 64-bit integers."""
+    """Compared with the same rounds in unsigned 64-bit integers."""
     keys = np.array([[7, 0, 0, 0], [0xFFFFFFFF, 0x80000001, 5, 1]], np.uint64)
     positions = np.array([0, 2**31 - 1], np.uint64)
     got = philox_reference(
@@ -82,13 +84,13 @@ def test_noise_is_philox() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_choice_equals_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+def test_sampled_tokens_equal_the_reference(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     params = [
         SamplerParams(temperature=t, seed=s) for t, s in ((0, 1), (1, 2), (0.3, -5), (2, None), (1, 2**63))
     ]
     table = slots_table(params, device)
-    logits = (torch.randn(5, VOCAB + 9, device=device) * 2).to(dtype)[:, :VOCAB]  # rows lie apart
+    logits = (torch.randn(5, VOCAB + 9, device=device) * 2).to(dtype)[:, :VOCAB]  # strided rows
     order = torch.tensor([3, 0, 4, 1, 2], device=device, dtype=torch.int32)
     values, keys = settings(table, 5)
     at = order.long()
@@ -102,7 +104,7 @@ def test_the_choice_equals_the_reference(dtype: torch.dtype, device: torch.devic
         assert (positions - before).tolist() == [1, 1, 1, 1, 1, 0]
 
 
-def test_equal_logits_give_the_first(device: torch.device) -> None:
+def test_equal_logits_give_the_first_token(device: torch.device) -> None:
     table = slots_table([SamplerParams(temperature=0)] * 2, device)
     logits = torch.zeros(2, VOCAB, device=device)
     logits[1, [700, 4500, 4999]] = 1.0
@@ -111,13 +113,13 @@ def test_equal_logits_give_the_first(device: torch.device) -> None:
     assert sample_tokens(logits, slots, table, positions).tolist() == [0, 700]
 
 
-SPOILT = [float("nan"), float("inf")]
+NON_FINITE = [float("nan"), float("inf")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value", SPOILT)
+@pytest.mark.parametrize("value", NON_FINITE)
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_row_that_is_not_finite_is_told_and_others_are_as_they_were(
+def test_a_row_with_non_finite_logits_is_reported_and_changes_no_other_row(
     dtype: torch.dtype, value: float, whole: bool, device: torch.device
 ) -> None:
     torch.manual_seed(0)
@@ -142,7 +144,7 @@ def test_a_row_that_is_not_finite_is_told_and_others_are_as_they_were(
         assert int(last.min()) >= 0 and int(last.max()) < VOCAB
 
 
-def test_a_row_of_which_nothing_is_left_is_told(device: torch.device) -> None:
+def test_a_row_whose_tokens_are_all_masked_is_reported(device: torch.device) -> None:
     table = slots_table([SamplerParams(temperature=0), SamplerParams(temperature=1)], device)
     logits = torch.full((2, VOCAB), float("-inf"), device=device)
     slots = torch.arange(2, device=device, dtype=torch.int32)
@@ -153,25 +155,27 @@ def test_a_row_of_which_nothing_is_left_is_told(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on which the interpreter runs
-def test_whatever_rows_ask_for_one_that_is_not_finite_is_told(device: torch.device) -> None:
-    """With kernels and without: thresholds, edits and log probabilities of such rows do no harm."""
+def test_a_row_with_non_finite_logits_is_reported_whatever_it_asks_for(device: torch.device) -> None:
+    """With kernels and without. Each kind of row holds NaN in one step and inf in another."""
     slots = np.arange(len(EVERYTHING), dtype=np.int32)
     generator = torch.Generator().manual_seed(5)
     sound = (torch.randn(len(slots), VOCAB, generator=generator) * 3).to(device)
     found = []
     for kernels in (True, False):
         set_kernel_devices(*(("cuda", "cpu") if kernels else ()))
-        for value in SPOILT:
-            for spoilt in range(len(EVERYTHING)):
-                sampler = Sampler(VOCAB, len(slots), device, seed=1)
-                for slot, params in enumerate(EVERYTHING):
-                    sampler.join(slot, params, ints([1, 2, 3]))
-                logits = sound.clone()
-                logits[spoilt] = value
-                got = sampler(logits, slots, torch.from_numpy(slots).to(device)).token_ids.tolist()
-                assert got[spoilt] == NON_FINITE_LOGITS and sum(token < 0 for token in got) == 1
-                assert int(sampler.last.min()) >= 0 and int(sampler.last.max()) < VOCAB
-                found.append([*got[:spoilt], *got[spoilt + 1 :]])
+        for step in range(5):
+            sampler = Sampler(VOCAB, len(slots), device, seed=1)
+            for slot, params in enumerate(EVERYTHING):
+                sampler.join(slot, params, ints([1, 2, 3]))
+            logits = sound.clone()
+            with_nan, with_inf = [step, step + 5], [(step + 2) % 5, (step + 2) % 5 + 5]
+            logits[with_nan], logits[with_inf] = NON_FINITE
+            got = sampler(logits, slots, torch.from_numpy(slots).to(device)).token_ids.tolist()
+            spoilt = {*with_nan, *with_inf}
+            assert {row for row, token in enumerate(got) if token == NON_FINITE_LOGITS} == spoilt
+            assert int(sampler.last.min()) >= 0 and int(sampler.last.max()) < VOCAB
+            found.append([token for row, token in enumerate(got) if row not in spoilt])
+            assert min(found[-1]) >= 0
     assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
@@ -191,18 +195,20 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spread", [0.5, 4.0])
+@pytest.mark.parametrize(
+    ("dtype", "spread"),
+    [(torch.float32, 0.5), (torch.float32, 4.0), (torch.bfloat16, 0.5), (torch.float16, 4.0)],
+)
 def test_thresholds_keep_what_sorting_keeps(
     dtype: torch.dtype, spread: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filters, "_KEPT", 1024)  # so that rows of this size can have too many candidates
+    monkeypatch.setattr(filters, "_KEPT", 1024)  # so that these rows can have too many candidates
     torch.manual_seed(1)
     rows = len(FILTERS)
     table = slots_table(FILTERS, device)
     logits = (torch.randn(rows + 1, VOCAB, device=device) * spread).to(dtype)
     logits[:, 100:200] = float("-inf")
-    slots = torch.arange(rows + 1, device=device, dtype=torch.int32)  # the last asks for nothing
+    slots = torch.arange(rows + 1, device=device, dtype=torch.int32)  # the last row has no filter
     got = logit_thresholds(logits, slots, table)
     assert got[-1] == float("-inf")
     values, _ = settings(table, rows)
@@ -215,7 +221,7 @@ def test_thresholds_keep_what_sorting_keeps(
         differs = kept[row] ^ wanted[row]
         if FILTERS[row].top_p == 1:
             assert not differs.any(), FILTERS[row]
-        # At the edge of a nucleus one more logit, or one less, is a matter of rounding.
+        # At the edge of the top-p set, rounding decides about one more or one less logit value.
         assert x[row][differs].unique().numel() <= 1, FILTERS[row]
         assert probability[row][kept[row]].sum() >= probability[row][wanted[row]].sum() * (
             1 - 1e-4 - differs.any().float() * 1e-2
@@ -276,7 +282,7 @@ def run(steps: int, device: torch.device, dtype: torch.dtype) -> tuple[list[list
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("kernels")
-def test_a_batch_that_asks_for_everything_gives_the_tokens_of_plain_torch(
+def test_a_batch_with_every_option_gives_the_tokens_of_torch(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     got, scores = run(6, device, dtype)
@@ -293,7 +299,7 @@ def test_a_batch_that_asks_for_everything_gives_the_tokens_of_plain_torch(
     assert columns[9].tolist()[:2] == [4001] * 2
 
 
-def come_and_go(seed: int) -> dict[int, list[int]]:
+def join_and_leave(seed: int) -> dict[int, list[int]]:
     rng, driver = np.random.default_rng(seed), Driver()
     for _ in range(12):
         waiting = [request for request in range(len(KINDS)) if request not in driver.slot_of]
@@ -306,10 +312,10 @@ def come_and_go(seed: int) -> dict[int, list[int]]:
     return driver.history
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter alone: its tensors are the CPU's")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CPU tensors, in the interpreter")
 @pytest.mark.usefixtures("kernels")
-def test_rows_that_come_and_go_have_the_tokens_of_plain_torch(seed: int) -> None:
-    got = come_and_go(seed)
+def test_sequences_that_join_and_leave_get_the_tokens_of_torch(seed: int) -> None:
+    got = join_and_leave(seed)
     set_kernel_devices()
-    assert got == come_and_go(seed)
+    assert got == join_and_leave(seed)

@@ -18,7 +18,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def ordered_batch(lengths: list[int], keys: list[int] | None = None) -> Batch:
     """Rows by length; `keys` belongs to the lengths in that order, rising among equal ones."""
-    request = make_request("a", sorted(lengths), keys=keys)
+    request = make_request("a", sorted(lengths), key_limits=keys)
     plan = build_plan([ScheduledRows(request, ints(range(len(lengths))))])
     assert plan.slices[0].step_rows.tolist() == list(range(len(lengths)))
     return Batch(

@@ -52,7 +52,7 @@ def random(*shape: int, seed: int) -> Tensor:
 def test_scores_are_content_and_both_distance_terms(buckets: int, kinds: str) -> None:
     lengths = [1, 2, 2, 7, 19, 19]
     query, key, value = random(3, sum(lengths), HEADS, DIM, seed=1).unbind(0)
-    distances = Distances(SPAN, 32, CPU, buckets=buckets, furthest=16)
+    distances = Distances(SPAN, 32, CPU, buckets=buckets, max_distance=16)
     terms = DistanceTerms(
         distances,
         None if kinds == "query" else random(HEADS, 2 * SPAN, DIM, seed=2),
@@ -70,7 +70,7 @@ def test_scores_are_content_and_both_distance_terms(buckets: int, kinds: str) ->
 def test_rows_with_a_key_limit_attend_to_their_leading_tokens() -> None:
     lengths, keys = [2, 7, 7, 19], [2, 3, 7, 11]
     query, key, value = random(3, sum(lengths), HEADS, DIM, seed=6).unbind(0)
-    distances = Distances(SPAN, 32, CPU, buckets=SPAN, furthest=16)
+    distances = Distances(SPAN, 32, CPU, buckets=SPAN, max_distance=16)
     tables = [random(HEADS, 2 * SPAN, DIM, seed=seed) for seed in (7, 8)]
     terms = DistanceTerms(distances, *tables)
     ours = attend_disentangled(query, key, value, ordered_batch(lengths, keys), terms, 0.2)
@@ -80,13 +80,13 @@ def test_rows_with_a_key_limit_attend_to_their_leading_tokens() -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_a_large_group_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_group_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [5] * 7
     query, key, value = random(3, 35, HEADS, DIM, seed=4).unbind(0)
-    distances = Distances(SPAN, 32, CPU, buckets=SPAN, furthest=16)
+    distances = Distances(SPAN, 32, CPU, buckets=SPAN, max_distance=16)
     terms = DistanceTerms(distances, random(HEADS, 2 * SPAN, DIM, seed=5), None)
     whole = attend_disentangled(query, key, value, ordered_batch(lengths), terms, 0.3)
-    monkeypatch.setattr(disentangled, "_MOST_SCORES", 2 * HEADS * 5 * 5)
+    monkeypatch.setattr(disentangled, "_MAX_SCORES", 2 * HEADS * 5 * 5)
     pieces = attend_disentangled(query, key, value, ordered_batch(lengths), terms, 0.3)
     torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=1e-6)
 
@@ -100,12 +100,12 @@ def test_near_distances_keep_their_bucket_and_far_ones_share() -> None:
     assert len(set(buckets[129:])) < 129
 
 
-def test_only_the_last_lengths_are_kept() -> None:
-    distances = Distances(SPAN, 64, CPU, buckets=SPAN, furthest=16)
+def test_only_a_few_lengths_are_cached() -> None:
+    distances = Distances(SPAN, 64, CPU, buckets=SPAN, max_distance=16)
     for length in range(1, 60):
         index = distances.index(length)
         rows = distances.rows(length)
         assert index.min() == 0
         assert index.max() == rows.stop - rows.start - 1 if length > 1 else True
         assert 0 <= rows.start < rows.stop <= 2 * SPAN
-    assert len(distances._by_length) == Distances.KEPT
+    assert len(distances._by_length) == Distances.MAX_CACHED_LENGTHS

@@ -52,7 +52,7 @@ def test_a_model_is_causal_where_its_record_says_so(name: str) -> None:
 def test_a_decoder_attends_as_its_configuration_says_or_is_refused(name: str, causal: bool) -> None:
     family = FAMILIES[name]
     if name == "gpt2" and not causal:
-        with pytest.raises(ModelLoadError, match="is_causal = False is not supported"):
+        with pytest.raises(ModelLoadError, match="is_causal = False, which is not supported"):
             build(family, config={"is_causal": causal})
         return
     assert build(family, config={"is_causal": causal}).is_causal is causal

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.outputs.detokenizer import detokenizer
-from tests.writing import KINDS, TEXTS, tokenizer_folder
+from tests.text_models import KINDS, TEXTS, tokenizer_folder
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 HARD = [
@@ -70,7 +70,7 @@ def test_any_tokens_of_a_byte_vocabulary_give_the_decoded_text(
     tmp_path_factory: pytest.TempPathFactory, seed: list[int], skip: bool
 ) -> None:
     tokenizer = _byte_level(tmp_path_factory)
-    ids = [number % (tokenizer.highest_id + 1) for number in seed]
+    ids = [number % (tokenizer.max_token_id + 1) for number in seed]
     assert "".join(pieces(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip)
 
 
@@ -98,7 +98,7 @@ def test_bytes_that_never_make_a_character_do_not_wait_for_ever(tokenizer: Token
 
 
 def test_unknown_ids_have_no_text(tokenizer: Tokenizer) -> None:
-    assert "".join(pieces(tokenizer, [tokenizer.highest_id + 3])) == ""
+    assert "".join(pieces(tokenizer, [tokenizer.max_token_id + 3])) == ""
 
 
 def test_the_work_of_a_token_does_not_grow_with_the_text(tokenizer: Tokenizer) -> None:
@@ -127,5 +127,5 @@ def test_a_byte_token_is_its_byte_and_a_word_has_its_space(tmp_path: Path) -> No
     pieces_of_bytes = Tokenizer(tokenizer_folder("sentence bpe", tmp_path / "s"))
     number = pieces_of_bytes.token_id("<0xE6>")
     word = pieces_of_bytes.encode(["the water"], add_special_tokens=False)[0].tolist()[-1]
-    assert number is not None and pieces_of_bytes.token_raw(number) == b"\xe6"
+    assert number is not None and pieces_of_bytes.token_raw_bytes(number) == b"\xe6"
     assert pieces_of_bytes.token_text(word).startswith(" ") or len(pieces_of_bytes.token_text(word)) == 1

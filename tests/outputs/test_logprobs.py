@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.outputs.logprobs import LOWEST, CompletionLogprobs, chat_content, joined, prompt_entries
+from penstock.outputs.logprobs import (
+    LOWEST,
+    CompletionLogprobs,
+    chat_content,
+    concat_logprobs,
+    prompt_entries,
+)
 
 IDS = np.array([[5, 5, 7], [8, 9, 6]], dtype=np.int32)
 VALUES = np.array([[-0.1, -0.1, -2.5], [-np.inf, -0.3, -1.0]], dtype=np.float32)
@@ -17,7 +23,7 @@ def name(number: int) -> str:
 
 def test_lists_of_a_completion() -> None:
     scores = CompletionLogprobs(name)
-    lists = joined([scores.unscored(7), scores.scored(IDS, VALUES)])
+    lists = concat_logprobs([scores.unscored(7), scores.scored(IDS, VALUES)])
     assert lists["tokens"] == ["bc", "a", "�"] and lists["text_offset"] == [0, 2, 3]
     assert lists["token_logprobs"] == [None, -0.1, LOWEST]  # the digits of a float32
     assert lists["top_logprobs"] == [None, {"a": -0.1, "bc": -2.5}, {"�": -1.0, "d": -0.3}]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.outputs.tokens import kept_tokens, token_rows
+from penstock.outputs.tokens import select_tokens, token_rows
 from tests.helpers import ints, make_request
 
 VALUES = np.arange(12, dtype=np.float32).reshape(6, 2)
@@ -15,7 +15,7 @@ def test_rows_of_all_tokens() -> None:
 
 def test_tokens_that_take_part_in_no_score_are_left_out() -> None:
     request = make_request("a", [1, 3, 2])
-    request.keep = ints([1, 0, 1, 1, 1, 0])
+    request.token_mask = ints([1, 0, 1, 1, 1, 0])
     assert [row[:, 0].tolist() for row in token_rows(request, VALUES)] == [[0], [4, 6], [8]]
-    values, lengths = kept_tokens(request, VALUES)
+    values, lengths = select_tokens(request, VALUES)
     assert values[:, 0].tolist() == [0, 4, 6, 8] and lengths.tolist() == [1, 2, 1]

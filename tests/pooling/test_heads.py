@@ -100,7 +100,7 @@ def test_packed_bits_are_those_of_sentence_transformers(precision: str) -> None:
 def test_each_type_leaves_as_the_array_type_it_promises(dtype: OutputDtype) -> None:
     out = cast(vectors_of(24), dtype).numpy()
     assert out.dtype == dtype.numpy
-    assert out.shape == (20, 3 if dtype.packed else 24)
+    assert out.shape == (20, 3 if dtype.is_packed else 24)
 
 
 def test_unit_gives_length_one_and_leaves_zero_alone() -> None:

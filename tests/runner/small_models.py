@@ -106,7 +106,7 @@ def seen(runner: ModelRunner, plan: PoolPlan) -> tuple[list[torch.Tensor], int]:
         return hidden
 
     watched: Any = counted
-    watched.narrows, watched.hidden_size = model.narrows, model.hidden_size
+    watched.prunes_last_layer, watched.hidden_size = model.prunes_last_layer, model.hidden_size
     runner.model = watched
     try:
         return runner.forward(plan), counts[0]

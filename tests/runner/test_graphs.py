@@ -502,7 +502,7 @@ def test_graphs_hold_no_more_than_so_much_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_what_cannot_be_replayed_has_no_key() -> None:
     _, graphs = make_runner()
-    assert graphs.key_of(plan_of(4, 5, keys=[2, 5])) is None
+    assert graphs.key_of(plan_of(4, 5, key_limits=[2, 5])) is None
     adapted = make_request("a", [3])
     adapted.adapters = ints([0])
     assert graphs.key_of(build_plan([ScheduledRows(adapted, ints([0]))])) is None

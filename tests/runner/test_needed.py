@@ -68,7 +68,7 @@ def test_every_family_gives_the_same_from_fewer_tokens(runner: ModelRunner, task
         assert tokens == plan.num_rows
     else:
         assert tokens == np.maximum(plan.lengths - plan.skip, 0).sum()
-    runner.model.narrows = False
+    runner.model.prunes_last_layer = False
     (expected,), tokens = seen(runner, plan)
     assert tokens == plan.num_tokens
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
@@ -81,9 +81,9 @@ def test_every_method_gives_the_same(method: str, skip: bool) -> None:
     try:
         plan = plan_of(PoolingParams(), PoolingParams(dimensions=16), skip=skip)
         got, tokens = seen(made, plan)
-        narrows = method in ("cls", "last") or (skip and method != "weighted_mean")
-        assert (tokens < plan.num_tokens) == narrows
-        made.model.narrows = False
+        prunes_last_layer = method in ("cls", "last") or (skip and method != "weighted_mean")
+        assert (tokens < plan.num_tokens) == prunes_last_layer
+        made.model.prunes_last_layer = False
         for one, other in zip(got, seen(made, plan)[0], strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
     finally:
@@ -126,7 +126,7 @@ def test_rows_that_the_pooler_picks_are_those_of_the_whole_step(runner: ModelRun
     assert all(variant.index is not None for variant in both.variants)
     got, tokens = seen(runner, both)
     assert tokens == both.num_rows
-    runner.model.narrows = False
+    runner.model.prunes_last_layer = False
     for one, other in zip(got, seen(runner, both)[0], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 

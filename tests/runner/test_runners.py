@@ -31,7 +31,7 @@ def test_the_null_runner_answers_at_once_with_the_promised_shape(
     assert future.done()
     (values,) = future.result().outputs
     width = dimensions or 32
-    assert values.shape == (3, -(-width // 8) if dtype.packed else width)
+    assert values.shape == (3, -(-width // 8) if dtype.is_packed else width)
     assert values.dtype == dtype.numpy
 
 

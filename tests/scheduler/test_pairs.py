@@ -25,7 +25,7 @@ def random_request(rng: np.random.Generator, name: str, late: bool) -> Request:
         rng.integers(0, 3, size).astype(np.int32),  # few tokens, so that rows repeat
         lengths,
         PoolingParams(Task.SCORE, late=late),
-        keep=keep,
+        token_mask=keep,
         pairs=rng.integers(0, queries, documents).astype(np.int32),
     )
 
@@ -37,7 +37,7 @@ def vectors_of(request: Request, row: int) -> list[Any]:
     ids = request.token_ids[span].tolist()
     if not request.params.late:
         return [tuple(ids)]
-    flags = [1] * len(ids) if request.keep is None else request.keep[span].tolist()
+    flags = [1] * len(ids) if request.token_mask is None else request.token_mask[span].tolist()
     return [token for token, flag in zip(ids, flags, strict=True) if flag]
 
 

@@ -28,7 +28,7 @@ def shares(draw: st.DrawFn) -> list[ScheduledRows]:
             params=draw(st.sampled_from(PARAMS)),
             type_ids=draw(st.none() | st.lists(st.integers(0, 1), min_size=total, max_size=total)),
             skip=draw(st.none() | st.just([draw(st.integers(0, n - 1)) for n in lengths])),
-            keys=draw(st.none() | st.just([draw(st.integers(1, n)) for n in lengths])),
+            key_limits=draw(st.none() | st.just([draw(st.integers(1, n)) for n in lengths])),
         )
         first_token += total
         rows = draw(
@@ -150,7 +150,7 @@ def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[Sche
     plan = build_plan(given_shares)
     seen: dict[int, int] = {}
     for slot, (request, row) in rows_in_slots(plan).items():
-        seen[slot] = int(request.lengths[row] if request.keys is None else request.keys[row])
+        seen[slot] = int(request.lengths[row] if request.key_limits is None else request.key_limits[row])
     for group in plan.groups:
         for slot in range(group.first_row, group.first_row + group.num_rows):
             assert (group.key_limit or group.length) == seen[slot]
@@ -170,12 +170,12 @@ def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[Sche
 
 
 def test_key_limits_that_are_no_limits_leave_no_trace() -> None:
-    plan = build_plan([ScheduledRows(make_request("a", [3, 5], keys=[3, 9]), ints([0, 1]))])
+    plan = build_plan([ScheduledRows(make_request("a", [3, 5], key_limits=[3, 9]), ints([0, 1]))])
     assert plan.limits is None and all(group.key_limit == 0 for group in plan.groups)
 
 
 def test_a_row_that_may_be_cut_has_no_key_limit() -> None:
-    request = make_request("a", [4], keys=[2])
+    request = make_request("a", [4], key_limits=[2])
     share = ScheduledRows(request, ints([0]), ints([0]), ints([4]), (None,))
     with pytest.raises(ValueError, match="no key limit"):
         build_plan([share], block_size=4)

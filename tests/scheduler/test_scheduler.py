@@ -341,7 +341,7 @@ def test_a_chunked_row_continues_whatever_it_outputs() -> None:
 def test_every_output_of_a_row_counts_towards_the_bound() -> None:
     scheduler = limited(chunked=False)
     request = make_request("a", [5, 5])
-    request.also = (TOKENS, TOKENS)
+    request.extra_params = (TOKENS, TOKENS)
     scheduler.add(request)
     assert [[lengths(entry) for entry in step] for step in drain(scheduler)] == [[[5]], [[5]]]
 

@@ -54,11 +54,11 @@ def test_the_vectors_of_a_failed_request_are_not_reused() -> None:
     "more",
     [
         {"cache_salt": "x"},
-        {"keys": [1, 1]},
+        {"key_limits": [1, 1]},
         {"adapters": [1, 1]},
         {"type_ids": [0, 0, 1]},
         {"skip": [1, 0]},
-        {"keep": [1, 0, 1]},
+        {"token_mask": [1, 0, 1]},
     ],
     ids=str,
 )
@@ -85,7 +85,7 @@ def test_a_full_cache_makes_queries_wait_and_leaves_documents_uncached() -> None
 
 
 def test_rows_without_a_kept_token_have_no_vectors() -> None:
-    asked = request("a", [[1]], [[5, 6], [7]], keep=np.array([1, 0, 0, 1], dtype=np.int32))
+    asked = request("a", [[1]], [[5, 6], [7]], token_mask=np.array([1, 0, 0, 1], dtype=np.int32))
     assert vector_counts(asked).tolist() == [1, 0, 1]
     assert VectorCache(8, documents=True).hold(asked) is not None
 

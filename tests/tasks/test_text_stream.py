@@ -15,14 +15,14 @@ from penstock.errors import DeadlineExceeded, EngineError, RowFailed
 from penstock.inputs.generation import GenerationFields, GenerationInputs, GenerationJob, JobOptions
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.tasks.text_stream import TextDelta, stream_text
-from tests.writing import ScriptedEngine, says, text_spec, write_model
+from tests.text_models import ScriptedEngine, continue_with, text_spec, write_text_model
 
 LONG = "the water was long and the people see many words"
 
 
 @pytest.fixture(scope="module", params=["byte bpe", "sentence bpe"])
 def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GenerationInputs:
-    folder = write_model(tmp_path_factory.mktemp("model"), request.param)
+    folder = write_text_model(tmp_path_factory.mktemp("model"), request.param)
     return GenerationInputs(text_spec(folder), Tokenizer(folder))
 
 
@@ -51,13 +51,13 @@ def run(engine: ScriptedEngine, text: GenerationInputs, wanted: GenerationJob) -
     return got
 
 
-@pytest.mark.parametrize("hides_end", [False, True])
+@pytest.mark.parametrize("omits_end_token", [False, True])
 @pytest.mark.parametrize("burst", [1, 3, 100])
 def test_text_comes_whole_and_ends_at_the_end_token(
-    text: GenerationInputs, burst: int, hides_end: bool
+    text: GenerationInputs, burst: int, omits_end_token: bool
 ) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, LONG), burst)
-    engine.hides_end = hides_end
+    engine = ScriptedEngine(continue_with(text.tokenizer, LONG), burst)
+    engine.omits_end_token = omits_end_token
     (row,) = run(engine, text, job(text))
     assert row.text.strip() == LONG and (row.finish_reason, row.stop_reason) == ("stop", None)
     assert row.token_ids[-1] in text.eos_token_ids and not engine.cancelled
@@ -66,7 +66,7 @@ def test_text_comes_whole_and_ends_at_the_end_token(
 @pytest.mark.parametrize("burst", [1, 3, 100])
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_ends_its_row_and_frees_it(text: GenerationInputs, burst: int, include: bool) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, LONG, "no such thing"), burst)
+    engine = ScriptedEngine(continue_with(text.tokenizer, LONG, "no such thing"), burst)
     wanted = job(text, n=1, stop=["and the", "zzz"], include_stop_str_in_output=include)
     (row,) = run(engine, text, wanted)
     assert row.text.lstrip() == "the water was long " + ("and the" if include else "")
@@ -77,7 +77,7 @@ def test_a_stop_string_ends_its_row_and_frees_it(text: GenerationInputs, burst: 
 
 
 def test_other_rows_go_on_after_a_stop_string(text: GenerationInputs) -> None:
-    engine = ScriptedEngine(lambda prompt, copy: says(text.tokenizer, LONG)(prompt, 0))
+    engine = ScriptedEngine(lambda prompt, copy: continue_with(text.tokenizer, LONG)(prompt, 0))
     wanted = job(text, ["find", "see"], stop=["words"], n=2)
     rows = run(engine, text, wanted)
     assert [row.row for row in rows] == [0, 1, 2, 3]
@@ -85,7 +85,7 @@ def test_other_rows_go_on_after_a_stop_string(text: GenerationInputs) -> None:
 
 
 def test_stop_strings_wait_for_min_tokens(text: GenerationInputs) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, "the the the the the the"))
+    engine = ScriptedEngine(continue_with(text.tokenizer, "the the the the the the"))
     (row,) = run(engine, text, job(text, stop="the", min_tokens=3))
     assert 1 <= row.text.count("the") <= 3 and len(row.token_ids) >= 3
 
@@ -99,25 +99,25 @@ def test_a_named_stop_token_is_the_reason(text: GenerationInputs) -> None:
         : ids.index(token) + 1
     ]
     assert row.text.strip() == text.tokenizer.decode(row.token_ids[:-1]).strip()
-    engine.hides_end = True
+    engine.omits_end_token = True
     (shown,) = run(engine, text, job(text, stop_token_ids=[token], include_stop_str_in_output=True))
     assert shown.text.strip() == text.tokenizer.decode(row.token_ids).strip()
 
 
 def test_what_was_held_for_a_stop_is_given_at_the_end(text: GenerationInputs) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, "one two"))
+    engine = ScriptedEngine(continue_with(text.tokenizer, "one two"))
     (row,) = run(engine, text, job(text, stop="two three"))
     assert row.text.strip() == "one two" and row.stop_reason is None
 
 
 def test_length_is_a_finish(text: GenerationInputs) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, LONG))
+    engine = ScriptedEngine(continue_with(text.tokenizer, LONG))
     (row,) = run(engine, text, job(text, max_tokens=3))
     assert (row.finish_reason, len(row.token_ids)) == ("length", 3)
 
 
 def test_leaving_early_cancels_every_request(text: GenerationInputs) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, LONG))
+    engine = ScriptedEngine(continue_with(text.tokenizer, LONG))
 
     async def leave() -> None:
         async with aclosing(stream_text(engine, text.tokenizer, job(text, n=3, seed=1))) as stream:  # type: ignore[type-var]
@@ -131,7 +131,7 @@ def test_leaving_early_cancels_every_request(text: GenerationInputs) -> None:
 
 
 def test_a_failure_is_told_and_the_others_are_cancelled(text: GenerationInputs) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, LONG))
+    engine = ScriptedEngine(continue_with(text.tokenizer, LONG))
     engine.fail_after = 4
     with pytest.raises(RowFailed):
         run(engine, text, job(text, n=2, seed=1))
@@ -144,14 +144,14 @@ def test_missing_scores_of_a_prompt_are_an_error(text: GenerationInputs) -> None
             async for parts in super().generate(request):
                 yield [replace(part, prompt_logprob_ids=None) for part in parts]
 
-    engine = Silent(says(text.tokenizer, LONG))
+    engine = Silent(continue_with(text.tokenizer, LONG))
     with pytest.raises(EngineError, match="no prompt log probabilities"):
         run(engine, text, job(text, "the water was", prompt_logprobs=1))
     assert engine.open == 0 and engine.cancelled
 
 
 def test_the_deadline_ends_the_wait(text: GenerationInputs) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, LONG))
+    engine = ScriptedEngine(continue_with(text.tokenizer, LONG))
 
     async def late() -> None:
         engine.pause = asyncio.Event()
@@ -164,7 +164,7 @@ def test_the_deadline_ends_the_wait(text: GenerationInputs) -> None:
 
 
 def test_a_slow_reader_gets_fewer_pieces(text: GenerationInputs) -> None:
-    engine = ScriptedEngine(says(text.tokenizer, LONG))
+    engine = ScriptedEngine(continue_with(text.tokenizer, LONG))
 
     async def slow() -> int:
         count = 0

@@ -29,7 +29,7 @@ from penstock.wire.messages import (
 from penstock.wire.shared_memory import Region
 from tests.helpers import ints, make_request
 
-OPTIONAL_ARRAYS = ("type_ids", "skip", "keys", "keep", "pairs", "adapters")
+OPTIONAL_ARRAYS = ("type_ids", "skip", "key_limits", "token_mask", "pairs", "adapters")
 
 
 def sent_and_received(frames: list[Any]) -> list[bytes]:
@@ -56,7 +56,9 @@ def requests(draw: st.DrawFn) -> list[Request]:
         )
         for value, name in enumerate(OPTIONAL_ARRAYS):
             if draw(st.booleans()):
-                size = sum(lengths) if name in ("type_ids", "keep") else len(lengths) - (name == "pairs")
+                size = (
+                    sum(lengths) if name in ("type_ids", "token_mask") else len(lengths) - (name == "pairs")
+                )
                 setattr(request, name, ints([value] * size))
         out.append(request)
     return out
@@ -180,5 +182,5 @@ def test_arrays_in_shared_memory_replace_the_frames_that_are_not_sent(
     a, _, c = unpack_outcomes(message.items, whole)
     assert isinstance(a, PooledOutput) and isinstance(c, PooledOutput)
     expected = [large[0], small, large[1], small, large[2], large[0]]
-    for got, wanted in zip([a.values, *a.more, c.values, *c.more], expected, strict=True):
+    for got, wanted in zip([a.values, *a.extra_values, c.values, *c.extra_values], expected, strict=True):
         np.testing.assert_array_equal(got, wanted)

@@ -109,7 +109,7 @@ class _Choice:
         self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
         tokenizer = self._generation.tokenizer
         if self._num_logprobs is not None and (scores := delta.logprobs) is not None:
-            name, raw = self._generation.token_name, tokenizer.token_raw
+            name, raw = self._generation.token_name, tokenizer.token_raw_bytes
             self._logprobs += chat_content(scores.ids, scores.values, name, raw, self._num_logprobs)
         if (prompt := delta.prompt_logprobs) is not None:
             self.prompt_logprobs = prompt_entries(

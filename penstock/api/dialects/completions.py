@@ -8,7 +8,7 @@ from penstock.api.endpoint import Call, Reply, Streamed, streamed
 from penstock.api.generation import Generation, TextFields, begin, events
 from penstock.api.replies import json_reply
 from penstock.errors import BadValue
-from penstock.outputs.logprobs import CompletionLogprobs, joined, prompt_entries
+from penstock.outputs.logprobs import CompletionLogprobs, concat_logprobs, prompt_entries
 from penstock.tasks.generate import Generate, TextPrompts
 from penstock.tasks.text_stream import TextDelta
 
@@ -96,7 +96,7 @@ class _Choice:
         self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
         self._text += texts
         self._logprobs += logprobs
-        return "".join(texts), joined(logprobs) if logprobs else None
+        return "".join(texts), concat_logprobs(logprobs) if logprobs else None
 
     def plain(self, text: str) -> dict[str, Any]:
         return self._shaped(text, None)
@@ -111,7 +111,9 @@ class _Choice:
         return [self._shaped(text, logprobs)]
 
     def whole(self) -> dict[str, Any]:
-        choice = self._shaped("".join(self._text), joined(self._logprobs) if self._wants_logprobs else None)
+        choice = self._shaped(
+            "".join(self._text), concat_logprobs(self._logprobs) if self._wants_logprobs else None
+        )
         if self._wants_prompt_logprobs:
             choice["prompt_logprobs"] = self._prompt_logprobs or [None]  # a prompt of one token has no others
         return choice

@@ -16,7 +16,7 @@ from penstock.api.replies import json_reply, list_reply, timed_encoding
 from penstock.api.run import Result, Scheduled, run
 from penstock.errors import BadValue, PenstockError
 from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
-from penstock.outputs.ranking import best, check_top_n
+from penstock.outputs.ranking import check_top_n, top_indices
 from penstock.tasks.score import Score
 from penstock.types import PoolingParams, Task
 
@@ -155,7 +155,7 @@ async def _ranked(call: Call, body: RerankRequest) -> Result[Scores]:
 def _results(body: RerankRequest, result: Result[Scores]) -> list[dict[str, Any]]:
     scores = result.value
     rows: list[dict[str, Any]] = []
-    for index in best(scores, body.top_n):
+    for index in top_indices(scores, body.top_n):
         row = {"index": index, "relevance_score": scores[index]}
         if body.return_documents:
             document = body.documents[index]

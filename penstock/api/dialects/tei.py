@@ -13,7 +13,7 @@ from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockEr
 from penstock.inputs.pair_options import PairOptions, make_pairs
 from penstock.inputs.pairs import score_kind
 from penstock.inputs.truncation import Side
-from penstock.outputs.ranking import best
+from penstock.outputs.ranking import top_indices
 
 Direction = Literal["left", "right", "Left", "Right"]
 
@@ -68,7 +68,9 @@ async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
     result = await run_pairs(call, body, make_pairs(body.query, body.texts), options, activate=activate)
     with timed_encoding(call):
         scores = result.value
-        rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in best(scores)]
+        rows: list[dict[str, Any]] = [
+            {"index": index, "score": scores[index]} for index in top_indices(scores)
+        ]
         if body.return_text:
             rows = [{**row, "text": body.texts[row["index"]]} for row in rows]
         return json_reply(rows)
@@ -86,7 +88,7 @@ async def similarity(call: Call, body: SimilarityRequest) -> Reply:
     if not body.inputs.sentences:
         raise BadValue("sentences is empty; give at least one text", param="inputs")
     options = _options(
-        parameters.truncate, parameters.truncation_direction, parameters.prompt_name, alike=True
+        parameters.truncate, parameters.truncation_direction, parameters.prompt_name, symmetric=True
     )
     pairs = make_pairs(body.inputs.source_sentence, body.inputs.sentences)
     result = await run_pairs(call, body, pairs, options, activate=None)
@@ -95,13 +97,13 @@ async def similarity(call: Call, body: SimilarityRequest) -> Reply:
 
 
 def _options(
-    truncate: bool, direction: Direction, prompt_name: str | None = None, *, alike: bool = False
+    truncate: bool, direction: Direction, prompt_name: str | None = None, *, symmetric: bool = False
 ) -> PairOptions:
     side: Side = "left" if direction.lower() == "left" else "right"
     return PairOptions(
         truncate_prompt_tokens=-1 if truncate else None,
         truncation_side=side,
-        alike=alike,
+        is_symmetric=symmetric,
         prompt_name=prompt_name,
     )
 

@@ -16,7 +16,7 @@ from penstock.bench.options import DataOptions
 from penstock.errors import BadValue
 
 _TEXT_COLUMNS = ("prompt", "text", "content", "document", "passage", "sentence", "query")
-_SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048  # tokens that a ShareGPT pair may have
+_MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOTAL_TOKENS = 4, 1024, 2048  # tokens that a ShareGPT pair may have
 
 
 def custom_items(options: DataOptions) -> list[Item]:
@@ -62,8 +62,8 @@ def sharegpt_items(options: DataOptions, tokenizer: BenchTokenizer) -> list[Item
     items = []
     for (prompt, _), ids, answer in zip(pairs, prompts, answers, strict=True):
         wanted = options.sharegpt_output_len or len(answer)
-        enough = len(ids) >= _SHORTEST and (options.sharegpt_output_len or wanted >= _SHORTEST)
-        if enough and len(ids) <= _LONGEST_PROMPT and len(ids) + wanted <= _LONGEST:
+        enough = len(ids) >= _MIN_TOKENS and (options.sharegpt_output_len or wanted >= _MIN_TOKENS)
+        if enough and len(ids) <= _MAX_PROMPT_TOKENS and len(ids) + wanted <= _MAX_TOTAL_TOKENS:
             items.append(Item(prompt, tokens=len(ids), output_tokens=wanted))
     return _fill(items, options, path)
 
@@ -77,7 +77,7 @@ def existing(path: str | None, name: str) -> Path:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, object) for each line that is not empty; `.gz` is unpacked."""
+    """(place, object) for each line that is not empty; `.gz` files are decompressed."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -130,7 +130,7 @@ def _column(wanted: str | None, names: list[str], path: Path) -> str:
 
 
 def _fill(items: list[Item], options: DataOptions, path: Path) -> list[Item]:
-    """Shuffled by the seed, then cut or repeated to the wanted number."""
+    """Shuffle by the seed, then cut or repeat to the number of prompts."""
     if not items:
         raise BadValue(f"{path} holds no usable prompt", param="dataset_path")
     if options.num_prompts < 1:

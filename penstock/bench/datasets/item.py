@@ -1,4 +1,4 @@
-"""One request's worth of data, before any dialect."""
+"""The data of one request, for any API."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Prompt = str | list[str] | list[int] | list[list[int]] | list[dict[str, Any]] | 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    prompt: Prompt  # the documents, where there is a query
+    prompt: Prompt  # the documents, if there is a query
     rows: int = 1  # inputs that the model sees
-    tokens: int | None = None  # as counted here; None: not counted
+    tokens: int | None = None  # counted by the client; None: not counted
     output_tokens: int = 1
     query: str | None = None
 

@@ -1,4 +1,4 @@
-"""From the data flags to the items of a run."""
+"""Loads the items of a run from the data flags."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FindTokenizer = Callable[[], BenchTokenizer]
 
 
 def load_items(options: DataOptions, find_tokenizer: FindTokenizer) -> list[Item]:
-    """The tokenizer is looked for only where the data cannot be made without it."""
+    """Load or generate the items. The tokenizer is loaded only if it is needed."""
     generated = options.dataset_name in (DatasetName.RANDOM, DatasetName.RANDOM_RERANK)
     if generated and options.dataset_path is not None:
         raise BadValue(
-            f"--dataset-name {options.dataset_name} is made, not read: for {options.dataset_path} use "
+            f"--dataset-name {options.dataset_name} is generated; to read {options.dataset_path} use "
             "custom, sharegpt or parquet",
             param="dataset_path",
         )
@@ -41,7 +41,7 @@ def load_items(options: DataOptions, find_tokenizer: FindTokenizer) -> list[Item
 
 
 def templated(items: list[Item], tokenizer: BenchTokenizer) -> list[Item] | None:
-    """Plain-text prompts in the model's chat template; None where the model has none."""
+    """Plain-text prompts in the model's chat template; None if it has none."""
     template = chat.chat_template(tokenizer.folder)
     if template is None:
         return None

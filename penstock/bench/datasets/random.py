@@ -1,4 +1,4 @@
-"""Random prompts of wanted lengths.
+"""Random prompts of given lengths.
 
 Lengths and offsets are drawn in the order in which `vllm bench serve` draws them, so that one seed gives
 both clients the same lengths.
@@ -18,7 +18,7 @@ from penstock.bench.datasets.tokens import BenchTokenizer
 from penstock.bench.options import DataOptions
 from penstock.errors import BadValue
 
-_TRIES = 10  # a text may not come back as the tokens it was made of
+_MAX_TRIES = 10  # a text may not encode to the tokens that it was decoded from
 Lengths = NDArray[np.int64]
 
 
@@ -31,7 +31,7 @@ def random_items(options: DataOptions, tokenizer: BenchTokenizer) -> list[Item]:
     prefix = tokenizer.ordinary[rng.integers(0, len(tokenizer.ordinary), options.random_prefix_len)]
     if options.random_prefix_len + int(inputs.min()) < 1:
         raise BadValue(
-            f"--random-input-len {options.random_input_len} leaves no token beside the "
+            f"--random-input-len {options.random_input_len} leaves no room for tokens besides the "
             f"{tokenizer.num_special} special ones",
             param="random_input_len",
         )
@@ -49,7 +49,7 @@ def random_items(options: DataOptions, tokenizer: BenchTokenizer) -> list[Item]:
 
 
 def random_rerank_items(options: DataOptions, tokenizer: BenchTokenizer) -> list[Item]:
-    """One query for all, and documents that fill the pair up to the wanted length."""
+    """One query for all requests, and documents that fill each pair to its length."""
     check(options)
     if options.send_token_ids:
         raise BadValue("--send-token-ids: rerank requests carry texts", param="send_token_ids")
@@ -110,12 +110,12 @@ def range_ratios(text: str) -> tuple[float, float]:
 
 
 def texts_of(rows: list[Lengths], tokenizer: BenchTokenizer, rng: np.random.Generator) -> list[str]:
-    """Texts that encode to the lengths of `rows`, as far as a few rounds of adjusting get them there."""
+    """Texts that encode to the lengths of `rows`, adjusted over a few rounds."""
     wanted = [len(row) for row in rows]
     ids = [row.tolist() for row in rows]
     texts = [""] * len(rows)
     pending = list(range(len(rows)))
-    for last in [False] * _TRIES + [True]:
+    for last in [False] * _MAX_TRIES + [True]:
         made = tokenizer.decode([ids[i] for i in pending])
         again = tokenizer.encode(made, add_special_tokens=False)
         off = []
@@ -154,7 +154,7 @@ def _draw(
 
 
 def _run(tokenizer: BenchTokenizer, offset: int, length: int) -> Lengths:
-    """Neighbouring tokens of the vocabulary, so that no two prompts begin alike."""
+    """Consecutive tokens of the vocabulary, so that no two prompts share a prefix."""
     ordinary = tokenizer.ordinary
     return ordinary[(offset + np.arange(length)) % len(ordinary)]
 

@@ -14,7 +14,7 @@ from penstock.errors import BadValue, PenstockError
 
 
 class BenchTokenizer:
-    """`folder` is the model's, where the chat template lies too."""
+    """`folder` is the model's, which also holds the chat template."""
 
     def __init__(self, file: Path, folder: Path) -> None:
         try:
@@ -83,14 +83,14 @@ def _find(wanted: str | None) -> BenchTokenizer:
 
 
 def _from_hub(model: str) -> Path:
-    """Only the tokenizer's files: the weights are the server's business."""
+    """Download only the tokenizer's files: the server loads the weights."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     try:
         cached = try_to_load_from_cache(model, "tokenizer.json")
         file = Path(cached) if isinstance(cached, str) else Path(hf_hub_download(model, "tokenizer.json"))
     except Exception as error:  # names that are no hub id, no network, no such repository
-        raise BadValue(f"it is no folder here, and the hub gave {type(error).__name__}") from None
+        raise BadValue(f"it is not a folder, and the hub raised {type(error).__name__}") from None
     with contextlib.suppress(Exception):
         hf_hub_download(model, "tokenizer_config.json")  # for its chat template; not every model has one
     return file

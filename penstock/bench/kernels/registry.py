@@ -177,7 +177,7 @@ def norm(place: Place) -> Iterator[Case]:
 
 
 def _joined(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:
-    return layer.after(x, residual)[0]
+    return layer.post_norm(x, residual)[0]
 
 
 def _one_by_one(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from penstock.bench.console import note_if_busy, print_result
 from penstock.bench.kernels.cases import Case, Place
 from penstock.bench.kernels.host import HOST, HostMeasured, measure_host
 from penstock.bench.kernels.registry import KERNELS
 from penstock.bench.report.save import save_figures
-from penstock.bench.words import say, warn_if_busy
 from penstock.errors import BadValue
 from penstock.layers.int8 import Int8Linear
 from penstock.layers.linear import make_linear
@@ -47,7 +47,7 @@ def bench_kernels(
         torch.set_num_threads(threads)
     if unknown := [name for name in only if name not in (*KERNELS, *HOST)]:
         raise BadValue(f"--only {unknown[0]!r} is unknown; use {', '.join((*KERNELS, *HOST))}")
-    warn_if_busy()
+    note_if_busy()
     host = _measure_host([name for name in only or HOST if name in HOST], min_time_s)
     kernels = [name for name in only or KERNELS if name in KERNELS]
     floor = Floor(place, min_time_s)
@@ -59,19 +59,19 @@ def bench_kernels(
 def _measure_host(names: Sequence[str], min_time_s: float) -> list[HostMeasured]:
     if not names:
         return []
-    say(f"{'host work':<22} {'rows':>6} {'host µs':>9} {'growth':>9}")
+    print_result(f"{'host work':<22} {'rows':>6} {'host µs':>9} {'growth':>9}")
     found = []
     for name in names:
         for one in measure_host(HOST[name](), min_time_s):
             found.append(one)
-            say(f"{one.kernel:<22} {one.rows:>6,} {one.host_us:>9.1f} {one.growth:>8.1f}×")
+            print_result(f"{one.kernel:<22} {one.rows:>6,} {one.host_us:>9.1f} {one.growth:>8.1f}×")
     return found
 
 
 def _measure_kernels(names: Sequence[str], floor: Floor, min_time_s: float) -> list[Measured]:
     place = floor.place
-    say(f"{place.device} {place.dtype}: {floor.flops_per_s() / 1e9:,.0f} GFLOP/s in a large product")
-    say(
+    print_result(f"{place.device} {place.dtype}: {floor.flops_per_s() / 1e9:,.0f} GFLOP/s in a large product")
+    print_result(
         f"{'kernel':<22} {'shape':<40} {'µs':>9} {'reference':>10} {'speed-up':>9} {'floor':>9} "
         f"{'of floor':>9} {'error':>9}"
     )
@@ -80,7 +80,7 @@ def _measure_kernels(names: Sequence[str], floor: Floor, min_time_s: float) -> l
         for name in names:
             for case in KERNELS[name](place):
                 found.append(one := measure(case, floor, min_time_s))
-                say(_row(one))
+                print_result(_row(one))
     return found
 
 

@@ -1,4 +1,4 @@
-"""When each request is sent: Poisson or gamma arrivals at a rate, or a rate that rises."""
+"""The scheduled time of each request: Poisson or gamma arrivals at a constant or rising rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(traffic: Traffic) -> None:
     if traffic.ramp_up is None:
         return
     if traffic.request_rate != float("inf"):
-        raise BadValue("--ramp-up-strategy sets the rate itself; leave --request-rate out")
+        raise BadValue("--ramp-up-strategy sets the rate itself; leave out --request-rate")
     if not 0 < traffic.ramp_start <= traffic.ramp_end:
         raise BadValue(
             f"--ramp-up-start-rps {traffic.ramp_start:g} and --ramp-up-end-rps {traffic.ramp_end:g}: "
@@ -30,7 +30,7 @@ def check(traffic: Traffic) -> None:
 
 
 def count_for(traffic: Traffic, requests: int) -> int:
-    """How many requests a timed run sends: one for each prompt, or what fits the duration."""
+    """Number of requests of a scheduled run: one for each prompt, or as many as fit the duration."""
     if traffic.duration_s is None:
         return requests
     mean_gap_s = float(np.mean(1 / _rates(traffic, 1000)))
@@ -38,10 +38,10 @@ def count_for(traffic: Traffic, requests: int) -> int:
 
 
 def arrivals(traffic: Traffic, count: int) -> NDArray[np.float64]:
-    """Seconds after the beginning, one a request, rising.
+    """Seconds after the start, one for each request, ascending.
 
     At a constant rate the times are scaled so that the last request is due after count / rate seconds:
-    chance then moves requests within a run but not the load of the run.
+    randomness then moves requests within a run, but does not change the load of the run.
     """
     rates = _rates(traffic, count)
     if traffic.burstiness == float("inf"):
@@ -56,7 +56,7 @@ def arrivals(traffic: Traffic, count: int) -> NDArray[np.float64]:
 
 
 def _rates(traffic: Traffic, count: int) -> NDArray[np.float64]:
-    """The rate at each request, by how far the run has come."""
+    """The rate at each request, by the progress of the run."""
     if traffic.ramp_up is None:
         return np.full(count, traffic.request_rate)
     progress = np.arange(count) / max(count - 1, 1)

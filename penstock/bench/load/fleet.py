@@ -1,4 +1,4 @@
-"""Several load processes as one client: started together, watched, stopped, their samples joined."""
+"""Several load processes as one client: starts, watches and stops them, and joins their samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.bench.load.worker import allow_open_files
 from penstock.config import available_cpus
 from penstock.errors import BadValue, EngineError
 
-_START_S = 60.0  # most that a load process may take to come up
+_START_S = 60.0  # maximum time that a load process may take to start
 _STOP_S = 10.0
 _SPARE_FILES = 64
 Watch = Callable[[Progress], None]
@@ -38,11 +38,11 @@ class WorkerCost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What a run gave. `problem` says why it is not complete."""
+    """The result of a run. `problem` says why it is incomplete."""
 
     samples: Samples
     began_s: float
-    planned: int | None  # None: the run was bounded by time
+    planned: int | None  # number of requests; None: the run was limited by time
     costs: list[WorkerCost]
     interrupted: bool = False
     problem: str | None = None
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def default_processes() -> int:
-    """Half the cores, at least two: the server needs the rest when it runs on the same machine."""
+    """Half of the cores, from 2 to 8: a server on the same machine needs the rest."""
     return min(8, max(2, available_cpus() // 2))
 
 
@@ -65,12 +65,12 @@ def run_load(
     processes: int | None = None,
     watch: Watch | None = None,
 ) -> Outcome:
-    """Send `requests` as `traffic` says and wait for every answer."""
+    """Send `requests` according to `traffic` and wait for every response."""
     check(traffic)
     if not requests:
         raise BadValue("there is no request to send")
-    planned = count_for(traffic, len(requests)) if traffic.timed or not traffic.duration_s else None
-    due_s = arrivals(traffic, planned) if traffic.timed and planned else None
+    planned = count_for(traffic, len(requests)) if traffic.is_scheduled or not traffic.duration_s else None
+    due_s = arrivals(traffic, planned) if traffic.is_scheduled and planned else None
     slots = _slots(traffic, planned, default_processes() if processes is None else processes)
     store_fd = write_store(requests, due_s)
     tickets_fd = None if planned is None else write_tickets(planned)
@@ -99,11 +99,11 @@ def run_load(
 
 
 def _slots(traffic: Traffic, planned: int | None, processes: int) -> list[int | None]:
-    """Each process's share of the concurrency; one entry a process."""
+    """The share of the concurrency of each process."""
     if processes < 1:
         raise BadValue(f"--num-processes is {processes}; it must be at least 1")
     total = traffic.max_concurrency
-    if total is None and not traffic.timed:
+    if total is None and not traffic.is_scheduled:
         if planned is None:
             raise BadValue("--duration at an infinite rate needs --max-concurrency")
         total = planned
@@ -179,7 +179,7 @@ class _Fleet:
                 stop_by = time.monotonic() + _STOP_S
                 self._tell(Stop())
             if self.interrupts.count > 1 or time.monotonic() > stop_by:
-                self.problem = self.problem or "the run was broken off before the load processes reported"
+                self.problem = self.problem or "the run was stopped before the load processes reported"
                 return
             try:
                 self._take(*self._reports.get(timeout=0.1))
@@ -209,7 +209,7 @@ class _Fleet:
                 process.stdin.write(line)
                 process.stdin.flush()
             except (BrokenPipeError, ValueError):
-                pass  # it is gone; `_take` hears of it
+                pass  # it has exited; `_take` gets to know
 
     def _end(self) -> None:
         for process in self._processes:
@@ -227,7 +227,7 @@ class _Fleet:
 
 
 def _start(plan: WorkerPlan) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that ctrl-C reaches only the parent, which then stops it in order."""
+    """Start it in a session of its own: ctrl-C reaches only the parent, which stops it in an orderly way."""
     files = [plan.store_fd] + ([] if plan.tickets_fd is None else [plan.tickets_fd])
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.bench.load.worker"],

@@ -1,4 +1,4 @@
-"""What a load run consists of, as plain values that travel to the load processes."""
+"""The description of a load run, as plain values that are sent to the load processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Reader = Literal["body", "header", "stream"]
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where requests go. `host` is resolved once, before the clock starts."""
+    """The target of requests. `host` is resolved once, before the measurement."""
 
     host: str
     port: int
@@ -33,20 +33,20 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     @property
-    def timed(self) -> bool:
-        """Whether each request has a moment of its own, rather than following the one before."""
+    def is_scheduled(self) -> bool:
+        """Whether each request has a scheduled time, instead of following the one before."""
         return self.request_rate != float("inf") or self.ramp_up is not None
 
 
 class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of one load process. File descriptors are inherited under the same numbers."""
+    """The work of one load process. File descriptors are inherited with the same numbers."""
 
     number: int
     processes: int
     address: Address
     store_fd: int  # the requests' bytes, see `store`
     tickets_fd: int | None  # None: run for `duration_s`, each process counting by itself
-    slots: int | None  # most requests in flight from this process
+    slots: int | None  # maximum number of requests in flight from this process; None: no limit
     duration_s: float | None
     keepalive: bool
     timeout_s: float
@@ -54,13 +54,13 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """The moment, on the machine's monotonic clock, at which all processes begin."""
+    """The time, on the machine's monotonic clock, at which all processes start."""
 
     at_s: float
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Send nothing more, give up what is in flight, and report."""
+    """Send no more requests, abandon those in flight, and report."""
 
 
 Command = Go | Stop

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.bench.load.samples import COLUMNS, OK, Block
 
-_RECENT = 4096  # requests that the live percentiles look at
+_RECENT = 4096  # requests in the live percentiles
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""A server's refusal in one line: the status and what the body says about it, whatever the dialect."""
+"""An error response in one line: the status, and the message in the body of any API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-_LONGEST = 300
+_MAX_CHARS = 300
 
 
 def refusal(status: int, body: bytes) -> str:
@@ -15,16 +15,16 @@ def refusal(status: int, body: bytes) -> str:
         reason = HTTPStatus(status).phrase
     except ValueError:
         reason = "unknown status"
-    said = _said(body)
-    return f"HTTP {status} {reason}" + (f": {said}" if said else "")
+    message = _error_text(body)
+    return f"HTTP {status} {reason}" + (f": {message}" if message else "")
 
 
-def _said(body: bytes) -> str:
+def _error_text(body: bytes) -> str:
     try:
         value: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return " ".join(body[:_LONGEST].decode(errors="replace").split())
+        return " ".join(body[:_MAX_CHARS].decode(errors="replace").split())
     for key in ("error", "message", "detail"):
         if isinstance(value, dict) and value.get(key):
             value = value[key]
-    return str(value)[:_LONGEST]
+    return str(value)[:_MAX_CHARS]

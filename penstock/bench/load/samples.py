@@ -1,4 +1,4 @@
-"""What is known of each finished request, in columns: cheap to append to, cheap to send, easy to join."""
+"""Measurements of finished requests, in columns: cheap to append, send and join."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# Moments are seconds on the machine's monotonic clock; 0 where there was no such moment.
+# Times are seconds on the machine's monotonic clock; 0 if the event did not happen.
 COLUMNS: dict[str, str] = {
     "request": "i",  # which request of the data set
-    "due": "d",  # when it should have been sent; equal to `start` without a rate
+    "due": "d",  # scheduled time; equal to `start` without a rate
     "start": "d",  # before the connection was made or taken from the pool
     "first_byte": "d",
-    "end": "d",  # the whole body is here
+    "end": "d",  # the whole body has arrived
     "first_token": "d",  # streams only
     "last_token": "d",
     "status": "i",  # HTTP status; 0: no answer
-    "error": "i",  # −1: none, −2: given up when the run was stopped, else an index into the messages
-    "input_tokens": "i",  # as the server counted; −1: it did not say
+    "error": "i",  # −1: none, −2: in flight when the run was stopped, else an index into the messages
+    "input_tokens": "i",  # counted by the server; −1: unknown
     "output_tokens": "i",
     "body_bytes": "q",
-    "gaps": "i",  # how many of the flat `gap` values are this request's
+    "gaps": "i",  # number of values in `gaps` that belong to this request
 }
 OK, GIVEN_UP = -1, -2
 
 
 class Block(msgspec.Struct, frozen=True, tag="block"):
-    """Some finished requests of one process, on their way to the parent."""
+    """Finished requests that a load process sends to the parent."""
 
     columns: dict[str, bytes]
     gaps: bytes  # float32 seconds between tokens
-    messages: list[str]  # what `error` points into, for this block
+    messages: list[str]  # that `error` indexes, in this block
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The last word of a load process."""
+    """The last report of a load process."""
 
     cpu_s: float
     completed: int
@@ -54,7 +54,7 @@ Report = Ready | Block | Done
 
 
 class Recorder:
-    """Columns that grow. Appending costs well under a microsecond; flushing is a copy."""
+    """Growing columns. Appending takes less than a microsecond; flushing copies."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[Any]] = {name: array(code) for name, code in COLUMNS.items()}
@@ -94,7 +94,7 @@ class Samples:
     """All requests of a run, ordered by their start."""
 
     columns: dict[str, NDArray[Any]]
-    gaps: NDArray[np.float32]  # flat, `gaps` column many a request
+    gaps: NDArray[np.float32]  # flat; the column `gaps` counts them by request
     messages: list[str]
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class Samples:
         return np.asarray(self.columns["error"] >= 0)
 
     def errors(self) -> dict[str, int]:
-        """Error messages and how often each came, most frequent first."""
+        """Error messages with their counts, most frequent first."""
         codes, counts = np.unique(self.columns["error"][self.failed], return_counts=True)
         order = np.argsort(-counts, kind="stable")
         return {self.messages[int(codes[i])]: int(counts[i]) for i in order}

@@ -1,4 +1,4 @@
-"""Sends the requests that fall to one process, at their time and within its share of the concurrency."""
+"""Sends the requests of one load process, at their time and within its share of the concurrency."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.bench.load.samples import GIVEN_UP, OK, Recorder
 from penstock.bench.load.store import Store, draw
 from penstock.bench.load.wire import CONNECTIONS, Connection, StreamConnection
 
-_GIVE_UP_AFTER = 200  # connections in a row that came to nothing: the server is gone
+_GIVE_UP_AFTER = 200  # failed connections in a row: the server is gone
 
 
 class Sender:
-    """Keeps connections busy until the tickets or the time run out, then calls `finished` once."""
+    """Keeps connections busy until there is no ticket or no time left, then calls `finished` once."""
 
     def __init__(
         self, plan: WorkerPlan, store: Store, recorder: Recorder, finished: Callable[[], None]
@@ -36,7 +36,7 @@ class Sender:
         self._idle: list[Connection] = []
         self._active = 0
         self._refused = 0  # in a row
-        self._held: int | None = None  # a ticket that was drawn before its time
+        self._held: int | None = None  # a ticket that is not due yet
         self._count = plan.number
         self._exhausted = False
         self._over = False
@@ -46,11 +46,11 @@ class Sender:
     def begin(self, at_s: float) -> None:
         self._at_s = at_s
         self._deadline = at_s + self.plan.duration_s if self.plan.duration_s else float("inf")
-        self._loop.call_later(1.0, self._look_for_late_ones)
+        self._loop.call_later(1.0, self._fail_late_requests)
         self._pump()
 
     def stop(self) -> None:
-        """Give up: what is in flight is noted as neither answered nor failed."""
+        """Stop: requests in flight are recorded as neither answered nor failed."""
         self._exhausted = True
         now = time.monotonic()
         for connection in [c for c in self._live if c.busy]:
@@ -62,7 +62,7 @@ class Sender:
     # drawing and sending
 
     def _pump(self) -> None:
-        """Send whatever is due and fits; come back by timer or when a connection is free."""
+        """Send every request that is due and fits. Called again by a timer or when a connection is free."""
         while not self._exhausted and (self.plan.slots is None or self._active < self.plan.slots):
             ticket = self._draw() if self._held is None else self._held
             if ticket is None:
@@ -111,14 +111,16 @@ class Sender:
         connection = self._make(self)
         connection.begin(index, due, start)
         self._live.add(connection)
-        dialled = None if self._tls else self._dial(connection)
-        task = self._loop.create_task(self._connect(connection, dialled))
+        opened_socket = None if self._tls else self._connect_socket(connection)
+        task = self._loop.create_task(self._connect(connection, opened_socket))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    def _dial(self, connection: Connection) -> socket.socket | OSError:
-        """A socket on its way to the server, with the request on it already where the system takes that. To
-        hundreds that begin at once the loop would come round three times before the first had sent a byte."""
+    def _connect_socket(self, connection: Connection) -> socket.socket | OSError:
+        """A socket that is connecting, with the request already written if the system accepts it.
+
+        With hundreds of requests at once, the event loop would turn three times before the first byte.
+        """
         address = self.plan.address
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
@@ -131,34 +133,34 @@ class Sender:
             if (code := sock.connect_ex((address.host, address.port))) not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
             connection.sent = sock.send(self.store[connection.index])
-        except BlockingIOError:  # it takes longer, as across a network
+        except BlockingIOError:  # connecting takes longer, as across a network
             pass
         except OSError as error:
             sock.close()
             return error
         return sock
 
-    async def _connect(self, connection: Connection, dialled: socket.socket | OSError | None) -> None:
+    async def _connect(self, connection: Connection, opened_socket: socket.socket | OSError | None) -> None:
         address = self.plan.address
         try:
-            if isinstance(dialled, OSError):
-                raise dialled
-            if dialled is None:
+            if isinstance(opened_socket, OSError):
+                raise opened_socket
+            if opened_socket is None:
                 name = address.server_name
                 await self._loop.create_connection(
                     lambda: connection, address.host, address.port, ssl=self._tls, server_hostname=name
                 )
                 return
             if not connection.sent:
-                await self._established(dialled)
-            await self._loop.create_connection(lambda: connection, sock=dialled)
+                await self._established(opened_socket)
+            await self._loop.create_connection(lambda: connection, sock=opened_socket)
         except OSError as error:
             self._live.discard(connection)
             self._refused += 1
             self._fail(connection, _cannot_connect(error))
 
     async def _established(self, sock: socket.socket) -> None:
-        """Wait until the other side has taken the connection, or refused it."""
+        """Wait until the server accepts or refuses the connection."""
         done, number = asyncio.Event(), sock.fileno()
         self._loop.add_writer(number, done.set)
         try:
@@ -169,10 +171,10 @@ class Sender:
             sock.close()
             raise OSError(code, os.strerror(code))
 
-    # what the connections report
+    # events of the connections
 
     def connected(self, connection: Connection) -> None:
-        if not connection.busy:  # given up meanwhile
+        if not connection.busy:  # stopped in the meantime
             connection.close()
             return
         request = self.store[connection.index]
@@ -203,7 +205,7 @@ class Sender:
                 self._idle.remove(connection)
             return
         if connection.served and not connection.first_byte:
-            # A kept connection may be closed by the server just as it is used again: not a failure.
+            # The server may close a kept-alive connection just as it is used again. That is not a failure.
             connection.busy = False
             self._open(connection.index, connection.due, connection.start)
             return
@@ -221,14 +223,14 @@ class Sender:
             self.reason = f"{self._refused} connections in a row failed, the last with: {reason}"
         self._loop.call_soon(self._pump)
 
-    def _look_for_late_ones(self) -> None:
+    def _fail_late_requests(self) -> None:
         if self._over:
             return
         now = time.monotonic()
         for connection in [c for c in self._live if c.busy and now - c.start > self.plan.timeout_s]:
             self._fail(connection, f"no complete answer within {self.plan.timeout_s:g} s")
             connection.close()
-        self._loop.call_later(1.0, self._look_for_late_ones)
+        self._loop.call_later(1.0, self._fail_late_requests)
 
     def _note(self, connection: Connection, now: float, error: int, status: int = 0) -> None:
         input_tokens, output_tokens, first, last = -1, 0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a count to look at, so that a run is stopped in order and its results are kept."""
+"""Counts ctrl-C and SIGTERM, so that a run is stopped in an orderly way and keeps its results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupts:
-    """While entered, interrupts are counted instead of raised; outside the main thread, left alone."""
+    """Counts interrupts while entered, instead of raising them. Does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self.count = 0

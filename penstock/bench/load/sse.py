@@ -1,4 +1,4 @@
-"""Server-sent events of a completion stream: when each token came, and the usage at the end."""
+"""Server-sent events of a completion stream: the time of each token, and the usage at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import orjson
 
 
 class TokenStream:
-    """Feed body chunks with the moment of their arrival; an event may span chunks."""
+    """Takes body chunks with their time of arrival. An event may span chunks."""
 
     def __init__(self) -> None:
         self.reset()
@@ -25,7 +25,7 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """As the server counted them, else one for each event that carried text."""
+        """Tokens counted by the server, or else one for each event with text."""
         if self.output_tokens >= 0:
             return self.output_tokens
         return len(self.gaps) + 1 if self.first_token else 0

@@ -30,7 +30,7 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """The plain form: token counts are read from the end, or else the beginning, of the body."""
+    """Reads token counts from the end of the body, or else from its beginning."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
@@ -41,11 +41,11 @@ class Connection(asyncio.Protocol):
         self.busy = False
 
     def begin(self, index: int, due: float, start: float) -> None:
-        """Take on a request; its bytes are written at once or, on a new connection, when it is up."""
+        """Start a request. Its bytes are written at once, or when a new connection is established."""
         self.busy = True
         self.index, self.due, self.start = index, due, start
         self.first_byte = 0.0
-        self.sent = 0  # bytes of the request, before the connection was up
+        self.sent = 0  # bytes of the request that were sent before the connection was established
         self.body_bytes = 0
         self.opening = self.head = self.tail = b""
 
@@ -66,12 +66,12 @@ class Connection(asyncio.Protocol):
         return bool(self.parser.should_keep_alive())
 
     def tokens(self) -> tuple[int, int]:
-        """(input, output) as the server counted; −1 where it did not say."""
+        """(input, output) tokens counted by the server; −1 if unknown."""
         found = _USAGE.search(self.tail) or _USAGE.search(self.head)
         return (int(found[1]) if found else -1), 0
 
     def fault(self) -> str | None:
-        """Why an answer with status 200 does not count after all."""
+        """Why a response with status 200 is a failure, if it is."""
         return None if self.body_bytes else "the answer is empty"
 
     # asyncio.Protocol
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.busy and self.first_byte and error is None and not _LENGTH_KNOWN.search(self.opening):
-            self.on_message_complete()  # an answer without a length ends where the server closes
+            self.on_message_complete()  # a response without a length ends when the server closes
         self.transport = self.parser = None  # the parser refers back to this object
         self.owner.lost(self, _why(error, self.first_byte > 0))
 
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
 
 
 class HeaderConnection(Connection):
-    """Token counts stand in a header: TEI's `x-compute-tokens`, or `metadata` of a binary answer."""
+    """Reads token counts from a header: TEI's `x-compute-tokens`, or `metadata` of a binary response."""
 
     def begin(self, index: int, due: float, start: float) -> None:
         super().begin(index, due, start)

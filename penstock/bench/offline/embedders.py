@@ -22,7 +22,7 @@ Vectors = NDArray[np.float32]
 
 class Embedder(Protocol):
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """One vector a text, in order. Texts beyond the model's limit are cut."""
+        """One vector a text, in order. Texts are truncated at the model's limit."""
         ...
 
     def close(self) -> None: ...
@@ -32,12 +32,12 @@ def open_embedder(name: EmbedderName, options: EngineOptions) -> Embedder:
     return EMBEDDERS[name](options)
 
 
-def need(module: str, package: str) -> Any:
-    """The module of a peer, or an error that says what to install."""
+def import_peer(module: str, package: str) -> Any:
+    """Import the module of a peer, or raise an error that names the package to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise BadValue(f"{package} is needed and is not here: pip install {package} ({error})") from None
+        raise BadValue(f"{package} is not installed: pip install {package} ({error})") from None
 
 
 def model_folder(options: EngineOptions) -> Path:
@@ -47,7 +47,7 @@ def model_folder(options: EngineOptions) -> Path:
 
 
 def torch_device(options: EngineOptions) -> str:
-    torch = need("torch", "torch")
+    torch = import_peer("torch", "torch")
     if options.config.threads:
         torch.set_num_threads(options.config.threads)
     if options.config.device != "auto":
@@ -56,7 +56,7 @@ def torch_device(options: EngineOptions) -> str:
 
 
 def torch_dtype(options: EngineOptions) -> Any:
-    torch = need("torch", "torch")
+    torch = import_peer("torch", "torch")
     return torch.float32 if options.config.dtype == "auto" else getattr(torch, options.config.dtype)
 
 
@@ -76,8 +76,8 @@ class PenstockEmbedder:
 
 class SentenceTransformersEmbedder:
     def __init__(self, options: EngineOptions) -> None:
-        unquantised(options, "sentence-transformers")
-        library = need("sentence_transformers", "sentence-transformers")
+        refuse_quantization(options, "sentence-transformers")
+        library = import_peer("sentence_transformers", "sentence-transformers")
         self._batch = options.batch_size
         self._model = library.SentenceTransformer(
             str(model_folder(options)),
@@ -97,8 +97,8 @@ class SentenceTransformersEmbedder:
 
 class VllmEmbedder:
     def __init__(self, options: EngineOptions) -> None:
-        unquantised(options, "vllm")
-        library = need("vllm", "vllm")
+        refuse_quantization(options, "vllm")
+        library = import_peer("vllm", "vllm")
         dtype = {} if options.config.dtype == "auto" else {"dtype": options.config.dtype}
         self._model = library.LLM(model=str(model_folder(options)), runner="pooling", **dtype)
         self._cut = {"truncate_prompt_tokens": -1}
@@ -111,10 +111,10 @@ class VllmEmbedder:
         del self._model
 
 
-def unquantised(options: EngineOptions, name: str) -> None:
+def refuse_quantization(options: EngineOptions, name: str) -> None:
     if options.config.quantization is not None:
         raise BadValue(
-            f"--quantization {options.config.quantization} is not for {name}", param="quantization"
+            f"--quantization {options.config.quantization} is not supported by {name}", param="quantization"
         )
 
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime as a peer: the model's own ONNX file, or one that is exported once and kept."""
+"""ONNX Runtime as a peer: runs the model's ONNX file, or one that is exported once and cached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.offline.embedders import Vectors, cpu_threads, need
+from penstock.bench.offline.embedders import Vectors, cpu_threads, import_peer
 from penstock.bench.offline.padded import Ids, PaddedEmbedder
 from penstock.bench.options import EngineOptions
 from penstock.checkpoint.convert import cache_folder
@@ -25,7 +25,7 @@ class OnnxEmbedder(PaddedEmbedder):
         super().__init__(options)
         if options.config.device not in ("auto", "cpu") or options.config.dtype not in ("auto", "float32"):
             raise BadValue("onnxruntime is measured on the CPU in float32 or int8")
-        self._runtime = need("onnxruntime", "onnxruntime")
+        self._runtime = import_peer("onnxruntime", "onnxruntime")
         file = onnx_file(self.folder)
         if options.config.quantization == "int8":
             file = self._int8(file)
@@ -42,36 +42,36 @@ class OnnxEmbedder(PaddedEmbedder):
         return found
 
     def _int8(self, file: Path) -> Path:
-        """Weights quantised per channel, activations as they come."""
-        kept = _kept(self.folder, "int8")
-        if not kept.is_file():
-            need("onnx", "onnx")
-            quantization = need("onnxruntime.quantization", "onnxruntime")
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            quantization.quantize_dynamic(file, kept, per_channel=True)
-        return kept
+        """Quantise weights per channel, and activations dynamically."""
+        cached = _cached_file(self.folder, "int8")
+        if not cached.is_file():
+            import_peer("onnx", "onnx")
+            quantization = import_peer("onnxruntime.quantization", "onnxruntime")
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            quantization.quantize_dynamic(file, cached, per_channel=True)
+        return cached
 
 
 def onnx_file(folder: Path) -> Path:
     for name in ("onnx/model.onnx", "model.onnx"):
         if (folder / name).is_file():
             return folder / name
-    kept = _kept(folder, "float32")
-    if not kept.is_file():
-        _export(folder, kept)
-    return kept
+    cached = _cached_file(folder, "float32")
+    if not cached.is_file():
+        _export(folder, cached)
+    return cached
 
 
-def _kept(folder: Path, kind: str) -> Path:
+def _cached_file(folder: Path, kind: str) -> Path:
     weights = sorted(folder.glob("*.safetensors"))
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
     return cache_folder() / "bench-onnx" / f"{digest}.{kind}.onnx"
 
 
-def _export(folder: Path, kept: Path) -> None:
-    torch = need("torch", "torch")
-    library = need("transformers", "transformers")
+def _export(folder: Path, cached: Path) -> None:
+    torch = import_peer("torch", "torch")
+    library = import_peer("transformers", "transformers")
     model = library.AutoModel.from_pretrained(str(folder), attn_implementation="eager").eval()
     names = [name for name in _INPUTS if name != "token_type_ids" or hasattr(model.config, "type_vocab_size")]
 
@@ -85,12 +85,12 @@ def _export(folder: Path, kept: Path) -> None:
 
     example = torch.ones((2, 8), dtype=torch.int64)
     axes = {0: "batch", 1: "tokens"}
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    draft = kept.with_suffix(f".{os.getpid()}.part")
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    draft = cached.with_suffix(f".{os.getpid()}.part")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tracer's remarks on Python values
+        warnings.simplefilter("ignore")  # the tracer warns about Python values
         torch.onnx.export(
-            Hidden().eval(),  # eval: the exporter puts the module back into the mode it came in
+            Hidden().eval(),  # the exporter restores the mode in which it gets the module
             tuple(example for _ in names),
             str(draft),
             input_names=names,
@@ -99,4 +99,4 @@ def _export(folder: Path, kept: Path) -> None:
             opset_version=17,
             dynamo=False,
         )
-    draft.replace(kept)
+    draft.replace(cached)

@@ -1,4 +1,4 @@
-"""Peers that run padded batches: length-sorted, so that padding costs them as little as it can."""
+"""Peers that run padded batches, sorted by length to keep the padding small."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from penstock.bench.offline.embedders import (
     Vectors,
+    import_peer,
     model_folder,
-    need,
+    refuse_quantization,
     torch_device,
     torch_dtype,
-    unquantised,
 )
 from penstock.bench.options import EngineOptions
 from penstock.checkpoint.convert import tokenizer_file
@@ -26,14 +26,14 @@ Ids = NDArray[np.int64]
 
 
 class PaddedEmbedder(ABC):
-    """Tokenises all, sorts by length, runs batches, pools as the model's files say."""
+    """Tokenises all texts, sorts them by length, runs batches, pools as the model's files say."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.folder = model_folder(options)
         self.spec = read_spec(self.folder, self.folder.name)
         self.batch_size = options.batch_size
         if self.spec.pooling.dense or len(self.spec.pooling.methods) > 1:
-            raise BadValue(f"{self.folder} has heads that this backend does not know; use another")
+            raise BadValue(f"{self.folder} has heads that this backend does not support; use another")
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file(self.folder)))
         self.tokenizer.enable_truncation(self.spec.max_model_len)
         self.tokenizer.no_padding()
@@ -43,9 +43,9 @@ class PaddedEmbedder(ABC):
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         out = np.empty((len(rows), self.spec.embed_dim), np.float32)
         for start in range(0, len(order), self.batch_size):
-            places = order[start : start + self.batch_size]
-            ids, mask = padded([rows[i] for i in places])
-            out[places] = self._pooled(self.hidden(ids, mask), mask)
+            rows_of_batch = order[start : start + self.batch_size]
+            ids, mask = padded([rows[i] for i in rows_of_batch])
+            out[rows_of_batch] = self._pooled(self.hidden(ids, mask), mask)
         return out
 
     @abstractmethod
@@ -82,9 +82,9 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Ids, Ids]:
 class TransformersEmbedder(PaddedEmbedder):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        unquantised(options, "transformers")
-        library = need("transformers", "transformers")
-        self.torch = need("torch", "torch")
+        refuse_quantization(options, "transformers")
+        library = import_peer("transformers", "transformers")
+        self.torch = import_peer("torch", "torch")
         self.device = torch_device(options)
         model = library.AutoModel.from_pretrained(str(self.folder), dtype=torch_dtype(options))
         self.model = model.to(self.device).eval()

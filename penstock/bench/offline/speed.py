@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from penstock.bench.console import note_if_busy, print_note, print_result
 from penstock.bench.datasets.item import Item
 from penstock.bench.datasets.load import count_tokens, load_items
 from penstock.bench.datasets.tokens import BenchTokenizer, load_tokenizer
 from penstock.bench.offline.embedders import Embedder, open_embedder
 from penstock.bench.options import DataOptions, EmbedderName, EngineOptions, TextOptions
 from penstock.bench.report.save import save_figures
-from penstock.bench.words import say, warn, warn_if_busy
 from penstock.errors import BadValue
 
 
 @dataclass(slots=True)
 class Timed:
-    """One engine's seconds: one entry a round (or an iteration)."""
+    """Seconds of one engine, one entry for each round or iteration."""
 
     name: str
     load_s: float
@@ -31,7 +31,7 @@ class Timed:
 
 
 def texts_for(options: TextOptions, model: str | None) -> tuple[list[str], BenchTokenizer]:
-    """Plain texts; a request of several texts counts as several."""
+    """The texts of a data set; a request with several texts gives several."""
     fields = {name: getattr(options, name) for name in options.__struct_fields__}
     tokenizer = load_tokenizer(None, model)
     items = load_items(DataOptions(**fields, skip_chat_template=True), lambda: tokenizer)
@@ -55,7 +55,7 @@ def bench_throughput(
     timed = take_turns(
         names, engine, rounds, partial(_seconds_for, found), lambda e: e.embed(found[:num_warmups])
     )
-    say(_throughput_table(timed, len(found), tokens))
+    print_result(_throughput_table(timed, len(found), tokens))
     save_figures(output_json, {"texts": len(found), "tokens": tokens, **_seconds(timed)})
     return 0
 
@@ -68,7 +68,7 @@ def bench_latency(
     num_iters: int,
     output_json: str | None,
 ) -> int:
-    """One batch of `batch_size` texts over and over."""
+    """Measure one batch of `batch_size` texts repeatedly."""
     options = TextOptions(num_prompts=engine.batch_size, random_input_len=input_len)
     found, _ = texts_for(options, engine.config.model)
 
@@ -77,7 +77,7 @@ def bench_latency(
             embedder.embed(found)
 
     timed = take_turns(names, engine, num_iters, partial(_seconds_for, found), warm)
-    say(_latency_table(timed, engine.batch_size, input_len))
+    print_result(_latency_table(timed, engine.batch_size, input_len))
     save_figures(output_json, {"batch_size": engine.batch_size, "input_len": input_len, **_seconds(timed)})
     return 0
 
@@ -98,20 +98,20 @@ def take_turns(
     if rounds < 1:
         raise BadValue("at least one round is needed")
     if len(set(names)) < len(names):
-        raise BadValue("--backend names one engine twice")
-    warn_if_busy()
+        raise BadValue("--backend names an engine twice")
+    note_if_busy()
     open_ones: list[tuple[Timed, Embedder]] = []
     try:
         for name in names:
             began = time.perf_counter()
-            embedder = open_embedder(name, _for(name, engine, names))
+            embedder = open_embedder(name, _options_for(name, engine, names))
             open_ones.append((Timed(name.value, time.perf_counter() - began), embedder))
             warm(embedder)
         for number in range(rounds):
             for timed, embedder in open_ones if number % 2 == 0 else open_ones[::-1]:
                 timed.seconds.append(once(embedder))
     except KeyboardInterrupt:
-        warn("interrupted: the figures are of the rounds before")
+        print_note("interrupted: the figures cover the rounds before")
         if not all(timed.seconds for timed, _ in open_ones) or len(open_ones) < len(names):
             raise
     finally:
@@ -120,8 +120,8 @@ def take_turns(
     return [timed for timed, _ in open_ones]
 
 
-def _for(name: EmbedderName, engine: EngineOptions, names: Sequence[EmbedderName]) -> EngineOptions:
-    """Peers that know no int8 run beside those that do in their own precision."""
+def _options_for(name: EmbedderName, engine: EngineOptions, names: Sequence[EmbedderName]) -> EngineOptions:
+    """Peers without quantization run unquantized in a comparison with those that have it."""
     if engine.config.quantization is None or len(names) == 1:
         return engine
     if name in (EmbedderName.PENSTOCK, EmbedderName.ONNXRUNTIME):
@@ -133,9 +133,9 @@ def _throughput_table(timed: Sequence[Timed], texts: int, tokens: int) -> str:
     lines = [" Offline Throughput ".center(78, "="), f"{texts} texts, {tokens} tokens"]
     lines.append(f"{'':<24}{'texts/s':>10}{'tok/s':>12}{'load s':>9}   ratio (from – to)")
     for one in timed:
-        took = median(one.seconds)
+        seconds = median(one.seconds)
         lines.append(
-            f"{one.name:<24}{texts / took:>10.1f}{tokens / took:>12.0f}{one.load_s:>9.1f}   "
+            f"{one.name:<24}{texts / seconds:>10.1f}{tokens / seconds:>12.0f}{one.load_s:>9.1f}   "
             + _ratio(timed[0], one)
         )
     lines.append("=" * 78)
@@ -154,7 +154,7 @@ def _latency_table(timed: Sequence[Timed], batch: int, length: int) -> str:
 
 
 def _ratio(first: Timed, one: Timed) -> str:
-    """How fast `one` is beside the first, round by round."""
+    """The speed of `one` relative to the first, by round."""
     ratios = [base / own for base, own in zip(first.seconds, one.seconds, strict=False)]
     return f"{median(ratios):.3f} × ({min(ratios):.3f} – {max(ratios):.3f})"
 

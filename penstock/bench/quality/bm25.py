@@ -1,4 +1,4 @@
-"""BM25 over a small corpus: candidates for rerankers, so that judging one needs no other model."""
+"""BM25 over a small corpus: candidates for rerankers, so that evaluating one needs no other model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judged data: sentence pairs with a score, and folders in BEIR's layout."""
+"""Evaluation data: sentence pairs with a score, and folders in BEIR's layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Judged:
+class RetrievalData:
     """Documents, queries, and which document answers which query."""
 
     documents: dict[str, str]
@@ -57,13 +57,13 @@ def read_pairs(path: str, columns: str | None = None) -> Pairs:
     places, named = _places(rows[0], columns, path)
     found = [_pair(row, places, f"{path}, row {n}") for n, row in enumerate(rows, 1) if n > 1 or not named]
     if len(found) < 2:
-        raise BadValue(f"--sts {path}: two pairs at least are needed", param="sts")
+        raise BadValue(f"--sts {path}: at least two pairs are needed", param="sts")
     scores, left, right = zip(*found, strict=True)
     return Pairs(np.array(scores, np.float64), list(left), list(right))
 
 
 def _places(first: list[str], columns: str | None, path: str) -> tuple[tuple[int, int, int], bool]:
-    """Where score and texts stand, and whether the first row is a heading."""
+    """The columns of score and texts, and whether the first row is a header."""
     lower = [cell.strip().lower() for cell in first]
     if columns is not None:
         wanted = [part.strip() for part in columns.split(",")]
@@ -104,7 +104,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def read_beir(folder: str) -> Judged:
+def read_beir(folder: str) -> RetrievalData:
     """`corpus.jsonl`, `queries.jsonl` (either may be .gz), `qrels/test.tsv` or `qrels.tsv`."""
     root = Path(folder)
     if not root.is_dir():
@@ -120,15 +120,15 @@ def read_beir(folder: str) -> Judged:
     }
     judged = {name: text for name, text in queries.items() if name in qrels}
     if not judged or not documents:
-        raise BadValue(f"--beir {folder}: no query of its own has judgements", param="beir")
-    return Judged(documents, judged, {name: qrels[name] for name in judged})
+        raise BadValue(f"--beir {folder}: none of its queries has a judgement", param="beir")
+    return RetrievalData(documents, judged, {name: qrels[name] for name in judged})
 
 
 def _one_of(root: Path, *names: str) -> Path:
     for name in names:
         if (root / name).is_file():
             return root / name
-    raise BadValue(f"--beir {root}: it has no {' or '.join(names)}", param="beir")
+    raise BadValue(f"--beir {root}: there is no {' or '.join(names)}", param="beir")
 
 
 def _id(row: dict[str, object], place: str) -> str:
@@ -138,7 +138,7 @@ def _id(row: dict[str, object], place: str) -> str:
 
 
 def _read_qrels(path: Path) -> dict[str, Judgements]:
-    """Lines of query, document, grade; a heading is left out."""
+    """Lines of query, document and grade, after an optional header."""
     found: dict[str, dict[str, int]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         parts = line.split("\t")

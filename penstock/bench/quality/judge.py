@@ -1,4 +1,4 @@
-"""What `bench quality` computes: each function judges one thing and returns named figures."""
+"""The evaluations of `bench quality`. Each function returns named figures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from penstock.bench.offline.embedders import Vectors
 from penstock.bench.quality.bm25 import Bm25
-from penstock.bench.quality.data import Judged, Pairs
+from penstock.bench.quality.data import Pairs, RetrievalData
 from penstock.bench.quality.scores import cosines, evaluate, maxsim, spearman
 
 Figures = dict[str, float]
-KEPT = 1000  # documents of a ranking that are looked at
+MAX_RANKED = 1000  # documents of a ranking that are evaluated
 
 
 class Embeds(Protocol):
@@ -46,20 +46,22 @@ def similarity(embedder: Embeds, pairs: Pairs) -> Figures:
     return {"spearman": spearman(cosines(left, right), pairs.scores)}
 
 
-def retrieval(embedder: Embeds, judged: Judged, query_prompt: str = "", document_prompt: str = "") -> Figures:
+def retrieval(
+    embedder: Embeds, judged: RetrievalData, query_prompt: str = "", document_prompt: str = ""
+) -> Figures:
     """Every query against every document, by cosine."""
     ids = np.array(list(judged.documents))
     documents = _unit(embedder.embed([document_prompt + text for text in judged.documents.values()]))
     queries = _unit(embedder.embed([query_prompt + text for text in judged.queries.values()]))
     rankings = {}
     for name, vector in zip(judged.queries, queries, strict=True):
-        order = np.argsort(-(documents @ vector), kind="stable")[:KEPT]
+        order = np.argsort(-(documents @ vector), kind="stable")[:MAX_RANKED]
         rankings[name] = [document for document in ids[order].tolist() if document != name]
     return evaluate(rankings, judged.qrels)
 
 
-def candidates(judged: Judged, how: str, count: int) -> dict[str, list[str]]:
-    """What a reranker gets for each query: BM25's best, or the documents that were judged."""
+def candidates(judged: RetrievalData, how: str, count: int) -> dict[str, list[str]]:
+    """Documents for a reranker, by query: the best by BM25, or those with a judgement."""
     if how == "judged":
         return {
             name: [document for document in grades if document in judged.documents]
@@ -69,8 +71,8 @@ def candidates(judged: Judged, how: str, count: int) -> dict[str, list[str]]:
     return {name: index.top(text, count) for name, text in judged.queries.items()}
 
 
-def reranking(ranker: Reranks, judged: Judged, offered: Mapping[str, Sequence[str]]) -> Figures:
-    """The figures of the reordered candidates, and of their order before."""
+def reranking(ranker: Reranks, judged: RetrievalData, offered: Mapping[str, Sequence[str]]) -> Figures:
+    """Figures of the reranked candidates, and of their order before."""
     names = [name for name in judged.queries if offered.get(name)]
     texts = [[judged.documents[document] for document in offered[name]] for name in names]
     scores = ranker.rerank_all([judged.queries[name] for name in names], texts)
@@ -83,22 +85,22 @@ def reranking(ranker: Reranks, judged: Judged, offered: Mapping[str, Sequence[st
 
 
 def late_interaction(
-    server: TokenEmbeds, ranker: Reranks, judged: Judged, offered: Mapping[str, Sequence[str]]
+    server: TokenEmbeds, ranker: Reranks, judged: RetrievalData, offered: Mapping[str, Sequence[str]]
 ) -> Figures:
-    """Reranking by the server, and the same scores by MaxSim here over its token vectors."""
+    """Reranking by the server, compared with MaxSim computed here from its token vectors."""
     figures = reranking(ranker, judged, offered)
     names = [name for name in judged.queries if offered.get(name)]
     vectors = server.token_vectors([judged.queries[name] for name in names], "query")
-    rankings, furthest = {}, 0.0
+    rankings, max_difference = {}, 0.0
     for name, query in zip(names, vectors, strict=True):
         texts = [judged.documents[document] for document in offered[name]]
         found = server.token_vectors(texts, "document")
         here = np.array([maxsim(query, document) for document in found])
-        (there,) = ranker.rerank_all([judged.queries[name]], [texts])
-        furthest = max(furthest, float(np.abs(here - there).max()))
+        (by_server,) = ranker.rerank_all([judged.queries[name]], [texts])
+        max_difference = max(max_difference, float(np.abs(here - by_server).max()))
         rankings[name] = [offered[name][i] for i in np.argsort(-here, kind="stable")]
     own = evaluate(rankings, judged.qrels)
-    return figures | {"ndcg@10 by MaxSim here": own["ndcg@10"], "score difference": furthest}
+    return figures | {"ndcg@10 by MaxSim here": own["ndcg@10"], "score difference": max_difference}
 
 
 def _unit(vectors: Vectors) -> Vectors:

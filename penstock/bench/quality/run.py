@@ -1,13 +1,14 @@
-"""`penstock bench quality`: the wanted judgements, printed, and an exit code where a limit is missed."""
+"""`penstock bench quality`: runs the evaluations, prints them, and fails if a limit is missed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from penstock.bench.console import print_note, print_result
 from penstock.bench.offline.embedders import Embedder, open_embedder
 from penstock.bench.options import EmbedderName, EngineOptions, QualityOptions, QualityTask
-from penstock.bench.quality.data import Judged, Pairs, read_beir, read_pairs
+from penstock.bench.quality.data import Pairs, RetrievalData, read_beir, read_pairs
 from penstock.bench.quality.judge import (
     Figures,
     agreement,
@@ -19,7 +20,6 @@ from penstock.bench.quality.judge import (
 )
 from penstock.bench.quality.server import ServerClient
 from penstock.bench.report.save import save_figures
-from penstock.bench.words import say, warn
 from penstock.errors import BadValue
 
 _REFERENCE_TEXTS = 1000
@@ -36,11 +36,11 @@ def bench_quality(backend: EmbedderName, engine: EngineOptions, options: Quality
             _embedding(results, subject, engine, options, pairs, judged)
     else:
         _ranking(results, engine, options, judged)
-    say(_table(results))
+    print_result(_table(results))
     save_figures(options.output_json, {"task": options.task.value, "figures": results})
     missed = _missed(results, options)
     for line in missed:
-        warn(line)
+        print_note(line)
     return 1 if missed else 0
 
 
@@ -50,7 +50,7 @@ def _embedding(
     engine: EngineOptions,
     options: QualityOptions,
     pairs: Pairs | None,
-    judged: Judged | None,
+    judged: RetrievalData | None,
 ) -> None:
     if options.reference is not None:
         texts = [*(pairs.left if pairs else []), *(judged.documents.values() if judged else [])]
@@ -64,7 +64,7 @@ def _embedding(
 
 
 def _ranking(
-    results: dict[str, Figures], engine: EngineOptions, options: QualityOptions, judged: Judged | None
+    results: dict[str, Figures], engine: EngineOptions, options: QualityOptions, judged: RetrievalData | None
 ) -> None:
     if judged is None or options.base_url is None:
         raise BadValue(f"--task {options.task} needs --beir FOLDER and --base-url URL of a server")
@@ -85,7 +85,7 @@ def _ranking(
 def _subject(
     backend: EmbedderName, engine: EngineOptions, options: QualityOptions
 ) -> Iterator[Embedder | ServerClient]:
-    """A running server where --base-url names one, else an engine in this process."""
+    """The server at --base-url, or else an engine in this process."""
     subject: Embedder | ServerClient
     if options.base_url is not None:
         subject = ServerClient(options.base_url, engine.config.served_model_name, options.header)
@@ -97,11 +97,11 @@ def _subject(
         subject.close()
 
 
-def _limited(judged: Judged, count: int | None) -> Judged:
+def _limited(judged: RetrievalData, count: int | None) -> RetrievalData:
     if count is None:
         return judged
     queries = dict(list(judged.queries.items())[:count])
-    return Judged(judged.documents, queries, {name: judged.qrels[name] for name in queries})
+    return RetrievalData(judged.documents, queries, {name: judged.qrels[name] for name in queries})
 
 
 def _table(results: dict[str, Figures]) -> str:
@@ -125,7 +125,7 @@ def _missed(results: dict[str, Figures], options: QualityOptions) -> list[str]:
         if limit is None:
             continue
         if name not in found:
-            raise BadValue(f"a limit for {name} was given, but nothing that measures it")
+            raise BadValue(f"there is a limit for {name}, but no data to measure it with")
         if not found[name] >= limit:
             lines.append(f"{name} is {found[name]:.4f}, below the limit of {limit:g}")
     return lines

@@ -1,4 +1,4 @@
-"""Measures of quality, in NumPy: rank correlation, and rankings against judgements as trec_eval counts."""
+"""Quality metrics in NumPy: rank correlation, and ranking metrics as trec_eval defines them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
 Ranking = Sequence[str]  # document ids, best first
-Judgements = Mapping[str, int]  # document id → grade; what is not judged has grade 0
+Judgements = Mapping[str, int]  # document id → grade; 0 without a judgement
 
 
 def spearman(left: Values, right: Values) -> float:
@@ -52,7 +52,7 @@ def reciprocal_rank(ranking: Ranking, judged: Judgements, k: int = 10) -> float:
 
 
 def recall(ranking: Ranking, judged: Judgements, k: int) -> float:
-    """Share of the relevant documents that stand among the first k."""
+    """Share of the relevant documents among the first k."""
     relevant = {document for document, grade in judged.items() if grade > 0}
     return len(relevant & set(ranking[:k])) / len(relevant) if relevant else 0.0
 

@@ -1,4 +1,4 @@
-"""A running server as the thing that is judged: vectors, rankings and token vectors over HTTP."""
+"""A running server to evaluate: vectors, rankings and token vectors over HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.bench.probe import Caller, HttpReply, first_model
 from penstock.bench.target import target_of
 from penstock.errors import EngineError
 
-_AT_ONCE = 4  # requests in flight
+_MAX_IN_FLIGHT = 4  # requests in flight
 _TEXTS = 64  # in one request
 
 
@@ -26,7 +26,7 @@ class ServerClient:
     def __init__(self, base_url: str, model: str | None = None, headers: Sequence[str] = ()) -> None:
         self.target = target_of(ServerOptions(base_url=base_url, header=list(headers)))
         self.model = model or first_model(self.target)
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="penstock-quality")
+        self._threads = ThreadPoolExecutor(_MAX_IN_FLIGHT, thread_name_prefix="penstock-quality")
         self._local = local()
 
     def embed(self, texts: Sequence[str], **fields: Any) -> Vectors:

@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines, bars and points, with axes that read well. No scripts, no links."""
+"""Small charts as SVG: lines, bars and points, with readable axes. No scripts, no links."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Axis:
 
 
 def axis(label: str, values: Sequence[float], *, zero: bool = True, log: bool = False) -> Axis:
-    """An axis that holds all values, from zero unless told otherwise; logarithmic only where that helps."""
+    """An axis that covers all values, from zero by default; logarithmic only over a factor of ten."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     if log and low > 0 and high >= 10 * low:

@@ -41,7 +41,7 @@ def comparison(contenders: Sequence[Contender]) -> str:
 def ratios_of(contender: Contender, first: Contender, figure: str) -> list[float]:
     """One ratio a round in which both have a figure."""
     both = zip(contender.values(figure), first.values(figure), strict=False)
-    return [mine / theirs for mine, theirs in both if mine > 0 and theirs > 0]
+    return [value / base for value, base in both if value > 0 and base > 0]
 
 
 def comparison_result(
@@ -50,7 +50,9 @@ def comparison_result(
     servers = {}
     for contender in contenders:
         runs = [
-            result_of(settings_of(run.load, data, report), run.traffic, run.outcome, run.summary, run.valid)
+            result_of(
+                settings_of(run.load, data, report), run.traffic, run.outcome, run.summary, run.is_valid
+            )
             for run in contender.runs
         ]
         servers[contender.name] = {

@@ -1,4 +1,4 @@
-"""The view of a running load on a terminal: requests, tokens/s, p50 and p99, errors. Elsewhere nothing."""
+"""The live line of a running load on a terminal: requests, tokens/s, p50, p99, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From samples to figures. Latency is whole-body latency; all times leave here in milliseconds."""
+"""Figures from samples. Latency is whole-body latency; all times are in milliseconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class ClientCost(msgspec.Struct, frozen=True):
-    """What the load client itself used, so that nobody mistakes its limit for the server's."""
+    """CPU use of the load client, to tell its limit from the server's."""
 
     processes: int
     cpu_s: float
@@ -118,7 +118,7 @@ def measured_ms(samples: Samples, generates: bool) -> dict[str, Values]:
 
 
 def good_count(values: Mapping[str, Values], goodput: Mapping[str, float], completed: int) -> int:
-    """Requests that keep to every goal."""
+    """Number of requests within every goal."""
     good = np.ones(completed, dtype=bool)
     for name, limit_ms in goodput.items():
         if name not in values:
@@ -188,7 +188,7 @@ def _peak_concurrency(samples: Samples, answered: NDArray[np.bool_]) -> int:
 
 
 def _peak_tokens(samples: Samples, ok: NDArray[np.bool_]) -> float:
-    """Most tokens that arrived within one second."""
+    """Maximum number of tokens that arrived within one second."""
     counts = samples.columns["gaps"].astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     moments = [samples["first_token"][ok]]

@@ -1,4 +1,4 @@
-"""The result page: one HTML file with everything in it, so that it can be mailed and kept."""
+"""The result page: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_figures(samples: Samples, began_s: float, generates: bool) -> list[str]:
 
 
 def sweep_figures(unit: str, points: Sequence[Mapping[str, float]]) -> list[str]:
-    """Latency against what was delivered, and what was delivered against what was asked."""
+    """Latency against throughput, and throughput against the offered load."""
     done = [point["request_throughput"] for point in points]
     latency = [
         Series(name, [(p["request_throughput"], p[key]) for p in points], dots=True)
@@ -115,9 +115,9 @@ def _over_time(samples: Samples, began_s: float) -> str:
 def _latency_over_time(samples: Samples, began_s: float) -> str:
     """p50 and p99 of each slice of the run."""
     ok = samples.ok
-    ends, took = samples["end"][ok] - began_s, (samples["end"] - samples["start"])[ok] * 1000
+    ends, latencies_ms = samples["end"][ok] - began_s, (samples["end"] - samples["start"])[ok] * 1000
     slices = (ends / max(0.1, float(ends.max()) / 40)).astype(int)
-    by_slice = [(float(ends[slices == s].mean()), took[slices == s]) for s in np.unique(slices)]
+    by_slice = [(float(ends[slices == s].mean()), latencies_ms[slices == s]) for s in np.unique(slices)]
     series = [
         Series(f"p{p}", [(at, float(np.percentile(values, p))) for at, values in by_slice]) for p in (50, 99)
     ]

@@ -1,4 +1,4 @@
-"""A run as one JSON object: settings, figures and every sample, under the names that vLLM's results use."""
+"""A run as one JSON object: settings, figures and every sample, with the names of vLLM's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing results so that a full disk or a bad folder never costs a run."""
+"""Writes results, so that a full disk or a bad folder never loses a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
+from penstock.bench.console import print_result
 from penstock.bench.options import ReportOptions
-from penstock.bench.words import say
 from penstock.errors import BadValue, EngineError
 
 _SAMPLES = (
@@ -29,18 +29,18 @@ _SAMPLES = (
 
 
 class NotSaved(EngineError):
-    """The run happened, but its results could not be written as wanted."""
+    """The run finished, but its results could not be written."""
 
 
-def place_for(options: ReportOptions, name: str) -> Path:
-    """The JSON file's path, after making sure, before the run, that it can be written there."""
+def result_path(options: ReportOptions, name: str) -> Path:
+    """The path of the JSON file, checked before the run to be writable."""
     folder = Path(options.result_dir)
     path = folder / (options.result_filename or f"{_safe(name)}.json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadValue(
-            f"--result-dir {folder} cannot be made: {error.strerror}", param="result_dir"
+            f"--result-dir {folder} cannot be created: {error.strerror}", param="result_dir"
         ) from None
     if not os.access(path.parent, os.W_OK) or path.is_dir():
         raise BadValue(f"{path} cannot be written", param="result_dir")
@@ -48,7 +48,7 @@ def place_for(options: ReportOptions, name: str) -> Path:
 
 
 def save_json(path: Path, result: dict[str, Any]) -> None:
-    """All of it; else the figures without the samples; else the figures on stdout. Never nothing."""
+    """Write everything, or else the figures without samples, or else print the figures."""
     try:
         write(path, _encode(result))
         return
@@ -62,25 +62,25 @@ def save_json(path: Path, result: dict[str, Any]) -> None:
         write(small, _encode(figures))
         kept = f"the figures, without the samples, are in {small}"
     except OSError:
-        say(_encode(figures).decode())
+        print_result(_encode(figures).decode())
         kept = "the figures, without the samples, are printed above"
     raise NotSaved(f"{reason}; {kept}")
 
 
 def save(path: Path, result: dict[str, Any], page: str) -> None:
-    """The JSON and, beside it, the page."""
+    """Write the JSON file, and the page next to it."""
     save_json(path, result)
-    beside = path.with_suffix(".html")
+    page_path = path.with_suffix(".html")
     try:
         if not _is_device(path):
-            write(beside, page.encode())
+            write(page_path, page.encode())
     except OSError as error:
-        raise NotSaved(f"{beside} could not be written: {error.strerror}; {path} is complete") from None
-    say(f"Results: {path} and {beside.name}")
+        raise NotSaved(f"{page_path} could not be written: {error.strerror}; {path} is complete") from None
+    print_result(f"Results: {path} and {page_path.name}")
 
 
 def save_figures(path: str | None, figures: Mapping[str, Any]) -> None:
-    """For commands whose figures are printed anyway; no path, no file."""
+    """Write figures that have also been printed, if a path is given."""
     if path is None:
         return
     try:
@@ -90,7 +90,7 @@ def save_figures(path: str | None, figures: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Whole or not at all, except where `path` is no regular file (a pipe, a device)."""
+    """Write the whole file or nothing, unless `path` is a pipe or a device."""
     if _is_device(path):
         with path.open("wb") as file:
             file.write(data)

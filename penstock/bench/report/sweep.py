@@ -1,4 +1,4 @@
-"""What a sweep prints and saves."""
+"""The table and the saved result of a sweep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.bench.report.result import result_of
 from penstock.bench.report.table import WIDTH
-from penstock.bench.sweep import KEPT, Point, Sweep
+from penstock.bench.sweep import REQUIRED_SHARE, Point, Sweep
 
 
 def sweep_table(found: Sweep) -> str:
@@ -25,10 +25,10 @@ def sweep_table(found: Sweep) -> str:
             f"{summary.request_throughput:.2f} req/s at {summary.spreads['e2el'].mean:.1f} ms"
         )
     if found.goals:
-        wanted = " ".join(f"{name}:{limit:g}" for name, limit in found.goals.items())
+        goals = " ".join(f"{name}:{limit:g}" for name, limit in found.goals.items())
         best = found.best
         lines.append(
-            f"Highest load within {wanted} for {KEPT:.0%} of requests: "
+            f"Highest load within {goals} for {REQUIRED_SHARE:.0%} of requests: "
             + (f"{found.unit} {best.load:g}, {_done(best):.2f} req/s" if best else "none of these")
         )
     return "\n".join(lines)
@@ -40,7 +40,7 @@ def _row(found: Sweep, point: Point) -> str:
     marks = "  ← knee" if point is found.knee else ""
     marks += "  ← highest within the goal" if point is found.best else ""
     marks += f"  {summary.failed} failed" if summary.failed else ""
-    kept = f" {point.kept:>10.1%}" if found.goals else ""
+    kept = f" {point.share_within_goal:>10.1%}" if found.goals else ""
     return (
         f"{point.load:>12g} {summary.request_throughput:>9.1f} {summary.total_token_throughput:>10.0f} "
         f"{e2el.mean:>9.1f} {e2el.median:>9.1f} {e2el.percentiles['99']:>9.1f}{kept}{marks}"
@@ -52,7 +52,7 @@ def _done(point: Point) -> float:
 
 
 def sweep_points(found: Sweep) -> list[dict[str, Any]]:
-    """What the page draws."""
+    """The points of the page's charts."""
     return [
         {
             "load": point.load,
@@ -67,8 +67,8 @@ def sweep_points(found: Sweep) -> list[dict[str, Any]]:
 def sweep_result(found: Sweep, settings: dict[str, Any]) -> dict[str, Any]:
     """All points with all their samples."""
     runs = [
-        {"load": point.load, "within_goal": point.kept}
-        | result_of({}, point.run.traffic, point.run.outcome, point.run.summary, point.run.valid)
+        {"load": point.load, "within_goal": point.share_within_goal}
+        | result_of({}, point.run.traffic, point.run.outcome, point.run.summary, point.run.is_valid)
         for point in found.points
     ]
     return {

@@ -1,4 +1,4 @@
-"""The table that a run prints, laid out as users of `vllm bench serve` know it."""
+"""The table that a run prints, in the layout of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TITLES = {
     "e2el": "End-to-end Latency",
     "ttfb": "Time to First Byte",
 }
-BUSY = 0.9  # a load process above this share of a core may be what limits the run
+BUSY = 0.9  # a load process above this share of a core may limit the run
 
 
 def table(
@@ -94,7 +94,7 @@ def _client(summary: Summary) -> Iterable[str]:
 
 
 def warnings(summary: Summary, errors: dict[str, int]) -> list[str]:
-    """What a reader must know before believing the table."""
+    """Warnings that qualify the table."""
     lines = [f"{count} × {message}" for message, count in list(errors.items())[:10]]
     if len(errors) > 10:
         lines.append(f"… and {len(errors) - 10} other kinds of failure")

@@ -1,4 +1,4 @@
-"""Convolution along each row of a ragged run."""
+"""Convolution along each row of a ragged batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from penstock.layers.activation import activation
 from penstock.layers.batch import Batch
 
 
-class RowConv:
-    """Beyond a row's ends there are zeros; `kernel` is odd, so that rows keep their length."""
+class RaggedConv1d:
+    """Rows are padded with zeros at both ends. The kernel size is odd, so rows keep their length."""
 
     def __init__(self, weight: Tensor, bias: Tensor, act: str, groups: int = 1) -> None:
         self.weight = weight  # [out, in / groups, kernel]
@@ -21,11 +21,11 @@ class RowConv:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         out = torch.empty((len(x), len(self.weight)), dtype=x.dtype, device=x.device)
+        padding = self.weight.shape[2] // 2
         for group in batch.groups:
             stop = group.first_token + group.num_rows * group.length
             rows = x[group.first_token : stop].view(group.num_rows, group.length, -1).transpose(1, 2)
-            seen = F.conv1d(
-                rows, self.weight, self.bias, padding=self.weight.shape[2] // 2, groups=self.groups
-            )
-            out[group.first_token : stop].view(group.num_rows, group.length, -1).copy_(seen.transpose(1, 2))
+            convolved = F.conv1d(rows, self.weight, self.bias, padding=padding, groups=self.groups)
+            into = out[group.first_token : stop].view(group.num_rows, group.length, -1)
+            into.copy_(convolved.transpose(1, 2))
         return self.act(out)

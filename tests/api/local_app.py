@@ -1,4 +1,4 @@
-"""The whole application in this process, on an engine of its own instead of the wire."""
+"""The whole application in this process, on a local engine instead of an engine process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from penstock.tasks.model import TextModel
 from penstock.types import PooledOutput, Request
 
 
-class LocalClient:
-    """What an API process asks of `EngineClient`; counts the messages that it gets."""
+class CountingClient:
+    """Stands in for `EngineClient` and keeps the requests that it gets."""
 
     ready: Any = object()
 
@@ -45,13 +45,13 @@ class LocalClient:
 
 
 @contextmanager
-def serving_here(
+def local_app(
     folder: Path,
     *,
-    client: type[LocalClient] = LocalClient,
+    client: type[CountingClient] = CountingClient,
     server: dict[str, Any] | None = None,
     **options: Any,
-) -> Iterator[tuple[TestClient, LocalClient]]:
+) -> Iterator[tuple[TestClient, CountingClient]]:
     config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
     described = describe(config)
     settings = settle(config, described)

@@ -1,5 +1,4 @@
-"""Small generating models without weights: trained tokenizers, model folders, and an engine that follows a
-script."""
+"""Small models that generate text, without weights: tokenizers, model folders and a scripted engine."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from tests.helpers import ints, make_spec
 
 SHARED = (
     Path(__file__).resolve().parents[2] / "shared/scenarios/tokenizers"
-)  # real ones, where they lie beside
+)  # real tokenizers, where they are available
 TEXTS = [
     " ".join(WORDS),
     "Hello, world! The capital of France is Paris.",
@@ -49,7 +48,7 @@ LIMIT = 128
 
 
 def _byte_bpe() -> Tokenizer:
-    """GPT-2's kind: merges of bytes, a few of which end inside a character."""
+    """GPT-2's kind: merges of bytes. Some tokens end inside a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,7 +62,7 @@ def _byte_bpe() -> Tokenizer:
 
 
 def _sentence_bpe() -> Tokenizer:
-    """Mistral's kind: pieces with a mark for spaces, bytes for what has none."""
+    """Mistral's kind: pieces with a mark for spaces, and bytes for unknown characters."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     draft = Tokenizer(models.BPE(unk_token="<unk>"))
     draft.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
@@ -116,7 +115,7 @@ def _trained(kind: str) -> str:
 
 
 def tokenizer_folder(kind: str, folder: Path) -> Path:
-    """A folder with the tokenizer of this kind; of a shared one, its own."""
+    """Write a tokenizer of this kind to a folder. A shared tokenizer stays in its own folder."""
     if kind.startswith("shared "):
         return SHARED / kind.removeprefix("shared ")
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,10 +123,10 @@ def tokenizer_folder(kind: str, folder: Path) -> Path:
     return folder
 
 
-def write_model(
+def write_text_model(
     folder: Path, kind: str = "byte bpe", template: str | None = TEMPLATE, **generation: Any
 ) -> Path:
-    """Everything of a generating model but the weights."""
+    """Write a model that generates text, except for its weights."""
     tokenizer_folder(kind, folder)
     eos = "<|im_end|>" if kind == "byte bpe" else "</s>"
     settings: dict[str, Any] = {"eos_token": {"content": eos}, "bos_token": "<s>"}
@@ -140,25 +139,27 @@ def write_model(
 
 
 def text_spec(folder: Path, **changes: Any) -> ModelSpec:
-    vocabulary = OurTokenizer(folder).highest_id + 1
+    vocabulary = OurTokenizer(folder).max_token_id + 1
     values = {
         "folder": str(folder),
         "name": "writer",
         "max_model_len": LIMIT,
         "max_positions": LIMIT,
-        "vocab_size": vocabulary + 5,  # padded, as real tables are
+        "vocab_size": vocabulary + 5,  # real tables are padded too
         "tasks": (Task.GENERATE, Task.EMBED),
         "is_causal": True,
     }
     return make_spec(**(values | changes))
 
 
-Script = Callable[[list[int], int], Sequence[int]]  # (prompt, copy of it) → the tokens that follow
+Script = Callable[
+    [list[int], int], Sequence[int]
+]  # (prompt, index among equal prompts) → the tokens that follow
 
 
 class ScriptedEngine:
-    """Continues prompts as a script says, `burst` tokens a part, and keeps to the parameters that an
-    engine keeps to: end tokens, their number, log probabilities."""
+    """Continues prompts by a script, `burst` tokens at a time. Obeys end tokens, token limits and the
+    requested log probabilities."""
 
     ready = True
     unavailable_reason = ""
@@ -167,10 +168,10 @@ class ScriptedEngine:
         self.script = script
         self.burst = burst
         self.requests: list[Request] = []
-        self.open = 0  # requests under way
+        self.open = 0  # running requests
         self.cancelled: list[str] = []
         self.steps = 0
-        self.hides_end = False  # the token that ends a row is named, but not among its tokens
+        self.omits_end_token = False  # reports the end token only as the stop reason
         self.fail_after: int | None = None  # steps
         self.pause: asyncio.Event | None = None
 
@@ -190,15 +191,15 @@ class ScriptedEngine:
         return EngineStats(self.open)
 
     def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
-        task = asyncio.create_task(self._tell(request, listener))
+        task = asyncio.create_task(self._deliver(request, listener))
         return lambda: None if listener.finished else cast(None, task.cancel())
 
-    async def _tell(self, request: Request, listener: StreamListener) -> None:
+    async def _deliver(self, request: Request, listener: StreamListener) -> None:
         async with aclosing(cast(Any, self.generate(request))) as stream:
             try:
                 async for parts in stream:
                     for part in parts:
-                        if part.finish is None and part.ranks is None and part.prompt_ranks is None:
+                        if part.finish_reason is None and part.ranks is None and part.prompt_ranks is None:
                             for number in part.token_ids.tolist():
                                 listener.on_token(part.row, number)
                         else:
@@ -229,8 +230,8 @@ class ScriptedEngine:
                 self.cancelled.append(request.id)
 
 
-def score(token: int, place: int) -> float:
-    """The made-up log probability of a token among its neighbours."""
+def fake_logprob(token: int, place: int) -> float:
+    """The made-up log probability of a token that comes in this place among the likeliest."""
     return -0.125 * (token % 7) - place
 
 
@@ -267,7 +268,7 @@ class _Row:
             elif self.at >= params.max_tokens:
                 finish = "length"
         self.done = finish is not None
-        if stop is not None and self.engine.hides_end:
+        if stop is not None and self.engine.omits_end_token:
             new.pop()
         first = begin == 0 and params.prompt_logprobs is not None
         return GeneratedTokens(
@@ -286,7 +287,9 @@ def _scored(prefix: str, tokens: list[int], top: int | None) -> dict[str, Any]:
     if top is None:
         return {}
     ids = [[token, *(max(0, token - place) for place in range(top))] for token in tokens]
-    values = [[score(row[0], 0), *(score(i, place) for place, i in enumerate(row[1:]))] for row in ids]
+    values = [
+        [fake_logprob(row[0], 0), *(fake_logprob(i, place) for place, i in enumerate(row[1:]))] for row in ids
+    ]
     shape = (len(tokens), 1 + top)
     name = "prompt_ranks" if prefix else "ranks"
     return {
@@ -296,7 +299,7 @@ def _scored(prefix: str, tokens: list[int], top: int | None) -> dict[str, Any]:
     }
 
 
-def says(tokenizer: OurTokenizer, *texts: str) -> Script:
-    """Every prompt is continued with these texts, a copy each, and then the end."""
+def continue_with(tokenizer: OurTokenizer, *texts: str) -> Script:
+    """A script that continues equal prompts with these texts in turn, and then ends."""
     rows: list[Ints] = tokenizer.encode(texts, add_special_tokens=False)
     return lambda prompt, copy: rows[copy % len(rows)].tolist()

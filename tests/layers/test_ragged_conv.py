@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.layers.conv import RowConv
+from penstock.layers.ragged_conv import RaggedConv1d
 from tests.layers.inputs import ordered_batch
 
 
 @pytest.mark.parametrize(("kernel", "groups"), [(1, 1), (3, 1), (5, 2)])
-def test_a_row_is_convolved_with_zeros_beyond_its_ends(kernel: int, groups: int) -> None:
+def test_a_row_is_convolved_with_zero_padding(kernel: int, groups: int) -> None:
     generator = torch.Generator().manual_seed(kernel)
     lengths = [1, 2, 4, 4, 9]
     x = torch.randn(sum(lengths), 6, generator=generator)
@@ -21,5 +21,5 @@ def test_a_row_is_convolved_with_zeros_beyond_its_ends(kernel: int, groups: int)
         F.conv1d(row.T[None], weight, bias, padding=kernel // 2, groups=groups)[0].T
         for row in x.split(lengths)
     ]
-    ours = RowConv(weight, bias, "tanh", groups)(x, ordered_batch(lengths))
+    ours = RaggedConv1d(weight, bias, "tanh", groups)(x, ordered_batch(lengths))
     torch.testing.assert_close(ours, torch.cat(rows).tanh())

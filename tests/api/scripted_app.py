@@ -1,4 +1,4 @@
-"""The application over a scripted engine, in this process or on a loopback port."""
+"""The application on a scripted engine, in this process or on a loopback port."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.config import ServerConfig
 from penstock.tasks.model import TextModel
+from tests.text_models import ScriptedEngine, text_spec
 from tests.waiting import PATIENCE_S, wait_until
-from tests.writing import ScriptedEngine, text_spec
 
 
-def state_of(
+def make_state(
     folder: Path, engine: ScriptedEngine, server: dict[str, Any] | None = None, **spec: Any
 ) -> ServerState:
     described = text_spec(folder, **spec)
@@ -29,8 +29,8 @@ def state_of(
 
 
 @contextmanager
-def on_a_port(state: ServerState) -> Iterator[str]:
-    """A real server in a thread of this process; its address."""
+def listening(state: ServerState) -> Iterator[str]:
+    """Serve from a thread of this process and yield the address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(build_app(state), http="httptools", lifespan="on", log_config=None)

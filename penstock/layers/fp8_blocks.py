@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in blocks of fp8, as they are or as what they stand for."""
+"""Weights that a checkpoint stores in fp8 blocks: kept as blocks, or dequantised as they are read."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from penstock.kernels.quantize import FP8
 from penstock.weights.stream import WeightSource
 
 
-def multiplies_blocks(device: torch.device) -> bool:
-    """Whether kernels multiply fp8 there; elsewhere stored blocks become plain weights as they are read."""
+def supports_fp8_blocks(device: torch.device) -> bool:
+    """Whether kernels can multiply fp8 blocks on this device; if not, blocks are dequantised at load."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return False
     return use_kernel(torch.empty(0, device=device))
 
 
 def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> BlockQuantized:
-    """One weight on the model's device. `name` is the tensor's own."""
-    values = weights.packed(name, (outputs, inputs)).to(weights.device)
+    """Read the tensor `name` and its scales to the model's device."""
+    values = weights.read_fp8(name, (outputs, inputs)).to(weights.device)
     scales = weights.read(f"{name}_scale_inv", (cdiv(outputs, GROUP), cdiv(inputs, GROUP)))
     return BlockQuantized(values, scales.to(dtype=torch.float32, device=weights.device))
 
 
-def plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) -> Tensor:
-    """The same of one that is stored as it is, wherever it was read to."""
-    return weights.plain(name, (outputs, inputs))
+def read_plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) -> Tensor:
+    """Read a weight that is not stored in blocks; it stays on the device that it was read to."""
+    return weights.read_plain(name, (outputs, inputs))
 
 
 def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
-    """Along the outputs. Blocks that would lie askew give each output scales of its own."""
+    """Concatenate along the outputs. Where blocks would not align, each output row gets its own scales."""
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
     if all(len(part.values) % GROUP == 0 for part in parts[:-1]):
         return BlockQuantized(values, torch.cat([part.scales for part in parts]))
@@ -42,19 +42,19 @@ def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
 
 
 class ExpertStack:
-    """The weights of all experts in one tensor, filled part by part: no layer is ever held twice."""
+    """The weights of all experts in one tensor, filled part by part, so that no layer is in memory twice."""
 
     def __init__(
         self, experts: int, halves: int, outputs: int, inputs: int, weights: WeightSource, *, blocks: bool
     ) -> None:
-        """Each expert has `halves` weights [outputs, inputs], one behind the other."""
+        """Each expert has `halves` weights [outputs, inputs], stacked along the outputs."""
         shape, device = (experts, halves * outputs, inputs), weights.device
-        self.outputs, self.down = outputs, cdiv(outputs, GROUP)
+        self.outputs, self.scale_rows = outputs, cdiv(outputs, GROUP)
         self.dtype = weights.dtype
         self.device = device
         self.all: Tensor | BlockQuantized
         if blocks:
-            scales = (experts, halves * self.down, cdiv(inputs, GROUP))
+            scales = (experts, halves * self.scale_rows, cdiv(inputs, GROUP))
             self.all = BlockQuantized(
                 torch.empty(shape, dtype=FP8, device=device),
                 torch.empty(scales, dtype=torch.float32, device=device),
@@ -72,4 +72,4 @@ class ExpertStack:
         if not isinstance(part, BlockQuantized):
             part = quantize_blocks(part.to(dtype=self.dtype, device=self.device))
         self.all.values[expert, rows] = part.values
-        self.all.scales[expert, half * self.down : (half + 1) * self.down] = part.scales
+        self.all.scales[expert, half * self.scale_rows : (half + 1) * self.scale_rows] = part.scales
