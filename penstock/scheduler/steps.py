@@ -57,7 +57,7 @@ class SequenceMemory(NamedTuple):
 
 
 class SamplerChanges(NamedTuple):
-    """What the sampler has to be told before a step."""
+    """Changes that the sampler applies before a step."""
 
     leaves: tuple[int, ...] = ()
     joins: tuple[Join, ...] = ()
