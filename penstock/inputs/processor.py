@@ -62,7 +62,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         if tokenizer.max_token_id >= spec.vocab_size:
             raise ModelLoadError(
-                f"the tokenizer has ids up to {tokenizer.max_token_id}, but the embedding table of {spec.name} "
+                f"{spec.name}: the tokenizer has ids up to {tokenizer.max_token_id}, but the embedding table "
                 f"has {spec.vocab_size} rows; take tokenizer.json and config.json from the same model",
                 param="model",
             )
