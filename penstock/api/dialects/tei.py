@@ -14,7 +14,7 @@ from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockEr
 from penstock.inputs.pair_options import PairOptions, make_pairs
 from penstock.inputs.pairs import score_kind
 from penstock.inputs.truncation import Side
-from penstock.outputs.ranking import best
+from penstock.outputs.ranking import top_indices
 
 Direction = Literal["left", "right", "Left", "Right"]
 
@@ -68,7 +68,7 @@ async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
     activate = False if body.raw_scores else None
     result = await run_pairs(call, body, make_pairs(body.query, body.texts), options, activate=activate)
     began, scores = time.monotonic(), result.value
-    rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in best(scores)]
+    rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in top_indices(scores)]
     if body.return_text:
         rows = [{**row, "text": body.texts[row["index"]]} for row in rows]
     reply = json_reply(rows)
