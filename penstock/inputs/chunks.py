@@ -244,7 +244,8 @@ def _ends(spans: Ints, body: tuple[int, int], offsets: Ints) -> Ints:
 def _late_chunks(request: Request, spans: list[Ints], chars: Ints | None) -> Chunks:
     counts = np.array([len(row) for row in spans], dtype=np.int32)
     flat = np.concatenate(spans)
-    return Chunks(counts, flat[:, 1] - flat[:, 0], flat, chars, request.starts)
+    run = flat + np.repeat(request.starts, counts)[:, None]
+    return Chunks(counts, flat[:, 1] - flat[:, 0], flat, run, chars)
 
 
 def _common_prefix(row: Ints, other: Ints) -> int:

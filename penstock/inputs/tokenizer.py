@@ -162,11 +162,11 @@ class Tokenizer:
         segments = kinds[: at + 1] + kinds[ends[0] : then + 1] + kinds[ends[1] :]
         return PairFrame(*(np.array(part, dtype=np.int32) for part in (before, between, after, segments)))
 
-    def cut(self, texts: Sequence[str], tokens: int) -> list[str]:
-        """The texts, each no longer than its first so many tokens."""
+    def truncate(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts, each truncated to its first `max_tokens` tokens."""
         found = self.encode_with_offsets(texts, add_special_tokens=False)
         return [
-            text if len(row.ids) <= tokens else text[: int(row.offsets[tokens - 1, 1])]
+            text if len(row.ids) <= max_tokens else text[: int(row.offsets[max_tokens - 1, 1])]
             for text, row in zip(texts, found, strict=True)
         ]
 

@@ -141,7 +141,7 @@ def test_embedders_have_their_queries_first(tmp_path: Path) -> None:
 def test_only_models_that_can_score_do(tmp_path: Path) -> None:
     assert score_kind(make_spec(score=ScoreSpec(), tasks=(Task.CLASSIFY, Task.SCORE))) == "cross"
     assert score_kind(make_spec(tasks=(Task.EMBED, Task.SCORE))) == "bi"
-    with pytest.raises(NotPossible, match="cannot score pairs; it has: classify"):
+    with pytest.raises(NotPossible, match="cannot score pairs; its tasks are: classify"):
         score_kind(make_spec(tasks=(Task.CLASSIFY, Task.EMBED)))
 
 

@@ -82,7 +82,7 @@ def test_token_ids_are_taken_as_they_are(processor: InputProcessor, inputs: Any,
 
 @pytest.mark.parametrize("inputs", [[-1], [[5], [VOCABULARY]], [2**31 - 1]])
 def test_token_ids_out_of_range_are_refused_with_the_range(processor: InputProcessor, inputs: Any) -> None:
-    with pytest.raises(BadValue, match=rf"out of range; the model knows 0 to {VOCABULARY - 1}") as caught:
+    with pytest.raises(BadValue, match=rf"token ids are 0 to {VOCABULARY - 1}") as caught:
         prepare(processor, inputs)
     assert caught.value.param == "input"
 
@@ -232,7 +232,7 @@ def test_the_skipped_prompt_is_counted_in_the_case_that_the_model_sees(tmp_path:
 
 
 def test_a_task_that_the_model_lacks_is_not_possible(processor: InputProcessor) -> None:
-    with pytest.raises(NotPossible, match="no task 'classify'; it has: embed"):
+    with pytest.raises(NotPossible, match="no task 'classify'; its tasks are: embed"):
         processor.prepare("id", "the", PoolingParams(task=Task.CLASSIFY))
 
 

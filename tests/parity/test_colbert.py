@@ -238,7 +238,7 @@ def test_scores_are_the_references(name: str, options: dict[str, Any], tmp_path:
 
 def test_an_instruction_has_no_place_in_a_late_model(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
-    with engine(tmp_path) as ours, pytest.raises(NotPossible, match="no place for an instruction"):
+    with engine(tmp_path) as ours, pytest.raises(NotPossible, match="takes no instruction"):
         ours.score("a", ["b"], instruction="find")
 
 
