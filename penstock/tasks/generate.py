@@ -55,7 +55,7 @@ class ChatPrompt:
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            more=self.template_kwargs,
+            template_kwargs=self.template_kwargs,
         )
         return inputs.rows(text, fields, self.add_special_tokens)
 
