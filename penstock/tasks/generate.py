@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.handle import EngineHandle
 from penstock.inputs.generation import (
-    DEFAULT_TOKENS,
+    DEFAULT_MAX_TOKENS,
     GenerationFields,
     GenerationInputs,
     GenerationJob,
@@ -68,7 +68,7 @@ class Generate:
     fields: GenerationFields
     logprobs: int | None = None
     echo: bool = False
-    default_max_tokens: int | None = DEFAULT_TOKENS  # None: as many as fit
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: as many as fit
 
     async def prepare(
         self, model: TextModel, request_id: str, scheduling: Scheduling = DEFAULT_SCHEDULING

@@ -11,7 +11,7 @@ import pytest
 from penstock.checkpoint.dense import DenseSpec
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.chunks import Chunker, ChunkOptions, divide, find_tokens, split_row
+from penstock.inputs.chunks import Chunker, ChunkOptions, divide, split_row, token_spans
 from penstock.inputs.processor import InputOptions
 from penstock.tasks.embed import EmbedInChunks
 from penstock.tasks.model import TextModel
@@ -111,7 +111,7 @@ def test_every_part_carries_the_prompt_which_weighs_nothing(folder: Path) -> Non
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(folder: Path) -> None:
-    with pytest.raises(BadValue, match="no room"):
+    with pytest.raises(BadValue, match="shorten the prompt"):
         prepare(make_model(folder), LONG, "mean", prompt=" ".join(WORDS[:14]) + " ")
 
 
@@ -243,7 +243,7 @@ def test_spans_that_cover_the_text_make_up_the_row(seed: int) -> None:
     chars = ints([0, 0, *chain(*zip([0, *ends[:-1]], ends, strict=True)), 0, 0]).reshape(-1, 2)
     edges = [0, *sorted(random.choice(ends[:-1], size=3, replace=False).tolist()), int(ends[-1])]
     wanted = ints(list(chain(*pairwise(edges)))).reshape(-1, 2)
-    spans = find_tokens(0, wanted, chars, 0, (1, 13), 14)
+    spans = token_spans(0, wanted, chars, 0, (1, 13), 14)
     assert spans[0, 0] == 0 and spans[-1, 1] == 14
     assert (spans[1:, 0] == spans[:-1, 1]).all()
     assert chars[spans[:-1, 1] - 1, 1].tolist() == edges[1:-1]

@@ -87,7 +87,7 @@ def test_expressions_and_choices(model: Model, seed: int) -> None:
 
 def test_grammars_of_both_notations(model: Model) -> None:
     lark = Grammar("lark", 'start: "(" start ")" | "x"')
-    gbnf = constraints.written('root ::= "(" root ")" | "x"', "guided_grammar")
+    gbnf = constraints.lark_or_gbnf('root ::= "(" root ")" | "x"', "guided_grammar")
     for grammar in (lark, gbnf):
         text = walk(model, grammar, 5)
         assert text.count("(") == text.count(")") and text.strip("()") == "x"
@@ -133,9 +133,9 @@ def test_what_cannot_be_compiled_is_refused_with_and_without_a_vocabulary(
             model.constraints(grammar)
 
 
-def test_a_model_needs_an_end(tmp_path: Path) -> None:
+def test_structured_output_needs_a_model_with_an_end_token(tmp_path: Path) -> None:
     folder = tokenizer_folder("byte bpe", tmp_path)
-    with pytest.raises(NotPossible, match="ends a text"):
+    with pytest.raises(NotPossible, match="needs an end token"):
         GrammarCompiler(folder / "tokenizer.json", 500, [])
 
 

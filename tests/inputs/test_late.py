@@ -159,8 +159,8 @@ def test_a_skip_word_that_is_no_token_stands_for_the_unknown_one(tokenizer: Toke
     ("changes", "said"),
     [
         ({"query_marker": "[Q] "}, r"marker '\[Q\] ' is not a token"),
-        ({"expansion_token": None}, "expanded with a mask token"),
-        ({"expansion_token": "<mask>"}, "expanded with <mask>"),
+        ({"expansion_token": None}, "expands queries with a mask token"),
+        ({"expansion_token": "<mask>"}, "expands queries with <mask>"),
     ],
 )
 def test_tokens_that_the_tokenizer_lacks_are_named(
