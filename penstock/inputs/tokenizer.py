@@ -102,32 +102,34 @@ class Tokenizer:
         """Whether a text's bytes are the concatenated bytes of its tokens."""
         return isinstance(self._rust.decoder, decoders.ByteLevel)
 
-    def token_bytes(self, number: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token of a byte-level vocabulary."""
-        found = self._token_bytes.get(number)
+        found = self._token_bytes.get(token_id)
         if found is None:
-            token, table = self._rust.id_to_token(number) or "", byte_table()
+            token, table = self._rust.id_to_token(token_id) or "", byte_table()
             is_encoded = all(char in table for char in token)  # an added token may be plain text
             found = bytes(table[char] for char in token) if is_encoded else token.encode()
-            self._token_bytes[number] = found
+            self._token_bytes[token_id] = found
         return found
 
-    def token_text(self, number: int) -> str:
+    def token_text(self, token_id: int) -> str:
         """A token's text within a sentence, with its leading space."""
-        text = self.decode([number])
-        needs_space = (self._rust.id_to_token(number) or "").startswith("\u2581") and not text.startswith(" ")
+        text = self.decode([token_id])
+        needs_space = (self._rust.id_to_token(token_id) or "").startswith("\u2581") and not text.startswith(
+            " "
+        )
         return f" {text}" if needs_space else text
 
-    def token_raw_bytes(self, number: int) -> bytes:
+    def token_raw_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, which may be only part of a character."""
         if self.byte_level:
-            return self.token_bytes(number)
-        if found := _BYTE.fullmatch(self._rust.id_to_token(number) or ""):
+            return self.token_bytes(token_id)
+        if found := _BYTE.fullmatch(self._rust.id_to_token(token_id) or ""):
             return bytes([int(found.group(1), 16)])
-        return self.token_text(number).encode()
+        return self.token_text(token_id).encode()
 
-    def is_special(self, number: int) -> bool:
-        return number in self._special
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
 
     @cached_property
     def _special(self) -> frozenset[int]:

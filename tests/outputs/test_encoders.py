@@ -6,7 +6,7 @@ import numpy as np
 import orjson
 import pytest
 
-from penstock.outputs.encoders import LARGE, Endianness, LargeRow, as_bytes, encode_rows
+from penstock.outputs.encoders import MIN_LARGE_BYTES, Endianness, LargeRow, as_bytes, encode_rows
 from penstock.types import Array, OutputDtype
 
 VALUES = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
@@ -94,6 +94,6 @@ def test_no_piece_of_a_large_row_holds_others_up_for_long() -> None:
 
 
 def test_answers_are_encoded_at_once_up_to_a_size_and_in_pieces_beyond() -> None:
-    row = np.zeros(LARGE // 4 // 2, dtype=np.float32)
+    row = np.zeros(MIN_LARGE_BYTES // 4 // 2, dtype=np.float32)
     assert isinstance(encode_rows([row], "base64", OutputDtype.FLOAT32)[0], str)
     assert all(isinstance(each, LargeRow) for each in encode_rows([row, row], "base64", OutputDtype.FLOAT32))
