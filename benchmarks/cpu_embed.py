@@ -1,12 +1,12 @@
-"""Documents a second on a CPU: Penstock beside sentence-transformers and ONNX Runtime, in one run.
+"""Documents a second on a CPU: Penstock, sentence-transformers and ONNX Runtime in one run.
 
     python benchmarks/cpu_embed.py [--texts 2000] [--rounds 3] [--threads 2] [--http] [--save]
 
-Every backend lives in a process of its own, loads once, and embeds the same texts in turn with the
-others, so that a noisy machine disturbs all alike; the medians of the rounds are compared. ONNX
+Every backend runs in a process of its own, loads once, and embeds the same texts in turn with the
+others, so that a noisy machine affects all of them equally. The medians of the rounds are compared. ONNX
 Runtime gets its fused transformer graph and batches sorted by length.
 
-Needs: pip install 'penstock[bench]' onnx
+Needs: pip install -e '.[bench]' onnx
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def onnxruntime(threads: int, int8: bool = False) -> Embed:
 
 
 def onnx_file(int8: bool) -> Path:
-    """The default model as an ONNX graph with fused attention, made once in the temporary folder."""
+    """The default model as an ONNX graph with fused attention, exported once into the temporary folder."""
     folder = Path(tempfile.gettempdir()) / "penstock-bench-onnx"
     folder.mkdir(exist_ok=True)
     plain, fused, quantised = folder / "plain.onnx", folder / "fused.onnx", folder / "int8.onnx"
@@ -223,7 +223,7 @@ def compare(names: list[str], count: int, rounds: int, threads: int) -> dict:
 
 
 def over_http(count: int, threads: int, clients: int, rounds: int) -> dict:
-    """The same texts through the server, one text a request, `clients` at a time."""
+    """The same texts through the server, one text per request, `clients` requests at a time."""
     from http_load import run_load, start
 
     texts = natural_texts(count)

@@ -1,4 +1,4 @@
-"""Where a CPU step's time goes, and how its size in tokens matters.
+"""Time of a CPU step by operation, and by its number of tokens.
 
     python benchmarks/cpu_profile.py [--quantization int8] [--save]
 
@@ -40,7 +40,7 @@ def plans_of(engine: Engine, texts: list[str], tokens: int) -> list[PoolPlan]:
 
 
 def by_size(engine: Engine, runner: ModelRunner, texts: list[str], rounds: int) -> list[str]:
-    """Tokens a second for each step size, sizes taken in turn."""
+    """Tokens a second for each step size, measured in turn."""
     plans = {size: plans_of(engine, texts, size) for size in SIZES}
     rates: dict[int, list[float]] = {size: [] for size in SIZES}
     for _ in range(rounds):

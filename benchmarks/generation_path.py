@@ -1,9 +1,9 @@
-"""The way of generated tokens around the model: what each stage costs for a step of many rows.
+"""The cost of generation around the model: each stage, for a step of many sequences.
 
-No socket and no model first: engine and API process are driven in one thread, with the messages that would
-cross the wire between them, and the load client reads what the API wrote. CPU time, means over the steps.
+First without sockets and without a model: engine and API process run in one thread and exchange the messages
+that would cross the wire, and the load client reads what the API wrote. CPU time, means over the steps.
 
-Then from end to end through HTTP: an engine whose steps take `--step-ms` and compute nothing, API processes,
+Then end to end over HTTP: an engine whose steps take `--step-ms` and compute nothing, API processes,
 and `penstock bench serve` as the client, with the CPU time of all three.
 
 python benchmarks/generation_path.py FOLDER [--step-ms 10] [--save FILE.json] [--against FILE.json]
@@ -60,7 +60,7 @@ PROMPT = 2  # tokens
 
 
 class WordRunner:
-    """Samples at once, or after `step_s`, words of a vocabulary in turn."""
+    """Samples the words of a vocabulary in turn, at once or after `step_s`."""
 
     def __init__(self, words: np.ndarray, step_s: float = 0.0) -> None:
         self.words = words
@@ -99,7 +99,7 @@ class WordRunner:
 
 
 def words_of(folder: str) -> np.ndarray:
-    """Tokens that are text by themselves, as most of a written text's are."""
+    """Tokens that are complete text by themselves, as most tokens are."""
     tokenizer = Tokenizer(Path(folder))
     drawn = np.random.default_rng(0).integers(256, min(tokenizer.vocab_size, 30_000), 4096)
     fine = [
@@ -111,7 +111,7 @@ def words_of(folder: str) -> np.ndarray:
 
 
 class Wire:
-    """A socket's two ends without a socket: what is sent is kept until it is read."""
+    """Replaces both ends of a socket: keeps what is sent until it is read."""
 
     def __init__(self) -> None:
         self.sent: deque[list[Any]] = deque()
@@ -179,7 +179,7 @@ def make_app(config: EngineConfig, client: EngineClient) -> Any:
 
 
 async def post(app: Any, path: str, body: bytes, chunks: list[bytes]) -> None:
-    """One request as uvicorn would hand it over."""
+    """One request, as uvicorn passes it to the application."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
     read, gone = False, asyncio.Event()
@@ -202,7 +202,7 @@ async def post(app: Any, path: str, body: bytes, chunks: list[bytes]) -> None:
 
 
 async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
-    """Microseconds a step of `rows` rows, by stage."""
+    """Microseconds per step of `rows` sequences, by stage."""
     config = engine_config(folder, rows, tokens)
     spent, metrics = Spent(), EngineMetrics("bench")
     server = EngineServer("inproc://unused")
@@ -221,7 +221,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     streams: list[list[bytes]] = [[] for _ in range(rows)]
     tasks = [asyncio.create_task(post(app, "/v1/completions", raw, chunks)) for chunks in streams]
     taken = 0
-    while taken < rows:  # all begin with one step
+    while taken < rows:  # the first step starts all of them
         await asyncio.sleep(0.001)
         while up.sent:
             header, frame = up.sent.popleft()
@@ -268,7 +268,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
 
 
 def engine_process() -> None:
-    """An engine of its own for the end-to-end part; its launch order and step time come on standard input."""
+    """An engine process for the end-to-end part; reads its launch order and step time from standard input."""
     order = json.loads(sys.stdin.buffer.read())
     launch = msgspec.convert(order["launch"], EngineLaunch)
     server, metrics = EngineServer(launch.address), EngineMetrics("bench")
@@ -281,7 +281,7 @@ def engine_process() -> None:
 def served(
     folder: str, rows: int, tokens: int, step_s: float, apis: int
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """Engine and API processes on a free port; yields it and their process numbers."""
+    """Start engine and API processes on a free port; yield the port and their process ids."""
     config = engine_config(folder, rows, tokens)
     spec, port = describe(config), free_port()
     listener = socket.create_server(("127.0.0.1", port), backlog=1024)
@@ -353,7 +353,7 @@ def end_to_end(
             raise SystemExit(done.stdout + done.stderr)
         found: dict[str, Any] = json.loads((Path(work) / "result.json").read_text())
         after = {name: cpu_s(pid) for name, pid in pids.items()}
-    made = found["total_output_tokens"] + tokens  # one request is tried before
+    made = found["total_output_tokens"] + tokens  # includes the trial request
     assert found["total_output_tokens"] == rows * tokens, found["total_output_tokens"]
     each = {name: (after[name] - before[name]) / made * 1e6 for name in pids}
     return {

@@ -24,7 +24,7 @@ class Running:
 
 @contextmanager
 def start(flags: list[str]) -> Iterator[Running]:
-    """`penstock serve` on a free loopback port, ready; ended by SIGTERM."""
+    """Start `penstock serve` on a free loopback port, wait until it is ready, stop it with SIGTERM."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--log-level", "warning", *flags]
@@ -60,7 +60,7 @@ def is_ready(port: int) -> bool:
 
 
 def run_load(port: int, texts: list[str], clients: int) -> float:
-    """Seconds until every text has been answered, one text a request, `clients` at a time."""
+    """Seconds until every text has been answered, one text per request, `clients` requests at a time."""
     bodies = [json.dumps({"input": text, "truncate_prompt_tokens": -1}).encode() for text in texts]
     return asyncio.run(_load(port, bodies, clients))
 

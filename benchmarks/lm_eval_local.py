@@ -1,12 +1,13 @@
-"""`lm_eval` against a running server, and the same items with transformers: the same figures, item by item.
+"""Compares `lm_eval` on a server with `lm_eval` on transformers, item by item.
 
     python benchmarks/lm_eval_local.py MODEL [--save]
 
-MODEL is the folder of a model that generates. A server is started on loopback; `lm_eval` asks it by way of
-`local-completions` (every kind of request that it has: multiple choice, log-likelihoods, rolling ones, and
-texts up to a stop string) and of `local-chat-completions`, and then runs the model itself (`hf`) for both.
-Tasks and items are in benchmarks/lm_eval_tasks. Ends with 1 where a log-likelihood differs by more than 1e-3
-or a text differs at all.
+MODEL is the folder of a model that generates. The script starts a server on loopback. `lm_eval` uses it
+through `local-completions` (with every kind of request: multiple choice, log-likelihoods, rolling
+log-likelihoods and texts up to a stop string) and through `local-chat-completions`, and then runs the model
+itself (`hf`) for both.
+Tasks and items are in benchmarks/lm_eval_tasks. Exit code 1 if a log-likelihood differs by more than 1e-3 or
+a text differs.
 
 Needs: pip install 'lm_eval[api,hf]'
 """
@@ -41,14 +42,14 @@ Samples = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Run:
-    """What one call of lm_eval found: figures and items by task."""
+    """The result of one call of lm_eval: figures and items by task."""
 
     figures: dict[str, dict[str, float]]
     samples: Samples
 
 
 def evaluate(model: str, arguments: dict[str, Any], tasks: tuple[str, ...], *flags: str) -> Run:
-    """Runs the command; its tasks name their items relative to their folder."""
+    """Run lm_eval in the folder of the tasks, whose item files have relative paths."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "lm_eval", "--model", model, "--tasks", ",".join(tasks)]
         command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
@@ -78,7 +79,7 @@ def _read(folder: Path) -> Run:
 
 
 def likelihoods(item: dict[str, Any]) -> list[float]:
-    """Of every text that was scored for an item."""
+    """Log-likelihoods of every text that was scored for an item."""
     return [float(answer[0] if isinstance(answer, list) else answer) for (answer,) in item["resps"]]
 
 
@@ -87,7 +88,7 @@ def greedy(item: dict[str, Any]) -> list[str]:
 
 
 def difference(ours: Run, theirs: Run, task: str) -> tuple[int, float, int]:
-    """Texts scored, the largest difference of a log-likelihood, and how often `is_greedy` differs."""
+    """Number of texts, largest difference of a log-likelihood, and number of differences in `is_greedy`."""
     pairs = list(zip(ours.samples[task], theirs.samples[task], strict=True))
     values = [abs(a - b) for x, y in pairs for a, b in zip(likelihoods(x), likelihoods(y), strict=True)]
     return len(values), max(values), sum(greedy(x) != greedy(y) for x, y in pairs)

@@ -1,4 +1,4 @@
-"""Greedy texts of every family that generates against transformers: a part of benchmarks/parity_table.py."""
+"""Compares greedy texts of every generating family with transformers; part of benchmarks/parity_table.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock import Engine, SamplingParams
 from tests.generation.families import FAMILIES, TOKENS, prompts, reference, write
 from tests.parity.texts import natural_texts
 
-BAR = 1e-3  # of log probabilities
+BAR = 1e-3  # maximum difference of log probabilities
 HEAD = (
     "model",
     "rows",
@@ -42,7 +42,7 @@ class Row:
     rows: int
     tokens: int
     agreeing: int
-    difference: float  # largest one of a log probability
+    difference: float  # largest difference of a log probability
 
     @property
     def passed(self) -> bool:
@@ -66,7 +66,7 @@ def measured(name: str, folder: Path, model: Any, rows: list[list[int]]) -> Row:
 
 
 def generation(models: Path | None) -> Iterator[Row]:
-    """Seeded checkpoints of all families, and real weights where they are."""
+    """Seeded checkpoints of all families, and real weights if they are present."""
     for name in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             written = write(name, Path(folder))

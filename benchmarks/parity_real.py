@@ -1,4 +1,4 @@
-"""Real models against sentence-transformers: the same vectors, and the same quality to four digits.
+"""Compares real models with sentence-transformers: vectors, and quality to four digits.
 
     python benchmarks/parity_real.py MINILM MPNET BGE_SMALL --sts sts-dev.csv \\
         --scifact SCIFACT --scifact-for minilm
@@ -7,7 +7,7 @@ MINILM … are model folders. For each: cosine and largest difference over natur
 a text alone against the same text in a batch, the batch in another order; Spearman on STS-B; nDCG@10 on
 BEIR SciFact. Results go to benchmarks/results/parity_real.{json,md}.
 
-Needs: pip install 'penstock[bench]'
+Needs: pip install -e '.[bench]'
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGES = ("torch", "sentence-transformers", "transformers", "tokenizers", "num
 
 @dataclass
 class Row:
-    """What was found for one model; quality is (sentence-transformers, Penstock)."""
+    """Result of one model; quality is (sentence-transformers, Penstock)."""
 
     model: str
     texts: int
@@ -100,7 +100,7 @@ def read_jsonl(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def scifact_ndcg(folder: Path, embed: Embed, cut: int = 10) -> float:
-    """Mean nDCG over the judged queries, documents as title and text, by cosine."""
+    """Mean nDCG over the queries with judgements, documents as title and text, by cosine."""
     documents = {doc["_id"]: f"{doc['title']} {doc['text']}".strip() for doc in read_jsonl(folder, "corpus")}
     queries = {query["_id"]: query["text"] for query in read_jsonl(folder, "queries")}
     judged: dict[str, dict[str, int]] = {}

@@ -1,14 +1,12 @@
-"""Every family and task against its reference library, in fp32 and bf16, as one table; and what generates, as
-another.
+"""Compares every family and task with its reference library, in fp32 and bf16, and every generating family.
 
     python benchmarks/parity_table.py [--only PATTERN] [--models DIR] [--save]
 
-Checkpoints with seeded random weights are written to disk by transformers and read by both. DIR holds folders
-of real weights (minilm, mpnet, bge-small, question-tiny, reranker-mini, smollm2); those that are absent are
-skipped by name. `--only` leaves out generation. Exit code 1 if a row misses its bar. `--save` writes
-docs/parity.md.
+transformers writes checkpoints with seeded random weights, and both libraries read them. DIR holds folders of
+real weights (minilm, mpnet, bge-small, question-tiny, reranker-mini, smollm2); missing ones are skipped and
+named. `--only` leaves out generation. Exit code 1 if a row misses its bar. `--save` writes docs/parity.md.
 
-Needs: pip install 'penstock[bench]'
+Needs: pip install -e '.[bench]'
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ MET, AS_WORST, AS_ALL, MISSED = VERDICTS = ("yes", "as the reference", "as the r
 PACKAGES = ("torch", "transformers", "sentence-transformers", "tokenizers", "numpy")
 EMBEDDERS = ("minilm", "mpnet", "bge-small")
 CLASSIFIERS = ("question-tiny", "reranker-mini")
-LONGEST = 128  # tokens of a row of real text
+MAX_TOKENS = 128  # of a row of real text
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def measure(subject: Subject) -> Row:
 
 
 def judged(fp32: float, bf16: float, reference_bf16: float, ratio: float) -> str:
-    """Which bar a comparison meets.
+    """The bar of a comparison.
 
     Below the bar in bf16 the reference's own bf16 decides: by its worst row or, since which of two
     roundings hits a vector near nought harder is chance, over all rows.
@@ -151,7 +149,7 @@ def ours(question: Question, task: Task, expected: Vectors, dtype: str) -> Vecto
 
 
 def rounded(model: nn.Module) -> nn.Module:
-    """The parameters in bf16, as `from_pretrained` loads them; tables of angles stay as they are."""
+    """Cast parameters to bf16, as `from_pretrained` does; rotary tables keep their type."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return model
@@ -184,11 +182,11 @@ def _ask_real(folder: Path, name: str, task: Task, _: Path) -> Question:
     texts = [text for text in natural_texts(160) if text.strip()][-100:]
     if name in EMBEDDERS and task is Task.EMBED:
         reference = SentenceTransformer(str(folder), device="cpu")
-        reference.max_seq_length = LONGEST
-        rows = [reference.tokenizer(t, truncation=True, max_length=LONGEST)["input_ids"] for t in texts]
+        reference.max_seq_length = MAX_TOKENS
+        rows = [reference.tokenizer(t, truncation=True, max_length=MAX_TOKENS)["input_ids"] for t in texts]
         return Question(folder, reference, rows, partial(encoded, texts))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    cut = {"truncation": True, "max_length": LONGEST}
+    cut = {"truncation": True, "max_length": MAX_TOKENS}
     if name in CLASSIFIERS:
         pairs = [tokenizer(a, b, **cut) for a, b in zip(texts, texts[1:] + texts[:1], strict=True)]
         rows, segments = ([pair[key] for pair in pairs] for key in ("input_ids", "token_type_ids"))

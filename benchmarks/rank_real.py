@@ -1,14 +1,14 @@
-"""Rankings with real weights against the reference libraries: the same nDCG@10 to three digits.
+"""Compares rankings with real weights with the reference libraries: nDCG@10 to three digits.
 
     python benchmarks/rank_real.py DL19 --cross RERANKER_MINI --bi MINILM
 
-DL19 is a folder in BEIR's layout (corpus, queries, qrels); each judged query ranks its 100 best passages by
-BM25, or those that were judged for it. RERANKER_MINI reads `Query: …` and `Sentence: …` as one text and
-scores by the difference of its two labels, with transformers as the reference; MINILM compares vectors,
-with sentence-transformers as the reference. `--vectors` compares Penstock's vectors in NumPy instead of in
+DL19 is a folder in BEIR's layout (corpus, queries, qrels); each query with judgements ranks its 100 best
+passages by BM25, or the passages that have a judgement. RERANKER_MINI reads `Query: …` and `Sentence: …` as
+one text and scores by the difference of its two labels, with transformers as the reference. MINILM compares
+vectors, with sentence-transformers as the reference. `--vectors` compares Penstock's vectors in NumPy instead of in
 the engine. Results go to benchmarks/results/rank_real.md.
 
-Needs: pip install 'penstock[bench]'
+Needs: pip install -e '.[bench]'
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Row:
     model: str
     reference: str
     pairs: int
-    difference: float  # largest, of a score
+    difference: float  # largest difference of a score
     ndcg: tuple[float, float]  # of the reference and of Penstock
 
     @property
@@ -54,7 +54,7 @@ class Row:
 
 
 class Ranker:
-    """The candidates of each query, in the order that scores give them."""
+    """The candidates of each query, sorted by score."""
 
     def __init__(self, folder: Path, queries: int | None, kind: str) -> None:
         data = read_beir(str(folder))

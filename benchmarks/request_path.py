@@ -1,9 +1,9 @@
-"""The request path around the model: what each stage costs for a request of one row, in microseconds.
+"""The cost of the request path around the model: each stage, for a request of one row, in microseconds.
 
-No socket and no model: the engine's side is fed in process and runs on the null runner, the API's side is
-called as an ASGI application whose engine answers at once. CPU time, medians over many turns.
+There is no socket and no model: the engine runs in this process on the null runner, and the API is called as
+an ASGI application whose engine answers at once. CPU time, medians over many requests.
 
-Last, a real server on the null device, with the CPU time of its processes.
+The last part runs a real server on the null device and measures the CPU time of its processes.
 
 python benchmarks/request_path.py [--save FILE.json] [--against FILE.json]
 """
@@ -64,7 +64,7 @@ def requests_of(count: int, rng: np.random.Generator, turn: int) -> list[Request
 
 
 def engine_stages(count: int, turns: int) -> dict[str, float]:
-    """Microseconds a request of each stage, and of the whole turn as the engine's loop makes it."""
+    """Microseconds per request of each stage, and of a whole turn of the engine's loop."""
     rng = np.random.default_rng(0)
     metrics = EngineMetrics("bench")
     core = EngineCore(NullRunner({Task.EMBED: WIDTH}), Scheduler(BUDGET), observe=metrics.step)
@@ -110,7 +110,7 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
 
 
 class NullClient:
-    """Answers at once, by way of the same messages that cross the wire."""
+    """Answers at once, through the messages that cross the wire."""
 
     ready: Any = object()
 
@@ -144,7 +144,7 @@ def make_app(client: NullClient) -> Any:
 
 
 async def post(app: Any, path: str, body: bytes) -> int:
-    """One request as uvicorn would hand it over; how many bytes came back."""
+    """Send one request as uvicorn does; return the number of bytes in the response."""
     scope = {
         "type": "http",
         "method": "POST",
@@ -191,7 +191,7 @@ async def api_load(app: Any, bodies: list[bytes], concurrent: int) -> float:
 
 
 def api_stages(rounds: int) -> Figures:
-    """CPU of an API process for a request of one row, all but the HTTP parser and the socket."""
+    """CPU time of an API process for a request of one row, without HTTP parser and socket."""
     import uvloop
 
     rng = np.random.default_rng(0)
@@ -219,7 +219,7 @@ def api_stages(rounds: int) -> Figures:
 
 
 def client_stages(turns: int) -> Figures:
-    """The API's side of the wire: requests packed, answers unpacked."""
+    """The API's side of the wire: packs requests and unpacks results."""
     rng = np.random.default_rng(0)
     out: Figures = {}
     for count in SIZES:
@@ -241,8 +241,10 @@ def client_stages(turns: int) -> Figures:
 
 
 def big_answer(rounds: int) -> Figures:
-    """Token vectors of 16 texts, about 22 MB of base64: milliseconds from answer to the last part, and the
-    longest time for which the event loop could do nothing else."""
+    """Token vectors of 16 texts, about 22 MB of base64.
+
+    Milliseconds from the result to the last part, and the longest time that the event loop was blocked.
+    """
     import uvloop
 
     text = "retrieval benchmark sentence " * 80
@@ -289,7 +291,7 @@ def big_answer(rounds: int) -> Figures:
 
 
 def served(count: int) -> Figures:
-    """A real server on the null device: CPU of its two processes for each request, sockets and all."""
+    """A real server on the null device: CPU time of its processes per request, sockets included."""
     from http_load import run_load, start
 
     rng = np.random.default_rng(0)

@@ -1,9 +1,9 @@
-"""S2: token vectors of 16 texts a request, four clients in a loop, as base64.
+"""Scenario S2: token vectors of 16 texts per request as base64, from four clients.
 
 python benchmarks/scenario_s2.py --base-url http://127.0.0.1:9256 --model NAME [--seconds 120] [--different]
 
-All clients post the same body, as the scenario says, so rows in flight together are computed once; with
---different no two requests have a text in common.
+All clients post the same body, as the scenario demands, so identical rows in flight are computed once. With
+--different no two requests share a text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def client(
     samples: list[tuple[float, int, int]],
     errors: list[str],
 ) -> None:
-    """Open a connection, post the body, read the answer whole; again until the time is up."""
+    """Open a connection, post the body, read the whole response; repeat until the time is up."""
     address = urlsplit(base_url)
     while time.perf_counter() < until:
         body = next(bodies)

@@ -1,12 +1,12 @@
-"""Mixed load for minutes; fails if a process of the server, or its device, keeps more and more memory.
+"""Runs a mixed load for minutes; fails if the memory of a server process or of the device keeps growing.
 
     python benchmarks/soak.py --seconds 300 --model FOLDER --serve-flags "--load-format dummy"
     python benchmarks/soak.py --seconds 300 --base-url http://127.0.0.1:8000 --pid PID
 
-The first form starts a server on loopback and ends it; the second takes one that runs, by its `penstock
-serve` process. Whatever the model answers is asked, side by side: embeddings, token vectors, classes,
-rankings, and continuations, streamed or not; short and long texts, one and many, both encodings, refused
-bodies and clients that leave.
+The first form starts a server on loopback and stops it. The second measures a running server, by the id of
+its `penstock serve` process. The load mixes everything that the model supports: embeddings, token vectors,
+classes, rankings and completions, streamed or not; short and long texts, one and many, both encodings,
+invalid bodies and clients that disconnect.
 Exit code 1: memory grew by more than the bound after the warm-up, a request failed, or a process was lost.
 """
 
@@ -72,7 +72,7 @@ KINDS = ("embed", "tokens", "classify", "rerank", "generate")
 
 
 def offered(url: str, model: str) -> list[str]:
-    """What the server answers: nobody has to say what the model is for."""
+    """The kinds of requests that the server supports, found by trying them."""
     draw, found = random.Random(0), []
     for kind in KINDS:
         _, path, fields = request_of(draw, kind, 16)
@@ -84,7 +84,7 @@ def offered(url: str, model: str) -> list[str]:
 def client(
     url: str, model: str, kinds: list[str], longest: int, seed: int, stop: Event, counts: Counter[str]
 ) -> None:
-    """Requests one after another; now and then it leaves before the answer, or asks for nonsense."""
+    """Send requests one after another; sometimes disconnect early, or send an invalid request."""
     draw, address = random.Random(seed), urlsplit(url)
     connection = HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=120)
     headers = {"Content-Type": "application/json"}
@@ -112,7 +112,7 @@ def client(
 
 
 def right(kind: str, content: bytes, fields: dict[str, Any]) -> bool:
-    """Whether an answer has what was asked for, in finite numbers."""
+    """Whether a response is complete and its numbers are finite."""
     if kind == "generate":
         return b"[DONE]" in content if fields["stream"] else len(json.loads(content)["choices"]) == 1
     if kind == "rerank":
@@ -153,7 +153,7 @@ def load_process(
 
 
 def processes(pid: int) -> Iterator[tuple[int, str]]:
-    """(pid, module) of a process and all that it started."""
+    """(pid, module) of a process and its descendants."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         yield pid, words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
@@ -170,7 +170,7 @@ def resident_mib(pid: int) -> float:
 
 
 def device_mib() -> float | None:
-    """Memory in use on the first device, by whoever; None where there is none."""
+    """Memory in use on the first device by all processes; None without a device."""
     with contextlib.suppress(Exception):
         import pynvml
 
@@ -184,7 +184,7 @@ def device_mib() -> float | None:
 
 
 def graphs_of(url: str) -> float:
-    """CUDA graphs that the engine has captured: they come with use, up to a limit, and take memory."""
+    """Number of CUDA graphs that the engine has captured. They take memory."""
     lines = ask(url, "GET", "/metrics")[1].decode(errors="replace").splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("penstock_graphs{"))
 
@@ -233,7 +233,7 @@ def await_ready(url: str, server: subprocess.Popen[bytes] | None, patience_s: fl
 
 
 def report(samples: list[tuple[float, dict[str, float]]], options: argparse.Namespace) -> list[str]:
-    """A line for each process, and the complaints. Memory is a median over a tenth of the time."""
+    """A line for each process, and the problems found. Memory is a median over a tenth of the time."""
     complaints: list[str] = []
     after = [found for at, found in samples if at >= options.warm_up]
     size = max(3, len(after) // 10)
@@ -264,7 +264,7 @@ def report(samples: list[tuple[float, dict[str, float]]], options: argparse.Name
 
 
 def _curve(samples: list[tuple[float, dict[str, float]]]) -> None:
-    """How the engine and the device went, a point every half minute."""
+    """Memory of the engine and the device over time, a point every half minute."""
     names = [name for name in samples[0][1] if name in (GRAPHS, DEVICE) or "engine" in name]
     points = [found for number, (_, found) in enumerate(samples) if number % max(1, len(samples) // 10) == 0]
     print()

@@ -1,4 +1,4 @@
-"""Natural English paragraphs of mixed length that every Python installation carries."""
+"""Natural English paragraphs of mixed length, from the documentation in every Python installation."""
 
 from __future__ import annotations
 

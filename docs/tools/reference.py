@@ -212,7 +212,7 @@ def cli() -> str:
 
 
 def _command(command: Any, path: str) -> str:
-    text = inspect.cleandoc(command.help or "").replace("\f", "")
+    text = _with_examples(inspect.cleandoc(command.help or "").replace("\f", "").replace("\b", ""))
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join([path, *(_argument(each) for each in arguments), "[OPTIONS]"])
     parts = [f"## `{path}`\n\n{text}\n\n```text\n{usage}\n```\n"]
@@ -224,9 +224,17 @@ def _command(command: Any, path: str) -> str:
         if each.param_type_name == "option" and not each.hidden:
             panels.setdefault(getattr(each, "rich_help_panel", None) or "Options", []).append(each)
     for panel, options in panels.items():
-        rows = [(_flag(each), _value(each), _flag_default(each), each.help or "") for each in options]
+        rows = [(_flag(each), _value(each), _flag_default(each), _help(each)) for each in options]
         parts.append(f"**{panel}**\n\n" + table(("flag", "value", "default", "meaning"), rows))
     return "\n".join(parts)
+
+
+def _with_examples(text: str) -> str:
+    """The help of a command, with its indented examples as a block."""
+    before, mark, examples = text.partition("Examples:\n")
+    if not mark:
+        return text
+    return f"{before.strip()}\n\n```bash\n{inspect.cleandoc(examples)}\n```"
 
 
 def _argument(each: Any) -> str:
@@ -240,6 +248,10 @@ def _flag(each: Any) -> str:
     return names + (
         ", " + ", ".join(_code(name) for name in each.secondary_opts) if each.secondary_opts else ""
     )
+
+
+def _help(each: Any) -> str:
+    return (each.help or "") + (f" Environment variable: `{each.envvar}`." if each.envvar else "")
 
 
 def _value(each: Any) -> str:
@@ -270,7 +282,9 @@ def _type_value(hint: Any) -> str:
 
 def _flag_default(each: Any) -> str:
     value = each.default
-    if value is None or value is False or callable(value) or "UNSET" in repr(value).upper():
+    if isinstance(each.show_default, str):
+        return each.show_default  # decided later, in words
+    if value == [] or value is None or value is False or callable(value) or "UNSET" in repr(value).upper():
         return ""
     if value is True:
         return "on"
@@ -281,15 +295,17 @@ def _flag_default(each: Any) -> str:
 
 
 def engine_config() -> str:
+    from penstock.cli.flags import ENGINE_FLAGS, INTERNAL
     from penstock.config import EngineConfig
 
-    return _config(EngineConfig)
+    return _config(EngineConfig, ENGINE_FLAGS, INTERNAL)
 
 
 def server_config() -> str:
+    from penstock.cli.flags import INTERNAL, SERVER_FLAGS
     from penstock.config import ServerConfig
 
-    return _config(ServerConfig)
+    return _config(ServerConfig, SERVER_FLAGS, INTERNAL)
 
 
 def pooler_config() -> str:
@@ -298,38 +314,19 @@ def pooler_config() -> str:
     return _record(PoolerConfig)
 
 
-def _config(cls: type) -> str:
-    flags = _serve_flags()
-    rows = [
-        (
-            _code(each.name),
-            _code(each.type),
-            _shown_default(each),
-            _code(flags.get(each.name, ("", ""))[0]),
-            flags.get(each.name, ("", ""))[1] or each.comment,
-        )
-        for each in fields_of(cls)
-    ]
+def _config(cls: type, flags: Iterable[Any], without_flag: dict[str, str]) -> str:
+    """The fields with the help of their flags; a field without one has its comment in the source."""
+    by_field = {flag.field: flag for flag in flags}
+    rows = []
+    for each in fields_of(cls):
+        if (flag := by_field.get(each.name)) is None:
+            why = without_flag.get(each.name)
+            text = f"{each.comment} ({why})" if why else each.comment
+            rows.append((_code(each.name), _code(each.type), _shown_default(each), "", text))
+            continue
+        default = flag.default_text or _shown_default(each)
+        rows.append((_code(each.name), _code(each.type), default, _code(flag.name), flag.help))
     return table(("field", "type", "default", "flag of `serve`", "meaning"), rows)
-
-
-_RENAMED = {"max_body_bytes": "max_body_mb", "default_timeout_s": "timeout", "drain_s": "drain"}
-
-
-def _serve_flags() -> dict[str, tuple[str, str]]:
-    """Configuration field: (flag of `penstock serve`, its help)."""
-    import typer
-
-    from penstock.cli.main import app
-
-    root: Any = typer.main.get_command(app)
-    options = {each.name: each for each in root.commands["serve"].params if each.param_type_name == "option"}
-    names = {name: name for name in options} | _RENAMED
-    found = {}
-    for field, parameter in names.items():
-        if parameter in options:
-            found[field] = (options[parameter].opts[0], options[parameter].help or "")
-    return found
 
 
 def metrics() -> str:

@@ -228,19 +228,17 @@ class EngineCore:
         return outcomes
 
     def _collect_result(self, step: InFlightStep, result: StepResult) -> list[Outcome]:
-        plan = step.plan
+        plan, generation = step.plan, self.generation
         self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
         outcomes: list[Outcome] = []
         if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
             outcomes += self.pending.deliver(step, plan, result)
-        elif (
-            self.generation is not None
-            and isinstance(plan, GeneratePlan)
-            and isinstance(result, SampledResult)
-        ):
-            outcomes += self.generation.collect(plan, result)
+        elif isinstance(plan, GeneratePlan) and isinstance(result, SampledResult) and generation is not None:
+            outcomes += generation.collect(plan, result)
             outcomes += self._generation_failures()
+        else:
+            raise TypeError(f"a {type(plan).__name__} cannot give a {type(result).__name__}")
         self.observe(self._stats(step, result))
         return outcomes
 

@@ -23,7 +23,7 @@ from penstock.scheduler.logprobs import Logprobs, PromptLogprobs, split_logprobs
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.sequence import Constraint, SequenceState
 from penstock.scheduler.slots import SlotTable
-from penstock.scheduler.steps import StepRows, generation_plan
+from penstock.scheduler.steps import SamplerChanges, SequenceMemory, StepRows, generation_plan
 from penstock.scheduler.suspects import MayRun, SuspectRequests
 from penstock.types import (
     DecodedTokens,
@@ -216,23 +216,22 @@ class GenerationScheduler:
 
     def _plan(self, slots: Ints, counts: Ints) -> GeneratePlan:
         table = self._slots
-        rows = StepRows(slots, table.num_computed[slots], counts, table.epoch[slots], table.visit[slots])
-        prompt_ends, max_logprobs = self._prompt_logprobs.requested(slots)
+        begins, prompts = table.num_computed[slots], self._prompt_logprobs.requested(slots)
         samples = table.schedule(slots, counts)
-        return generation_plan(
-            rows,
-            samples,
-            known=table.num_known[slots],
-            wants=table.num_logprobs[slots],
-            tokens=table.token_ids,
-            tables=table.block_tables,
-            block_size=self.pool.block_size,
-            leaves=table.take_leaves(),
-            joins=table.take_joins(),
-            masks=self._masks(slots[samples & table.is_constrained[slots]]),
-            prompt_ends=prompt_ends,
-            most=max_logprobs,
+        rows = StepRows(
+            slots=slots,
+            begins=begins,
+            counts=counts,
+            samples=samples,
+            num_known=table.num_known[slots],
+            num_logprobs=table.num_logprobs[slots],
+            epochs=table.epoch[slots],
+            visits=table.visit[slots],
         )
+        memory = SequenceMemory(table.token_ids, table.block_tables, self.pool.block_size)
+        masks = self._masks(slots[samples & table.is_constrained[slots]])
+        changes = SamplerChanges(table.take_leaves(), table.take_joins(), masks)
+        return generation_plan(rows, memory, changes, prompts)
 
     def _masks(self, slots: Ints) -> tuple[tuple[int, Ints], ...]:
         """The tokens that constrained sequences may sample; all tokens before are known."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.scheduler.sequence import SequenceState
 from penstock.scheduler.slots import SlotTable
+from penstock.scheduler.steps import PromptRequest
 from penstock.types import Ints, PromptPlan, SamplePlan, TokenLogprobs
 
 
@@ -36,20 +37,19 @@ class PromptLogprobs:
     def leave(self, sequence: SequenceState) -> None:
         self._num_asking -= sequence.sampling.prompt_logprobs is not None
 
-    def requested(self, slots: Ints) -> tuple[Ints | None, int]:
-        """[rows], the prompt length of sequences that ask and 0 for others, and the most top tokens asked
-        for; None if no sequence asks."""
+    def requested(self, slots: Ints) -> PromptRequest | None:
+        """The prompts among these slots whose log probabilities are still to be computed."""
         if not self._num_asking:
-            return None, 0
+            return None
         asked = []
         for slot in slots.tolist():
             sequence = self._slots[slot]
             top = sequence.sampling.prompt_logprobs if sequence.wants_prompt_logprobs else None
             asked.append(-1 if top is None else top)
         if max(asked) < 0:
-            return None, 0
+            return None
         lengths = np.where(np.array(asked) < 0, 0, self._slots.prompt_length[slots]).astype(np.int32)
-        return lengths, max(asked)
+        return PromptRequest(lengths, max(asked))
 
     def store(self, plan: PromptPlan, sample: SamplePlan, found: TokenLogprobs) -> list[SequenceState]:
         """Store what a step computed, by position: a sequence that started over computes some twice. Returns

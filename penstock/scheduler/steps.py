@@ -1,4 +1,4 @@
-"""From the rows that a lane has chosen to the `GeneratePlan` of a step."""
+"""From the sequences that the generation scheduler has chosen to the `GeneratePlan` of a step."""
 
 from __future__ import annotations
 
@@ -24,176 +24,199 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class StepRows(NamedTuple):
-    """Which tokens of which slots run, [rows] each."""
+    """The rows of a step, [rows] each: which tokens of which sequences run."""
 
     slots: Ints
-    begins: Ints
-    counts: Ints
+    begins: Ints  # the first token of each row
+    counts: Ints  # tokens of each row
+    samples: NDArray[
+        np.bool_
+    ]  # whether the row has the last token of its sequence, so that it samples the next
+    num_known: Ints  # tokens of the sequence that the CPU has read
+    num_logprobs: Ints  # top tokens that the sequence asks for; -1: no log probabilities
     epochs: Ints
     visits: Ints
 
+    def ordered(self, order: NDArray[np.intp]) -> StepRows:
+        return StepRows(
+            self.slots[order],
+            self.begins[order],
+            self.counts[order],
+            self.samples[order],
+            self.num_known[order],
+            self.num_logprobs[order],
+            self.epochs[order],
+            self.visits[order],
+        )
+
+
+class SequenceMemory(NamedTuple):
+    """The tokens and KV cache blocks of all sequences."""
+
+    token_ids: Ints  # [slots, length]
+    block_tables: Ints  # [slots, blocks]
+    block_size: int
+
+
+class SamplerChanges(NamedTuple):
+    """What the sampler has to be told before a step."""
+
+    leaves: tuple[int, ...] = ()
+    joins: tuple[Join, ...] = ()
+    masks: tuple[tuple[int, Ints], ...] = ()
+
+
+class PromptRequest(NamedTuple):
+    """Which rows ask for log probabilities of their prompt."""
+
+    lengths: Ints  # [rows], the prompt length of rows that ask; 0 for others
+    max_logprobs: int  # most top tokens that a row asks for
+
 
 def generation_plan(
-    rows: StepRows,
-    sampled: NDArray[np.bool_],  # [rows], whether a row's last token is in the step
-    *,
-    known: Ints,  # [rows], tokens of each row that the CPU has read
-    wants: Ints,  # [rows], log probabilities; -1: none
-    tokens: Ints,  # [slots, length]
-    tables: Ints,  # [slots, blocks]
-    block_size: int,
-    leaves: tuple[int, ...],
-    joins: tuple[Join, ...],
-    masks: tuple[tuple[int, Ints], ...] = (),
-    prompt_ends: Ints | None = None,  # [rows], tokens of a prompt that is asked about, else 0; None: none is
-    most: int = 0,  # likeliest tokens of prompts that are asked for
+    rows: StepRows, memory: SequenceMemory, changes: SamplerChanges, prompts: PromptRequest | None = None
 ) -> GeneratePlan:
-    """Rows of one token stand first: they read memory block by block, all others as a run of keys."""
-    if prompt_ends is None and len(rows.counts) and int(rows.counts.max()) == 1:
-        return decode_plan(
-            rows,
-            sampled,
-            known=known,
-            wants=wants,
-            tokens=tokens,
-            tables=tables,
-            block_size=block_size,
-            leaves=leaves,
-            joins=joins,
-            masks=masks,
-        )
+    """Rows of one token come first and read their keys by block table; all others read a run of keys."""
+    if prompts is None and len(rows.counts) and int(rows.counts.max()) == 1:
+        return _decode_plan(rows, memory, changes)
     order = np.lexsort((rows.begins, rows.counts))
-    slots, begins, counts, epochs, visits = (column[order] for column in rows)
-    known, sampled = known[order], sampled[order]
+    rows = rows.ordered(order)
+    slots, begins, counts = rows.slots, rows.begins, rows.counts
     cu_lengths = cumulative(counts)
     positions = runs(begins, counts)
-    slot_of = np.repeat(slots, counts)
-    fed = np.flatnonzero(positions >= np.repeat(known, counts)).astype(np.int32)
-    chosen = np.flatnonzero(sampled).astype(np.int32)
-    paged = int(np.searchsorted(counts, 1, side="right"))
-    sample = SamplePlan(
-        slots=slots,
-        epochs=epochs,
-        visits=visits,
-        ends=begins + counts,
-        sampled_rows=chosen,
-        sampled_tokens=cu_lengths[1:][chosen] - 1,
-        sampled_slots=slots[chosen],
-        num_logprobs=wants[order][chosen],
-        fed_tokens=fed,
-        fed_slots=slot_of[fed],
-        leaves=leaves,
-        joins=joins,
-        masks=masks,
-        prompts=None
-        if prompt_ends is None
-        else _prompt_plan(slots, begins, counts, cu_lengths, prompt_ends[order], tokens, most),
-    )
-    own = tables[slots, : -(-int((begins + counts).max()) // block_size)]
+    slot_of_token = np.repeat(slots, counts)
+    fed = np.flatnonzero(positions >= np.repeat(rows.num_known, counts)).astype(np.int32)
+    sampled = np.flatnonzero(rows.samples).astype(np.int32)
+    num_paged = int(np.searchsorted(counts, 1, side="right"))
+    tables = memory.block_tables[slots, : -(-int((begins + counts).max()) // memory.block_size)]
+    prompt_plan = None
+    if prompts is not None:
+        ordered = PromptRequest(prompts.lengths[order], prompts.max_logprobs)
+        prompt_plan = _prompt_plan(rows, cu_lengths, memory.token_ids, ordered)
     return GeneratePlan(
-        token_ids=tokens[slot_of, np.minimum(positions, tokens.shape[1] - 1)],
+        token_ids=_known_ids(memory.token_ids, slot_of_token, positions),
         positions=positions,
         cu_lengths=cu_lengths,
         lengths=counts,
-        groups=_groups(begins, counts, cu_lengths, paged),
-        kv=_kv_plan(own, begins, counts, positions, paged, block_size),
-        paged=_paged_plan(own, begins, paged, block_size),
-        sample=sample,
+        groups=_groups(begins, counts, cu_lengths, num_paged),
+        kv=_kv_plan(tables, rows, positions, num_paged, memory.block_size),
+        paged=_paged_plan(tables, begins, num_paged, memory.block_size),
+        sample=SamplePlan(
+            slots=slots,
+            epochs=rows.epochs,
+            visits=rows.visits,
+            ends=begins + counts,
+            sampled_rows=sampled,
+            sampled_tokens=cu_lengths[1:][sampled] - 1,
+            sampled_slots=slots[sampled],
+            num_logprobs=rows.num_logprobs[sampled],
+            fed_tokens=fed,
+            fed_slots=slot_of_token[fed],
+            leaves=changes.leaves,
+            joins=changes.joins,
+            masks=changes.masks,
+            prompts=prompt_plan,
+        ),
     )
 
 
-def decode_plan(
-    rows: StepRows,
-    sampled: NDArray[np.bool_],
-    *,
-    known: Ints,
-    wants: Ints,
-    tokens: Ints,
-    tables: Ints,
-    block_size: int,
-    leaves: tuple[int, ...],
-    joins: tuple[Join, ...],
-    masks: tuple[tuple[int, Ints], ...] = (),
-) -> GeneratePlan:
-    """The same where every row runs one token, as in most steps: no run has to be built."""
+def _decode_plan(rows: StepRows, memory: SequenceMemory, changes: SamplerChanges) -> GeneratePlan:
+    """`generation_plan` for steps in which every row runs one token, as most do: no ragged run is built."""
     order = np.argsort(rows.begins, kind="stable")
-    slots, positions, counts = rows.slots[order], rows.begins[order], rows.counts[order]
-    known, sampled, wants = known[order], sampled[order], wants[order]
-    places = np.arange(len(order) + 1, dtype=np.int32)
-    fed = np.flatnonzero(positions >= known).astype(np.int32)
-    chosen, own_slots = places[:-1], slots
-    if not sampled.all():
-        chosen = np.flatnonzero(sampled).astype(np.int32)
-        own_slots, wants = slots[chosen], wants[chosen]
-    keys = positions + 1
-    width = -(-int(keys[-1]) // block_size)
-    block, within = np.divmod(positions, np.int32(block_size))
-    token_slots = tables[slots, block] * np.int32(block_size) + within
+    rows = rows.ordered(order)
+    slots, positions, size = rows.slots, rows.begins, memory.block_size
+    indices = np.arange(len(order) + 1, dtype=np.int32)
+    fed = np.flatnonzero(positions >= rows.num_known).astype(np.int32)
+    sampled, sampled_slots, num_logprobs = indices[:-1], slots, rows.num_logprobs
+    if not rows.samples.all():
+        sampled = np.flatnonzero(rows.samples).astype(np.int32)
+        sampled_slots, num_logprobs = slots[sampled], num_logprobs[sampled]
+    num_keys = positions + 1
+    max_blocks = -(-int(num_keys[-1]) // size)
+    block, offset = np.divmod(positions, np.int32(size))
+    token_slots = memory.block_tables[slots, block] * np.int32(size) + offset
     return GeneratePlan(
-        token_ids=tokens[slots, np.minimum(positions, tokens.shape[1] - 1)],
+        token_ids=_known_ids(memory.token_ids, slots, positions),
         positions=positions,
-        cu_lengths=places,
-        lengths=counts,
+        cu_lengths=indices,
+        lengths=rows.counts,
         groups=(),
         kv=KVPlan(
-            cu_keys=places,
+            cu_keys=indices,
             max_keys=1,
             new_key_at=_NONE,
             cached_key_at=_NONE,
             read_slots=_NONE,
-            write_tokens=places[:-1],
+            write_tokens=indices[:-1],
             write_slots=token_slots,
             token_slots=token_slots,
         ),
         paged=PagedPlan(
             num_rows=len(slots),
-            max_blocks=width,
-            block_tables=tables[slots, :width].reshape(-1),
-            num_keys=keys,
+            max_blocks=max_blocks,
+            block_tables=memory.block_tables[slots, :max_blocks].reshape(-1),
+            num_keys=num_keys,
         ),
         sample=SamplePlan(
             slots=slots,
-            epochs=rows.epochs[order],
-            visits=rows.visits[order],
-            ends=keys,
-            sampled_rows=chosen,
-            sampled_tokens=chosen,
-            sampled_slots=own_slots,
-            num_logprobs=wants,
+            epochs=rows.epochs,
+            visits=rows.visits,
+            ends=num_keys,
+            sampled_rows=sampled,
+            sampled_tokens=sampled,
+            sampled_slots=sampled_slots,
+            num_logprobs=num_logprobs,
             fed_tokens=fed,
             fed_slots=slots[fed],
-            leaves=leaves,
-            joins=joins,
-            masks=masks,
+            leaves=changes.leaves,
+            joins=changes.joins,
+            masks=changes.masks,
         ),
     )
 
 
+def _known_ids(token_ids: Ints, slots: Ints, positions: Ints) -> Ints:
+    """Token ids as far as the CPU knows them; those that are fed on the device may have any value."""
+    known: Ints = token_ids[slots, np.minimum(positions, token_ids.shape[1] - 1)]
+    return known
+
+
 def _prompt_plan(
-    slots: Ints, begins: Ints, counts: Ints, cu_lengths: Ints, ends: Ints, tokens: Ints, most: int
+    rows: StepRows, cu_lengths: Ints, token_ids: Ints, prompts: PromptRequest
 ) -> PromptPlan | None:
-    """A prompt's last token predicts what is sampled; those before it predict the prompt."""
-    scored = np.clip(ends - 1 - begins, 0, counts)
-    rows = np.flatnonzero(scored).astype(np.int32)
-    if not len(rows):
+    """Every prompt token but the last predicts the next prompt token; the last predicts the sampled one."""
+    num_scored = np.clip(prompts.lengths - 1 - rows.begins, 0, rows.counts)
+    asking = np.flatnonzero(num_scored).astype(np.int32)
+    if not len(asking):
         return None
-    own = scored[rows]
-    following = tokens[np.repeat(slots[rows], own), runs(begins[rows], own) + 1]
-    return PromptPlan(rows, begins[rows], own, runs(cu_lengths[:-1][rows], own), following, most)
+    begins, counts = rows.begins[asking], num_scored[asking]
+    return PromptPlan(
+        rows=asking,
+        begins=begins,
+        counts=counts,
+        tokens=runs(cu_lengths[:-1][asking], counts),
+        next_tokens=token_ids[np.repeat(rows.slots[asking], counts), runs(begins, counts) + 1],
+        max_logprobs=prompts.max_logprobs,
+    )
 
 
-def _groups(begins: Ints, counts: Ints, cu_lengths: Ints, first: int) -> tuple[LengthGroup, ...]:
-    """Those of the rows from `first` on; their keys lie from 0 on in the run of keys."""
-    length, context = counts[first:], begins[first:]
+def _groups(begins: Ints, counts: Ints, cu_lengths: Ints, num_paged: int) -> tuple[LengthGroup, ...]:
+    """Groups of the rows behind the paged ones; the run of keys has only the keys of these rows."""
+    length, num_cached = counts[num_paged:], begins[num_paged:]
     if not len(length):
         return ()
-    changes = (np.diff(length, prepend=-1) != 0) | (np.diff(context, prepend=-1) != 0)
+    changes = (np.diff(length, prepend=-1) != 0) | (np.diff(num_cached, prepend=-1) != 0)
     firsts = np.flatnonzero(changes)
-    keys = cumulative(length + context)
+    cu_keys = cumulative(length + num_cached)
     sizes = np.diff(firsts, append=len(length)).tolist()
     return tuple(
         LengthGroup(
-            first + at, size, int(length[at]), int(cu_lengths[first + at]), int(context[at]), int(keys[at])
+            first_row=num_paged + at,
+            num_rows=size,
+            length=int(length[at]),
+            first_token=int(cu_lengths[num_paged + at]),
+            num_cached=int(num_cached[at]),
+            first_key=int(cu_keys[at]),
         )
         for at, size in zip(firsts.tolist(), sizes, strict=True)
     )
@@ -201,44 +224,42 @@ def _groups(begins: Ints, counts: Ints, cu_lengths: Ints, first: int) -> tuple[L
 
 def _kv_plan(
     tables: Ints,  # [rows, blocks]
-    begins: Ints,
-    counts: Ints,
+    step: StepRows,
     positions: Ints,
-    paged: int,
-    size: int,
+    num_paged: int,
+    block_size: int,
 ) -> KVPlan:
-    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    def cache_slots(rows: Ints, positions: Ints) -> Ints:
+        return tables[rows, positions // block_size] * block_size + positions % block_size
 
-    def slots(rows: Ints, places: Ints) -> Ints:
-        return tables[rows, places // size] * size + places % size
-
-    token_slots = slots(rows, positions)
-
-    length, context = counts[paged:], begins[paged:]
-    # A row that reads blocks counts its own key alone, so that what others remember begins where they expect.
-    keys = np.concatenate([np.ones(paged, dtype=np.int32), length + context])
-    cu_keys = cumulative(keys)
-    first = cu_keys[paged:-1] - paged
-    old = runs(np.zeros_like(context), context)
-    old_rows = np.repeat(np.arange(paged, len(counts), dtype=np.int32), context)
+    num_rows = len(step.counts)
+    row_of_token = np.repeat(np.arange(num_rows, dtype=np.int32), step.counts)
+    token_slots = cache_slots(row_of_token, positions)
+    length, num_cached = step.counts[num_paged:], step.begins[num_paged:]
+    # A paged row counts only its own key: `cu_keys` less `num_paged` points into the run of the other rows.
+    num_keys = np.concatenate([np.ones(num_paged, dtype=np.int32), length + num_cached])
+    cu_keys = cumulative(num_keys)
+    first_key = cu_keys[num_paged:-1] - num_paged
+    cached_positions = runs(np.zeros_like(num_cached), num_cached)
+    row_of_cached = np.repeat(np.arange(num_paged, num_rows, dtype=np.int32), num_cached)
     return KVPlan(
         cu_keys=cu_keys,
-        max_keys=int(keys.max(initial=0)),
-        new_key_at=runs(first + context, length),
-        cached_key_at=runs(first, context),
-        read_slots=slots(old_rows, old),
-        write_tokens=np.arange(len(rows), dtype=np.int32),
+        max_keys=int(num_keys.max(initial=0)),
+        new_key_at=runs(first_key + num_cached, length),
+        cached_key_at=runs(first_key, num_cached),
+        read_slots=cache_slots(row_of_cached, cached_positions),
+        write_tokens=np.arange(len(row_of_token), dtype=np.int32),
         write_slots=token_slots,
         token_slots=token_slots,
     )
 
 
-def _paged_plan(tables: Ints, begins: Ints, rows: int, size: int) -> PagedPlan:
-    longest = int(begins[:rows].max(initial=0)) + 1
-    width = -(-longest // size)
+def _paged_plan(tables: Ints, begins: Ints, num_rows: int, block_size: int) -> PagedPlan:
+    longest = int(begins[:num_rows].max(initial=0)) + 1
+    max_blocks = -(-longest // block_size)
     return PagedPlan(
-        num_rows=rows,
-        max_blocks=width,
-        block_tables=np.ascontiguousarray(tables[:rows, :width]).reshape(-1),
-        num_keys=begins[:rows] + 1,
+        num_rows=num_rows,
+        max_blocks=max_blocks,
+        block_tables=np.ascontiguousarray(tables[:num_rows, :max_blocks]).reshape(-1),
+        num_keys=begins[:num_rows] + 1,
     )

@@ -38,7 +38,9 @@ def no_conversion(*_: object, **__: object) -> None:
     raise AssertionError("converted again")
 
 
-def test_a_tokenizer_json_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_tokenizer_json_is_used_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(convert, "_convert", no_conversion)
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "vocab.txt").write_text("a")
@@ -46,7 +48,7 @@ def test_a_tokenizer_json_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.
 
 
 @needs_transformers
-def test_a_vocabulary_is_converted_once_kept_and_gives_the_same_tokens(
+def test_a_vocabulary_is_converted_once_and_gives_the_same_tokens(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = vocabulary_folder(tmp_path / "model", do_lower_case=True)
@@ -65,14 +67,14 @@ def test_a_vocabulary_is_converted_once_kept_and_gives_the_same_tokens(
 
 
 @needs_transformers
-def test_equal_vocabularies_with_different_settings_are_kept_apart(tmp_path: Path) -> None:
+def test_equal_vocabularies_with_different_settings_are_cached_separately(tmp_path: Path) -> None:
     uncased = Tokenizer(vocabulary_folder(tmp_path / "uncased", do_lower_case=True))
     cased = Tokenizer(vocabulary_folder(tmp_path / "cased", do_lower_case=False))
     assert uncased.encode(["Water"])[0].tolist() == wordpiece_tokenizer(True).encode("Water").ids
     assert cased.encode(["Water"])[0].tolist() == wordpiece_tokenizer(False).encode("Water").ids
 
 
-def test_a_folder_without_any_vocabulary_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"no tokenizer\.json and no vocabulary"):
         tokenizer_file(tmp_path)
 
@@ -86,9 +88,7 @@ def test_without_transformers_the_error_says_what_to_install(
 
 
 @needs_transformers
-def test_a_vocabulary_that_can_not_be_converted_says_why_and_leaves_nothing_behind(
-    tmp_path: Path, own_cache: Path
-) -> None:
+def test_a_failed_conversion_gives_the_reason_and_leaves_no_file(tmp_path: Path, own_cache: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(b"not a sentencepiece model")

@@ -21,7 +21,7 @@ def no_hub(model: str, revision: str | None) -> Path:
     raise AssertionError(f"the hub was asked for {model}")
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_is_used_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "_from_hub", no_hub)
     assert find(str(tmp_path)) == tmp_path
     monkeypatch.chdir(tmp_path.parent)
@@ -42,7 +42,7 @@ def test_a_file_is_refused_with_advice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "a/b/c", "", "has space", "../up", "org/-x", "name\n"])
-def test_what_is_neither_folder_nor_hub_id_is_refused_without_asking_the_hub(
+def test_a_name_that_is_neither_folder_nor_hub_id_is_refused_without_network(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(finding, "_from_hub", no_hub)
@@ -52,7 +52,7 @@ def test_what_is_neither_folder_nor_hub_id_is_refused_without_asking_the_hub(
 
 
 @pytest.mark.parametrize("model", ["org/a--b", "org/a..b", "org/name.git", "org/" + "x" * 200])
-def test_ids_that_the_hub_can_not_have_are_refused(model: str) -> None:
+def test_invalid_hub_ids_are_refused(model: str) -> None:
     with pytest.raises(ModelLoadError, match="hub id"):
         find(model)
 
@@ -85,7 +85,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_nothing_named_gives_the_embedded_default(package: Path) -> None:
+def test_without_a_model_the_embedded_default_is_used(package: Path) -> None:
     assert find(None) == package
 
 
@@ -97,14 +97,14 @@ def test_the_defaults_hub_id_needs_no_hub_while_its_package_is_installed(
     assert find(DEFAULT_NAME) == package
 
 
-def test_a_revision_of_the_default_is_asked_of_the_hub(
+def test_a_revision_of_the_default_is_fetched_from_the_hub(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finding, "_from_hub", lambda model, revision: Path(f"{model}@{revision}"))
     assert find(DEFAULT_NAME, "v2") == Path(f"{DEFAULT_NAME}@v2")
 
 
-def test_one_changed_byte_in_the_defaults_weights_is_noticed(package: Path) -> None:
+def test_one_changed_byte_in_the_default_weights_is_detected(package: Path) -> None:
     assert default_folder() == package
     with (package / "model.safetensors").open("r+b") as file:
         file.seek(50_000_000)
@@ -131,7 +131,7 @@ def test_the_check_is_done_once_for_a_file_that_does_not_change(
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_cache_only_costs_the_check_again(package: Path, own_cache: Path) -> None:
+def test_with_a_read_only_cache_the_check_is_repeated(package: Path, own_cache: Path) -> None:
     own_cache.mkdir()
     own_cache.chmod(0o500)
     assert default_folder() == package == default_folder()

@@ -130,7 +130,7 @@ def test_only_what_penstock_reads_is_downloaded(tmp_path: Path, hub: Hub) -> Non
     assert hub.downloads() == WANTED
 
 
-def test_a_revision_is_downloaded_beside_the_main_one(tmp_path: Path, hub: Hub) -> None:
+def test_a_revision_is_downloaded_next_to_the_main_one(tmp_path: Path, hub: Hub) -> None:
     asked: list[tuple[str, str | None]] = [
         ("org/model", None),
         ("org/model", "v2"),
@@ -142,7 +142,7 @@ def test_a_revision_is_downloaded_beside_the_main_one(tmp_path: Path, hub: Hub) 
     assert b'"v": 2' not in (Path(main) / "config.json").read_bytes()
 
 
-def test_what_was_downloaded_is_found_again_when_the_hub_is_gone(tmp_path: Path, hub: Hub) -> None:
+def test_a_downloaded_model_is_found_when_the_hub_is_unreachable(tmp_path: Path, hub: Hub) -> None:
     (first,) = run_find(tmp_path, [("org/model", None)], HF_ENDPOINT=hub.address)
     gone = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     assert run_find(tmp_path, [("org/model", None)], **gone) == [first]

@@ -44,12 +44,12 @@ def late_of(folder: Path, **overrides: Any) -> LateSpec:
     return late
 
 
-def test_an_ordinary_model_is_no_late_one(tmp_path: Path) -> None:
+def test_an_ordinary_model_is_not_late_interaction(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", BERT_CONFIG)
     assert read_spec(tmp_path, "m").late is None
 
 
-def test_stanfords_defaults(tmp_path: Path) -> None:
+def test_stanford_models_have_defaults(tmp_path: Path) -> None:
     spec = read_spec(stanford(tmp_path), "m")
     assert spec.late == LateSpec(
         dense=(DenseSpec("", 32, 16, False, "identity"),),
@@ -69,7 +69,7 @@ def test_stanfords_defaults(tmp_path: Path) -> None:
     assert spec.width(Task.TOKEN_EMBED) == 16 and spec.width(Task.SCORE) == 1
 
 
-def test_what_artifact_metadata_says(tmp_path: Path) -> None:
+def test_artifact_metadata_overrides_the_defaults(tmp_path: Path) -> None:
     metadata = {
         "query_maxlen": 48,
         "doc_maxlen": 300,
@@ -87,12 +87,12 @@ def test_what_artifact_metadata_says(tmp_path: Path) -> None:
     assert late_of(tmp_path, do_query_expansion=False).expand_to is None
 
 
-def test_xlm_r_has_markers_of_its_own(tmp_path: Path) -> None:
+def test_xlm_r_uses_its_own_markers(tmp_path: Path) -> None:
     late = late_of(stanford(tmp_path, model_type="xlm-roberta"))
     assert (late.query_marker, late.document_marker) == ("[QueryMarker]", "[DocumentMarker]")
 
 
-def test_pylates_modules_and_table(tmp_path: Path) -> None:
+def test_pylate_modules_and_settings_are_read(tmp_path: Path) -> None:
     table = {
         "query_prefix": "[Q] ",
         "document_prefix": "",
@@ -112,14 +112,14 @@ def test_pylates_modules_and_table(tmp_path: Path) -> None:
     assert not late_of(tmp_path, do_query_expansion=False).attend
 
 
-def test_pylates_defaults(tmp_path: Path) -> None:
+def test_pylate_models_have_defaults(tmp_path: Path) -> None:
     late = late_of(pylate(tmp_path))
     assert (late.query_length, late.document_length) == (32, 180)
     assert (late.query_marker, late.document_marker) == ("[Q] ", "[D] ")
     assert late.expand_to == 32 and not late.attend and late.skip_words == tuple(string.punctuation)
 
 
-def test_a_pooling_module_beside_gives_a_vector_for_the_text(tmp_path: Path) -> None:
+def test_a_pooling_module_adds_the_embed_task(tmp_path: Path) -> None:
     pylate(tmp_path, ("Pooling", "2_Pooling"), query_length=32)
     write_json(tmp_path / "2_Pooling/config.json", {"pooling_mode": "cls"})
     spec = read_spec(tmp_path, "m")
@@ -145,7 +145,7 @@ def multi_vector(folder: Path, mask: dict[str, Any], **transformer: Any) -> Path
     return folder
 
 
-def test_a_multi_vector_encoder_without_projection_and_with_a_floor(tmp_path: Path) -> None:
+def test_a_multi_vector_encoder_may_lack_a_projection_and_set_a_minimum_length(tmp_path: Path) -> None:
     expansion = {"strategy": "min", "length": 16, "attend": True}
     mask = {"skiplist_words": ["a"], "skiplist_tasks": ["query", "document"]}
     spec = read_spec(multi_vector(tmp_path, mask, query_expansion=expansion, query_length=40), "m")
@@ -168,20 +168,20 @@ def test_a_multi_vector_encoder_without_projection_and_with_a_floor(tmp_path: Pa
     assert late_of(tmp_path, query_expansion=None).expand_to is None
 
 
-def test_what_a_multi_vector_encoder_may_not_have(tmp_path: Path) -> None:
+def test_unsupported_options_of_a_multi_vector_encoder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="strategy = 'max', which is not supported"):
         read_spec(multi_vector(tmp_path, {}, query_expansion={"strategy": "max", "length": 8}), "m")
     with pytest.raises(ModelLoadError, match="keep_only_token_ids"):
         read_spec(multi_vector(tmp_path, {"keep_only_token_ids": [3]}), "m")
 
 
-def test_transformers_modules_give_hidden_states(tmp_path: Path) -> None:
+def test_with_transformers_a_late_model_returns_hidden_states(tmp_path: Path) -> None:
     spec = describe(EngineConfig(model=str(stanford(tmp_path)), model_impl="transformers"))
     assert spec.late is None and spec.token_dim == 32 and Task.EMBED in spec.tasks
 
 
 @pytest.mark.parametrize(
-    ("metadata", "said"),
+    ("metadata", "message"),
     [
         ({"query_maxlen": "32"}, "query_maxlen is '32'"),
         ({"doc_maxlen": 2}, "doc_maxlen is 2"),
@@ -189,12 +189,12 @@ def test_transformers_modules_give_hidden_states(tmp_path: Path) -> None:
         ({"query_token_id": 1}, "query_token_id is 1"),
     ],
 )
-def test_values_of_the_wrong_kind_are_named(tmp_path: Path, metadata: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelLoadError, match=said):
+def test_values_of_the_wrong_type_are_named(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
         read_spec(stanford(tmp_path, metadata), "m")
 
 
-def test_layers_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None:
+def test_projections_whose_sizes_do_not_match_are_refused(tmp_path: Path) -> None:
     pylate(tmp_path, ("Dense", "2_Dense"))
     write_json(tmp_path / "2_Dense/config.json", {"in_features": 13, "out_features": 4, "bias": False})
     with pytest.raises(ModelLoadError, match="2_Dense has in_features = 13, but its input has 12"):

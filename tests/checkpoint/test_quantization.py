@@ -1,4 +1,4 @@
-"""What is said of stored weights: one form is read, all others are refused by name."""
+"""quantization_config: one format is supported, all others are refused by name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.errors import ModelLoadError
 from tests.checkpoints import FP8_BLOCKS
 
 
-def test_nothing_said_is_nothing_stored() -> None:
+def test_without_quantization_config_no_weight_is_in_blocks() -> None:
     for config in ({}, {"quantization_config": None}, {"quantization_config": {}}):
         assert block_format(config) is None
 
 
-def test_blocks_cover_every_module_that_is_not_excepted() -> None:
+def test_blocks_cover_every_module_that_is_not_excluded() -> None:
     left = ["lm_head", "model.layers.1", "model.layers.0.mlp.gate", "o_proj"]
     found = block_format({"quantization_config": FP8_BLOCKS | {"modules_to_not_convert": left}})
     assert found is not None
@@ -40,7 +40,7 @@ def test_blocks_cover_every_module_that_is_not_excepted() -> None:
     ],
     ids=str,
 )
-def test_other_forms_are_refused_with_what_would_be_read(change: dict[str, Any], message: str) -> None:
+def test_other_formats_are_refused_with_the_supported_one(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message) as refused:
         block_format({"quantization_config": FP8_BLOCKS | change})
     assert "quantization_config" in str(refused.value) and "[128, 128]" in str(refused.value)

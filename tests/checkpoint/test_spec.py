@@ -66,7 +66,7 @@ def test_an_old_flag_turns_on_its_method(folder: Path, flag: str, method: str) -
     assert pooling_of(with_pooling(folder, flags)).methods == (method,)
 
 
-def test_several_old_flags_are_joined_in_the_order_of_sentence_transformers(folder: Path) -> None:
+def test_several_old_flags_are_concatenated_in_the_order_of_sentence_transformers(folder: Path) -> None:
     flags = {
         "pooling_mode_lasttoken": True,
         "pooling_mode_mean_tokens": True,
@@ -101,7 +101,7 @@ def test_the_newer_pooling_mode_wins_over_old_flags(folder: Path) -> None:
     assert pooling_of(with_pooling(folder, values)).methods == ("cls",)
 
 
-def test_an_unknown_pooling_mode_is_refused_with_the_known_ones(folder: Path) -> None:
+def test_an_unsupported_pooling_mode_is_refused_with_the_supported_ones(folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"'attention' is not supported; supported: cls, max, mean"):
         read_spec(with_pooling(folder, {"pooling_mode": "attention"}), "m")
 
@@ -150,7 +150,7 @@ def test_a_dense_module_that_names_no_activation_has_the_reference_default(folde
     assert pooling_of(with_dense(folder)).dense[0].activation == "tanh"
 
 
-def test_an_activation_that_is_not_known_is_refused_with_the_known_ones(folder: Path) -> None:
+def test_an_unsupported_dense_activation_is_refused_with_the_supported_ones(folder: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"'softplus', which is not supported; supported: identity, tanh"
     ):
@@ -169,7 +169,7 @@ def test_normalising_before_a_dense_module_is_refused_and_not_reordered(folder: 
         read_spec(folder, "m")
 
 
-def test_several_dense_modules_stand_in_order(folder: Path) -> None:
+def test_several_dense_modules_are_applied_in_order(folder: Path) -> None:
     with_dense(folder)
     write_json(folder / "3_Dense/config.json", {"in_features": 12, "out_features": 5})
     write_modules(folder, [TRANSFORMER, POOLING, ("Dense", "2_Dense"), ("Dense", "3_Dense")])
@@ -184,7 +184,7 @@ def test_dropout_changes_nothing_at_inference(folder: Path) -> None:
     )
 
 
-def test_a_module_that_is_not_known_is_refused_by_name(folder: Path) -> None:
+def test_an_unsupported_module_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ModelLoadError, match="'WordWeights', which is not supported"):
         read_spec(with_pooling(folder, {"pooling_mode": "mean"}, ("WordWeights", "2_W")), "m")
 
@@ -202,14 +202,14 @@ def test_a_module_that_is_not_known_is_refused_by_name(folder: Path) -> None:
         ("tokenizer_config.json", "{"),
     ],
 )
-def test_a_file_that_is_not_the_json_it_should_be_is_named(folder: Path, file: str, text: str) -> None:
+def test_a_file_with_invalid_json_is_named(folder: Path, file: str, text: str) -> None:
     with_pooling(folder, {"pooling_mode": "mean"})
     (folder / file).write_text(text)
     with pytest.raises(ModelLoadError, match=file.replace(".", r"\.")):
         read_spec(folder, "m")
 
 
-def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:
+def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"not a model folder: it has no config\.json"):
         read_spec(tmp_path, "m")
 
@@ -220,7 +220,7 @@ def test_a_pooling_module_without_its_config_is_an_error(folder: Path) -> None:
         read_spec(folder, "m")
 
 
-def test_a_config_without_sizes_says_which_is_missing(folder: Path) -> None:
+def test_a_config_without_a_size_names_the_missing_key(folder: Path) -> None:
     write_json(folder / "config.json", {key: BERT_CONFIG[key] for key in BERT_CONFIG if key != "vocab_size"})
     with pytest.raises(ModelLoadError, match="vocab_size"):
         read_spec(folder, "m")
@@ -243,7 +243,7 @@ def test_max_seq_length_lowers_the_limit_but_never_above_the_positions(folder: P
     assert read_spec(folder, "m").max_model_len == 64
 
 
-def test_the_tokenizers_limit_counts_where_no_max_seq_length_is_given(folder: Path) -> None:
+def test_the_tokenizers_limit_applies_without_max_seq_length(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", {"model_max_length": 40})
     assert read_spec(folder, "m").max_model_len == 40
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": None})
@@ -324,7 +324,7 @@ def test_the_pooler_config_overrides_method_and_normalising(folder: Path) -> Non
     assert pooling_of(folder, PoolerConfig(normalize=False)).methods == ("cls", "mean")
 
 
-def test_an_unknown_pooling_type_is_refused_with_the_known_ones(folder: Path) -> None:
+def test_an_unsupported_pooling_type_is_refused_with_the_supported_ones(folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"'FIRST' is not supported; supported: cls"):
         pooling_of(folder, PoolerConfig(pooling_type="FIRST"))
 
@@ -348,7 +348,7 @@ def test_a_splade_module_makes_sparse_the_first_task(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{"pooling_strategy": "mean"}, {"activation_function": "gelu"}])
-def test_a_splade_module_that_is_not_known_is_refused(folder: Path, values: dict[str, str]) -> None:
+def test_a_splade_module_with_unsupported_options_is_refused(folder: Path, values: dict[str, str]) -> None:
     with pytest.raises(ModelLoadError, match=next(iter(values.values()))):
         read_spec(with_splade(folder, **values), "m")
 
@@ -364,7 +364,7 @@ def test_splade_is_forced_on_masked_language_models_only(folder: Path) -> None:
     assert spec.pooling.methods == ("mean",), "dense vectors stay what they were"
 
 
-def test_bge_m3s_layer_beside_an_encoder_adds_the_task(folder: Path) -> None:
+def test_bge_m3s_sparse_layer_adds_the_sparse_task(folder: Path) -> None:
     (folder / "sparse_linear.pt").write_bytes(b"")
     spec = read_spec(folder, "m")
     assert spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, Task.SPARSE, Task.SCORE)

@@ -28,7 +28,7 @@ def settle(machine: Machine = CPU, **values: Any) -> Resolved:
     return resolve(EngineConfig(**values), MODEL, machine)
 
 
-def test_nothing_is_left_to_decide_after_resolving() -> None:
+def test_resolve_settles_every_auto() -> None:
     for machine in (CPU, GPU):
         resolved = settle(machine)
         values = {name: getattr(resolved, name) for name in resolved.__struct_fields__}
@@ -37,18 +37,18 @@ def test_nothing_is_left_to_decide_after_resolving() -> None:
 
 
 @pytest.mark.parametrize(("machine", "device"), [(CPU, "cpu"), (GPU, "cuda")])
-def test_auto_takes_the_gpu_where_there_is_one(machine: Machine, device: str) -> None:
+def test_auto_uses_the_gpu_if_there_is_one(machine: Machine, device: str) -> None:
     assert settle(machine).device == device
 
 
 @pytest.mark.parametrize("device", ["cpu", "null"])
-def test_a_device_that_is_asked_for_is_used(device: str) -> None:
+def test_a_given_device_is_used(device: str) -> None:
     assert settle(GPU, device=device).device == device
     assert settle(GPU, device="cuda:1").device == "cuda:1"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-def test_a_gpu_that_is_not_there_is_an_error(device: str) -> None:
+def test_a_missing_gpu_is_an_error(device: str) -> None:
     with pytest.raises(ConfigError, match="has no CUDA device") as caught:
         settle(CPU, device=device)
     assert caught.value.param == "device"
@@ -70,20 +70,20 @@ def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
         (GPU, "half", "float16"),
     ],
 )
-def test_the_dtype_suits_the_machine_unless_it_is_asked_for(machine: Machine, asked: str, dtype: str) -> None:
+def test_the_dtype_follows_the_machine_unless_it_is_given(machine: Machine, asked: str, dtype: str) -> None:
     assert settle(machine, dtype=asked).dtype == dtype
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"dtype": "float8"}, "'float8' is unknown; use auto, float32"),
         ({"dtype": "float16"}, "float16 is slow and imprecise on a CPU"),
         ({"dtype": "bfloat16", "quantization": "int8"}, "int8"),
     ],
 )
-def test_a_dtype_that_can_not_work_is_refused(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_an_unusable_dtype_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         settle(**values)
     assert caught.value.param == "dtype"
 
@@ -95,7 +95,7 @@ def test_each_quantization_has_its_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "values", "param", "said"),
+    ("machine", "values", "param", "message"),
     [
         (GPU, {"quantization": "int8"}, "quantization", "on CUDA use fp8"),
         (CPU, {"quantization": "fp8"}, "quantization", "on a CPU use int8"),
@@ -106,20 +106,20 @@ def test_each_quantization_has_its_device() -> None:
         (GPU, {"quantization": "fp8", "unquantized_layers": (-1,)}, "unquantized_layers", "from 0"),
     ],
 )
-def test_a_quantization_that_can_not_work_is_refused(
-    machine: Machine, values: dict[str, Any], param: str, said: str
+def test_an_unusable_quantization_is_refused(
+    machine: Machine, values: dict[str, Any], param: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         settle(machine, **values)
     assert caught.value.param == param
 
 
-def test_the_models_limit_holds_unless_a_shorter_one_is_asked_for() -> None:
+def test_the_models_limit_applies_unless_a_shorter_one_is_given() -> None:
     assert settle().max_model_len == 512
     assert settle(max_model_len=100).max_model_len == 100
 
 
-def test_a_longer_limit_may_be_asked_for_up_to_the_models_positions() -> None:
+def test_max_model_len_may_rise_to_the_models_positions() -> None:
     config = EngineConfig(max_model_len=400)
     model = ModelFacts(max_model_len=256, max_positions=512)
     assert resolve(config, model, CPU).max_model_len == 400
@@ -148,12 +148,12 @@ def test_numbers_must_be_positive(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_batched_tokens", "max_num_seqs", "threads"])
-def test_zero_is_refused_and_not_taken_for_the_default(name: str) -> None:
+def test_zero_is_refused_and_does_not_mean_the_default(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
         settle(**{name: 0})
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_given_values_are_kept() -> None:
     values = {
         "max_num_batched_tokens": 77,
         "max_num_seqs": 5,
@@ -182,7 +182,7 @@ def test_what_is_asked_for_is_kept() -> None:
         (768, None, None, 16_384),
     ],
 )
-def test_a_step_on_cuda_is_as_large_as_the_model_is_narrow(
+def test_narrow_models_get_larger_steps_on_cuda(
     hidden: int | None, layers: int | None, quantization: str | None, tokens: int
 ) -> None:
     assert cuda_step_tokens(hidden, layers, quantization) == tokens
@@ -194,7 +194,7 @@ def test_a_step_on_cuda_is_as_large_as_the_model_is_narrow(
     assert on_cpu.max_num_batched_tokens == settle().max_num_batched_tokens
 
 
-def test_threads_follow_the_cores_that_may_be_used() -> None:
+def test_threads_default_to_the_available_cores() -> None:
     assert settle().threads == 4
     assert available_cpus() >= 1
 
@@ -222,12 +222,12 @@ def test_nested_settings_are_read_and_checked() -> None:
         from_mapping(EngineConfig, {"pooler_config": {"poolingtype": "CLS"}})
 
 
-def test_a_configuration_can_not_be_changed_from_behind() -> None:
+def test_a_configuration_is_immutable() -> None:
     with pytest.raises(AttributeError):
         EngineConfig().model = "other"  # type: ignore[misc]
 
 
-def test_prefixes_are_cached_where_rows_begin_alike_unless_told_otherwise() -> None:
+def test_prefix_caching_defaults_to_models_that_share_prefixes() -> None:
     def caches(shares: bool, why_not_chunked: str | None = None, **values: Any) -> bool:
         model = ModelFacts(max_model_len=512, shares_prefixes=shares, why_not_chunked=why_not_chunked)
         settings = resolve(EngineConfig(**values), model, CPU)
@@ -240,7 +240,7 @@ def test_prefixes_are_cached_where_rows_begin_alike_unless_told_otherwise() -> N
     assert not caches(True, why_not_chunked="it looks ahead")
 
 
-def test_what_leaves_a_step_is_given_in_megabytes() -> None:
+def test_step_output_is_given_in_megabytes() -> None:
     def bytes_of(**values: float) -> int:
         return settle(CPU, **values).step_output_bytes
 

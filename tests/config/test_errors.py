@@ -14,7 +14,7 @@ from penstock.errors import (
 )
 
 
-def test_the_tree_has_two_branches_callers_errors_and_ours() -> None:
+def test_every_error_is_a_client_error_or_an_engine_error() -> None:
     for cls in BY_NAME.values():
         if cls is not PenstockError:
             assert issubclass(cls, ClientError) != issubclass(cls, EngineError)
@@ -36,12 +36,12 @@ def test_the_tree_has_two_branches_callers_errors_and_ours() -> None:
         ("EngineUnavailable", 503),
     ],
 )
-def test_each_error_knows_the_status_that_the_interface_promises(name: str, status: int) -> None:
+def test_each_error_has_its_documented_status(name: str, status: int) -> None:
     assert BY_NAME[name].status == status
 
 
 @pytest.mark.parametrize("cls", BY_NAME.values())
-def test_an_error_survives_the_way_between_processes(cls: type[PenstockError]) -> None:
+def test_an_error_survives_a_process_boundary(cls: type[PenstockError]) -> None:
     error = revive(cls.__name__, "what happened", "input")
     assert type(error) is cls
     assert (str(error), error.message, error.param) == ("what happened", "what happened", "input")
@@ -52,7 +52,7 @@ def test_an_unknown_error_becomes_an_engine_error() -> None:
 
 
 @pytest.mark.parametrize("cls", [QueueFull, EngineUnavailable])
-def test_errors_that_pass_say_when_to_try_again(cls: type[QueueFull]) -> None:
+def test_temporary_errors_say_when_to_retry(cls: type[QueueFull]) -> None:
     assert cls.retry_after_s > 0
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from penstock.inputs.tokenizer import Tokenizer
 from tests.checkpoints import (
     BERT_CONFIG,
     bert_tensors,
@@ -17,6 +19,7 @@ from tests.checkpoints import (
     write_m3,
     write_splade,
 )
+from tests.text_models import write_model
 
 WIDTH = BERT_CONFIG["hidden_size"]
 
@@ -54,9 +57,41 @@ def classifier(folder: Path) -> Path:
 
 
 def llama(folder: Path) -> Path:
-    from tests.e2e.llama import write_llama
-
-    return write_llama(folder)
+    """A decoder with a chat template, written without transformers, whose import alone takes seconds."""
+    write_model(folder)
+    tokenizer = Tokenizer(folder)
+    size, inner, vocabulary = 64, 112, tokenizer.highest_id + 4
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "eos_token_id": tokenizer.token_id("<|im_end|>"),
+    }
+    shapes = {"model.embed_tokens": (vocabulary, size), "lm_head": (vocabulary, size), "model.norm": (size,)}
+    for layer in (f"model.layers.{number}" for number in range(2)):
+        shapes |= {f"{layer}.self_attn.{name}_proj": (size, size) for name in "qo"}
+        shapes |= {f"{layer}.self_attn.{name}_proj": (size // 2, size) for name in "kv"}
+        shapes |= {f"{layer}.mlp.{name}_proj": (inner, size) for name in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (size, inner)}
+        shapes |= {f"{layer}.{name}_layernorm": (size,) for name in ("input", "post_attention")}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{name}.weight": torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) * 0.1
+        for name, shape in shapes.items()
+    }
+    write_json(folder / "config.json", config)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def _prefixed(config: dict[str, Any]) -> dict[str, torch.Tensor]:

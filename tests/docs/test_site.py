@@ -15,7 +15,7 @@ import pytest
 import penstock
 from benchmarks import versus_vllm_chart
 from docs.tools.reference import RENDERERS
-from penstock.models.registry import FAMILIES
+from penstock.checkpoint.families import FAMILIES
 from tests.docs.blocks import DOCS, ROOT
 
 

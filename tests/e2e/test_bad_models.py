@@ -81,8 +81,7 @@ BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     with_half_a_config: ("config.json",),
 }
 
-
-# The supervisor finds the first two, the engine process the others.
+# One for each stage of start-up: tokenizer, configuration, weight files, tensors.
 SERVED = [without_a_tokenizer, with_half_a_config, with_truncated_weights, with_a_wrong_table_size]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.loop import EngineCore
 from penstock.errors import DeviceOutOfMemory
-from penstock.types import StepPlan, StepResult
+from penstock.types import GeneratePlan, StepPlan, StepResult
 from tests.generation.fakes import Answers, MemoryRunner, continued, generation_request, make_core
 
 _GARBAGE = -5
@@ -32,7 +32,7 @@ class LateRunner(MemoryRunner):
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         number, future = self.steps, Future[StepResult]()
         result: StepResult | Exception = super().launch(plan).result()
-        assert plan.sample is not None and plan.kv is not None
+        assert isinstance(plan, GeneratePlan)
         # Where a token is fed on the device, the plan has what an earlier sequence left in the slot.
         read = np.delete(plan.token_ids, plan.sample.fed_tokens)
         bad = number in self.failing or self.poisoned & set(read.tolist())

@@ -21,12 +21,8 @@ ROOT = Path(penstock.__file__).parent
 # Package or top-level module → what it may import besides itself. A line never names a lower line.
 BASE = {"types", "config", "errors", "content", "free_ranges", "handle"}
 CPU_PACKAGES = BASE | {"checkpoint", "kvcache", "scheduler", "inputs", "outputs"}
-CLIENT_PACKAGES = BASE | {
-    "checkpoint",
-    "inputs",
-    "outputs",
-    "buffered_metrics",
-}  # what an API process may load
+# What an API process may load.
+CLIENT_PACKAGES = BASE | {"checkpoint", "inputs", "outputs", "buffered_metrics"}
 TENSOR_PACKAGES = {"weights", "kernels", "layers", "scoring", "pooling", "sampling", "models"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),

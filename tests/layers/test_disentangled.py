@@ -80,7 +80,7 @@ def test_rows_with_a_key_limit_attend_to_their_leading_tokens() -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_a_large_group_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_group_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [5] * 7
     query, key, value = random(3, 35, HEADS, DIM, seed=4).unbind(0)
     distances = Distances(SPAN, 32, CPU, buckets=SPAN, max_distance=16)
@@ -100,7 +100,7 @@ def test_near_distances_keep_their_bucket_and_far_ones_share() -> None:
     assert len(set(buckets[129:])) < 129
 
 
-def test_only_the_last_lengths_are_kept() -> None:
+def test_only_a_few_lengths_are_cached() -> None:
     distances = Distances(SPAN, 64, CPU, buckets=SPAN, max_distance=16)
     for length in range(1, 60):
         index = distances.index(length)

@@ -63,7 +63,7 @@ def test_a_layer_stays_near_the_plain_form(
     torch.testing.assert_close(layer(x, r), layer(x) + r)
 
 
-def test_the_product_is_exact_for_what_the_fp8_values_stand_for() -> None:
+def test_the_product_equals_that_of_the_dequantised_values() -> None:
     weight, x, bias = draw(48, 64), draw(9, 64, seed=1), draw(48, seed=2)
     scaled = quantize_rows_reference(weight)
     rounded = Linear(scaled.values.float() * scaled.scales, bias)
@@ -72,14 +72,14 @@ def test_the_product_is_exact_for_what_the_fp8_values_stand_for() -> None:
     torch.testing.assert_close(Fp8Linear(weight, bias)(quantised), Fp8Linear(weight, bias)(x))
 
 
-def test_a_rows_answer_does_not_depend_on_its_batch() -> None:
+def test_a_rows_result_does_not_depend_on_its_batch() -> None:
     layer, x = Fp8Linear(draw(32, 64), None), draw(5, 64, seed=1)
     x[3] *= 1e4
     alone = torch.cat([layer(row[None]) for row in x])
     torch.testing.assert_close(layer(x), alone, rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_hand_quantised_rows_from_one_layer_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_pass_quantised_activations_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights = draw(6, 64, seed=9), [draw(96, 64) / 8, draw(64, 96, seed=1) / 10]
     down = Fp8Linear(weights[1], None)
     block = MLP(Fp8Linear(weights[0], None, "gelu"), down)
@@ -98,7 +98,7 @@ def test_a_gated_block_stays_near_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "fits"), [(32, 16, True), (24, 16, False), (16, 40, False)])
-def test_shapes_that_the_library_can_not_multiply_stay_plain(outputs: int, inputs: int, fits: bool) -> None:
+def test_shapes_without_an_fp8_kernel_stay_unquantised(outputs: int, inputs: int, fits: bool) -> None:
     layer = make_linear(draw(outputs, inputs), None, "identity", "fp8")
     assert isinstance(layer, Fp8Linear) is fits
 
@@ -111,7 +111,7 @@ def test_a_model_stays_near_its_plain_form() -> None:
     assert not torch.equal(got, expected)
 
 
-def test_layers_are_left_alone_by_number_and_heads_always() -> None:
+def test_listed_layers_and_all_heads_stay_unquantised() -> None:
     model = encoder("fp8", unquantized=(1,))
     assert [isinstance(layer.qkv, Fp8Linear) for layer in model.layers] == [True, False, True]
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, torch.device("cpu"))
@@ -123,13 +123,13 @@ def test_layers_are_left_alone_by_number_and_heads_always() -> None:
         assert isinstance(build.linear(name, 64, 64), Fp8Linear)
 
 
-def test_norms_know_whom_they_feed() -> None:
+def test_norms_quantise_for_the_fp8_layer_that_reads_them() -> None:
     first, middle, last = encoder("fp8", unquantized=(1,)).layers
     assert [layer.attention_norm.quantizes for layer in (first, middle, last)] == [True, False, True]
     assert [layer.output_norm.quantizes for layer in (first, middle, last)] == [False, True, False]
 
 
-def test_a_number_beyond_the_models_layers_is_refused(tmp_path: Path) -> None:
+def test_an_unquantized_layer_beyond_the_model_is_refused(tmp_path: Path) -> None:
     write_bert(tmp_path)
 
     def load(*unquantized_layers: int) -> Runner:

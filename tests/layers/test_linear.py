@@ -59,7 +59,7 @@ def test_every_named_activation_runs(name: str) -> None:
     assert Linear(draw(4, 4), None, name)(draw(3, 4)).shape == (3, 4)
 
 
-def test_the_form_follows_precision_and_device() -> None:
+def test_the_kind_of_layer_follows_precision_and_device() -> None:
     weight = draw(8, 8)
     if torch.backends.mkldnn.is_available():
         assert isinstance(make_linear(weight, None, "identity", None), PackedLinear)

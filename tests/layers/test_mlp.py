@@ -11,7 +11,7 @@ X, WIDE = torch.randn(5, 8, generator=GENERATOR), torch.randn(12, 8, generator=G
 DOWN, HALF = torch.randn(8, 6, generator=GENERATOR), torch.randn(8, 12, generator=GENERATOR)
 
 
-def test_the_gate_is_activated_and_may_stand_first_or_last() -> None:
+def test_the_gate_is_activated_and_may_come_first_or_last() -> None:
     first, last = WIDE.chunk(2)
     down = Linear(DOWN, None)
     gate_first = GatedMLP(Linear(WIDE, None), down, "silu")(X)

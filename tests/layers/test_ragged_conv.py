@@ -9,7 +9,7 @@ from tests.layers.inputs import ordered_batch
 
 
 @pytest.mark.parametrize(("kernel", "groups"), [(1, 1), (3, 1), (5, 2)])
-def test_a_row_is_convolved_with_zeros_beyond_its_ends(kernel: int, groups: int) -> None:
+def test_a_row_is_convolved_with_zero_padding(kernel: int, groups: int) -> None:
     generator = torch.Generator().manual_seed(kernel)
     lengths = [1, 2, 4, 4, 9]
     x = torch.randn(sum(lengths), 6, generator=generator)

@@ -60,7 +60,7 @@ def rotary(base: float = 10_000.0, scaling: dict[str, Any] | None = None, **opti
 
 @pytest.mark.parametrize("base", [10_000.0, 1_000_000.0])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_queries_are_turned_as_the_reference_turns_them(name: str, base: float) -> None:
+def test_queries_are_rotated_like_the_reference(name: str, base: float) -> None:
     pytest.importorskip("transformers")
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -81,7 +81,7 @@ def test_queries_are_turned_as_the_reference_turns_them(name: str, base: float) 
     torch.testing.assert_close(turned, theirs[0].transpose(0, 1), rtol=0, atol=5e-5)
 
 
-def test_a_part_of_each_head_can_stay_as_it_is() -> None:
+def test_a_part_of_each_head_may_stay_unrotated() -> None:
     x = torch.randn(4, 2, DIM, generator=torch.Generator().manual_seed(1))
     half, batch = rotary(size=DIM // 2), batch_of(torch.arange(4))
     turned = half(x, half.angles(batch))
@@ -89,7 +89,7 @@ def test_a_part_of_each_head_can_stay_as_it_is() -> None:
     assert torch.equal(turned[..., : DIM // 2], half(x[..., : DIM // 2].contiguous(), half.angles(batch)))
 
 
-def test_interleaved_pairs_turn_like_halves_in_another_order() -> None:
+def test_interleaved_pairs_rotate_like_halves_in_another_order() -> None:
     x = torch.randn(5, 2, DIM, generator=torch.Generator().manual_seed(2))
     batch, order = batch_of(torch.arange(5)), torch.arange(DIM).view(2, -1).T.flatten()
     halves, pairs = rotary(), rotary(interleaved=True)
@@ -118,7 +118,7 @@ def test_the_product_of_query_and_key_depends_on_their_distance_alone() -> None:
         ({"rope_type": "llama3", "factor": 8.0}, "needs a number 'low_freq_factor'"),
     ],
 )
-def test_scalings_that_cannot_be_built_are_refused_by_name(scaling: dict[str, Any], message: str) -> None:
+def test_unsupported_scalings_are_refused_by_name(scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         rotary(scaling=scaling)
 
@@ -136,13 +136,13 @@ OLD, NEW = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "fact
     ],
     ids=["old", "new", "by-layer-type", "overridden"],
 )
-def test_every_form_of_config_says_the_same(config: dict[str, Any]) -> None:
+def test_every_form_of_config_gives_the_same_angles(config: dict[str, Any]) -> None:
     base, scaling = rope_options(config, "rope_theta", default=10_000.0)
     assert base == 5e5
     assert (scaling["rope_type"], scaling["factor"]) == ("linear", 2.0)
 
 
-def test_layers_with_a_base_of_their_own_take_no_part_in_the_scaling_of_the_others() -> None:
+def test_layers_with_their_own_base_are_not_scaled() -> None:
     old = {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": OLD}
     new = {"rope_parameters": {"full_attention": NEW, "sliding_attention": {"rope_theta": 2e4}}}
     for config in (old, new):
@@ -153,7 +153,7 @@ def test_layers_with_a_base_of_their_own_take_no_part_in_the_scaling_of_the_othe
         assert "factor" not in scaling
 
 
-def test_a_trained_length_beside_the_scaling_belongs_to_it() -> None:
+def test_a_trained_length_outside_rope_scaling_is_used() -> None:
     config = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128}
     assert rope_options(config, "rope_theta", default=1e4).scaling["original_max_position_embeddings"] == 128
 

@@ -150,7 +150,7 @@ def test_heads_and_buffers_of_other_tasks_are_ignored(tmp_path: Path, extra: str
     assert model.hidden_size == BERT_CONFIG["hidden_size"] and not model.heads
 
 
-def test_a_tensor_that_the_architecture_has_no_place_for_is_an_error(tmp_path: Path) -> None:
+def test_a_tensor_that_the_architecture_does_not_use_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"encoder\.layer\.2\.output\.dense\.weight"):
         load(tmp_path, bert_tensors(BERT_CONFIG) | {"encoder.layer.2.output.dense.weight": torch.zeros(3)})
 
@@ -181,7 +181,7 @@ def test_a_missing_bias_is_an_error_that_names_it(tmp_path: Path, name: str) -> 
         load(tmp_path, tensors)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+def test_an_unsupported_architecture_is_refused_with_the_supported_ones() -> None:
     build = LayerBuilder(DummySource(0, torch.float32, CPU))
     with pytest.raises(ModelLoadError, match=r"'GPT5Model' is not supported; .*Bert.*XLMRoberta"):
         build_model("GPT5Model", BERT_CONFIG, build)
@@ -202,7 +202,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         "xlm-roberta",
     ],
 )
-def test_the_encoder_families_are_known_by_their_architectures(name: str) -> None:
+def test_encoder_families_are_found_by_class_name_and_model_type(name: str) -> None:
     sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "pad_token_id": 1}
     build = LayerBuilder(DummySource(0, torch.float32, CPU))
     assert build_model(name, BERT_CONFIG | sizes, build).hidden_size == 32
@@ -214,13 +214,13 @@ def test_positions_that_are_not_absolute_are_refused() -> None:
         build_model("BertModel", BERT_CONFIG | {"position_embedding_type": "relative_key"}, build)
 
 
-def test_an_unknown_activation_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unsupported_activation_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"'geglu' is not supported; supported: gelu"):
         load(tmp_path, bert_tensors(BERT_CONFIG), hidden_act="geglu")
 
 
 @pytest.mark.parametrize("buckets", [32, 16])
-def test_distance_buckets_are_those_of_mpnet(buckets: int) -> None:
+def test_distance_buckets_equal_those_of_mpnet(buckets: int) -> None:
     modeling = pytest.importorskip("transformers.models.mpnet.modeling_mpnet")
     distance = torch.arange(-600, 601)
     wanted = modeling.MPNetEncoder.relative_position_bucket(distance, num_buckets=buckets)

@@ -32,7 +32,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @torch.inference_mode()
-def test_states_equal_those_of_what_the_blocks_stand_for(pair: Pair) -> None:
+def test_states_equal_those_of_the_dequantised_weights(pair: Pair) -> None:
     """A CPU multiplies by plain weights and quantises no rows."""
     theirs = [pair.reference.model(torch.tensor([row])).last_hidden_state[0].numpy() for row in ROWS]
     with Engine(str(pair.stored), device="cpu", threads=1) as engine:
@@ -51,14 +51,14 @@ def test_greedy_tokens_are_the_likeliest(pair: Pair) -> None:
     assert (logits.max(dim=-1).values - chosen).max() < 1e-4
 
 
-def test_made_weights_give_numbers(pair: Pair) -> None:
+def test_dummy_weights_give_finite_numbers(pair: Pair) -> None:
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=1)
     with Engine(str(pair.stored), device="cpu", threads=1, load_format="dummy") as engine:
         (got,) = engine.generate([ROWS[3]], params)
     assert got.logprobs is not None and np.isfinite(got.logprobs).all()
 
 
-def test_what_does_not_match_is_refused_by_name(tmp_path: Path) -> None:
+def test_mismatched_tensors_are_refused_by_name(tmp_path: Path) -> None:
     stored, _ = write_blocks("qwen3", tmp_path)
     file, name = stored / "model.safetensors", "model.layers.0.self_attn.o_proj.weight"
     tensors = load_file(file)

@@ -38,7 +38,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("attend", [False, True])
-def test_expanded_queries_are_the_references(name: str, attend: bool, tmp_path: Path) -> None:
+def test_expanded_queries_equal_the_references(name: str, attend: bool, tmp_path: Path) -> None:
     late = LATE[name]
     word = "attend_to_mask_tokens" if late.stanford else "attend_to_expansion_tokens"
     reference = late.write(tmp_path, **{word: attend})
@@ -49,7 +49,7 @@ def test_expanded_queries_are_the_references(name: str, attend: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_queries_without_expansion_are_the_references(name: str, tmp_path: Path) -> None:
+def test_queries_without_expansion_equal_the_references(name: str, tmp_path: Path) -> None:
     reference = LATE[name].write(tmp_path, do_query_expansion=False)
     with engine(tmp_path) as ours:
         vectors = ours.token_embed(TEXTS, input_type="query")
@@ -58,7 +58,7 @@ def test_queries_without_expansion_are_the_references(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_documents_are_the_references_without_their_punctuation(name: str, tmp_path: Path) -> None:
+def test_documents_equal_the_references_without_punctuation(name: str, tmp_path: Path) -> None:
     reference = LATE[name].write(tmp_path)
     with engine(tmp_path) as ours:
         vectors = ours.token_embed(TEXTS)
@@ -79,14 +79,14 @@ def test_a_text_has_the_same_vectors_alone_and_among_others(name: str, tmp_path:
             assert worst(alone, together) <= 1e-5
 
 
-def test_expansion_tokens_beyond_the_window_of_all_others_are_the_references(tmp_path: Path) -> None:
+def test_expansion_tokens_beyond_the_attention_window_equal_the_references(tmp_path: Path) -> None:
     reference = LATE["pylate-modernbert"].write(tmp_path, query_length=64)
     with engine(tmp_path) as ours:
         vectors = ours.token_embed(["a", "the water"], input_type="query")
     assert worst(vectors, reference.encode(["a", "the water"], query=True)) <= 1e-5
 
 
-def test_a_skip_list_of_words_and_none_at_all(tmp_path: Path) -> None:
+def test_a_skip_list_may_hold_words_or_be_empty(tmp_path: Path) -> None:
     texts = ["the water, the oil", "of and to"]
     some = LATE["pylate-bert"].write(tmp_path / "some", skiplist_words=["the", ",", "nosuchword"])
     none = LATE["stanford"].write(tmp_path / "none", mask_punctuation=False)
@@ -95,7 +95,7 @@ def test_a_skip_list_of_words_and_none_at_all(tmp_path: Path) -> None:
             assert worst(ours.token_embed(texts), reference.encode(texts, query=False)) <= 1e-5
 
 
-def test_without_metadata_the_defaults_hold_and_documents_have_the_models_limit(tmp_path: Path) -> None:
+def test_without_metadata_the_defaults_apply_and_documents_have_the_models_limit(tmp_path: Path) -> None:
     reference = LATE["stanford"].write(tmp_path, doc_maxlen=256, query_maxlen=32)
     (tmp_path / "artifact.metadata").unlink()
     long = " ".join(["water"] * 250)
@@ -114,7 +114,7 @@ def test_without_metadata_the_defaults_hold_and_documents_have_the_models_limit(
         assert len(ours.token_embed(" ".join(["water"] * 300), truncate_prompt_tokens=-1)[0]) == 256
 
 
-def test_a_caller_may_cut_documents_elsewhere(tmp_path: Path) -> None:
+def test_a_caller_may_truncate_documents_to_another_length(tmp_path: Path) -> None:
     late, text = LATE["stanford"], " ".join(["water"] * 150)
     for length in (20, 120):
         reference = late.write(tmp_path / str(length), doc_maxlen=length)
@@ -126,7 +126,7 @@ def test_a_caller_may_cut_documents_elsewhere(tmp_path: Path) -> None:
             assert not np.allclose(left[0], vectors[0])
 
 
-def test_overrides_stand_above_the_files(tmp_path: Path) -> None:
+def test_overrides_win_over_the_files(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
     reference = LATE["stanford"].write(tmp_path / "other", query_maxlen=12, attend_to_mask_tokens=True)
     words = {"query_maxlen": 12, "attend_to_mask_tokens": True}
@@ -152,7 +152,7 @@ def test_queries_and_documents_of_many_calls_share_steps(tmp_path: Path) -> None
             assert worst(vectors, reference.encode([text], query=kind == "query")) <= 1e-5
 
 
-def test_a_late_model_offers_what_its_files_allow(tmp_path: Path) -> None:
+def test_a_late_model_offers_the_tasks_that_its_files_allow(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
     with engine(tmp_path) as ours:
         assert [task.value for task in ours.spec.tasks] == ["token_embed", "score"]
@@ -187,7 +187,9 @@ def test_a_folder_without_weights_reads_documents_up_to_the_limit_that_is_asked_
 
 @pytest.mark.parametrize("strategy", ["fixed", "min", None])
 @pytest.mark.parametrize("name", ["pylate-bert", "pylate-modernbert"])
-def test_folders_of_the_multi_vector_encoder(name: str, strategy: str | None, tmp_path: Path) -> None:
+def test_multi_vector_encoder_folders_equal_the_reference(
+    name: str, strategy: str | None, tmp_path: Path
+) -> None:
     """Markers as prompts, and what else the library keeps elsewhere than PyLate did."""
     library = pytest.importorskip("sentence_transformers", minversion="6.0")
     LATE[name].write(tmp_path / "pylate")
@@ -216,7 +218,7 @@ def by_hand(queries: list[Any], documents: list[Any]) -> list[float]:
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 64}, {"document_cache_gb": 0.001}], ids=["", "steps", "cache"]
 )
-def test_scores_are_the_references(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_scores_equal_the_references(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     reference = LATE[name].write(tmp_path)
     documents = [*TEXTS, TEXTS[0], "...", "a"]  # one twice, one of punctuation alone, one of a word
     vectors = reference.encode(documents, query=False)
@@ -236,13 +238,13 @@ def test_scores_are_the_references(name: str, options: dict[str, Any], tmp_path:
             assert places.document_hits > len(TEXTS)
 
 
-def test_an_instruction_has_no_place_in_a_late_model(tmp_path: Path) -> None:
+def test_a_late_model_refuses_an_instruction(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
     with engine(tmp_path) as ours, pytest.raises(NotPossible, match="takes no instruction"):
         ours.score("a", ["b"], instruction="find")
 
 
-def test_a_salt_keeps_queries_apart(tmp_path: Path) -> None:
+def test_a_salt_keeps_cached_queries_separate(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
     with engine(tmp_path) as ours:
         places = ours.local.engine.core.scheduler.vector_cache
@@ -252,7 +254,7 @@ def test_a_salt_keeps_queries_apart(tmp_path: Path) -> None:
             assert places.query_hits == hits
 
 
-def test_tasks_that_read_texts_in_different_ways_are_asked_for_one_at_a_time(tmp_path: Path) -> None:
+def test_tasks_that_read_texts_differently_are_refused_in_one_request(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
     with engine(tmp_path) as ours:
         assert list(ours.outputs(["a"], ["token_embed"])) == ["token_embed"]

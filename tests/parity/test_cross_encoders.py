@@ -125,7 +125,7 @@ def reference_scores(reference: CrossEncoder, pairs: list[tuple[str, str]], **op
     return np.array([reference.predict(pair, **options) for pair in pairs]).reshape(-1)
 
 
-def test_scores_are_the_references_in_raw_and_activated(pair: Pair) -> None:
+def test_raw_and_activated_scores_equal_the_references(pair: Pair) -> None:
     """Pairs that are too long are cut as the reference cuts them: the longer text first."""
     queries, documents = map(list, zip(*PAIRS, strict=True))
     raw = reference_scores(pair.reference, PAIRS, activation_fn=torch.nn.Identity())
@@ -136,7 +136,7 @@ def test_scores_are_the_references_in_raw_and_activated(pair: Pair) -> None:
     np.testing.assert_allclose(active, reference_scores(pair.reference, PAIRS), atol=1e-4)
 
 
-def test_the_order_of_documents_is_the_references(pair: Pair) -> None:
+def test_the_order_of_documents_equals_the_references(pair: Pair) -> None:
     documents = TEXTS[5:30]
     theirs = pair.reference.rank("the long water", documents)
     ours = pair.engine.rerank("the long water", documents, truncate_prompt_tokens=-1)

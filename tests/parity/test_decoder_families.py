@@ -90,7 +90,7 @@ def test_a_row_has_the_same_states_alone_in_a_batch_and_in_any_order(pair: Pair)
     np.testing.assert_allclose(pair.engine.embed([ROWS[i] for i in order]), vectors[order], atol=1e-5)
 
 
-def test_later_tokens_change_earlier_states_only_where_the_model_looks_ahead(pair: Pair) -> None:
+def test_later_tokens_change_earlier_states_only_without_causal_attention(pair: Pair) -> None:
     row, tail = ROWS[-3], ROWS[-2]
     alone, followed = (token_states(pair.engine, [ids])[: len(row)] for ids in (row, row + tail))
     if pair.name.startswith(LOOK_AHEAD):
@@ -132,7 +132,7 @@ def test_an_override_changes_the_states_so_the_option_is_read(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "llama3"])
-def test_an_override_turns_a_causal_model_round_as_the_reference_does(name: str, tmp_path: Path) -> None:
+def test_an_override_makes_a_causal_model_bidirectional_like_the_reference(name: str, tmp_path: Path) -> None:
     folder = FAMILIES[name].write(tmp_path)
     with open_engine(folder, hf_overrides={"is_causal": False}) as engine:
         ours = token_states(engine)
@@ -233,7 +233,7 @@ def test_the_reranker_of_nemotron_pools_before_it_projects(tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_what_cannot_be_computed_rightly_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     name: str, overrides: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = FAMILIES[name].write(tmp_path)
@@ -242,7 +242,7 @@ def test_what_cannot_be_computed_rightly_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama3", "mistral", "embeddinggemma", "gritlm"])
-def test_a_shape_runs_without_weights(name: str, tmp_path: Path) -> None:
+def test_a_configuration_runs_with_dummy_weights(name: str, tmp_path: Path) -> None:
     folder = FAMILIES[name].write(tmp_path)
     (folder / "model.safetensors").unlink()
     with open_engine(folder, load_format="dummy") as engine:

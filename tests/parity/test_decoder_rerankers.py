@@ -88,7 +88,7 @@ def test_qwen3_rerankers_answer_with_the_probability_of_yes(tmp_path: Path, tied
         assert engine.spec.tasks[0] is Task.SCORE and engine.settings.prefix_caching
 
 
-def test_only_the_rows_that_count_of_the_head_are_kept(tmp_path: Path) -> None:
+def test_only_the_scored_rows_of_the_head_are_kept(tmp_path: Path) -> None:
     folder = write(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
     with open_engine(folder, hf_overrides=QWEN3) as engine:
         head = engine.local.engine.core.runner.model.heads[Task.SCORE]
@@ -141,7 +141,9 @@ def test_converted_checkpoints_score_with_their_one_label(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("instruction", [None, "be strict"])
-def test_mxbai_rerankers_answer_with_one_less_nought(tmp_path: Path, instruction: str | None) -> None:
+def test_mxbai_rerankers_score_the_logit_of_1_minus_that_of_0(
+    tmp_path: Path, instruction: str | None
+) -> None:
     folder = write(tmp_path, "Qwen2ForCausalLM")
     reference = Reference(folder)
     prefix = (
@@ -194,7 +196,7 @@ def test_bge_gemma_answers_with_the_logit_of_yes(tmp_path: Path) -> None:
     np.testing.assert_allclose(raw, expected, atol=5e-4)
 
 
-def test_nemotron_reads_one_text_and_looks_both_ways(tmp_path: Path) -> None:
+def test_nemotron_reads_one_text_with_bidirectional_attention(tmp_path: Path) -> None:
     folder = write(tmp_path, "LlamaForSequenceClassification", bos=True, num_labels=1)
     change_config(
         folder,
@@ -236,7 +238,7 @@ def test_instruction_and_query_are_computed_once_for_all_documents(tmp_path: Pat
         assert pool.hit_tokens - before >= 5 * shared  # and again, from an earlier request
 
 
-def test_a_long_document_is_cut_and_the_prompt_stays(tmp_path: Path) -> None:
+def test_a_long_document_is_truncated_and_the_prompt_is_kept(tmp_path: Path) -> None:
     folder = write(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=True)
     long = " ".join(["water and oil"] * 400)
     reference = Reference(folder)
@@ -253,7 +255,7 @@ def test_a_long_document_is_cut_and_the_prompt_stays(tmp_path: Path) -> None:
             engine.score(long, ["a"], truncate_prompt_tokens=-1)
 
 
-def test_what_cannot_be_asked_is_refused_when_the_model_is_read(tmp_path: Path) -> None:
+def test_unusable_score_options_are_refused_when_the_model_is_read(tmp_path: Path) -> None:
     folder = write(tmp_path, "Qwen3ForCausalLM")
 
     def read(**options: Any) -> Any:

@@ -68,7 +68,7 @@ def test_the_reference_sees_order_and_far_tokens(pair: Pair) -> None:
     assert np.abs(first[0] - first[2]).max() > 1e-3
 
 
-def test_fp32_hidden_states_and_vectors_are_the_references(pair: Pair) -> None:
+def test_fp32_hidden_states_and_vectors_equal_the_references(pair: Pair) -> None:
     tokens = pair.ours.ask(ROWS, Task.TOKEN_EMBED)
     assert cosines(tokens, np.concatenate(pair.hidden)).min() >= 0.99999
     np.testing.assert_allclose(tokens, np.concatenate(pair.hidden), atol=2e-4)
@@ -136,7 +136,7 @@ def test_an_adapter_is_merged_into_every_weight(tmp_path: Path) -> None:
     np.testing.assert_allclose(tokens, expected, atol=2e-4)
 
 
-def test_adapters_are_chosen_row_by_row_in_one_step(tmp_path: Path) -> None:
+def test_each_row_of_a_step_has_its_own_adapter(tmp_path: Path) -> None:
     """Each as if it alone were merged; the rows of all of them, and of none, run together."""
     ADAPTED.write(tmp_path)
     names = json.loads((tmp_path / "config.json").read_text())["lora_adaptations"]
@@ -196,7 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
-def test_an_option_that_is_not_supported_is_refused_by_name(
+def test_an_unsupported_option_is_refused_by_name(
     name: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     CASES[name].write(tmp_path, "ForSequenceClassification")
@@ -206,7 +206,9 @@ def test_an_option_that_is_not_supported_is_refused_by_name(
         pass
 
 
-def test_nomic_reads_as_far_as_its_positions_unless_angles_would_depend_on_the_length(tmp_path: Path) -> None:
+def test_nomic_is_limited_to_its_trained_length_where_angles_would_depend_on_the_length(
+    tmp_path: Path,
+) -> None:
     CASES["nomic-original"].write(tmp_path)
     with opened(tmp_path) as ours:
         assert len(ours.ask(ROWS, Task.EMBED)) == len(ROWS)

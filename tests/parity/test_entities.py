@@ -62,7 +62,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Tok
 
 
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
-def test_entities_equal_the_pipeline_s(pair: Any, aggregation: Aggregation) -> None:
+def test_entities_equal_those_of_the_pipeline(pair: Any, aggregation: Aggregation) -> None:
     engine, reference = pair
     ours = engine.entities(TEXTS, aggregation=aggregation)
     theirs = [reference(text, aggregation_strategy=aggregation) for text in TEXTS]

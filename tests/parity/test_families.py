@@ -85,7 +85,7 @@ def test_a_text_has_the_same_vector_alone_in_a_batch_and_in_any_order(pair: Pair
     np.testing.assert_allclose(embed(pair.engine, [TEXTS[i] for i in order]), batch[order], atol=1e-5)
 
 
-def test_tokens_and_limit_are_those_of_the_reference(pair: Pair) -> None:
+def test_tokens_and_limit_equal_those_of_the_reference(pair: Pair) -> None:
     assert pair.engine.spec.max_model_len == pair.reference.max_seq_length == LIMIT
     theirs = [pair.reference.tokenizer(text)["input_ids"] for text in TEXTS]
     assert pair.engine.tokenize(TEXTS) == theirs
@@ -168,7 +168,7 @@ PROMPTS = {
     "pooling", ["mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens", "lasttoken"]
 )
 @pytest.mark.parametrize("include_prompt", [True, False])
-def test_prompts_are_put_before_and_left_out_as_the_reference_does(
+def test_prompts_are_prepended_and_excluded_from_pooling_like_the_reference(
     name: str, pooling: str, include_prompt: bool, tmp_path: Path
 ) -> None:
     texts = [text for text in TEXTS if text]
@@ -190,7 +190,7 @@ def test_prompts_are_put_before_and_left_out_as_the_reference_does(
     assert min(by_default.min(), by_name.min(), own.min(), none.min()) >= 0.99999
 
 
-def test_dimensions_are_cut_and_normalised_as_the_reference_does(tmp_path: Path) -> None:
+def test_dimensions_are_truncated_and_normalised_like_the_reference(tmp_path: Path) -> None:
     reference = write_sentence_transformer(tmp_path, FAMILIES["bert"], normalize=False)
     with open_engine(tmp_path / "model") as engine:
         ours = embed(engine, TEXTS, dimensions=24)

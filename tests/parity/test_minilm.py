@@ -73,7 +73,7 @@ def test_bf16_keeps_the_direction(theirs: Vectors) -> None:
         assert cosines(engine.embed(some, truncate_prompt_tokens=-1), theirs[:120]).min() >= 0.999
 
 
-def test_int8_keeps_the_direction_whatever_stands_beside_it(theirs: Vectors) -> None:
+def test_int8_keeps_the_direction_in_any_batch(theirs: Vectors) -> None:
     with Engine(device="cpu", quantization="int8") as engine:
         batch = engine.embed(TEXTS, truncate_prompt_tokens=-1)
         alone = np.concatenate([engine.embed([text], truncate_prompt_tokens=-1) for text in TEXTS[:120]])

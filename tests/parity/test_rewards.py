@@ -71,7 +71,7 @@ def test_the_reward_of_a_text_is_that_of_its_last_token(tmp_path: Path) -> None:
             engine.classify(TEXTS)
 
 
-def test_steps_are_judged_at_their_tags_in_one_step_or_many(tmp_path: Path) -> None:
+def test_steps_are_judged_at_their_tags_with_and_without_chunked_prefill(tmp_path: Path) -> None:
     head = write_reward_model(tmp_path, "Qwen2ForProcessRewardModel", 2)
     tag = 7
     for extra in ({}, {"enable_chunked_prefill": True, "max_num_batched_tokens": 5}):
@@ -89,7 +89,7 @@ def test_steps_are_judged_at_their_tags_in_one_step_or_many(tmp_path: Path) -> N
                 engine.reward([[5, tag], [5, 6]])
 
 
-def test_the_models_own_tag_is_found_in_its_tokenizer(tmp_path: Path) -> None:
+def test_the_step_tag_is_found_in_the_tokenizer(tmp_path: Path) -> None:
     write_reward_model(tmp_path, "Qwen2ForProcessRewardModel", 2)
     file = tmp_path / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -114,7 +114,7 @@ def test_a_model_without_a_judging_head_refuses_steps(tmp_path: Path) -> None:
         Engine(str(tmp_path), device="cpu", pooler_config=PoolerConfig(pooling_type="STEP", step_tag_id=3))
 
 
-def test_a_one_label_classifier_rewards_with_its_plain_score(tmp_path: Path) -> None:
+def test_a_one_label_classifier_rewards_with_its_raw_score(tmp_path: Path) -> None:
     model = transformers.LlamaForSequenceClassification
     sizes = {"vocab_size": 400, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
     config = model.config_class(**sizes, intermediate_size=80, num_labels=1, pad_token_id=1)

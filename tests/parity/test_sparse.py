@@ -92,7 +92,7 @@ def test_a_sparse_encoder_of_sentence_transformers_gives_its_weights(
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-5)
 
 
-def test_the_old_module_name_of_sentence_transformers_is_known(tmp_path: Path) -> None:
+def test_the_old_module_name_of_sentence_transformers_is_accepted(tmp_path: Path) -> None:
     plain = write_masked_lm(tmp_path / "plain", "bert")
     reference = SparseEncoder(modules=[MLMTransformer(str(plain)), SpladePooling()], device="cpu")
     reference.save(str(tmp_path / "model"), create_model_card=False)

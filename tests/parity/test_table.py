@@ -34,13 +34,13 @@ def test_every_family_of_the_registry_is_in_the_table() -> None:
         ((1.0, 0.998, 0.9985, 1.2), MISSED),
     ],
 )
-def test_below_the_bar_the_references_own_rounding_decides(
+def test_below_the_bar_the_rounding_of_the_reference_decides(
     figures: tuple[float, float, float, float], verdict: str
 ) -> None:
     assert judged(*figures) == verdict
 
 
-def test_the_command_compares_prints_and_tells_a_miss(
+def test_the_command_prints_its_comparisons_and_fails_on_a_miss(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only = ["--only", "^bert bert (token_embed|sparse)$"]

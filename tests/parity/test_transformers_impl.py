@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_gives_the_vectors_of_sentence_transformers(folder: Path) -> None:
+def test_vectors_equal_those_of_sentence_transformers(folder: Path) -> None:
     reference = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     with Engine(str(folder), device="cpu", model_impl="transformers") as engine:
         together = engine.embed(TEXTS)
@@ -49,7 +49,7 @@ def test_it_gives_the_vectors_of_sentence_transformers(folder: Path) -> None:
     np.testing.assert_allclose([rows.mean(0) for rows in tokens], together, atol=1e-5)
 
 
-def test_without_it_the_error_lists_what_is_supported(folder: Path) -> None:
+def test_without_model_impl_transformers_the_error_lists_supported_classes(folder: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"'ElectraModel' is not supported.*Bert\*.*--model-impl transformers"
     ):
@@ -57,6 +57,6 @@ def test_without_it_the_error_lists_what_is_supported(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"quantization": "int8"}, {"load_format": "dummy"}])
-def test_what_needs_a_native_model_is_refused(folder: Path, option: dict[str, str]) -> None:
+def test_options_that_need_a_native_model_are_refused(folder: Path, option: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="needs a native model"):
         Engine(str(folder), device="cpu", model_impl="transformers", **option)

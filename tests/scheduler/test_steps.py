@@ -1,4 +1,4 @@
-"""Steps that generate: the short way of planning them gives what the long way gives."""
+"""Plans of generation steps: the fast path of decode steps gives the plan of the general path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduler.steps import StepRows, generation_plan
+from penstock.scheduler.steps import (
+    PromptRequest,
+    SamplerChanges,
+    SequenceMemory,
+    StepRows,
+    generation_plan,
+)
 from penstock.types import Join, SamplerParams
 
 
@@ -28,7 +34,7 @@ def assert_same(got: Any, wanted: Any, where: str = "plan") -> None:
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_steps_of_one_token_a_row_are_planned_as_any_other(data: st.DataObject) -> None:
+def test_a_decode_step_has_the_plan_of_the_general_path(data: st.DataObject) -> None:
     choose = data.draw
     size, slots, length = choose(st.sampled_from([1, 4, 16])), 12, 40
     rows = choose(st.permutations(range(slots)))[: choose(st.integers(1, slots))]
@@ -36,24 +42,22 @@ def test_steps_of_one_token_a_row_are_planned_as_any_other(data: st.DataObject) 
     begins = np.array(choose(some), dtype=np.int32)
     generator = np.random.default_rng(choose(st.integers(0, 9)))
     chosen = StepRows(
-        np.array(rows, dtype=np.int32),
-        begins,
-        np.ones(len(rows), dtype=np.int32),
-        generator.integers(0, 5, len(rows), dtype=np.int32),
-        generator.integers(0, 5, len(rows), dtype=np.int32),
+        slots=np.array(rows, dtype=np.int32),
+        begins=begins,
+        counts=np.ones(len(rows), dtype=np.int32),
+        samples=generator.random(len(rows)) < choose(st.sampled_from([0.5, 1.1])),
+        num_known=begins + generator.integers(0, 2, len(rows), dtype=np.int32),
+        num_logprobs=generator.integers(-1, 3, len(rows), dtype=np.int32),
+        epochs=generator.integers(0, 5, len(rows), dtype=np.int32),
+        visits=generator.integers(0, 5, len(rows), dtype=np.int32),
+    )
+    memory = SequenceMemory(
+        token_ids=generator.integers(0, 97, (slots, length), dtype=np.int32),
+        block_tables=generator.integers(0, 50, (slots, -(-length // size)), dtype=np.int32),
+        block_size=size,
     )
     join = Join(rows[0], SamplerParams(), np.array([1], dtype=np.int32))
-    given: dict[str, Any] = {
-        "known": begins + generator.integers(0, 2, len(rows), dtype=np.int32),
-        "wants": generator.integers(-1, 3, len(rows), dtype=np.int32),
-        "tokens": generator.integers(0, 97, (slots, length), dtype=np.int32),
-        "tables": generator.integers(0, 50, (slots, -(-length // size)), dtype=np.int32),
-        "block_size": size,
-        "leaves": (3,),
-        "joins": (join,),
-        "masks": ((rows[-1], np.array([5], dtype=np.int32)),),
-    }
-    sampled = generator.random(len(rows)) < choose(st.sampled_from([0.5, 1.1]))
-    nobody = np.zeros(len(rows), dtype=np.int32)  # asks about a prompt, which takes the long way
-    long_way = generation_plan(chosen, sampled, **given, prompt_ends=nobody)
-    assert_same(generation_plan(chosen, sampled, **given), long_way)
+    changes = SamplerChanges((3,), (join,), ((rows[-1], np.array([5], dtype=np.int32)),))
+    no_prompts = PromptRequest(np.zeros(len(rows), dtype=np.int32), 0)  # takes the general path
+    general = generation_plan(chosen, memory, changes, no_prompts)
+    assert_same(generation_plan(chosen, memory, changes), general)

@@ -57,7 +57,7 @@ def test_an_adapter_changes_layers_and_tables(tmp_path: Path, tensors: dict[str,
         torch.testing.assert_close(weights.take(f"roberta.{name}.weight", *shape), expected)
 
 
-def test_a_tensor_that_nobody_took_is_still_an_error(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_a_tensor_that_was_never_read_is_still_an_error(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     weights = source(tmp_path, tensors, SECOND)
     weights.take("roberta.up.weight", 5, 4)
     with pytest.raises(ModelLoadError, match="embeddings"):

@@ -47,14 +47,12 @@ def test_a_tensor_is_taken_by_name_in_the_models_dtype(tmp_path: Path, parts: di
     assert torch.equal(taken, parts["k.weight"].bfloat16())
 
 
-def test_fused_tensors_stand_one_below_the_other_in_the_order_asked_for(
-    tmp_path: Path, parts: dict[str, Tensor]
-) -> None:
+def test_fused_tensors_are_concatenated_in_the_given_order(tmp_path: Path, parts: dict[str, Tensor]) -> None:
     fused = source(write(tmp_path, parts)).fuse(["v.weight", "q.weight", "k.weight"], 4, 3)
     assert torch.equal(fused, torch.cat([parts["v.weight"], parts["q.weight"], parts["k.weight"]]))
 
 
-def test_fused_tensors_may_have_sizes_of_their_own(tmp_path: Path) -> None:
+def test_fused_tensors_may_differ_in_size(tmp_path: Path) -> None:
     parts = {"q": torch.randn(6, 3), "k": torch.randn(2, 3), "bias": torch.randn(4)}
     weights = source(write(tmp_path, parts))
     assert torch.equal(weights.fuse(["q", "k"], [6, 2], 3), torch.cat([parts["q"], parts["k"]]))
@@ -85,7 +83,7 @@ def test_a_tensor_of_another_shape_is_an_error_with_both_shapes(
         source(write(tmp_path, parts)).take("q.weight", 3, 4)
 
 
-def test_tensors_that_nobody_took_are_an_error_that_names_them(
+def test_tensors_that_were_never_read_are_an_error_that_names_them(
     tmp_path: Path, parts: dict[str, Tensor]
 ) -> None:
     weights = source(write(tmp_path, parts))
@@ -94,7 +92,7 @@ def test_tensors_that_nobody_took_are_an_error_that_names_them(
         weights.check_all_read(())
 
 
-def test_leftovers_that_do_not_matter_are_no_error(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+def test_unread_tensors_that_are_ignored_are_no_error(tmp_path: Path, parts: dict[str, Tensor]) -> None:
     weights = source(write(tmp_path, parts | {"pooler.dense.weight": torch.zeros(2)}))
     weights.fuse(list(parts), 4, 3)
     weights.check_all_read(("pooler.",))
@@ -102,14 +100,14 @@ def test_leftovers_that_do_not_matter_are_no_error(tmp_path: Path, parts: dict[s
         weights.check_all_read(())
 
 
-def test_many_leftovers_are_counted_after_the_first_few(tmp_path: Path) -> None:
+def test_many_unread_tensors_are_counted_after_the_first_few(tmp_path: Path) -> None:
     weights = source(write(tmp_path, {f"extra.{i:02}": torch.zeros(1) for i in range(30)}))
     with pytest.raises(ModelLoadError, match="and 22 more"):
         weights.check_all_read(())
 
 
 @pytest.mark.parametrize(("old", "new"), [("gamma", "weight"), ("beta", "bias")])
-def test_old_names_of_norm_parameters_are_understood(tmp_path: Path, old: str, new: str) -> None:
+def test_old_names_of_norm_parameters_are_renamed(tmp_path: Path, old: str, new: str) -> None:
     weights = source(write(tmp_path, {f"encoder.LayerNorm.{old}": torch.arange(3.0)}))
     assert weights.take(f"encoder.LayerNorm.{new}", 3).tolist() == [0, 1, 2]
     weights.check_all_read(())
@@ -138,7 +136,7 @@ def test_shards_are_read_as_one_checkpoint(tmp_path: Path, parts: dict[str, Tens
     weights.check_all_read(())
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path, parts: dict[str, Tensor]) -> None:
     (first, tensor), *rest = parts.items()
     write_shards(tmp_path, [{first: tensor}, dict(rest)])
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
@@ -147,7 +145,7 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path, parts: dict[str, Ten
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
-def test_an_index_that_is_not_one_is_named(tmp_path: Path, text: str) -> None:
+def test_an_invalid_index_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelLoadError, match="is not a weight index"):
         source(tmp_path)
@@ -168,7 +166,7 @@ def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path, content: bytes)
         source(tmp_path)
 
 
-def test_a_folder_without_weights_says_how_to_run_without(tmp_path: Path) -> None:
+def test_a_folder_without_weights_suggests_dummy_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="--load-format dummy"):
         source(tmp_path)
 
@@ -200,7 +198,7 @@ def test_dummy_weights_have_any_shape_unit_norms_and_no_bias(tmp_path: Path) -> 
     weights.check_all_read(())
 
 
-def test_made_fp8_tensors_follow_the_seed_and_stand_for_weights_of_the_usual_size() -> None:
+def test_dummy_fp8_tensors_follow_the_seed_and_have_the_usual_scale() -> None:
     def made(seed: int) -> torch.Tensor:
         source = open_weights(Path("/nowhere"), "dummy", seed, torch.bfloat16, torch.device("cpu"))
         values = source.read_fp8("layers.0.up_proj.weight", (64, 256))
@@ -211,7 +209,7 @@ def test_made_fp8_tensors_follow_the_seed_and_stand_for_weights_of_the_usual_siz
     assert abs(float(made(1).std()) - 0.02) < 0.001
 
 
-def test_fp8_is_read_where_it_is_asked_for_and_nowhere_else(tmp_path: Path) -> None:
+def test_fp8_tensors_are_read_only_by_read_fp8(tmp_path: Path) -> None:
     stored = torch.ones(4, 4).to(torch.float8_e4m3fn)
     save_file({"small": stored, "wide": torch.ones(4, 4)}, tmp_path / "model.safetensors")
     source = open_weights(tmp_path, "safetensors", 0, torch.float32, torch.device("cpu"))
