@@ -45,12 +45,11 @@ from penstock.checkpoint.spec import describe, with_max_model_len
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.processor import InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.runner.load import settle
 from penstock.serving.engine_metrics import EngineMetrics
 from penstock.serving.launch import ApiLaunch, EngineLaunch
+from penstock.tasks.model import TextModel
 from penstock.types import GeneratePlan, SampledResult, StepPlan, StepResult
 from penstock.wire.client import EngineClient
 from penstock.wire.messages import Ready, Submit, decode_to_engine
@@ -167,14 +166,8 @@ def make_engine(
 
 def make_app(config: EngineConfig, client: EngineClient) -> Any:
     spec = describe(config)
-    tokenizer = Tokenizer(spec.path)
-    model = ServedModel(
-        spec=with_max_model_len(spec, config.max_model_len or spec.max_model_len),
-        processor=InputProcessor(spec, tokenizer),
-        tokenizer=BatchTokenizer(tokenizer),
-        client=client,
-        created_s=0,
-    )
+    text = TextModel(with_max_model_len(spec, config.max_model_len or spec.max_model_len))
+    model = ServedModel(text, client, created_s=0)
     return build_app(ServerState(ServerConfig(max_rows=4096), {spec.name: model}))
 
 

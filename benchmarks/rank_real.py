@@ -5,8 +5,8 @@
 DL19 is a folder in BEIR's layout (corpus, queries, qrels); each query with judgements ranks its 100 best
 passages by BM25, or the passages that have a judgement. RERANKER_MINI reads `Query: …` and `Sentence: …` as
 one text and scores by the difference of its two labels, with transformers as the reference. MINILM compares
-vectors, with sentence-transformers as the reference. `--vectors` compares Penstock's vectors in NumPy instead of in
-the engine. Results go to benchmarks/results/rank_real.md.
+vectors, with sentence-transformers as the reference. `--vectors` compares Penstock's vectors in NumPy instead
+of in the engine. Results go to benchmarks/results/rank_real.md.
 
 Needs: pip install -e '.[bench]'
 """

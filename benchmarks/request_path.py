@@ -30,13 +30,11 @@ from penstock.api.state import ServedModel, ServerState
 from penstock.checkpoint.spec import describe
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.loop import EngineCore
-from penstock.inputs.batcher import BatchTokenizer
-from penstock.inputs.processor import InputProcessor
-from penstock.inputs.tokenizer import Tokenizer
 from penstock.runner.null import NullRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import Budget, Scheduler
 from penstock.serving.engine_metrics import EngineMetrics
+from penstock.tasks.model import TextModel
 from penstock.types import PooledOutput, PoolingParams, Request, Task, Timings
 from penstock.wire.messages import (
     decode_from_engine,
@@ -112,7 +110,7 @@ def engine_stages(count: int, turns: int) -> dict[str, float]:
 class NullClient:
     """Answers at once, through the messages that cross the wire."""
 
-    ready: Any = object()
+    ready = True
 
     def __init__(self, rows: int, width: int) -> None:
         self.values = np.random.default_rng(0).standard_normal((rows, width), dtype=np.float32)
@@ -132,14 +130,7 @@ class NullClient:
 
 def make_app(client: NullClient) -> Any:
     spec = describe(EngineConfig(device="null"))
-    tokenizer = Tokenizer(spec.path)
-    model = ServedModel(
-        spec=spec,
-        processor=InputProcessor(spec, tokenizer),
-        tokenizer=BatchTokenizer(tokenizer),
-        client=client,  # type: ignore[arg-type]
-        created_s=0,
-    )
+    model = ServedModel(TextModel(spec), client, created_s=0)  # type: ignore[arg-type]
     return build_app(ServerState(ServerConfig(), {spec.name: model}))
 
 

@@ -19,7 +19,7 @@ from tests.checkpoints import (
     write_m3,
     write_splade,
 )
-from tests.text_models import write_model
+from tests.text_models import write_text_model
 
 WIDTH = BERT_CONFIG["hidden_size"]
 
@@ -58,7 +58,7 @@ def classifier(folder: Path) -> Path:
 
 def llama(folder: Path) -> Path:
     """A decoder with a chat template, written without transformers, whose import alone takes seconds."""
-    write_model(folder)
+    write_text_model(folder)
     tokenizer = Tokenizer(folder)
     size, inner, vocabulary = 64, 112, tokenizer.highest_id + 4
     config = {

@@ -153,7 +153,7 @@ def test_rows_are_shared_out_by_length_and_each_is_written_once(
         return out
 
     monkeypatch.setattr(attention, "_varlen", library)
-    monkeypatch.setattr(attention, "SHORT", 4)
+    monkeypatch.setattr(attention, "MAX_SHORT_LENGTH", 4)
     monkeypatch.setattr(attention, "_MAX_OWN_LENGTH", own)
     got = attention._on_cuda(query, key, value, batch, kind)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
