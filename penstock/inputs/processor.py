@@ -63,8 +63,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         if tokenizer.max_token_id >= spec.vocab_size:
             raise ModelLoadError(
-                f"the tokenizer of {spec.name} has ids up to {tokenizer.max_token_id}, but its embedding table "
-                f"has {spec.vocab_size} rows; take tokenizer.json and config.json from the same model",
+                f"the tokenizer of {spec.name} has ids up to {tokenizer.max_token_id}, but the embedding "
+                f"table has {spec.vocab_size} rows; take tokenizer.json and config.json from the same model",
                 param="model",
             )
         if spec.lower_case:

@@ -72,7 +72,7 @@ def test_a_last_message_is_continued_as_in_transformers(source: str, last: str) 
     assert text == expected[0] and text.rstrip().endswith(last.strip())
 
 
-def test_parts_are_joined_or_handed_on_as_the_template_wants() -> None:
+def test_content_parts_are_joined_unless_the_template_loops_over_them() -> None:
     talk = [
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
         {"role": "assistant", "content": "three"},
@@ -95,13 +95,13 @@ def test_parts_are_joined_or_handed_on_as_the_template_wants() -> None:
         ("{% for i in range(999999999) %}x{% endfor %}", "OverflowError"),
     ],
 )
-def test_what_a_template_stumbles_over_is_told(source: str, words: str) -> None:
+def test_errors_of_a_template_are_reported(source: str, words: str) -> None:
     with pytest.raises(BadValue, match=words) as caught:
         ChatTemplate(source, {"bos_token": "<s>"}).render([{"role": "tool", "content": "x"}])
     assert caught.value.status == 400 and caught.value.param == "messages"
 
 
-def test_contradictions_are_refused() -> None:
+def test_contradicting_options_are_rejected() -> None:
     template = ChatTemplate(TEMPLATE)
     with pytest.raises(BadValue, match="contradict"):
         template.render(TALK, add_generation_prompt=True, continue_final_message=True)
@@ -117,7 +117,7 @@ def test_contradictions_are_refused() -> None:
         ChatTemplate("{% if %}")
 
 
-def test_a_model_names_its_template_in_several_ways(tmp_path: Path) -> None:
+def test_a_template_is_found_in_every_file_that_may_hold_it(tmp_path: Path) -> None:
     settings = tmp_path / "tokenizer_config.json"
     with pytest.raises(BadValue, match="no chat template"):
         _ = ModelTemplate(tmp_path).template

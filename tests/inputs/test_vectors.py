@@ -1,4 +1,4 @@
-"""Vectors that a caller brings: every form gives the same arrays, and what is wrong is told by its place."""
+"""Vectors given by the caller: every form gives the same arrays, and errors name the bad value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def packed(matrix: Any, dtype: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_numbers_base64_and_arrays_are_the_same(dtype: str) -> None:
+def test_numbers_base64_and_arrays_give_equal_vectors(dtype: str) -> None:
     plain = make_comparison("a", [QUERY], DOCUMENTS, dtype=dtype)
     coded = make_comparison(
         "b", [packed(QUERY, dtype)], [packed(d, dtype) for d in DOCUMENTS], dtype=dtype, dim=2
@@ -35,13 +35,13 @@ def test_numbers_base64_and_arrays_are_the_same(dtype: str) -> None:
     assert plain.documents.dtype == dtype
 
 
-def test_as_many_queries_as_documents_are_pairs() -> None:
+def test_as_many_queries_as_documents_are_paired() -> None:
     made = make_comparison("a", [QUERY] * 3, DOCUMENTS)
     assert made.pairs.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"queries": []}, "queries is empty"),
         ({"documents": []}, "documents is empty"),
@@ -62,7 +62,7 @@ def test_as_many_queries_as_documents_are_pairs() -> None:
         ({"query_scales": [[1.0, -1.0]]}, "not negative"),
     ],
 )
-def test_a_bad_value_is_rejected_with_a_message_that_names_it(change: dict[str, Any], says: str) -> None:
+def test_a_bad_value_is_rejected_with_a_message_that_names_it(change: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"queries": [QUERY], "documents": DOCUMENTS} | change
-    with pytest.raises(BadValue, match=says):
+    with pytest.raises(BadValue, match=message):
         make_comparison("a", given.pop("queries"), given.pop("documents"), **given)
