@@ -314,7 +314,7 @@ def cpu_of_children(pid: int) -> dict[str, float]:
         except OSError:
             continue
         if int(fields[1]) == pid:
-            name = "engine" if b"penstock.engine" in command else "api"
+            name = "engine" if b"engine_process" in command or b"penstock.engine" in command else "api"
             ticks = int(fields[11]) + int(fields[12])
             spent[name] = spent.get(name, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
     return spent
