@@ -13,7 +13,7 @@ from penstock.api.body import json_body
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import VectorFields
 from penstock.api.run import Result
-from penstock.outputs.encoders import LARGE, LargeRow, as_bytes, encode_rows
+from penstock.outputs.encoders import MIN_LARGE_BYTES, LargeRow, as_bytes, encode_rows
 from penstock.outputs.sparse import SparseRow
 from penstock.tasks.model import TextModel
 
@@ -85,6 +85,6 @@ def _bytes_reply(body: VectorFields, result: Result[Any], rows: list[Any], head:
         values = result.output.values
         whole = values if at == values.nbytes else np.concatenate(rows)
     headers = [(b"metadata", metadata)]
-    if at >= LARGE:
+    if at >= MIN_LARGE_BYTES:
         return Reply([LargeRow(whole, "bytes", body.embed_dtype, body.endianness)], OCTETS, headers=headers)
     return Reply(as_bytes(whole, body.endianness), OCTETS, headers=headers)
