@@ -216,7 +216,7 @@ def test_chunked_rows_in_padded_steps_give_what_whole_rows_give(
                 parts[number].append(np.array(outputs[0][ended.index(row)])[None])
     for number, length in ((0, 26), (1, 10), (2, 3)):
         whole = chunk(length, 0, length, None, number, params)
-        (expected,), _ = runner._step(build_plan([ScheduledRows(whole.request, ints([0]))]))
+        (expected,) = runner._step(build_plan([ScheduledRows(whole.request, ints([0]))])).outputs
         np.testing.assert_allclose(np.concatenate(parts[number]), expected, atol=4e-3)
 
 
