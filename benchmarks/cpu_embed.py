@@ -293,6 +293,7 @@ def main() -> None:
             + (" --http" if options.http else "")
             + " --save`",
             "",
+            "",
         ]
         target = Path(__file__).parent / "results" / "cpu_embed.md"
         target.write_text("\n".join(head) + text + "\n")

@@ -1,8 +1,8 @@
-"""Rows a second on one GPU, offline: the runner alone, and the whole engine with token ids in.
+"""Rows per second on one GPU, offline: of the runner alone, and of the whole engine with token ids as input.
 
     python benchmarks/gpu_embed.py FOLDER [FOLDER…] [--save]
 
-Folders need a configuration and a tokenizer only; weights are made (`--load-format dummy`).
+Folders need only a configuration and a tokenizer; weights are random (`--load-format dummy`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def step_ms(engine: Engine, rows: int, length: int, repeats: int = 30) -> float:
 
 
 def engine_rate(engine: Engine, rows: int, length: int) -> float:
-    """Rows a second through the whole engine, token ids in, vectors out."""
+    """Rows per second through the whole engine, from token ids to vectors."""
     inputs = np.random.default_rng(1).integers(1000, 20000, (rows, length)).tolist()
     engine.embed(inputs[:256])
     began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""The experts of Qwen3-30B-A3B on one GPU, in bfloat16 and fp8: right, and how fast by tile beside the floor.
+"""The experts of Qwen3-30B-A3B on one GPU, in bfloat16 and fp8: correctness, and time beside a lower bound.
 
     python benchmarks/gpu_experts.py [--only half,fp8,dense] [--tokens 1,128] [--defaults] [--seconds 400]
 
 Device times are medians of CUDA graph replays, each over several sets of tokens, so that weights come from
-memory. The floor is what reading the weights of the chosen experts takes, or multiplying. `--defaults` tries
-no other tiles than those in use; `--smoke` runs tiny shapes on any device (without a GPU under
+memory. The lower bound is the time to read the weights of the chosen experts, or to multiply. `--defaults`
+tries only the tilings in use; `--smoke` runs tiny shapes on any device (without a GPU under
 TRITON_INTERPRET=1) and times nothing.
 """
 
@@ -51,12 +51,12 @@ from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.moe import ExpertShape, SparseMLP, _product
 
 TOKENS = (1, 16, 64, 128, 512, 4096, 8192)
-SETS = 4  # of tokens, taken in turn
-BYTES_A_S = 4.3e12  # that an H200 reads
-FLOPS_A_S = {"half": 8e14, "fp8": 1.6e15}  # that its tensor cores reach in practice
+SETS = 4  # sets of tokens, used in turn
+BYTES_A_S = 4.3e12  # memory bandwidth of an H200
+FLOPS_A_S = {"half": 8e14, "fp8": 1.6e15}  # reached by its tensor cores in practice
 DENSE = {"qkv": (2048, 5120), "out": (4096, 2048)}
 
-# Tiles that are tried besides those in use, by the rows of a tile: of the first product, and of the second.
+# Tiles to try besides those in use, by rows per tile: of the first and of the second product.
 HALF_TILES: dict[int, tuple[tuple[Tile, ...], tuple[Tile, ...]]] = {
     16: (
         (
@@ -137,7 +137,7 @@ class Sizes(NamedTuple):
 class Bench:
     def __init__(self, smoke: bool, seconds: float) -> None:
         self.smoke = smoke
-        self.deadline = time.perf_counter() + seconds  # after which no other tile is tried
+        self.deadline = time.perf_counter() + seconds  # no other tile is tried after this
         self.device = torch.device("cpu" if smoke else "cuda")
         self.dtype = torch.float32 if smoke else torch.bfloat16
         self.sizes = Sizes(256, 128, 8, 2) if smoke else Sizes()
@@ -149,7 +149,7 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype) * scale
 
     def us(self, name: str, calls: list[Callable[[], Any]]) -> float:
-        """Microseconds of one of these calls, on average; infinite for what does not run."""
+        """Mean microseconds of one of these calls; infinite if it does not run."""
 
         def work() -> None:
             for call in calls:
@@ -217,8 +217,8 @@ def reference(bench: Bench, layer: Layer, x: Tensor, logits: Tensor) -> Tensor:
 
 
 def check(bench: Bench, layer: Layer, x: Tensor, plan: ExpertTiling) -> float:
-    """The least cosine of a token's answer with the reference's."""
-    logits = F.linear(x.float(), layer.router.float())  # no two equal, or either may be chosen
+    """The smallest cosine between a token's result and the reference."""
+    logits = F.linear(x.float(), layer.router.float())  # fp32, so that no two experts are tied
     options: dict[str, Any] = {"chosen": bench.sizes.chosen, "normalize": True, "act": "silu"}
     got = run_experts(x, logits, layer.gate_up, layer.down, **options, plan=plan)
     again = run_experts(x, logits, layer.gate_up, layer.down, **options, plan=plan)
@@ -236,7 +236,7 @@ def floor_us(bench: Bench, layer: Layer, xs: list[Tensor], form: str) -> float:
 
 
 class Parts(NamedTuple):
-    """What the products of one set of tokens read and write."""
+    """Inputs and outputs of the products for one set of tokens."""
 
     x: Tensor
     early: GroupQuantized | None
@@ -263,14 +263,14 @@ def parts_of(bench: Bench, layer: Layer, x: Tensor, rows: int, form: str) -> Par
 def best_plan(
     bench: Bench, layer: Layer, xs: list[Tensor], rows: int, form: str, used: ExpertTiling
 ) -> ExpertTiling:
-    """The fastest of the candidates with so many rows a tile, by the times of each product alone."""
+    """The fastest candidate with this number of rows per tile, by the time of each product."""
     ups, downs = (FP8_TILES if form == "fp8" else HALF_TILES)[rows]
     if rows == used.rows:
         ups, downs = (used.up, *ups), (used.down, *downs)
     chosen, silu, name = bench.sizes.chosen, ACTIVATION_CODES["silu"], f"{form} {len(xs[0])}×{rows}"
     sets = [parts_of(bench, layer, x, rows, form) for x in xs]
     first: dict[tuple[Tile, bool], float] = {}
-    wide = form == "fp8" and rows >= 64  # where rows are quantised early, if at all
+    wide = form == "fp8" and rows >= 64  # here rows are only ever quantised early
     for tile in dict.fromkeys(ups):
         if bench.late() and first:
             break
@@ -343,9 +343,9 @@ def block(bench: Bench, form: str, counts: list[int], *, only_used: bool) -> Non
         logits = [F.linear(x, layer.router) for x in xs]
         routes = [partial(route, one, sizes.chosen, True, used.rows) for one in logits]
         routing = bench.us("route", routes)
-        single, kernels._SINGLE = kernels._SINGLE, 0
+        single, kernels._SINGLE_PROGRAM_SIZE = kernels._SINGLE_PROGRAM_SIZE, 0
         apart = bench.us("route apart", routes)
-        kernels._SINGLE = single
+        kernels._SINGLE_PROGRAM_SIZE = single
         best, plan = ours, used
         if not only_used:
             nearby = {used.rows, max(16, used.rows // 2)} if tokens > 128 else {used.rows}
@@ -406,7 +406,7 @@ def main() -> None:
     parser.add_argument("--only", default="half,fp8,dense")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--defaults", action="store_true")
-    parser.add_argument("--seconds", type=float, default=400, help="that other tiles are tried for")
+    parser.add_argument("--seconds", type=float, default=400, help="time limit for trying other tiles")
     parser.add_argument("--save", metavar="PATH")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""fp8 beside bfloat16 on one GPU: products, the passes around them, whole models, and the accuracy.
+"""fp8 compared with bfloat16 on one GPU: products, the passes around them, whole models, and accuracy.
 
     python benchmarks/gpu_fp8.py [--only products,passes,models,accuracy] [--save PATH]
 
@@ -69,7 +69,7 @@ class Bench:
         self.smoke = smoke
         self.device = torch.device("cpu" if smoke else "cuda")
         self.dtype = torch.float32 if smoke else BF16
-        self.lines: list[str] = []  # of the tables that are printed last
+        self.lines: list[str] = []  # of the tables, which are printed last
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
@@ -89,7 +89,7 @@ class Bench:
 
 
 def products(bench: Bench) -> None:
-    """One product by itself, with a quantising pass before it and with rows that come quantised."""
+    """One product alone, with a quantising pass before it, and with rows that are already quantised."""
     bench.head(
         "product", "tokens", "bf16 ms (TFLOP/s)", "quantise + fp8 ms (TFLOP/s)", "fp8 alone ms (TFLOP/s)", "×"
     )
@@ -115,7 +115,7 @@ def _product(bench: Bench, name: str, tokens: int, inputs: int, outputs: int) ->
 
 
 def passes(bench: Bench) -> None:
-    """What quantising adds to a pass over memory that is made anyway, and what it costs as one of its own."""
+    """Time that quantising adds to an existing pass over memory, and as a separate pass."""
     bench.head("pass", "tokens × width", "bf16 ms", "then quantised, ms", "fp8 in one, ms")
     for tokens, width, inner, rms in ((16380, 4096, 14336, True), (16384, 768, 3072, False)):
         if bench.smoke:
@@ -177,7 +177,7 @@ def make_runner(
 
 
 def step_ms(bench: Bench, runner: ModelRunner, plan: PoolPlan) -> tuple[float, float]:
-    """(eager, as a graph)."""
+    """(eager, as a graph), in milliseconds."""
     for _ in range(2):
         runner.launch(plan).result()
     eager = statistics.median(runner.launch(plan).result().device_s * 1000 for _ in range(5))
@@ -221,11 +221,11 @@ def models(bench: Bench) -> None:
 
 
 def accuracy(bench: Bench) -> None:
-    """Cosine to fp32. A made model's numbers say less than real weights': nothing was trained to be near."""
+    """Cosine with fp32. Random weights say less than trained ones."""
     bench.head("model", "vectors", "bf16: least, mean cosine", "fp8: least, mean cosine")
     if not bench.smoke:
         texts = natural_texts(200)
-        folder = os.environ.get("PENSTOCK_MINILM")  # where the default's package is not installed
+        folder = os.environ.get("PENSTOCK_MINILM")  # if the package of the default model is not installed
         with Engine(folder, device="cpu") as cpu:
             exact = cpu.embed(texts)
         found = []

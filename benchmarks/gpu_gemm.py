@@ -1,11 +1,11 @@
-"""Whether another of cuBLASLt's algorithms is faster than the one that torch takes, for a model's products.
+"""Compare cuBLASLt's algorithms with the one that torch chooses, for the matrix products of a model.
 
     python benchmarks/gpu_gemm.py [--tokens 4096,8192] [--model gritlm-7b|xlmr-large]
 
-For each product the library's heuristic is asked for its candidates, which take turns with torch's own
-choice on a device that is warm: its clock falls and rises with its power. Figures are medians over the turns.
-The library is called directly (ctypes), with the same workspace for all. Products that take less time than a
-launch from Python say nothing here.
+For each product, the library's heuristic gives candidates. They take turns with torch's choice on a warm
+device, because its clock changes with its power. Figures are medians over the turns. The library is called
+directly (ctypes), with the same workspace for all. Products that take less time than a launch from Python
+give no information.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRODUCTS = {  # outputs, inputs
 }
 COUNT = 12  # candidates
 WORKSPACE = 64 << 20
-# Of the library's headers.
+# Constants from the headers of the library.
 COMPUTE_32F, REAL_32F, REAL_16BF = 68, 0, 14
 DESC_TRANSA, DESC_EPILOGUE, DESC_BIAS = 3, 7, 8
 EPILOGUE_BIAS, PREFERENCE_WORKSPACE = 4, 1
@@ -65,7 +65,7 @@ class Library:
 
 
 class Product:
-    """x [tokens, inputs] · weightᵀ + bias, by a candidate of one's choice."""
+    """x [tokens, inputs] · weightᵀ + bias, with a chosen algorithm."""
 
     def __init__(self, library: Library, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         (tokens, inputs), outputs = x.shape, len(weight)
@@ -78,7 +78,7 @@ class Product:
         if bias is not None:
             self._set(DESC_EPILOGUE, c_int(EPILOGUE_BIAS))
             self._set(DESC_BIAS, c_void_p(bias.data_ptr()))
-        # The library counts by columns: what torch calls [tokens, n] it calls n × tokens.
+        # The library is column-major: [tokens, n] of torch is n × tokens there.
         self.layouts = [
             self._layout(*shape) for shape in ((inputs, outputs), (inputs, tokens), (outputs, tokens))
         ]
@@ -119,7 +119,7 @@ class Product:
 
 
 def timed(work: Callable[[], object], seconds: float) -> float:
-    """ms, over so many seconds of it without a pause."""
+    """Milliseconds of a call, from calls without a pause for this many seconds."""
     begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
     work()
     torch.cuda.synchronize()
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="4096,8192")
     parser.add_argument("--model", choices=PRODUCTS, help="default: all")
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=0.08, help="of each way in each turn")
+    parser.add_argument("--seconds", type=float, default=0.08, help="of each algorithm in each turn")
     options = parser.parse_args()
     library = Library()
     print("| product | tokens | torch ms (TFLOP/s) | best candidate ms | gain | the first; all |")

@@ -1,4 +1,4 @@
-"""Tokens a second of many rows that are continued at once, offline, with the time to and between tokens.
+"""Offline generation of many sequences at once: tokens per second, time to first token, time between tokens.
 
 python benchmarks/gpu_generate.py FOLDER [--load-format dummy] [--requests 128] [--output 512] [--sampled]
 """
@@ -65,7 +65,7 @@ async def stream_all(engine: Engine, rows: list[list[int]], params: SamplerParam
 
 
 def measure(engine: Engine, rows: list[list[int]], params: SamplerParams) -> tuple[float, float, float]:
-    """Tokens a second, median seconds to the first token, median seconds between two."""
+    """Tokens per second, median seconds to the first token, median seconds between tokens."""
     start_s = time.perf_counter()
     times = asyncio.run(stream_all(engine, rows, params))
     first, last = np.array([each.first_s for each in times]), np.array([each.last_s for each in times])
@@ -76,7 +76,7 @@ def measure(engine: Engine, rows: list[list[int]], params: SamplerParams) -> tup
 
 
 def profile(engine: Engine, rows: list[list[int]], params: SamplerParams) -> None:
-    """Device time of each kernel in a step, on average, and how long the device had nothing to do."""
+    """Mean device time of each kernel in a step, and the idle time of the device."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -103,9 +103,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--input", type=int, default=2)
     parser.add_argument("--output", type=int, default=512)
-    parser.add_argument(
-        "--sampled", action="store_true", help="top-p 0.95 and top-k 50 instead of the likeliest"
-    )
+    parser.add_argument("--sampled", action="store_true", help="top-p 0.95 and top-k 50 instead of greedy")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--quantization")
     parser.add_argument(

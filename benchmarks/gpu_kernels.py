@@ -1,10 +1,10 @@
-"""Every fused kernel on one GPU: right against its reference, and how fast beside the torch path.
+"""Every kernel on one GPU: correctness compared with its reference, and time compared with torch.
 
     python benchmarks/gpu_kernels.py [--only norms,attentions,models] [--save]
 
-Device times are medians of CUDA graph replays, so what cannot be captured shows up as an error. Then
-whole models with made weights, kernels on and off. `--smoke` runs tiny shapes on any device (without a
-GPU under TRITON_INTERPRET=1) and times nothing.
+Device times are medians of CUDA graph replays, so a kernel that cannot be captured shows as an error. Then
+whole models with random weights, with and without kernels. `--smoke` runs tiny shapes on any device (without
+a GPU under TRITON_INTERPRET=1) and times nothing.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class Bench:
     def __init__(self, smoke: bool) -> None:
         self.smoke = smoke
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # The interpreter multiplies no bf16.
+        # The interpreter cannot multiply bf16.
         self.half = BF16 if self.device.type == "cuda" else torch.float16
-        self.lines: list[str] = []  # of the table that is printed last
+        self.lines: list[str] = []  # of the table, which is printed last
         self.generator = torch.Generator(device=self.device).manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -129,7 +129,7 @@ class Bench:
         return statistics.median(replays_ms(graph)) * 1000 / calls
 
     def report(self, what: str, shape: str, times: dict[str, float], moved: int, error: float) -> None:
-        """One line: the first of `times` is ours, and `moved` its bytes."""
+        """Add one line: the first of `times` is the kernel, and `moved` its bytes."""
         ours = next(iter(times.values()))
         others = " · ".join(f"{name} {value:.1f}" for name, value in times.items())
         fastest_other = min(list(times.values())[1:], default=ours)
@@ -166,7 +166,7 @@ def replays_ms(graph: torch.cuda.CUDAGraph, repeats: int = 9) -> list[float]:
 
 
 def worst(got: Tensor, expected: Tensor) -> float:
-    """The largest error, as a share of the largest value."""
+    """The largest error, relative to the largest value."""
     if not bool(got.isfinite().all()):
         return float("inf")
     return float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
@@ -185,7 +185,7 @@ def kernels(on: bool) -> Iterator[None]:
 
 @contextmanager
 def own_attention(on: bool) -> Iterator[None]:
-    """Whether rows of any length go to our own kernel, not only the short ones."""
+    """Send rows of any length to the own kernel, not only short ones."""
     before = layer._MAX_OWN_LENGTH
     layer._MAX_OWN_LENGTH = 1 << 20 if on else before
     try:
@@ -196,7 +196,7 @@ def own_attention(on: bool) -> Iterator[None]:
 
 @section
 def launches(bench: Bench) -> None:
-    """What a launch costs the host, which graphs save and eager steps pay."""
+    """Host time of a launch, which eager steps pay and graphs save."""
     x, residual, weight = bench.random(4, 768), bench.random(4, 768), bench.random(768)
     qkv = bench.random(16, 36, 64, dtype=bench.half).split([12, 12, 12], dim=1)
     cu = torch.tensor([0, 8, 16], dtype=torch.int32, device=bench.device)
@@ -313,7 +313,8 @@ def activations(bench: Bench) -> None:
 
 @section
 def gates(bench: Bench) -> None:
-    """Gate and up with the activation in one product, beside the library's product and a pass behind it."""
+    """Gate and up with the activation in one product, compared with the library's product and a second
+    pass."""
     shapes = {"GritLM-7B": (4096, 14336), "Qwen3-4B": (2560, 9728), "Qwen3-0.6B": (1024, 3072)}
     shapes |= {"ModernBERT-large": (1024, 2624), "nomic": (768, 3072), "ModernBERT-base": (768, 1152)}
     for name, (hidden, width) in shapes.items():
@@ -460,7 +461,7 @@ TILES = {
 
 @section
 def attentions(bench: Bench) -> None:
-    """Device microseconds a layer by every route; `flash` is the best of its tiles, which are named."""
+    """Device microseconds per layer for every route; `flash` is the best of its tilings, which are named."""
     for rows, length, heads, kv_heads, dim, causal in (
         (1, 32, 12, 12, 64, False),
         (64, 16, 12, 12, 64, False),
@@ -521,7 +522,7 @@ def bound(call: Callable[..., Tensor], *args: Any, **options: Any) -> Callable[[
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, rows: int, causal: bool, dtype: torch.dtype) -> Tensor:
-    """Rows of equal length as one dense block, by the library."""
+    """Rows of equal length as one dense block, in the library."""
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2).to(dtype) for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
     return out.transpose(1, 2).flatten(0, 1).flatten(1)
@@ -547,7 +548,7 @@ def library(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, length: int, 
 
 
 class Rounded(DummySource):
-    """The weights that a bf16 model would have, in fp32."""
+    """The weights of a bf16 model, in fp32."""
 
     def read(self, name: str, shape: Any) -> Tensor:
         self.dtype = BF16
@@ -583,7 +584,7 @@ def least_cosine(a: Tensor, b: Tensor) -> float:
 
 @section
 def models(bench: Bench) -> None:
-    """Whole steps, eager (launches and all) and as a graph (the device alone), kernels on and off."""
+    """Whole steps, eager (with launches) and as a graph (device only), with and without kernels."""
     cases: tuple[tuple[str, str, dict[str, Any], tuple[tuple[int, int], ...]], ...] = (
         ("BERT-base", "BertModel", BERT, ((1, 32), (64, 32), (64, 256), (32, 500))),
         ("XLM-R-large", "XLMRobertaModel", XLMR, ((1, 32), (64, 32), (64, 256), (32, 500))),
@@ -666,7 +667,7 @@ def _step_ms(bench: Bench, runner: ModelRunner, plan: PoolPlan) -> tuple[float, 
 
 
 def allow_loaded_bounds() -> None:
-    """Triton's interpreter makes an int of a loop's bound in a way that NumPy 2.4 has ceased to allow."""
+    """Triton's interpreter converts a loop bound to int in a way that NumPy 2.4 no longer allows."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -681,7 +682,7 @@ def allow_loaded_bounds() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     usual = list(SECTIONS)
-    parser.add_argument("--only", default=",".join(usual), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--only", default=",".join(usual), help=f"comma-separated, of {', '.join(SECTIONS)}")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""The loads of the H200 through HTTP: a server for each model, `penstock bench` as the client beside it.
+"""The H200 loads over HTTP: one server per model, with `penstock bench` as the client on the same machine.
 
     python benchmarks/gpu_loads.py --models DIR [--rounds 3] [--only PATTERN] [--save PATH]
 
-DIR holds model folders (configuration and tokenizer; weights are made). Every load runs for a few seconds
-after a discarded warm-up; a load that fails says so, with the end of the server's log, and the others go on.
-`--list` names the loads. `--serve-flags "--device null"` tries all of it on a machine without a GPU.
+DIR holds model folders (configuration and tokenizer; weights are random). Every load runs for a few seconds
+after a discarded warm-up. A load that fails is reported with the end of the server's log, and the others
+continue. `--list` names the loads. `--serve-flags "--device null"` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 CLIENTS = 6  # load processes
 WARM_UP_S = 1.5
-MEMORY_BYTES_S = 4.3e12  # that an H200 reads in practice
+MEMORY_BYTES_S = 4.3e12  # memory bandwidth of an H200 in practice
 
 
 @dataclass(frozen=True)
 class Load:
-    """One row of the table: what is sent to a server, and what it is held against."""
+    """One row of the table: what is sent to a server, and what the result is compared with."""
 
     name: str
     title: str
     kind: str  # ids | rerank | file | s2 | latency; gen, both: tokens are generated
-    tokens: int = 0  # of a text; where they are generated, of an answer
+    tokens: int = 0  # tokens of a text, or of an answer where tokens are generated
     concurrency: int | None = None
-    documents: int = 1  # in one request
-    goal: float | None = None  # req/s, of latency ms, of gen tok/s
-    floor: float | None = None  # req/s that the GEMMs alone allow; of gen it is computed from the model
+    documents: int = 1  # documents per request
+    goal: float | None = None  # req/s; ms for latency, tok/s for gen
+    floor: float | None = None  # req/s that the GEMMs alone allow; for gen computed from the model
     vllm: str = "–"
     sampling: tuple[str, ...] = ("--temperature", "0")
 
@@ -62,7 +62,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Setup:
-    """A server, and the loads it gets one after another."""
+    """A server, and the loads that it gets one after the other."""
 
     name: str
     model: str
@@ -132,7 +132,7 @@ SETUPS = (
         "s4-own",
         "colbert-large",
         (_s4("s4-own", "own defaults", 330, 583),),
-        ("--max-model-len", "4096"),  # else documents are cut where the model says
+        ("--max-model-len", "4096"),  # else documents are truncated to the limit of the model
         apis=4,
         show_processes=True,
     ),
@@ -194,23 +194,23 @@ SETUPS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """What one run of a load gave."""
+    """The result of one run of a load."""
 
     rate: float  # req/s
     p50_ms: float
     p99_ms: float
     token_rate: float
     failed: int = 0
-    tpot_ms: float = 0.0  # of what generates; its rate is in tokens
+    tpot_ms: float = 0.0  # of loads that generate; their rate is in tokens
     ttft_ms: float = 0.0
     beside: float = 0.0  # embeddings/s at the same time
-    busy: float = 0.0  # share of the run that steps spent on the device; 0: not known
+    busy: float = 0.0  # share of the run in which a step was on the device; 0: unknown
 
 
 @dataclass
 class Row:
     load: Load
-    floor_ms: float = 0.0  # of a token of every row, of loads that generate
+    floor_ms: float = 0.0  # for one token of every row, of loads that generate
     start_s: float = 0.0
     apis: int = 0
     memory_mib: int = 0
@@ -219,11 +219,11 @@ class Row:
 
 
 class Failed(Exception):
-    """A server or a client did not do what it was started for."""
+    """A server or a client failed."""
 
 
 class Memory(threading.Thread):
-    """The most device memory in use while a setup runs, as the driver counts it."""
+    """The peak device memory in use while a setup runs, as reported by the driver."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -249,7 +249,7 @@ class Memory(threading.Thread):
 
 
 class Server:
-    """`penstock serve` in a process of its own, with its log in a file."""
+    """`penstock serve` in its own process, with its log in a file."""
 
     def __init__(
         self, setup: Setup, options: argparse.Namespace, logs: Path, more: tuple[str, ...] = ()
@@ -266,7 +266,7 @@ class Server:
         if setup.name.startswith(("s2", "s4")) and not options.share:
             self.command.append(
                 "--no-share-identical"
-            )  # all send one body, or one query: compute it each time
+            )  # requests repeat one body or one query: compute it each time
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -293,12 +293,12 @@ class Server:
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # what it started ends with it
+            self._process.kill()  # its child processes end with it
             self._process.wait()
         self._process = None
 
     def loaded(self) -> str:
-        """What the engine says its start took."""
+        """The start-up time that the engine reports."""
         said = [line.split("loaded in ")[1] for line in self.tail(200) if "loaded in " in line]
         return f"; the engine {said[-1]}" if said else ""
 
@@ -307,7 +307,7 @@ class Server:
         return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines() if line.strip()][-lines:]
 
     def processes(self) -> list[tuple[int, str]]:
-        """(pid, module) of the supervisor and all that it started."""
+        """(pid, module) of the supervisor and all its child processes."""
         assert self._process is not None
         return list(_tree(self._process.pid))
 
@@ -336,7 +336,7 @@ class Server:
 
 
 def folder_of(model: str, options: argparse.Namespace) -> Path:
-    """The model's folder; the cross-encoder's is made of bge-base's shape where it is not there."""
+    """The model's folder. If the cross-encoder has none, one is written with the shape of bge-base."""
     folder = Path(options.models) / model
     if folder.is_dir() or model != "cross-bert-base":
         return folder
@@ -355,7 +355,7 @@ def folder_of(model: str, options: argparse.Namespace) -> Path:
 
 
 def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> Figures:
-    """One run of one load, in processes of its own."""
+    """Run one load once, in its own processes."""
     if load.kind == "s2":
         return _run_s2(load, server, seconds)
     if load.kind == "both":
@@ -364,7 +364,7 @@ def run_load(load: Load, server: Server, options: argparse.Namespace, seconds: f
     found = _bench(load, server, options, seconds)
     if load.generates:
         return _generated(found)
-    counted = load.kind != "file"  # where requests that are not counted went before
+    counted = load.kind != "file"  # whether warm-up requests came before
     return Figures(
         found["request_throughput"],
         found["median_e2el_ms"],
@@ -389,7 +389,7 @@ def _generated(found: dict[str, Any], beside: float = 0.0) -> Figures:
 
 
 def _bench(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """What `penstock bench serve` saves of a load."""
+    """What `penstock bench serve` saves for a load."""
     result = Path(options.work) / f"{load.name}-{load.kind}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "penstock", "bench", "serve", "--base-url", server.url]
@@ -409,7 +409,7 @@ def _bench(load: Load, server: Server, options: argparse.Namespace, seconds: flo
 
 
 def _run_both(load: Load, server: Server, options: argparse.Namespace, seconds: float) -> Figures:
-    """Streams for some seconds, and for the same seconds embeddings of S1's texts."""
+    """Streams for some seconds, and embeddings of S1's texts at the same time."""
     texts = replace(load, kind="texts", concurrency=64)
     with ThreadPoolExecutor(1) as pool:
         embedded = pool.submit(_bench, texts, server, options, seconds)
@@ -437,7 +437,7 @@ def _data_flags(load: Load, options: argparse.Namespace, seconds: float) -> list
         data += ["--num-prompts", str(load.concurrency)]
         if load.kind == "both":
             return [*data, *clients, "--duration", str(seconds)]
-        clients = ["--num-processes", str(options.clients)]  # all at once, as S3 says
+        clients = ["--num-processes", str(options.clients)]  # all at once, as S3 defines
         return [*data, *clients, "--request-rate", "inf", "--num-warmups", "16"]
     if load.kind == "rerank":
         data = ["--backend", "vllm-rerank", "--dataset-name", "random-rerank", "--seed", "0", *length]
@@ -486,7 +486,8 @@ def _tree(pid: int) -> Iterator[tuple[int, str]]:
 
 
 def gpu_report(server: Server) -> list[str]:
-    """Who holds device memory: the driver's own list, and which of the server's processes opened a device.
+    """The processes that use device memory: the driver's list, and the server's processes that opened a
+    device.
 
     In a container the driver may count processes by other numbers, so both are shown.
     """
@@ -513,7 +514,7 @@ def gpu_report(server: Server) -> list[str]:
 
 
 def run_setup(setup: Setup, loads: list[Load], options: argparse.Namespace, all_rows: list[Row]) -> None:
-    """Adds a row for each of the loads, filled as far as it comes."""
+    """Add a row for each load, filled as far as the run gets."""
     server = Server(setup, options, Path(options.work))
     rows = [Row(load, floor_ms=floor_ms(setup, load, options), apis=server.apis) for load in loads]
     all_rows += rows
@@ -562,7 +563,7 @@ def _measure(row: Row, server: Server, options: argparse.Namespace) -> None:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Medians over the rounds; the shares are of the medians."""
+    """Medians over the rounds; shares are computed from the medians."""
     pooled = [row for row in rows if not row.load.generates]
     generated = [row for row in rows if row.load.generates]
     parts = [_pooled(pooled) if pooled else [], _written(generated) if generated else []]
@@ -599,7 +600,7 @@ def _written(rows: list[Row]) -> list[str]:
 
 
 def floor_ms(setup: Setup, load: Load, options: argparse.Namespace) -> float:
-    """The least time of a step: all weights that it touches and all keys and values once through memory."""
+    """The minimum time of a step: reading the weights it uses and all keys and values once."""
     file = folder_of(setup.model, options) / "config.json"
     if load.kind != "gen" or not file.exists():
         return 0.0
@@ -609,12 +610,14 @@ def floor_ms(setup: Setup, load: Load, options: argparse.Namespace) -> float:
     keys = 2 * head * config.get("num_key_value_heads", config["num_attention_heads"])
     attention = width * (2 * head * config["num_attention_heads"] + keys)
     if experts := config.get("num_experts"):
-        missed = (1 - config["num_experts_per_tok"] / experts) ** rows  # of an expert, by every row
+        missed = (
+            1 - config["num_experts_per_tok"] / experts
+        ) ** rows  # probability that no row chooses an expert
         feed = 3 * width * config["moe_intermediate_size"] * experts * (1 - missed)
     else:
         feed = 3 * width * config["intermediate_size"]
     weight = 1 if "fp8" in setup.flags else 2  # bytes
-    length = 2 + (options.output_len or load.tokens) / 2  # of a row, on average
+    length = 2 + (options.output_len or load.tokens) / 2  # mean tokens of a row
     read = layers * (attention + feed) * weight + config["vocab_size"] * width * 2
     read += rows * length * keys * layers * 2
     return float(read / MEMORY_BYTES_S * 1000)
@@ -691,7 +694,7 @@ def _versions() -> str:
 
 
 def selected(options: argparse.Namespace) -> list[tuple[Setup, list[Load]]]:
-    """Loads whose name matches --only; without it, all of the default run."""
+    """Loads whose name matches --only; without it, all loads of the default run."""
     if options.only is None:
         return [(setup, list(setup.loads)) for setup in SETUPS if setup.default]
     pattern = re.compile(options.only)
@@ -700,20 +703,18 @@ def selected(options: argparse.Namespace) -> list[tuple[Setup, list[Load]]]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What says which loads run, and how."""
-    parser.add_argument("--models", help="where the model folders are")
+    """Options that select the loads and how they run."""
+    parser.add_argument("--models", help="directory of the model folders")
     parser.add_argument("--s1-file", help="prompts of S1; by default gritlm_bench.jsonl in or beside DIR")
     parser.add_argument("--only", metavar="PATTERN", help="regular expression over the loads' names")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a load that is bounded by time")
-    parser.add_argument("--output-len", type=int, help="tokens of an answer, if not the load's own")
+    parser.add_argument("--output-len", type=int, help="tokens per answer, instead of the load's")
     parser.add_argument("--full", action="store_true", help="S4 with all its 2,000 requests")
-    parser.add_argument("--api-server-count", type=int, default=8, help="where a load sets none itself")
+    parser.add_argument("--api-server-count", type=int, default=8, help="for loads that set none")
     parser.add_argument("--api", action="append", default=[], metavar="SETUP=N", help="for one setup")
     parser.add_argument("--clients", type=int, default=CLIENTS, help="load processes")
-    parser.add_argument(
-        "--share", action="store_true", help="S2 and S4 with their identical rows computed once"
-    )
+    parser.add_argument("--share", action="store_true", help="S2 and S4 with identical rows deduplicated")
     parser.add_argument("--serve-flags", default="", help="more flags for every server")
     parser.add_argument("--bench-flags", default="", help="more flags for every client but S2's")
     parser.add_argument("--start-timeout", type=float, default=90.0)
@@ -735,8 +736,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--logs", help="keep logs and results of the runs here")
-    parser.add_argument("--list", action="store_true", help="name the loads and end")
+    parser.add_argument("--logs", help="directory for logs and results of the runs")
+    parser.add_argument("--list", action="store_true", help="list the loads and exit")
     options = parser.parse_args()
     if options.list:
         for setup in SETUPS:
@@ -746,7 +747,7 @@ def main() -> None:
                 )
         return
     complete(parser, options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is worth a table
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that results so far are printed
     began = time.perf_counter()
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:

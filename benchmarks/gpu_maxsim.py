@@ -1,10 +1,11 @@
-"""MaxSim on one GPU: the kernel beside flash-maxsim's packed and rerank kernels and a padded product.
+"""MaxSim on one GPU: the kernel compared with flash-maxsim's packed and rerank kernels and a padded product.
 
     python benchmarks/gpu_maxsim.py [--tune] [--save FILE] [--seconds 85]
 
 Checks the kernel against fp64 first. Times are medians of device time, taken in turns, each call after a
 write that clears the cache and lets the host run ahead. flash-maxsim is optional; its autotuning happens
-before anything is timed. With --tune, tilings of the kernel are swept afterwards, while time is left.
+before anything is timed. With --tune, other tilings of the kernel are measured afterwards, while time is
+left.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def make_case(name: str, query_length: int, length: int | None, count: int, dtyp
 
 
 def naive(inputs: dict[str, Any]) -> Tensor:
-    """fp64, pair by pair."""
+    """Scores in fp64, pair by pair."""
 
     def rows(values: Tensor, scales: Tensor | None, start: int, length: int) -> Tensor:
         part = values[start : start + length].double()
@@ -131,7 +132,7 @@ def check(dtype: torch.dtype, dim: int, longest_query: int, scales: bool) -> flo
 
 
 def check_groups(inputs: dict[str, Any]) -> float:
-    """The same documents, one query, several pairs of a program."""
+    """The same documents with one query and several pairs per program."""
     inputs = inputs | {
         "query_starts": inputs["query_starts"][2:3],
         "query_lengths": inputs["query_lengths"][2:3],
@@ -170,7 +171,7 @@ def check_all() -> list[str]:
 
 
 def padded_product(case: Case) -> Callable[[], Tensor]:
-    """The usual way; documents are padded beforehand, outside what is timed."""
+    """The usual way. Documents are padded beforehand, which is not timed."""
     padded = case.documents.new_zeros(case.count, case.longest, DIM)
     places = torch.arange(case.longest, device="cuda")
     there = places < case.lengths[:, None]
@@ -212,7 +213,8 @@ class Found:
 
 
 def warm(case: Case) -> dict[str, tuple[Callable[[], Tensor], float, float]]:
-    """Those that run, with the memory a call takes beyond its inputs, and their distance to the first."""
+    """The contenders that run, with the memory of a call beyond its inputs, and their difference to the
+    first."""
     ready: dict[str, tuple[Callable[[], Tensor], float, float]] = {}
     wanted: Tensor | None = None
     for name, run in contenders(case):
@@ -259,7 +261,7 @@ def compare(case: Case, clock: Clock) -> dict[str, Found]:
 
 
 def host_us(case: Case) -> dict[str, float]:
-    """Host time of a call that the device takes no time for."""
+    """Host time of a call with almost no work for the device."""
     costs = {}
     for name, (run, _, _) in warm(case).items():
         torch.cuda.synchronize()
@@ -279,7 +281,7 @@ def chosen_tiling(case: Case) -> Tiling:
 
 
 def tilings(case: Case) -> Iterator[Tiling]:
-    """What fits the device, the chosen one first."""
+    """Tilings that fit the device, the chosen one first."""
     chosen = chosen_tiling(case)
     yield chosen
     seen = {chosen}
@@ -287,7 +289,7 @@ def tilings(case: Case) -> Iterator[Tiling]:
     for document, warps, stages, group in blocks:
         tiling = Tiling(chosen.query, document, chosen.dim, warps, stages, group)
         memory = (document * stages + chosen.query) * DIM * case.dtype.itemsize + 1024
-        places = document * chosen.query // (32 * warps)  # of a thread, twice in its registers
+        places = document * chosen.query // (32 * warps)  # per thread, held twice in registers
         longs = group * case.longest > 4096 or case.count // group < 400
         if (
             tiling not in seen

@@ -1,11 +1,11 @@
-"""Full-size shapes on a GPU against transformers on the same seeded files, and a ModernBERT under load.
+"""Full-size models on a GPU compared with transformers on the same seeded files, and a ModernBERT under load.
 
     python benchmarks/gpu_same_weights.py --models build/models [--save PATH]
 
 MODELS holds a folder of configuration and tokenizer for each scenario; weights are drawn by transformers
 and written as a checkpoint. Each model answers texts of mixed length, alone and all in one call, in fp32
-and bf16, and is compared with transformers in fp32, one text at a time. Exit code 1 where a bar was missed
-or a part failed. `--tiny --device cpu` tries the script itself.
+and bf16, and is compared with transformers in fp32, one text at a time. Exit code 1 if a limit
+was missed or a part failed. `--tiny --device cpu` tries the script itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Vectors = NDArray[np.float32]
 BARS = {"float32": 0.9999, "bfloat16": 0.999}
 LONGEST = 300  # tokens of a row
 LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 180, 200, 255, 256, 290)
-SPREAD = 0.02  # of norms and biases around their start, so that none could be dropped unnoticed
+SPREAD = 0.02  # of norms and biases around their initial value, so that a missing one is noticed
 COPIED = ("*.json", "*.txt", "1_Pooling")
 LOAD_TOKENS, LOAD_CLIENTS = 256, 64
 S2 = {"enable_chunked_prefill": True, "max_num_batched_tokens": 512, "long_prefill_token_threshold": 128}
@@ -64,15 +64,15 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A transformers class to write a checkpoint with, and how its states become a vector."""
+    """A transformers class that writes the checkpoint, and how its states become a vector."""
 
-    folder: str  # of the configuration, or of the tokenizer alone
+    folder: str  # with the configuration, or only with the tokenizer
     kind: str  # the class of the checkpoint
     pool: Callable[[Vectors], Vectors]
-    config: dict[str, Any] = field(default_factory=dict)  # laid over the folder's
+    config: dict[str, Any] = field(default_factory=dict)  # overrides of the configuration in the folder
     tiny: dict[str, Any] = field(default_factory=dict)
-    full: bool = False  # the reference is told to let every token see every other
-    flags: dict[str, dict[str, Any]] = field(default_factory=dict)  # more ways to run the engine in bf16
+    full: bool = False  # the reference must use bidirectional attention
+    flags: dict[str, dict[str, Any]] = field(default_factory=dict)  # other engine options to run in bf16
 
     @property
     def backbone(self) -> Any:
@@ -92,7 +92,7 @@ def mean(states: Vectors) -> Vectors:
 
 
 def mean_behind_start(states: Vectors) -> Vectors:
-    """GritLM without an instruction: all but the start token."""
+    """GritLM without an instruction: all tokens except the start token."""
     return states[1:].mean(0) if len(states) > 1 else states[0]
 
 
@@ -144,13 +144,13 @@ SERVED = "modernbert-base"
 
 @dataclass
 class Row:
-    """What was found for one way to run a model; cosines are the worst of all texts or tokens."""
+    """Results for one way to run a model; cosines are the smallest over all texts or tokens."""
 
     model: str
     way: str
     embed: float
     token_embed: float
-    alone: float  # largest difference of a vector's component, the text alone against in the batch
+    alone: float  # largest difference of a component between a text alone and in the batch
     tokens_alone: float
     bar: float
 
@@ -175,7 +175,7 @@ class Report:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part that fails is told of, and the next one goes on."""
+        """Report a part that fails and continue with the next."""
         began = time.perf_counter()
         try:
             yield
@@ -197,7 +197,7 @@ class Report:
 
 
 def write_checkpoint(subject: Subject, models: Path, folder: Path, device: str, tiny: bool) -> None:
-    """Seeded weights as the class draws them, beside the tokenizer and pooling of the scenario's folder."""
+    """Write seeded weights of the class, with the tokenizer and pooling of the scenario's folder."""
     source = models / subject.folder
     folder.mkdir(parents=True)
     for file in chain.from_iterable(source.glob(pattern) for pattern in COPIED):
@@ -213,7 +213,7 @@ def write_checkpoint(subject: Subject, models: Path, folder: Path, device: str, 
             if parameter.ndim == 1:
                 parameter.data += SPREAD * torch.randn_like(parameter)
     model.to(getattr(torch, config["torch_dtype"])).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))  # not as the class says it
+    (folder / "config.json").write_text(json.dumps(config, indent=1))  # not as the class would write it
     if subject.pool is mean:
         pooling = folder / "1_Pooling" / "config.json"
         said = json.loads(pooling.read_text())
@@ -224,7 +224,8 @@ def write_checkpoint(subject: Subject, models: Path, folder: Path, device: str, 
 
 
 def make_texts(folder: Path, count: int) -> tuple[list[str], list[list[int]]]:
-    """English cut to chosen numbers of tokens, and other scripts; with the rows that a model sees of them."""
+    """English texts truncated to given numbers of tokens, texts in other scripts, and the token rows of
+    all."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -275,7 +276,7 @@ def cosines(found: Vectors, wanted: Vectors) -> NDArray[np.float64]:
 
 
 def worst(found: Vectors, wanted: Vectors) -> float:
-    """The least cosine; nan, which passes no bar, where the shapes differ or a value is not finite."""
+    """The smallest cosine. NaN, which passes no limit, if shapes differ or a value is not finite."""
     return float(cosines(found, wanted).min()) if found.shape == wanted.shape else float("nan")
 
 
@@ -442,9 +443,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS), metavar="NAME")
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=8, help="of the load; 0: none")
+    parser.add_argument("--seconds", type=float, default=8, help="length of the load; 0: no load")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
-    parser.add_argument("--save", type=Path, help="where to write the table")
+    parser.add_argument("--save", type=Path, help="file for the table")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -1,11 +1,11 @@
-"""Single steps on one GPU, launched kernel by kernel and as graphs: the host's time and the device's.
+"""Single steps on one GPU, eager and as CUDA graphs: host time and device time.
 
     python benchmarks/gpu_steps.py [FOLDER…] [--save]
 
-Without folders BERT-base's and XLM-R-large's configurations are written; weights are made. "whole" is from
-the launch of a lone step until its results can be read; "back to back" keeps two steps in flight, as the
-engine does, and so shows which of host and device is the limit. The row of a plain torch encoder is what
-graphs of unfused kernels took on an H200.
+Without folders, configurations of BERT-base and XLM-R-large are written; weights are random. "whole" is the
+time from the launch of a single step until its results can be read. "back to back" keeps two steps in flight,
+as the engine does, and so shows whether host or device is the limit. The row of a plain torch encoder is the
+time of graphs of unfused kernels on an H200.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_folder(parent: Path, name: str) -> Path:
-    """A configuration, and a tokenizer that nobody asks for a word."""
+    """A configuration, and a tokenizer that is never used."""
     folder = parent / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
@@ -94,7 +94,7 @@ def median_ms(call: Callable[[], float], seconds: float = 0.25, least: int = 8) 
 
 
 def measure(runner: ModelRunner, plan: PoolPlan) -> dict[str, float]:
-    """Milliseconds of the launch alone, of the device, of a lone step, and of one among many."""
+    """Milliseconds of the launch, of the device, of a single step, and of a step among many."""
 
     def launch() -> float:
         began = time.perf_counter()

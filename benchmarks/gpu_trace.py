@@ -1,11 +1,11 @@
-"""Where the device's time goes under load, by the server's own traces (`--profile`).
+"""Device time under load by kind of work, from the traces of the server (`--profile`).
 
     python benchmarks/gpu_trace.py --models DIR [--only '^s[14]'] [--steps 12] [--save PATH]
 
-The loads are those of gpu_loads.py. A server is started with `--profile`, gets the load to warm up, and again
-while a window of steps is written; the trace is read for how long the device worked, for its gaps and for
-what it worked on. To record every call slows the host down by half, so gaps of steps that are launched kernel
-by kernel are longer in a trace than they are otherwise; gpu_loads.py says how busy the device is without.
+The loads are those of gpu_loads.py. A server is started with `--profile` and gets the load twice: to warm up,
+and while a window of steps is recorded. The trace shows how long the device worked, its gaps and its kinds of
+work. Recording every call slows the host down by half, so gaps between eager launches are longer in a trace
+than otherwise; gpu_loads.py shows how busy the device is without a trace.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_loads import WARM_UP_S, Failed, Load, Server, Setup, add_options, complete, run_load, selected
 
-KINDS = (  # what a kernel's name says it does; the first that fits
+KINDS = (  # kind of work → pattern of kernel names; the first match counts
     ("attention", r"_flash|_short|_paged|_merge|flash_fwd|fmha|cudnn.*sdpa"),
     ("scores", r"maxsim|_max_sim|_pairs|_gather"),
+    ("embedding and pooling", r"_embed|_pool|_normalize_rows|_to_int8|_to_binary"),
     ("norms", r"norm"),
     ("activation", r"_bias_act|_gated|_act"),
     ("rotation", r"_rotate|rotary"),
-    ("experts", r"_product|_route|_experts"),
-    ("embedding and pooling", r"_embed|_pool|_unit|_cast|_to_bytes|_splade"),
+    ("experts", r"_matmul|_route|_experts?"),
     ("quantising", r"quant"),
     ("products", r"gemm|nvjet|cutlass|xmma|cublas|splitK|sm90_"),
     ("copies", r"memcpy|memset|copy|cat"),
@@ -52,7 +52,7 @@ class Busy:
     window: float
     work: float
     longest_gap: float
-    gaps: int  # of more than a tenth of a millisecond
+    gaps: int  # number of gaps longer than 0.1 ms
     kernels: int
     by_kind: dict[str, float]
 
@@ -62,10 +62,10 @@ def kind_of(name: str) -> str:
 
 
 def read(events: Iterable[dict[str, Any]]) -> Busy | None:
-    """None: the trace has nothing of a device."""
+    """None: the trace has no device events."""
     events = list(events)
     steps = [e["ts"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("step:")]
-    begin = min(steps, default=0.0)  # what ran before, while recording was set up, is not part of it
+    begin = min(steps, default=0.0)  # skip what ran while recording was set up
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     device = [e for e in events if e.get("cat") in kinds and "dur" in e and e["ts"] >= begin]
     if not device:
@@ -91,7 +91,7 @@ def traced(setup: Setup, load: Load, options: argparse.Namespace, folder: Path) 
     server = Server(setup, options, Path(options.work), flags)
     try:
         server.start(options.start_timeout)
-        for _ in range(3):  # until the window of a server that has just begun is over
+        for _ in range(3):  # until the first window of a new server is over
             run_load(load, server, options, WARM_UP_S)
             if _written(folder, 0, 2.0) is not None:
                 break
@@ -113,7 +113,7 @@ def traced(setup: Setup, load: Load, options: argparse.Namespace, folder: Path) 
 
 
 def _written(folder: Path, before: int, patience_s: float) -> Path | None:
-    """The newest trace, once there are more than before and it is whole."""
+    """The newest trace, once there is one more and it is complete."""
     until = time.perf_counter() + patience_s
     while time.perf_counter() < until:
         paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
@@ -139,11 +139,9 @@ def line(load: Load, found: Busy) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=12, help="of a window")
-    parser.add_argument(
-        "--after", type=float, default=1.0, help="seconds of the load before the window opens"
-    )
-    parser.add_argument("--patience", type=float, default=15.0, help="seconds for a trace to be written")
+    parser.add_argument("--steps", type=int, default=12, help="steps per window")
+    parser.add_argument("--after", type=float, default=1.0, help="seconds of load before the window starts")
+    parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for the trace file")
     add_options(parser)
     options = parser.parse_args()
     complete(parser, options)

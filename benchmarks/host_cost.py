@@ -1,12 +1,12 @@
-"""What the host spends on a step that runs eagerly: the model's launches and the step's plan, in µs.
+"""Host time of an eager step in µs: the launches of the model and the plan of the step.
 
-No GPU: kernels are launched into nothing, and a product only makes its output, so that what counts is our own
-work. The models have all their layers, but narrow ones: shapes make no difference here.
+Needs no GPU: launches do nothing and products only allocate their output, so only Penstock's own work is
+measured. The models have all their layers, but narrow ones, because shapes make no difference here.
 
 python benchmarks/host_cost.py [--rounds N] [--save FILE.json] [--against FILE.json]
 """
 
-# ruff: noqa: E402 — what stands before the imports decides what they define
+# ruff: noqa: E402 — the lines before the imports decide what they define
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-torch.cuda.is_available = lambda: True  # only so that the kernels are defined
+torch.cuda.is_available = lambda: True  # so that the kernels are defined
 torch.Tensor.is_cuda = True  # type: ignore[assignment, method-assign, misc]
 
 from penstock.kernels import gate_up, language, launch, norm
@@ -40,7 +40,7 @@ from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import PoolingParams, Request, Task
 
-gate_up._programs = lambda device: 0  # there is no device to ask
+gate_up._num_programs = lambda device: 0  # there is no device to ask
 TOKENS = 4096
 LENGTHS = [2, 2, 70, 70]
 BERT = {
@@ -136,7 +136,7 @@ def take_launches() -> None:
 
 
 def clock(run: Callable[[], object], rounds: int) -> float:
-    """Microseconds of one call: the fastest tenth, since other work only ever adds time."""
+    """Microseconds of one call: the 10th percentile, because other processes can only add time."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter_ns()
@@ -180,7 +180,7 @@ def models(rounds: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def parts(rounds: int) -> dict[str, float]:
-    """The launches of a layer of XLM-R-large, each by itself."""
+    """The launches of one layer of XLM-R-large, one by one."""
     batch, rounds = batch_of(LENGTHS), rounds * 20
     model = roberta(LayerBuilder(Zeros()), XLMR, None)  # type: ignore[arg-type]
     layer = model.layers[0]
@@ -202,7 +202,7 @@ def parts(rounds: int) -> dict[str, float]:
 
 
 def scores(rounds: int) -> dict[str, float]:
-    """Steps of 4,096 tokens while 64 requests wait, each of a query and a document that are scored late."""
+    """Steps of 4,096 tokens while 64 requests wait, each with a query and a document for late interaction."""
     rng, numbers = np.random.default_rng(0), count()
     params = PoolingParams(task=Task.SCORE, late=True)
     cache = VectorCache(1 << 16, documents=True, reuse=False)
@@ -212,7 +212,7 @@ def scores(rounds: int) -> dict[str, float]:
     def join() -> int:
         lengths = np.array([32, rng.integers(1900, 2030)], dtype=np.int32)
         ids = rng.integers(5, 250000, int(lengths.sum()), dtype=np.int32)
-        keep = (ids % 10 > 0).astype(np.int32)  # as without punctuation
+        keep = (ids % 10 > 0).astype(np.int32)  # as if punctuation were dropped
         pairs = np.zeros(1, dtype=np.int32)
         request = Request(str(next(numbers)), ids, lengths, params, token_mask=keep, pairs=pairs)
         began = time.perf_counter_ns()

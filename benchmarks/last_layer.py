@@ -1,9 +1,9 @@
-"""What it saves to finish the last layer for those tokens alone that a pooler reads.
+"""Time saved by finishing the last layer only for the tokens that the pooler reads.
 
     python benchmarks/last_layer.py [--save]
 
-Models of real shapes with made weights, on the GPU if there is one and in fp32 on the CPU otherwise. Both
-ways take turns, step by step; figures are medians over the turns, and the answers are compared.
+Models of real shapes with random weights, on the GPU if there is one, else in fp32 on the CPU. Both ways take
+turns, step by step. Figures are medians over the turns, and the results are compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     rows: int
     length: int
     skip: int = 0
-    large: bool = False  # for a GPU alone
+    large: bool = False  # only on a GPU
 
 
 def sizes(hidden: int, layers: int, heads: int, inner: int, **more: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ if find_spec("triton") is not None and not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined; tests/kernels needs it
 
 TESTS = Path(__file__).parent
-LONGEST_FIRST = ("e2e", "kernels", "parity", "generation", "bench", "cli", "engine")
+LONGEST_FIRST = ("e2e", "docs", "kernels", "parity", "generation", "bench", "cli", "engine")
 
 
 @pytest.hookimpl(tryfirst=True)

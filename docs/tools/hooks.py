@@ -21,6 +21,7 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 from docs.tools.reference import RENDERERS  # noqa: E402
 
 _LOW = "---\nsearch:\n  boost: 0.1\n---\n\n"
+_TEST_COMMENT = re.compile(r"^<!-- (?:not run|stand-in|expect): .+ -->\n", re.MULTILINE)
 _MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 _RESULT_LINK = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w.-]+)\)")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:README|CHANGELOG|CONTRIBUTING)\.md)\)")
@@ -47,6 +48,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0]  # strict mode reports it
         return f"]({os.path.relpath(target, here)})"
 
+    markdown = _TEST_COMMENT.sub("", markdown)
     markdown = _MARK.sub(lambda match: RENDERERS[match[1]](), markdown)
     markdown = _RESULT_LINK.sub(result, markdown)
     if here == "results":

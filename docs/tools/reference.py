@@ -70,7 +70,9 @@ def http() -> str:
             shown.add(body)
             note = inspect.getdoc(body) or ""
             part.append(f"`{body.__name__}`: {note}\n\n{_body(body, body.__name__)}")
-    return "\n".join(f"### {group}\n\n" + "\n".join(parts) for group, parts in groups.items())
+    return "\n".join(
+        f"### {group[0].upper()}{group[1:]}\n\n" + "\n".join(parts) for group, parts in groups.items()
+    )
 
 
 def _body(body: type, described_as: str) -> str:

@@ -1,1 +1,1 @@
-"""Kernels, each beside its plain-torch reference: the reference is the CPU path and the test's oracle."""
+"""Triton kernels, each beside its torch reference, which is the CPU path and what tests compare with."""

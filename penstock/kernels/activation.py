@@ -1,6 +1,6 @@
-"""What stands between two products of a feed-forward block: bias and activation, or gate · up.
+"""Between the two matrix products of a feed-forward block: bias and activation, or act(gate) · up.
 
-GELU is exact where the model's is: the matrix library's own epilogue knows only the tanh form.
+GELU is exact where the model's is. The matrix library's epilogue has only the tanh approximation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
 from penstock.kernels.quantize import Quantized, empty_quantized, store_quantized
 
-# Names of `layers.activation` → the number that the kernels know them by.
+# Activation names of `layers.activation` → the code that kernels use.
 ACTIVATION_CODES = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "silu": 2, "swish": 2, "relu": 3}
 _BLOCK = 1024
 
@@ -39,7 +39,7 @@ def bias_act_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 
 def gated_activation_reference(x: Tensor, act: str, gate_first: bool) -> Tensor:
-    """act(gate) · up for the two side by side: [tokens, 2 · width] → [tokens, width]."""
+    """act(gate) · up of both halves side by side: [tokens, 2 · width] → [tokens, width]."""
     first, second = x.chunk(2, dim=-1)
     gate, up = (first, second) if gate_first else (second, first)
     return act_reference(gate, act) * up
@@ -77,7 +77,7 @@ def _bias_act(
 
 
 @lru_cache(maxsize=256)
-def _bias_act_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
+def _bound_bias_act(width: int, act: str, bias: bool) -> Callable[..., Any]:
     return bind(
         _bias_act,
         (0, 1 if bias else 0),
@@ -90,11 +90,11 @@ def _bias_act_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
 
 
 def bias_act_(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """As the reference, over `x` itself (contiguous)."""
+    """Compute `bias_act_reference` in place; `x` is contiguous."""
     tokens, width = x.shape
     assert x.is_contiguous()
     if tokens:
-        launch = _bias_act_of(width, act, bias is not None)
+        launch = _bound_bias_act(width, act, bias is not None)
         launch(tokens * cdiv(width, _BLOCK), x, *(() if bias is None else (bias,)))
     return x
 
@@ -120,7 +120,7 @@ def _bias_act_quantized(
 
 
 @lru_cache(maxsize=256)
-def _bias_act_quantized_of(width: int, act: str, bias: bool) -> Callable[..., Any]:
+def _bound_bias_act_quantized(width: int, act: str, bias: bool) -> Callable[..., Any]:
     block = next_power_of_2(width)
     return bind(
         _bias_act_quantized,
@@ -133,18 +133,18 @@ def _bias_act_quantized_of(width: int, act: str, bias: bool) -> Callable[..., An
 
 
 def bias_act_quantized(x: Tensor, bias: Tensor | None, act: str) -> Quantized:
-    """The reference's result in fp8; `x` (contiguous) is left as it is."""
+    """Compute `bias_act_reference` in fp8; `x` is contiguous and stays as it is."""
     tokens, width = x.shape
     assert x.is_contiguous()
     out = empty_quantized(tokens, width, x.device)
     if tokens:
-        launch = _bias_act_quantized_of(width, act, bias is not None)
+        launch = _bound_bias_act_quantized(width, act, bias is not None)
         launch(tokens, x, x if bias is None else bias, *out)
     return out
 
 
 @jit()
-def _gated(
+def _gated_activation(
     x: tl.tensor,
     out: tl.tensor,
     WIDTH: tl.constexpr,
@@ -164,25 +164,30 @@ def _gated(
 
 
 @lru_cache(maxsize=256)
-def _gated_of(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
+def _bound_gated_activation(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
     return bind(
-        _gated, WIDTH=width, BLOCK=_BLOCK, KIND=ACTIVATION_CODES[act], GATE_FIRST=gate_first, num_warps=4
+        _gated_activation,
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        KIND=ACTIVATION_CODES[act],
+        GATE_FIRST=gate_first,
+        num_warps=4,
     )
 
 
 def gated_activation(x: Tensor, act: str, gate_first: bool) -> Tensor:
-    """As the reference; `x` contiguous."""
+    """Compute `gated_activation_reference`; `x` is contiguous."""
     tokens, both = x.shape
     width = both // 2
     assert x.is_contiguous()
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if tokens:
-        _gated_of(width, act, gate_first)(tokens * cdiv(width, _BLOCK), x, out)
+        _bound_gated_activation(width, act, gate_first)(tokens * cdiv(width, _BLOCK), x, out)
     return out
 
 
 @jit()
-def _gated_quantized(
+def _gated_activation_quantized(
     x: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
@@ -201,10 +206,10 @@ def _gated_quantized(
 
 
 @lru_cache(maxsize=256)
-def _gated_quantized_of(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
+def _bound_gated_activation_quantized(width: int, act: str, gate_first: bool) -> Callable[..., Any]:
     block = next_power_of_2(width)
     return bind(
-        _gated_quantized,
+        _gated_activation_quantized,
         WIDTH=width,
         BLOCK=block,
         KIND=ACTIVATION_CODES[act],
@@ -214,11 +219,11 @@ def _gated_quantized_of(width: int, act: str, gate_first: bool) -> Callable[...,
 
 
 def gated_activation_quantized(x: Tensor, act: str, gate_first: bool) -> Quantized:
-    """The reference's result in fp8; `x` contiguous."""
+    """Compute `gated_activation_reference` in fp8; `x` is contiguous."""
     tokens, both = x.shape
     width = both // 2
     assert x.is_contiguous()
     out = empty_quantized(tokens, width, x.device)
     if tokens:
-        _gated_quantized_of(width, act, gate_first)(tokens, x, *out)
+        _bound_gated_activation_quantized(width, act, gate_first)(tokens, x, *out)
     return out

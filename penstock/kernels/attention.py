@@ -17,12 +17,12 @@ from torch import Tensor
 
 from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, replay, tl
 
-MAX_SHORT_LENGTH = 64  # tokens; the longest row whose scores one program holds
+MAX_SHORT_LENGTH = 64  # tokens of the longest row whose scores one program holds
 _LOG2E = 1.4426950408889634
 
 
 class FlashTiling(NamedTuple):
-    """Queries and keys that a program holds at a time, and how it is compiled."""
+    """Queries and keys that a program holds at a time, and its compile options."""
 
     queries: int
     keys: int
@@ -31,15 +31,15 @@ class FlashTiling(NamedTuple):
 
 
 class CachedKeyValues(NamedTuple):
-    """Keys and values of earlier steps, and where those of each row lie, row after row."""
+    """The KV cache, and the slots of each row's earlier tokens, row after row."""
 
     keys: Tensor  # [slots, kv heads, dim]
     values: Tensor  # [slots, kv heads, dim]
     slots: Tensor  # int32 [cached tokens]
 
 
-def _warps(block: int, dim: int) -> int:
-    """Of a program that holds a whole row; small ones gain nothing from sharing it."""
+def _num_warps_for_row(block: int, dim: int) -> int:
+    """Warps of a program that holds a whole row. A small row gains nothing from more than one."""
     return 1 if block <= 32 and dim <= 64 else max(1, block // 16)
 
 
@@ -52,9 +52,9 @@ def flash_tiling_for(dim: int) -> FlashTiling:
 _Strides = tuple[int, ...]
 
 
-def _check_heads(dim: int, *strides: _Strides) -> None:
+def _check_head_strides(dim: int, *strides: _Strides) -> None:
     for each in strides:
-        assert each[1:] == (dim, 1), "the heads of a token lie apart"
+        assert each[1:] == (dim, 1), "the heads of a token must be contiguous"
 
 
 def attention_reference(
@@ -62,14 +62,15 @@ def attention_reference(
     key: Tensor,  # [keys, kv heads, dim]
     value: Tensor,  # [keys, kv heads, dim]
     cu_lengths: Tensor,  # int32 [rows + 1]
-    cu_keys: Tensor | None = None,  # int32 [rows + 1]; a row's last keys are its own tokens'. None: all are
+    cu_keys: Tensor
+    | None = None,  # int32 [rows + 1]; the last keys of a row belong to its tokens. None: all do
     *,
     scale: float,
     causal: bool = False,
-    window: int | None = None,  # how far a token sees to each side
+    window: int | None = None,  # how far a token sees in each direction
     limits: Tensor | None = None,  # int32 [rows], leading keys that the row's tokens see; None: all
 ) -> Tensor:
-    """[tokens, heads · dim], row by row, in fp32."""
+    """Attention of each row, computed in fp32. [tokens, heads · dim]"""
     cu_keys = cu_lengths if cu_keys is None else cu_keys
     group = query.shape[1] // key.shape[1]
     out = torch.empty_like(query)
@@ -139,7 +140,7 @@ def _short(
 
 
 @lru_cache(maxsize=1024)
-def _short_of(
+def _bound_short(
     query: _Strides,
     key: _Strides,
     value: _Strides,
@@ -151,7 +152,7 @@ def _short_of(
     limited: bool,
     warps: int | None,
 ) -> Callable[..., Any]:
-    _check_heads(dim, query, key, value)
+    _check_head_strides(dim, query, key, value)
     return bind(
         _short,
         (0, 1, 2, 3, 4, 5 if limited else 4),
@@ -165,7 +166,7 @@ def _short_of(
         BLOCK_DIM=max(16, next_power_of_2(dim)),
         CAUSAL=causal,
         LIMITED=limited,
-        num_warps=_warps(block, dim) if warps is None else warps,
+        num_warps=_num_warps_for_row(block, dim) if warps is None else warps,
         num_stages=1,
     )
 
@@ -196,7 +197,7 @@ def short_attention(
         block = max(16, next_power_of_2(max_length))
         strides = query.stride(), key.stride(), value.stride()
         limited = limits is not None
-        launch = _short_of(*strides, heads, key.shape[1], dim, block, causal, limited, warps)
+        launch = _bound_short(*strides, heads, key.shape[1], dim, block, causal, limited, warps)
         bounds = () if limits is None else (limits,)
         launch(rows * heads, query, key, value, out, cu_lengths, *bounds, scale * _LOG2E)
     return out
@@ -227,11 +228,11 @@ def _key_tile(
     MASKED: tl.constexpr,
     PAGED: tl.constexpr,
 ) -> tl.tensor:
-    """One tile of keys taken into the running softmax."""
+    """Add one tile of keys to the running softmax."""
     other = start + tl.arange(0, KEYS)
     if PAGED:
         at = tl.load(slots + other, mask=other < seen, other=0).to(tl.int64)
-    else:  # one long number for all, so that only short ones are counted with for each key
+    else:  # one 64-bit offset for the tile, so that offsets of keys stay 32-bit
         base = (first_key + start).to(tl.int64)
         key += base * KEY_STRIDE
         value += base * VALUE_STRIDE
@@ -258,7 +259,7 @@ def _key_tile(
     larger = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     shrink = tl.exp2(largest - larger)
     weights = tl.exp2(scores * scale - larger[:, None])
-    if MASKED and (CAUSAL or WINDOW >= 0):  # a query that has seen nothing yet must not count this tile
+    if MASKED and (CAUSAL or WINDOW >= 0):  # a query that has seen no key yet must not count this tile
         weights = tl.where(visible, weights, 0.0)
     total = total * shrink + tl.sum(weights, axis=1)
     context = tl.dot(weights.to(v.dtype), v, context * shrink[:, None])
@@ -304,7 +305,7 @@ def _flash(
         return
     first_key = tl.load(cu_keys + row)
     count = tl.load(cu_keys + row + 1) - first_key
-    before = count - length  # keys of earlier steps
+    before = count - length  # number of keys of earlier steps
     seen = count
     if LIMITED:
         seen = tl.minimum(seen, tl.load(limits + row))
@@ -313,16 +314,16 @@ def _flash(
     token = (begin + mine).to(tl.int64)[:, None]
     inside = (mine[:, None] < length) & (comp[None, :] < DIM)
     q = tl.load(query + token * QUERY_STRIDE + head * DIM + comp[None, :], mask=inside, other=0.0)
-    place = mine + before  # of the queries among the keys
+    place = mine + before  # positions of the queries among the keys
     key += (head // GROUP) * DIM
     value += (head // GROUP) * DIM
     largest = tl.full([QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     context = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
-    if PAGED:  # first what lies elsewhere, all of which stands before the queries
+    if PAGED:  # first the cached keys, all of which come before the queries
         old_key += (head // GROUP) * DIM
         old_value += (head // GROUP) * DIM
-        slots += first_key - begin  # behind what the rows before remember
+        slots += first_key - begin  # after the cached tokens of the rows before
         near = 0
         if WINDOW >= 0:
             near = tl.maximum(tile * QUERIES + before - WINDOW, 0) // KEYS * KEYS
@@ -352,9 +353,9 @@ def _flash(
     if WINDOW >= 0:
         low = tl.maximum(tile * QUERIES + before - WINDOW, 0) // KEYS * KEYS
         high = tl.minimum(high, (tile + 1) * QUERIES + before + WINDOW)
-    whole = low  # up to here tiles need no mask
+    whole = low  # tiles up to here need no mask
     if WINDOW < 0:
-        if CAUSAL:  # what the first of these queries sees, all see
+        if CAUSAL:  # keys that the first query of the tile sees, all its queries see
             whole = tl.minimum(seen, tile * QUERIES + before + 1) // KEYS * KEYS
         else:
             whole = high // KEYS * KEYS
@@ -377,7 +378,7 @@ def _flash(
 
 
 @lru_cache(maxsize=1024)
-def _flash_of(
+def _bound_flash(
     query: _Strides,
     key: _Strides,
     value: _Strides,
@@ -389,16 +390,16 @@ def _flash_of(
     limited: bool,
     cached_stride: int | None,
     tiles: FlashTiling | None,
-    keyed: bool,  # there are keys besides the rows' own
+    has_earlier_keys: bool,
 ) -> tuple[Callable[..., Any], int]:
-    """And how many queries a program holds."""
-    given = 5 + keyed + limited
+    """The bound kernel, and the number of queries that one of its programs holds."""
+    given = 5 + has_earlier_keys + limited
     cached = (1, 2, 4) if cached_stride is None else (given, given + 1, given + 2)
-    _check_heads(dim, query, key, value)
+    _check_head_strides(dim, query, key, value)
     chosen = flash_tiling_for(dim) if tiles is None else tiles
     launch = bind(
         _flash,
-        (0, 1, 2, 3, 4, 5 if keyed else 4, given - 1 if limited else 4, *cached),
+        (0, 1, 2, 3, 4, 5 if has_earlier_keys else 4, given - 1 if limited else 4, *cached),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
@@ -452,7 +453,7 @@ def flash_attention(
         strides = query.stride(), key.stride(), value.stride()
         cached_stride = None if cached is None else cached.keys.stride(0)
         limited = limits is not None
-        launch, queries = _flash_of(
+        launch, queries = _bound_flash(
             *strides,
             heads,
             key.shape[1],
@@ -465,11 +466,11 @@ def flash_attention(
             cu_keys is not None,
         )
         count = cdiv(max_length, queries)
-        more: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
-        more = more if limits is None else (*more, limits)
-        more = more if cached is None else (*more, *cached)
+        optional: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
+        optional = optional if limits is None else (*optional, limits)
+        optional = optional if cached is None else (*optional, *cached)
         programs = rows * heads * count
-        args = (query, key, value, out, cu_lengths, *more, count, scale * _LOG2E)
+        args = (query, key, value, out, cu_lengths, *optional, count, scale * _LOG2E)
         if replays is None:
             launch(programs, *args)
         else:
@@ -479,7 +480,7 @@ def flash_attention(
 
 
 @jit(unspecialized=("slots",))
-def _keep(
+def _write_kv_cache(
     key: tl.tensor,
     value: tl.tensor,
     keys: tl.tensor,
@@ -503,11 +504,11 @@ def _keep(
 
 
 @lru_cache(maxsize=256)
-def _keep_of(key: _Strides, value: _Strides, heads: int, dim: int) -> Callable[..., Any]:
-    _check_heads(dim, key, value)
+def _bound_write_kv_cache(key: _Strides, value: _Strides, heads: int, dim: int) -> Callable[..., Any]:
+    _check_head_strides(dim, key, value)
     block = next_power_of_2(heads * dim)
     return bind(
-        _keep,
+        _write_kv_cache,
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
         WIDTH=heads * dim,
@@ -517,9 +518,14 @@ def _keep_of(key: _Strides, value: _Strides, heads: int, dim: int) -> Callable[.
 
 
 def write_kv_cache(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write key and value [tokens, kv heads, dim] to their slots (int32 [tokens], -1: none) of the contiguous
-    keys and values [slots, kv heads, dim]. What is said of views above holds here too."""
+    """Write key and value [tokens, kv heads, dim] to their slots of the KV cache.
+
+    `slots` is int32 [tokens], -1 for none; keys and values are contiguous [slots, kv heads, dim]. Strides of
+    key and value are as in `short_attention`.
+    """
     tokens, heads, dim = key.shape
     assert keys.is_contiguous() and values.is_contiguous()
     if tokens:
-        _keep_of(key.stride(), value.stride(), heads, dim)(tokens, key, value, keys, values, slots)
+        _bound_write_kv_cache(key.stride(), value.stride(), heads, dim)(
+            tokens, key, value, keys, values, slots
+        )

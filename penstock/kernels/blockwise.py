@@ -1,7 +1,7 @@
-"""fp8 with a scale for each 128 × 128 block of a weight and each 128 values of a row, and its product.
+"""Block-scaled fp8: one scale per 128 × 128 block of a weight and per 128 values of a row, and the product.
 
-This is the form of checkpoints with `weight_block_size`. A row's groups are quantised by a pass of their own,
-or, where rows are few, by the product as it reads them: there the weights are what takes the time.
+Checkpoints with `weight_block_size` use this format. Rows are quantised in a separate pass. For few rows the
+product quantises them as it reads them, because reading the weight takes most of the time there.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from penstock.kernels.language import cdiv, jit, next_power_of_2, num_warps_for, tl, use_kernel
 from penstock.kernels.quantize import FP8, FP8_MAX
 
-GROUP = 128  # values that share a scale, along each axis
-_LEAST = 1e-12  # a group of zeros has a scale too
+GROUP = 128  # values along each axis that share a scale
+_MIN_MAGNITUDE = 1e-12  # so that a group of zeros has a scale
 
 
 class GroupQuantized(NamedTuple):
-    """Rows that stand for values · scales, each scale for `GROUP` values."""
+    """Rows equal to values · scales, with one scale per `GROUP` values."""
 
     values: Tensor  # fp8 [rows, width]
     scales: Tensor  # fp32 [rows, ⌈width / GROUP⌉]
 
 
 class BlockQuantized(NamedTuple):
-    """A weight, or one of each expert, that stands for values · scales, each scale for a block.
+    """A weight, or the weights of all experts, equal to values · scales, with one scale per block.
 
-    Where parts whose outputs are no multiples of `GROUP` were joined, each output has scales of its own.
+    Each output has its own scales if weights were joined whose outputs are not multiples of `GROUP`.
     """
 
     values: Tensor  # fp8 [..., outputs, inputs]
@@ -40,7 +40,7 @@ def quantize_groups_reference(x: Tensor) -> GroupQuantized:
     rows, width = x.shape
     groups = cdiv(width, GROUP)
     wide = F.pad(x.float(), (0, groups * GROUP - width)).view(rows, groups, GROUP)
-    largest = wide.abs().amax(dim=2, keepdim=True).clamp_min(_LEAST)
+    largest = wide.abs().amax(dim=2, keepdim=True).clamp_min(_MIN_MAGNITUDE)
     values = (wide * (FP8_MAX / largest)).to(FP8).view(rows, -1)[:, :width]
     return GroupQuantized(values.contiguous(), (largest / FP8_MAX)[:, :, 0])
 
@@ -52,18 +52,18 @@ def dequantize_groups(x: GroupQuantized) -> Tensor:
 
 
 def quantize_blocks(weight: Tensor) -> BlockQuantized:
-    """[outputs, inputs], each block scaled so that its largest value is fp8's."""
+    """Scale each block of a weight [outputs, inputs] so that its largest value becomes `FP8_MAX`."""
     outputs, inputs = weight.shape
     down, across = cdiv(outputs, GROUP), cdiv(inputs, GROUP)
     wide = F.pad(weight.float(), (0, across * GROUP - inputs, 0, down * GROUP - outputs))
     wide = wide.view(down, GROUP, across, GROUP)
-    largest = wide.abs().amax(dim=(1, 3), keepdim=True).clamp_min(_LEAST)
+    largest = wide.abs().amax(dim=(1, 3), keepdim=True).clamp_min(_MIN_MAGNITUDE)
     values = (wide * (FP8_MAX / largest)).to(FP8).view(down * GROUP, -1)[:outputs, :inputs]
     return BlockQuantized(values.contiguous(), (largest / FP8_MAX).view(down, across))
 
 
 def dequantize_blocks(weight: BlockQuantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What one weight stands for, [outputs, inputs]."""
+    """The values of one weight, [outputs, inputs]."""
     outputs, inputs = weight.values.shape
     scales = weight.scales
     if len(scales) != outputs:
@@ -73,7 +73,7 @@ def dequantize_blocks(weight: BlockQuantized, dtype: torch.dtype = torch.float32
 
 
 def block_matmul_reference(x: Tensor, weight: BlockQuantized, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b on what the quantised rows and the weight stand for, rounded once."""
+    """x Wᵀ + b of the quantised rows and the weight, rounded once."""
     wide = None if bias is None else bias.float()
     return F.linear(dequantize_groups(quantize_groups_reference(x)), dequantize_blocks(weight), wide).to(
         x.dtype
@@ -82,7 +82,8 @@ def block_matmul_reference(x: Tensor, weight: BlockQuantized, bias: Tensor | Non
 
 @jit()
 def quantize_group(value: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """One group of each row, fp32 [rows, GROUP] and zero outside → in the type of `like`, and its scales."""
+    """Quantise one group of each row, fp32 [rows, GROUP] and 0 outside: values in the type of `like`, and
+    scales."""
     largest = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
     scaled = value * (448.0 / largest)[:, None]
     return scaled.to(like.dtype.element_ty), largest / 448.0
@@ -96,7 +97,7 @@ def _quantize_groups(
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,  # groups that a program holds
+    BLOCK: tl.constexpr,  # groups per program
 ) -> None:
     parts: tl.constexpr = (GROUPS + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -116,7 +117,7 @@ def empty_groups(rows: int, width: int, device: torch.device) -> GroupQuantized:
 
 
 def quantize_groups(x: Tensor) -> GroupQuantized:
-    """As the reference; rows may lie apart. In a kernel where there is one for the device."""
+    """Compute `quantize_groups_reference`, in a kernel where the device has one; rows may be strided."""
     if not use_kernel(x):
         return quantize_groups_reference(x)
     rows, width = x.shape
@@ -138,8 +139,8 @@ def quantize_groups(x: Tensor) -> GroupQuantized:
 
 
 @jit(unspecialized=("rows",))
-def _block_product(
-    x: tl.tensor,  # [rows, K], in fp8 or, with PLAIN, as it came
+def _block_matmul(
+    x: tl.tensor,  # [rows, K], in fp8, or with PLAIN not quantised yet
     x_scales: tl.tensor,  # fp32 [rows, ⌈K / 128⌉]
     weight: tl.tensor,  # fp8 [N, K]
     scales: tl.tensor,  # fp32 [⌈N / SHARE⌉, ⌈K / 128⌉]
@@ -149,15 +150,16 @@ def _block_product(
     STRIDE: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    SHARE: tl.constexpr,  # outputs that share a scale: 128, or 1
+    SHARE: tl.constexpr,  # outputs that share a scale: 128 or 1
     PLAIN: tl.constexpr,
     BIAS: tl.constexpr,
-    SWAP: tl.constexpr,  # weights stand first in the product: the tensor cores take 64 of them, but 16 rows
+    SWAP: tl.constexpr,  # weights come first: tensor cores take at least 64 rows there, 16 in the second
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,  # tiles of rows that are taken before the next tile of outputs
+    AHEAD: tl.constexpr,  # row tiles computed before the next tile of outputs
 ) -> None:
-    """One tile. Programs that run together share few weights and few rows, so that both stay in the cache."""
+    """Compute one tile. Programs that run at the same time share few weights and rows, which stay in the
+    cache."""
     groups: tl.constexpr = (K + 127) // 128
     down = tl.cdiv(rows, BLOCK_M)
     across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -167,7 +169,7 @@ def _block_product(
     own = program % (AHEAD * across)
     row = (first + own % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (own // height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    from_row = tl.minimum(row, rows - 1).to(tl.int64)  # what lies outside is computed and not stored
+    from_row = tl.minimum(row, rows - 1).to(tl.int64)  # rows outside are computed and not stored
     from_col = tl.minimum(col, N - 1)
     depth = tl.arange(0, 128)
     x_at = x + from_row[:, None] * STRIDE + depth[None, :]
@@ -178,13 +180,13 @@ def _block_product(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if not PLAIN:
         by_row = tl.load(x_scales + from_row * groups)
-    if SHARE == 128:  # a tile lies within one block of the weight, so its scale is one number
+    if SHARE == 128:  # a tile is within one block of the weight, so it has one scale
         s_at = scales + ((own // height) * BLOCK_N // 128) * groups
     else:
         s_at = scales + from_col * groups
     by_col = tl.load(s_at)
     for group in range(groups):
-        ahead = tl.minimum(group + 1, groups - 1)  # scales are asked for before the product needs them
+        ahead = tl.minimum(group + 1, groups - 1)  # load scales before the product needs them
         next_by_col = tl.load(s_at + ahead)
         if not PLAIN:
             next_by_row = tl.load(x_scales + from_row * groups + ahead)
@@ -223,8 +225,8 @@ class DenseTile(NamedTuple):
     swap: bool = False
 
 
-# Up to so many rows → the tile, and whether the product quantises as it reads. Few rows: narrow tiles, or
-# there are too few programs to read the weight at full speed.
+# (maximum number of rows, tile, whether the product quantises as it reads). Few rows need narrow tiles, so
+# that enough programs read the weight.
 DENSE_TILES: tuple[tuple[int, DenseTile, bool], ...] = (
     (16, DenseTile(16, 64, 4, 5, swap=True), True),
     (32, DenseTile(32, 64, 4, 5, swap=True), True),
@@ -235,7 +237,7 @@ DENSE_TILES: tuple[tuple[int, DenseTile, bool], ...] = (
 
 
 def block_matmul(x: Tensor, weight: BlockQuantized, bias: Tensor | None = None) -> Tensor:
-    """As the reference: x [rows, inputs] → [rows, outputs]. Rows may lie apart."""
+    """Compute `block_matmul_reference`: x [rows, inputs] → [rows, outputs]. Rows may be strided."""
     if not use_kernel(x):
         return block_matmul_reference(x, weight, bias)
     _, tile, plain = next(entry for entry in DENSE_TILES if len(x) <= entry[0])
@@ -260,7 +262,7 @@ def dense_block_matmul(
     )
     out = torch.empty((rows, outputs), dtype=dtype, device=values.device)
     if rows:
-        _block_product[(cdiv(rows, tile.rows) * cdiv(outputs, tile.cols),)](
+        _block_matmul[(cdiv(rows, tile.rows) * cdiv(outputs, tile.cols),)](
             values,
             scales,
             weight.values,

@@ -1,4 +1,4 @@
-"""Words, positions and segments gathered, added up and normalised in one pass."""
+"""Gather, add and normalise the embeddings of words, positions and token types in one pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def embed_reference(
     type_table: Tensor | None,  # [types, width]
     norm: tuple[Tensor, Tensor | None, float] | None,  # LayerNorm's weight, bias and epsilon
 ) -> Tensor:
-    """[tokens, width]"""
+    """The normalised sum of the embeddings, [tokens, width]."""
     out = F.embedding(ids, words)
     if position_table is not None:
         out.add_(F.embedding(positions, position_table))
@@ -49,7 +49,7 @@ def _embed(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr,
-    TYPES: tl.constexpr,  # 0: no table, 1: all tokens have type 0, 2: as `types` says
+    TYPES: tl.constexpr,  # 0: no table, 1: all tokens have type 0, 2: types are given
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
@@ -77,7 +77,7 @@ def _embed(
 
 
 @lru_cache(maxsize=256)
-def _embed_of(width: int, positions: bool, types: int, norm: bool, bias: bool) -> Callable[..., Any]:
+def _bound_embed(width: int, positions: bool, types: int, norm: bool, bias: bool) -> Callable[..., Any]:
     block = next_power_of_2(width)
     return bind(
         _embed,
@@ -100,13 +100,13 @@ def embed(
     type_table: Tensor | None,
     norm: tuple[Tensor, Tensor | None, float] | None,
 ) -> Tensor:
-    """As the reference; all tables contiguous."""
+    """Compute `embed_reference`; all tables are contiguous."""
     tokens, width = len(ids), words.shape[1]
     out = torch.empty((tokens, width), dtype=words.dtype, device=words.device)
     weight, bias, eps = norm or (words, None, 0.0)
     kinds = 0 if type_table is None else 1 if types is None else 2
     if tokens:
-        launch = _embed_of(width, position_table is not None, kinds, norm is not None, bias is not None)
+        launch = _bound_embed(width, position_table is not None, kinds, norm is not None, bias is not None)
         launch(
             tokens,
             ids,

@@ -1,8 +1,8 @@
-"""Experts on CUDA: who goes where, the two products of each expert, and the sum over a token's experts.
+"""Mixture of experts on CUDA: routing, the two matrix products of each expert, and the sum over experts.
 
-Tokens are put in the order of their experts by number alone; the first product gathers rows as it reads, the
-second writes to where the sum expects them. Grids follow from the count of tokens, so that all of it can be
-captured in a graph: a table says what each tile of rows is for, and tiles that are for nobody end at once.
+Only indices are sorted by expert: the first product gathers rows as it reads them, and the second writes rows
+to the order that the sum expects. Grid sizes depend only on the number of tokens, so a graph can capture all
+of it. A table says which expert each tile of rows belongs to; programs of unused tiles return at once.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from penstock.kernels.blockwise import (
 from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
 
 MAX_EXPERTS, MAX_CHOSEN_EXPERTS = 1024, 16
-_SINGLE = 1 << 13  # tokens × experts that one program routes alone, which saves a launch
-_CHUNK = 1 << 13  # tokens × experts of each program otherwise
+_SINGLE_PROGRAM_SIZE = 1 << 13  # tokens × experts that a single program routes, which saves a launch
+_CHUNK_SIZE = 1 << 13  # tokens × experts per program otherwise
 
 
 class Tile(NamedTuple):
     cols: int
-    depth: int  # inputs read at a time; always a group in fp8
+    depth: int  # inputs read at a time; in fp8 always a group
     warps: int
     stages: int
-    swap: bool = False  # weights stand first in the product: the tensor cores take 64 of them, but 16 rows
+    swap: bool = False  # weights come first: tensor cores take at least 64 rows there, 16 in the second
 
 
 class ExpertTiling(NamedTuple):
-    rows: int  # of a tile, in both products
+    rows: int  # rows per tile, in both products
     up: Tile
     down: Tile
-    early: bool = False  # fp8: rows are quantised before the first product, not as it reads them
+    early: bool = False  # fp8: quantise rows before the first product, not as it reads them
 
 
-# Up to so many rows for each expert, on average → tiles. Few rows: the time is that of reading weights, so
-# what counts is how many loads are in flight; a row tile of 16 is the least that the tensor cores take.
+# (maximum mean number of rows per expert, tiling). With few rows, reading the weights takes the time, and the
+# number of loads in flight counts. Tensor cores take row tiles of at least 16.
 HALF_TILINGS: tuple[tuple[float, ExpertTiling], ...] = (
     (0.5, ExpertTiling(16, Tile(32, 128, 4, 5), Tile(64, 128, 4, 4, swap=True))),
     (12, ExpertTiling(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
@@ -67,17 +67,15 @@ def expert_tiling_for(tokens: int, chosen: int, experts: int, *, fp8: bool) -> E
 
 
 class Routes(NamedTuple):
-    """A slot is a token's n-th choice, token · chosen + n."""
+    """Which expert computes what. Slot token · chosen + n is the n-th choice of a token."""
 
-    shares: Tensor  # fp32 [slots], what each expert's answer is multiplied by
-    order: Tensor  # int32 [slots], slots by expert, then by token
-    tiles: (
-        Tensor  # int32 [tiles, 4]: expert, first place in `order`, end of the expert's; `experts`: nobody's
-    )
+    shares: Tensor  # fp32 [slots], the weight of each expert's output
+    order: Tensor  # int32 [slots], slots sorted by expert, then by token
+    tiles: Tensor  # int32 [tiles, 4]: expert (or `experts` if unused), first index in `order`, end
 
 
 def route_reference(logits: Tensor, chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Shares and numbers of each token's experts, [tokens, chosen]."""
+    """Weights and indices of each token's experts, [tokens, chosen]."""
     odds = logits.softmax(dim=-1, dtype=torch.float32)
     shares, experts = odds.topk(chosen, dim=-1)
     if normalize:
@@ -88,16 +86,16 @@ def route_reference(logits: Tensor, chosen: int, normalize: bool) -> tuple[Tenso
 @jit()
 def _write_tiles(
     tiles: tl.tensor,
-    sizes: tl.tensor,  # [BLOCK], rows of each expert
-    begins: tl.tensor,  # [BLOCK], where they begin
+    sizes: tl.tensor,  # [BLOCK], number of rows of each expert
+    begins: tl.tensor,  # [BLOCK], index of the first row of each expert
     count: tl.tensor,
     first: tl.tensor,
     step: tl.tensor,
-    rows: tl.tensor,  # of a tile
+    rows: tl.tensor,  # rows per tile
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """What each tile is for, in runs of 16: run `first`, `first` + `step` and so on."""
+    """Write the tile table in blocks of 16 tiles: block `first`, `first` + `step` and so on."""
     number = tl.arange(0, BLOCK)
     needed = (sizes + (rows - 1)) // rows
     ends = tl.cumsum(needed, axis=0)
@@ -118,8 +116,8 @@ def _write_tiles(
 @jit()
 def _write_order(
     order: tl.tensor,
-    taken: tl.tensor,  # [CHUNK, BLOCK], the slot by which a token took an expert, or -1
-    begins: tl.tensor,  # [BLOCK], where the first of these tokens goes
+    taken: tl.tensor,  # [CHUNK, BLOCK], the slot in which a token chose an expert, or -1
+    begins: tl.tensor,  # [BLOCK], index at which the first of these tokens goes
 ) -> None:
     here = taken >= 0
     before = tl.cumsum(here.to(tl.int32), axis=0) - 1
@@ -127,25 +125,26 @@ def _write_order(
 
 
 @jit(unspecialized=("experts", "counts", "order", "tiles", "tokens", "count", "rows"))
-def _choose(
+def _route(
     logits: tl.tensor,  # [tokens, EXPERTS]
     shares: tl.tensor,
-    experts: tl.tensor,  # int32 [slots], where there are several chunks
-    counts: tl.tensor,  # int32 [chunks, BLOCK], of each expert's tokens, likewise
+    experts: tl.tensor,  # int32 [slots], used if there are several chunks
+    counts: tl.tensor,  # int32 [chunks, BLOCK], number of tokens of each expert, used likewise
     order: tl.tensor,
     tiles: tl.tensor,
     tokens: tl.tensor,
-    count: tl.tensor,  # of tiles
-    rows: tl.tensor,  # of each
+    count: tl.tensor,  # number of tiles
+    rows: tl.tensor,  # rows per tile
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    ALONE: tl.constexpr,  # one chunk is all: its program places the tokens, too
+    ALONE: tl.constexpr,  # there is one chunk, and its program also sorts the tokens
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr,
 ) -> None:
-    """The softmax of a chunk of tokens, and its largest values one after the other; of equals the first."""
+    """Take the softmax of a chunk of tokens and its largest values, one after the other; the first of
+    equal ones."""
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     number = tl.arange(0, BLOCK)
     nth = tl.arange(0, BLOCK_CHOSEN)
@@ -157,7 +156,7 @@ def _choose(
     power = tl.exp2((value - largest[:, None]) * 1.4426950408889634)
     total = tl.where(inside, tl.sum(power, axis=1), 1.0)
     odds = power / total[:, None]
-    # What is not a number must still choose experts that there are; its shares are no numbers either.
+    # A NaN token must still choose experts that exist; its shares become NaN below.
     odds = tl.where(odds == odds, odds, 0.0)
     odds = tl.where(number[None, :] < EXPERTS, odds, -2.0)
     taken = tl.full((CHUNK, BLOCK), -1, tl.int32)
@@ -186,21 +185,21 @@ def _choose(
 
 
 @jit(unspecialized=("experts", "counts", "order", "tiles", "tokens", "chunks", "count", "rows"))
-def _place(
+def _sort_by_expert(
     experts: tl.tensor,
     counts: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
     tokens: tl.tensor,
     chunks: tl.tensor,
-    count: tl.tensor,  # of tiles
-    rows: tl.tensor,  # of each
+    count: tl.tensor,  # number of tiles
+    rows: tl.tensor,  # rows per tile
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Puts a chunk's tokens behind those of the chunks before it, in the range of each expert."""
+    """Put the tokens of a chunk behind those of earlier chunks, in the range of each expert."""
     program = tl.program_id(0)
     number = tl.arange(0, BLOCK)
     sizes = tl.zeros((BLOCK,), tl.int32)
@@ -222,26 +221,26 @@ def _place(
 
 
 def max_num_tiles(slots: int, experts: int, rows: int) -> int:
-    """Tiles that any choice fits into: of each expert that is chosen all but one row may be waste."""
+    """Number of tiles that any routing fits into: each chosen expert may waste all but one row of a tile."""
     return (slots + min(slots, experts) * (rows - 1)) // rows
 
 
 def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
-    """Routes of each token of logits [tokens, experts], in tiles of `rows`."""
+    """Route each token by its logits [tokens, experts], in tiles of `rows`."""
     tokens, experts = logits.shape
     assert logits.is_contiguous() and experts <= MAX_EXPERTS and chosen <= min(experts, MAX_CHOSEN_EXPERTS)
     slots, device, block = tokens * chosen, logits.device, max(16, next_power_of_2(experts))
     tiles = max_num_tiles(slots, experts, rows)
-    alone = max(16, next_power_of_2(tokens)) * block <= _SINGLE
-    chunk = max(16, next_power_of_2(tokens)) if alone else max(16, _CHUNK // block)
+    alone = max(16, next_power_of_2(tokens)) * block <= _SINGLE_PROGRAM_SIZE
+    chunk = max(16, next_power_of_2(tokens)) if alone else max(16, _CHUNK_SIZE // block)
     chunks = cdiv(tokens, chunk)
     numbers = torch.empty(2 * slots + tiles * 4 + chunks * block, dtype=torch.int32, device=device)
     order, table, taken, counts = numbers.split([slots, tiles * 4, slots, chunks * block])
     shares = torch.empty(slots, dtype=torch.float32, device=device)
     if tokens:
         sizes = {"EXPERTS": experts, "CHOSEN": chosen, "CHUNK": chunk, "BLOCK": block}
-        warps = 16 if chunk * block >= _SINGLE else 8
-        _choose[(chunks,)](
+        warps = 16 if chunk * block >= _SINGLE_PROGRAM_SIZE else 8
+        _route[(chunks,)](
             logits,
             shares,
             taken,
@@ -258,7 +257,7 @@ def route(logits: Tensor, chosen: int, normalize: bool, rows: int) -> Routes:
             num_warps=warps,
         )
         if not alone:
-            _place[(chunks,)](
+            _sort_by_expert[(chunks,)](
                 taken, counts, order, table, tokens, chunks, tiles, rows, **sizes, num_warps=warps
             )
     return Routes(shares, order, table.view(tiles, 4))
@@ -280,7 +279,7 @@ def _dot(
 def _scaled_dot(
     a: tl.tensor, b: tl.tensor, total: tl.tensor, scale: tl.tensor, SWAP: tl.constexpr
 ) -> tl.tensor:
-    """The same of fp8, each row of `a` multiplied by its scale."""
+    """`_dot` of fp8 operands, with each row of `a` multiplied by its scale."""
     if SWAP:
         total += tl.dot(b, tl.trans(a)) * scale[None, :]
     else:
@@ -289,12 +288,12 @@ def _scaled_dot(
 
 
 @jit(unspecialized=("order", "tiles"))
-def _product(
-    x: tl.tensor,  # [tokens, K] for the first product, [slots, K] by place for the second
+def _expert_matmul(
+    x: tl.tensor,  # [tokens, K] for the first product, [slots, K] in sorted order for the second
     x_scales: tl.tensor,  # fp32 [.., ⌈K / 128⌉], with FORM 1
     weight: tl.tensor,  # [EXPERTS, N, K], or with GATED 2 · N, the gate first
     scales: tl.tensor,  # fp32 [EXPERTS, .., ⌈K / 128⌉], with FORM 1 and 2
-    out: tl.tensor,  # [slots, N]: of the first product by place, of the second by slot
+    out: tl.tensor,  # [slots, N]: in sorted order for the first product, by slot for the second
     out_scales: tl.tensor,  # fp32 [slots, ⌈N / 128⌉], where `out` is fp8
     shares: tl.tensor,
     order: tl.tensor,
@@ -304,15 +303,16 @@ def _product(
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,  # the first product: act(gate) · up
-    KIND: tl.constexpr,  # of the activation
-    FORM: tl.constexpr,  # 0: as they are; 1: fp8 both; 2: fp8 weights, rows are quantised here
+    KIND: tl.constexpr,  # activation code
+    FORM: tl.constexpr,  # 0: not quantised; 1: both fp8; 2: fp8 weights, rows are quantised here
     PRECISION: tl.constexpr,
     SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One tile of an expert's rows. Tiles of one expert's outputs run together, and share its rows."""
+    """Compute one tile of an expert's rows. Tiles of the same rows run together and share them in the
+    cache."""
     across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     groups: tl.constexpr = (K + 127) // 128
     halves: tl.constexpr = 2 if GATED else 1
@@ -325,7 +325,7 @@ def _product(
     end = tl.load(tiles + tile * 4 + 2)
     place = first + tl.arange(0, BLOCK_M)
     inside = place < end
-    place = tl.where(inside, place, first)  # what lies outside is computed and not stored
+    place = tl.where(inside, place, first)  # rows outside are computed and not stored
     slot = tl.load(order + place)
     source = (slot // CHOSEN if GATED else place).to(tl.int64)
     col = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -333,7 +333,7 @@ def _product(
     depth = tl.arange(0, BLOCK_K)
     x_at = x + source[:, None] * K + depth[None, :]
     w_at = weight + expert.to(tl.int64) * (halves * N * K) + from_col[:, None] * K + depth[None, :]
-    # A tile of outputs lies within one block of the weight, so its scale is one number.
+    # A tile of outputs is within one block of the weight, so it has one scale.
     share: tl.constexpr = (N + 127) // 128
     s_at = scales + (expert * (halves * share) + part * BLOCK_N // 128) * groups
     if SWAP:
@@ -348,7 +348,7 @@ def _product(
     if FORM == 1:
         by_row = tl.load(x_scales + source * groups)
     for start in range(0, K, BLOCK_K):
-        if FORM != 0:  # scales are asked for one group ahead, so that no product waits for them
+        if FORM != 0:  # load scales one group ahead, so that no product waits for them
             ahead = tl.minimum(start // 128 + 1, groups - 1)
             next_scale = tl.load(s_at + ahead)
             next_other = tl.load(s_at + share * groups + ahead) if GATED else next_scale
@@ -400,8 +400,8 @@ def _product(
 
 
 @jit()
-def _sum(
-    said: tl.tensor,  # [tokens · CHOSEN, WIDTH]
+def _sum_experts(
+    expert_outputs: tl.tensor,  # [tokens · CHOSEN, WIDTH]
     residual: tl.tensor,
     out: tl.tensor,
     CHOSEN: tl.constexpr,
@@ -415,7 +415,9 @@ def _sum(
     inside = cols < WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
     for n in tl.static_range(CHOSEN):
-        total += tl.load(said + (token * CHOSEN + n) * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(expert_outputs + (token * CHOSEN + n) * WIDTH + cols, mask=inside, other=0.0).to(
+            tl.float32
+        )
     if RESIDUAL:
         total += tl.load(residual + token * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + cols, total.to(out.dtype.element_ty), mask=inside)
@@ -423,7 +425,7 @@ def _sum(
 
 def run_experts(
     x: Tensor,  # [tokens, hidden]
-    logits: Tensor,  # [tokens, experts], what the router says
+    logits: Tensor,  # [tokens, experts], of the router
     gate_up: Tensor
     | BlockQuantized,  # [experts, 2 · intermediate, hidden]; of blocks, each half has scales of its own
     down: Tensor | BlockQuantized,  # [experts, hidden, intermediate]
@@ -434,9 +436,9 @@ def run_experts(
     residual: Tensor | None = None,
     plan: ExpertTiling | None = None,
 ) -> Tensor:
-    """sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual. [tokens, hidden]
+    """The sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual. [tokens, hidden]
 
-    Sums are made in a fixed order: the same rows give the same bits.
+    The order of summation is fixed, so the same rows give the same bits.
     """
     (tokens, hidden), fp8 = x.shape, isinstance(gate_up, BlockQuantized)
     values = gate_up.values if isinstance(gate_up, BlockQuantized) else gate_up
@@ -449,25 +451,25 @@ def run_experts(
     routes = route(logits, chosen, normalize, plan.rows)
     slots = tokens * chosen
     middle: Tensor | GroupQuantized
-    if fp8 and plan.up.cols == GROUP:  # a tile holds whole groups, so the product can quantise what it writes
+    if fp8 and plan.up.cols == GROUP:  # a tile holds whole groups, so the product can quantise its output
         middle = empty_groups(slots, inner, x.device)
     else:
         middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     rows = quantize_groups(x) if fp8 and plan.early else x
-    said = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+    expert_outputs = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
     expert_matmul(rows, gate_up, middle, routes, plan.rows, plan.up, chosen, ACTIVATION_CODES[act])
-    expert_matmul(middle, down, said, routes, plan.rows, plan.down, chosen, None)
-    sum_expert_outputs(said, residual, out, chosen)
+    expert_matmul(middle, down, expert_outputs, routes, plan.rows, plan.down, chosen, None)
+    sum_expert_outputs(expert_outputs, residual, out, chosen)
     return out
 
 
-def sum_expert_outputs(said: Tensor, residual: Tensor | None, out: Tensor, chosen: int) -> None:
-    """The sum of each token's slots, said [tokens · chosen, width], + residual, into out [tokens, width]."""
+def sum_expert_outputs(expert_outputs: Tensor, residual: Tensor | None, out: Tensor, chosen: int) -> None:
+    """Write the sum of each token's slots [tokens · chosen, width] + residual to `out` [tokens, width]."""
     tokens, width = out.shape
     block = min(next_power_of_2(width), 1024)
-    _sum[(tokens * cdiv(width, block),)](
-        said,
-        said if residual is None else residual,
+    _sum_experts[(tokens * cdiv(width, block),)](
+        expert_outputs,
+        expert_outputs if residual is None else residual,
         out,
         CHOSEN=chosen,
         WIDTH=width,
@@ -485,7 +487,7 @@ def expert_matmul(
     rows: int,
     tile: Tile,
     chosen: int,
-    kind: int | None,  # of the activation; None: the second product
+    kind: int | None,  # activation code; None: the second product
 ) -> None:
     values, scales = weight if isinstance(weight, BlockQuantized) else (weight, routes.shares)
     given, given_scales = x if isinstance(x, GroupQuantized) else (x, routes.shares)
@@ -494,7 +496,7 @@ def expert_matmul(
     assert values.is_contiguous() and scales.is_contiguous() and (GROUP % tile.cols == 0)
     outputs //= 1 if kind is None else 2
     form = 0 if not isinstance(weight, BlockQuantized) else 1 if isinstance(x, GroupQuantized) else 2
-    _product[(len(routes.tiles) * cdiv(outputs, tile.cols),)](
+    _expert_matmul[(len(routes.tiles) * cdiv(outputs, tile.cols),)](
         given,
         given_scales,
         values,

@@ -1,10 +1,9 @@
-"""Gate and up in one product with the activation inside, so that the two halves are never written.
+"""Gate and up projection in one matrix product with the activation inside; the two halves are never written.
 
-For Hopper, in its own terms: of a program's warps one copies tiles of both operands to shared memory with
-the copy engine, a few tiles ahead, and two groups of four multiply 64 rows each with what has arrived. A tile
-holds 128 columns of the gate and the same 128 of up, so that a group has both halves of its results in
-registers. Between the products of a large step that saves a pass over memory, and power, which is what
-limits such steps.
+A Gluon kernel for Hopper. In each program one warp copies tiles of both operands to shared memory with the
+copy engine (TMA), a few tiles ahead. Two groups of four warps multiply 64 rows each. A tile holds 128 columns
+of the gate and the same 128 of up, so a group has both halves of its results in registers. In a large step
+this saves a pass over memory, and also power, which limits such steps.
 """
 
 from __future__ import annotations
@@ -32,13 +31,14 @@ if HAS_GLUON:
 else:
     gl = None
 
-_ROWS = 128  # of a tile, half of them for each group that multiplies
-_COLS = 128  # of the gate, and as many of up
-_INNER = 64  # what a copy brings of each row: the widest that the shared layout takes in one piece
-_STAGES = 4  # tiles that are on their way or being used; they fill the shared memory
-_GROUP = 17  # rows of tiles that are done together, so that what they read stays in the second-level cache
-_ROUNDS, _FULL = 3, 0.86  # in which the multiprocessors take tiles, and how full they are on average; where
-# there are fewer, or the last leaves too many idle, the matrix library's smaller tiles serve better
+_ROWS = 128  # rows of a tile, half of them for each group of warps that multiplies
+_COLS = 128  # columns of the gate in a tile, and as many of up
+_INNER = 64  # values of each row that one copy brings; the shared layout takes no more
+_STAGES = 4  # tiles that are being copied or used; they fill the shared memory
+_TILE_ROWS_PER_GROUP = 17  # rows of tiles computed together, so that their inputs stay in the L2 cache
+# The multiprocessors take tiles in rounds. With fewer rounds, or too many idle multiprocessors in the last
+# one, the smaller tiles of the matrix library are faster.
+_MIN_ROUNDS, _MIN_OCCUPANCY = 3, 0.86
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -60,7 +60,7 @@ def _act(x: gl.tensor, KIND: gl.constexpr) -> gl.tensor:
 
 @gluon_jit()
 def _corner(tile: gl.tensor, grid: gl.tuple, ROWS: gl.constexpr, COLS: gl.constexpr) -> gl.tuple:
-    """Its first row and column. Tiles go down `group` rows before the next column."""
+    """First row and column of a tile. Tiles go down `group` rows before the next column."""
     down, across, group = grid
     first = tile // (group * across) * group
     rows = min(down - first, group)
@@ -123,16 +123,16 @@ def _multiply(
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             rows = xs.index(stage).slice(HALF * OWN, OWN)
-            turned = weights.index(stage).permute((1, 0))
-            both = warpgroup_mma(rows, turned, both, use_acc=k > 0, is_async=True)
-            both = warpgroup_mma_wait(1, (both,))  # the one before is done with its tiles
+            transposed = weights.index(stage).permute((1, 0))
+            both = warpgroup_mma(rows, transposed, both, use_acc=k > 0, is_async=True)
+            both = warpgroup_mma_wait(1, (both,))  # the product before no longer needs its tiles
             mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         both = warpgroup_mma_wait(0, (both,))
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         first, second = gl.split(gl.permute(gl.reshape(both, (OWN, 2, COLS)), (0, 2, 1)))
         value = _act(first, KIND) * second if GATE_FIRST else _act(second, KIND) * first
-        tma.store_wait(0)  # the tile before has been written
+        tma.store_wait(0)  # wait until the tile before is written
         place.store(value.to(out.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [row + HALF * OWN, col], place)
@@ -173,13 +173,13 @@ def _gate_up(
             (_multiply, (out, lower, shared, grid, inner, ROWS, COLS, INNER, STAGES, KIND, GATE_FIRST, 1)),
             (_copy, ((x, weight), shared, grid, width, inner, ROWS, COLS, INNER, STAGES)),
         ],
-        [4, 1],  # warps of the last two
-        [240, 24],  # their registers; the first has what is left
+        [4, 1],  # warps of the second and third
+        [240, 24],  # registers per thread of both; the first gets the rest
     )
 
 
-def _described(x: Tensor, rows: int, cols: int) -> Any:
-    """For the copy engine: pieces of so many rows and columns of it."""
+def _descriptor(x: Tensor, rows: int, cols: int) -> Any:
+    """A descriptor with which the copy engine reads or writes blocks of this many rows and columns."""
     block = [rows, cols]
     return TensorDescriptor(x, [*x.shape], [*x.stride()], block, _layout(rows, cols, x.dtype))
 
@@ -191,22 +191,22 @@ def _layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _programs(device: int) -> int:
-    """One for each multiprocessor; 0: this device has no such kernel."""
+def _num_programs(device: int) -> int:
+    """Number of programs, one per multiprocessor. 0: the kernel does not run on this device."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class GateUp:
-    """As the reference, for one weight, which stays where it is; large products only."""
+    """Compute `gate_up_reference` for one weight, which must not move. For large products only."""
 
     def __init__(self, weight: Tensor, act: str, gate_first: bool) -> None:
         both, self.inner = weight.shape
         self.width = both // 2
         self.dtype = weight.dtype
-        self.programs = _programs(weight.device.index or 0)
-        self.weight = _described(weight, _COLS, _INNER)
+        self.programs = _num_programs(weight.device.index or 0)
+        self.weight = _descriptor(weight, _COLS, _INNER)
         self.constants = {
             "ROWS": _ROWS,
             "COLS": _COLS,
@@ -214,29 +214,29 @@ class GateUp:
             "STAGES": _STAGES,
             "KIND": ACTIVATION_CODES[act],
             "GATE_FIRST": gate_first,
-            "num_warps": 4,  # of the first group; the other warps come beside it
-            "maxnreg": 168,  # of all twelve: those that copy leave theirs to those that multiply
+            "num_warps": 4,  # of the first group; the other warps are added to it
+            "maxnreg": 168,  # of all warps on average: the copying warp leaves registers to the others
         }
 
     @classmethod
     def of(cls, weight: Tensor, act: str, gate_first: bool) -> GateUp | None:
-        """None: not for this weight, or not on this device."""
+        """None: the kernel does not support this weight or this device."""
         if not HAS_GLUON or not weight.is_cuda or weight.dtype not in _DTYPES or act not in ACTIVATION_CODES:
             return None
         both, inner = weight.shape
         aligned = both % 16 == 0 and inner % 8 == 0 and weight.data_ptr() % 16 == 0
-        if not aligned or not weight.is_contiguous() or not _programs(weight.device.index or 0):
+        if not aligned or not weight.is_contiguous() or not _num_programs(weight.device.index or 0):
             return None
         return cls(weight, act, gate_first)
 
     def serves(self, x: Activations) -> TypeGuard[Tensor]:
-        """Whether these are for it, and enough of them."""
+        """Whether the kernel can take these rows and is the faster way."""
         if not isinstance(x, Tensor) or x.dtype is not self.dtype or not use_kernel(x):
             return False
         tiles = cdiv(len(x), _ROWS) * cdiv(self.width, _COLS)
         rounds = cdiv(tiles, self.programs)
-        pays = rounds >= _ROUNDS and tiles >= _FULL * rounds * self.programs
-        return (pays or is_precompiling()) and x.is_contiguous() and x.data_ptr() % 16 == 0
+        is_worthwhile = rounds >= _MIN_ROUNDS and tiles >= _MIN_OCCUPANCY * rounds * self.programs
+        return (is_worthwhile or is_precompiling()) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         tokens = len(x)
@@ -244,8 +244,8 @@ class GateUp:
         if not tokens:
             return out
         down, across = cdiv(tokens, _ROWS), cdiv(self.width, _COLS)
-        group = cdiv(down, cdiv(down, _GROUP))  # as even as they can be
-        given = _described(x, _ROWS, _INNER), self.weight, _described(out, _ROWS // 2, _COLS)
+        group = cdiv(down, cdiv(down, _TILE_ROWS_PER_GROUP))  # groups of nearly equal height
+        given = _descriptor(x, _ROWS, _INNER), self.weight, _descriptor(out, _ROWS // 2, _COLS)
         numbers = tokens, self.width, self.inner, group
         _gate_up[(min(down * across, self.programs),)](*given, *numbers, **self.constants)
         return out

@@ -1,8 +1,9 @@
-"""Top-k, top-p and min-p as a lower bound of each row's logits; nothing is sorted and nothing copied.
+"""Top-k, top-p and min-p as a threshold on each row's logits, without sorting or copying the row.
 
-The largest logit of every 256 bounds the k-th largest from below, so few candidates are left of a row, and
-the bound is found among them. Where top-p spans more than fit, it is sought in the row itself, by two bits
-a pass. Weights are summed as integers: no answer depends on the order in which programs ran.
+The k-th largest of the maxima of all 256-token segments is a lower bound of the k-th largest logit. So few
+candidates remain, and the threshold is found among them. If the top-p set has too many candidates, the whole
+row is searched, two bits per pass. Weights are summed as integers, so results do not depend on the order of
+programs.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from torch import Tensor
 from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
 from penstock.kernels.sampling import SLOT_TABLE_WIDTH, TOKENS_PER_PROGRAM, load_float, load_logits
 
-_SEGMENT = 256  # tokens of which the largest logit is kept
-_KEPT = 4096  # candidates of a row, before its threshold is sought in the whole row
-_REACH = 12.0  # of a top-p row: candidates lie at most so far below the largest, in units of temperature
+_SEGMENT = 256  # tokens per segment, of which the maximum is kept
+_MAX_CANDIDATES = 4096  # candidates of a row; with more, the whole row is searched
+_TOP_P_REACH = 12.0  # top-p candidates are at most this far below the maximum, in units of temperature
 
 
 def logit_thresholds_reference(
     logits: Tensor,  # [rows, vocab]
     temperatures: Tensor,  # [rows]
-    top_k: Tensor,  # [rows], 0: all
+    top_k: Tensor,  # [rows], 0: no limit
     top_p: Tensor,  # [rows]
     min_p: Tensor,  # [rows]
 ) -> Tensor:
-    """fp32 [rows]: the least logit that is kept; equal ones are kept together. By sorting."""
+    """The smallest logit that is kept in each row, by sorting; equal logits are kept together. fp32 [rows]"""
     x = logits.float().sort(dim=1, descending=True).values
     most = x[:, :1]
     least = (most[:, 0] + temperatures * min_p.log()).masked_fill(min_p <= 0, float("-inf"))
@@ -33,7 +34,7 @@ def logit_thresholds_reference(
     least = torch.maximum(least, x.gather(1, at)[:, 0].masked_fill(top_k <= 0, float("-inf")))
     weights = ((x - most) / temperatures[:, None]).double().exp().masked_fill(x < least[:, None], 0.0)
     mass = weights.cumsum(dim=1)
-    # Those before which less than top_p lies are kept; the last of them is the bound.
+    # A token is kept if the probability before it is less than top_p; the last one is the threshold.
     kept = (mass - weights < top_p[:, None] * mass[:, -1:]) & (x >= least[:, None])
     last = (kept.sum(dim=1, keepdim=True) - 1).clamp_min(0)
     nucleus = x.gather(1, last)[:, 0].masked_fill(top_p >= 1, float("-inf"))
@@ -41,26 +42,26 @@ def logit_thresholds_reference(
 
 
 @jit()
-def _key(x: tl.tensor) -> tl.tensor:
-    """int32 that are ordered as the floats are."""
+def _ordered_key(x: tl.tensor) -> tl.tensor:
+    """int32 keys in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit()
-def _of_key(key: tl.tensor) -> tl.tensor:
+def _from_ordered_key(key: tl.tensor) -> tl.tensor:
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit()
 def _weight(x, most, temperature):  # type: ignore[no-untyped-def]
-    """exp in units of 2^-40: sums of integers do not depend on their order."""
+    """exp in units of 2^-40, because sums of integers do not depend on their order."""
     e = tl.exp((x - most) / temperature)
     return (tl.where(x > float("-inf"), e, 0.0) * 1099511627776.0).to(tl.int64)
 
 
 @jit(unspecialized=("slots", "stride", "parts"))
-def _peaks(
+def _segment_maxima(
     logits: tl.tensor,
     stride: tl.tensor,
     slots: tl.tensor,
@@ -75,7 +76,7 @@ def _peaks(
     WIDTH: tl.constexpr,
     EDITED: tl.constexpr,
 ) -> None:
-    """The largest logit of each segment, and the part's sum of exponentials below its own largest."""
+    """Compute the maximum of each segment, and the part's sum of exponentials relative to its maximum."""
     program = tl.program_id(0)
     row = program // parts
     line = table + tl.load(slots + row) * WIDTH
@@ -93,7 +94,7 @@ def _peaks(
 
 
 @jit(unspecialized=("slots", "segments"))
-def _cut(
+def _candidate_bounds(
     slots: tl.tensor,
     table: tl.tensor,
     peaks: tl.tensor,
@@ -105,7 +106,8 @@ def _cut(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Where candidates begin: the k-th of the segments' largest has at least k logits above or at it."""
+    """Find the bound from which logits are candidates: at least k logits reach the k-th largest segment
+    maximum."""
     row = tl.program_id(0)
     line = table + tl.load(slots + row) * WIDTH
     top_k = tl.load(line + 10)
@@ -121,15 +123,15 @@ def _cut(
             cut = most + temperature * tl.log(min_p)
         if top_k > 0:
             if top_k <= segments:
-                keys = tl.where(cols < segments, _key(peak), -2147483648)
+                keys = tl.where(cols < segments, _ordered_key(peak), -2147483648)
                 low = tl.full([], -2139095041, tl.int64)  # the key of −inf
-                high = _key(most).to(tl.int64)
+                high = _ordered_key(most).to(tl.int64)
                 while low < high:
                     middle = low + (high - low + 1) // 2
                     enough = tl.sum((keys >= middle).to(tl.int32), axis=0) >= top_k
                     low = tl.where(enough, middle, low)
                     high = tl.where(enough, high, middle - 1)
-                cut = tl.maximum(cut, _of_key(low.to(tl.int32)))
+                cut = tl.maximum(cut, _from_ordered_key(low.to(tl.int32)))
         elif top_p < 1.0:
             if min_p <= 0.0:
                 cut = most - reach * temperature
@@ -141,7 +143,7 @@ def _cut(
 
 
 @jit(unspecialized=("slots", "stride", "parts"))
-def _gather(
+def _collect_candidates(
     logits: tl.tensor,
     stride: tl.tensor,
     slots: tl.tensor,
@@ -159,7 +161,7 @@ def _gather(
     WIDTH: tl.constexpr,
     EDITED: tl.constexpr,
 ) -> None:
-    """The logits from the cut on, in any order."""
+    """Collect the logits that reach the bound, in any order."""
     program = tl.program_id(0)
     row = program // parts
     line = table + tl.load(slots + row) * WIDTH
@@ -177,7 +179,7 @@ def _gather(
 
 
 @jit()
-def _source(  # type: ignore[no-untyped-def]
+def _load_candidates(  # type: ignore[no-untyped-def]
     logits,
     stride,
     row,
@@ -200,7 +202,7 @@ def _source(  # type: ignore[no-untyped-def]
 
 
 @jit(unspecialized=("slots", "stride", "parts"))
-def _thresholds(
+def _find_thresholds(
     logits: tl.tensor,
     stride: tl.tensor,
     slots: tl.tensor,
@@ -222,9 +224,9 @@ def _thresholds(
     WIDTH: tl.constexpr,
     EDITED: tl.constexpr,
 ) -> None:
-    """Searches the bound among the candidates, or in the whole row where they are too many or too light.
+    """Search the threshold among the candidates, or in the whole row if they are too many or too improbable.
 
-    Two bits a pass, over ordered integers: a key of 16-bit logits has 16 of them.
+    Each pass fixes two bits of an ordered integer key. Keys of 16-bit logits have 16 bits.
     """
     row = tl.program_id(0)
     line = table + tl.load(slots + row) * WIDTH
@@ -246,10 +248,10 @@ def _thresholds(
             whole = count > KEPT
             size = tl.where(whole, VOCAB, count)
             lanes = tl.arange(0, KEPT)
-            highest = (_key(most) >> shift).to(tl.int64)
+            highest = (_ordered_key(most) >> shift).to(tl.int64)
             if top_k > 0:
                 start = tl.where(whole, base, tl.load(cuts + row))
-                low = (_key(start) >> shift).to(tl.int64)
+                low = (_ordered_key(start) >> shift).to(tl.int64)
                 high = highest
                 while low < high:
                     step = (high - low + 3) // 4
@@ -261,7 +263,7 @@ def _thresholds(
                     f3 = tl.zeros([KEPT], tl.int32)
                     for first in range(0, size, KEPT):
                         cols = first + lanes
-                        x = _source(
+                        x = _load_candidates(
                             logits,
                             stride,
                             row,
@@ -275,7 +277,7 @@ def _thresholds(
                             KEPT,
                             EDITED,
                         )
-                        key = tl.where(cols < size, (_key(x) >> shift).to(tl.int64), low)
+                        key = tl.where(cols < size, (_ordered_key(x) >> shift).to(tl.int64), low)
                         f1 += (key >= m1).to(tl.int32)
                         f2 += (key >= m2).to(tl.int32)
                         f3 += (key >= m3).to(tl.int32)
@@ -286,12 +288,12 @@ def _thresholds(
                         enough3, high, tl.where(enough2, m3 - 1, tl.where(enough1, m2 - 1, m1 - 1))
                     )
                     low = tl.where(enough3, m3, tl.where(enough2, m2, tl.where(enough1, m1, low)))
-                base = tl.maximum(base, _of_key((low << shift).to(tl.int32)))
+                base = tl.maximum(base, _from_ordered_key((low << shift).to(tl.int32)))
             if top_p < 1.0:
                 total = tl.zeros([KEPT], tl.int64)
                 for first in range(0, size, KEPT):
                     cols = first + lanes
-                    x = _source(
+                    x = _load_candidates(
                         logits,
                         stride,
                         row,
@@ -308,7 +310,7 @@ def _thresholds(
                     total += tl.where((cols < size) & (x >= base), _weight(x, most, temperature), 0)
                 mass = tl.sum(total, axis=0)
                 if (top_k == 0) & (min_p <= 0.0):
-                    # All that lies below the candidates counts too. Parts were summed apart, in fixed order.
+                    # Logits below the candidates count too. The parts are added in a fixed order.
                     part = tl.arange(0, PARTS)
                     own = part < parts
                     peak = tl.full([PARTS], float("-inf"), tl.float32)
@@ -324,7 +326,7 @@ def _thresholds(
                     mass = everything
                 needed = tl.maximum((top_p * mass.to(tl.float32)).to(tl.int64), 1)
                 start = tl.where(whole, base, tl.maximum(base, tl.load(cuts + row)))
-                low = (_key(start) >> shift).to(tl.int64)
+                low = (_ordered_key(start) >> shift).to(tl.int64)
                 high = highest
                 while low < high:
                     step = (high - low + 3) // 4
@@ -336,7 +338,7 @@ def _thresholds(
                     g3 = tl.zeros([KEPT], tl.int64)
                     for first in range(0, size, KEPT):
                         cols = first + lanes
-                        x = _source(
+                        x = _load_candidates(
                             logits,
                             stride,
                             row,
@@ -351,7 +353,7 @@ def _thresholds(
                             EDITED,
                         )
                         weight = tl.where(cols < size, _weight(x, most, temperature), 0)
-                        key = (_key(x) >> shift).to(tl.int64)
+                        key = (_ordered_key(x) >> shift).to(tl.int64)
                         g1 += tl.where(key >= m1, weight, 0)
                         g2 += tl.where(key >= m2, weight, 0)
                         g3 += tl.where(key >= m3, weight, 0)
@@ -362,15 +364,15 @@ def _thresholds(
                         enough3, high, tl.where(enough2, m3 - 1, tl.where(enough1, m2 - 1, m1 - 1))
                     )
                     low = tl.where(enough3, m3, tl.where(enough2, m2, tl.where(enough1, m1, low)))
-                base = tl.maximum(base, _of_key((low << shift).to(tl.int32)))
+                base = tl.maximum(base, _from_ordered_key((low << shift).to(tl.int32)))
     tl.store(out + row, base)
 
 
-_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of fp32, where the logit has fewer
+_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # low bits of fp32 that such logits never use
 
 
 def logit_thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tensor | None = None) -> Tensor:
-    """As the reference, for rows whose slots ask for a filter; −inf for others."""
+    """Compute `logit_thresholds_reference` for rows whose slots have a filter; −inf for others."""
     rows, vocab = logits.shape
     device = logits.device
     parts, inner = cdiv(vocab, TOKENS_PER_PROGRAM), TOKENS_PER_PROGRAM // _SEGMENT
@@ -378,14 +380,14 @@ def logit_thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tens
     sums = torch.empty((rows, parts), dtype=torch.float32, device=device)
     tops, cuts, out = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
     found = torch.empty(rows, dtype=torch.int32, device=device)
-    candidates = torch.empty((rows, _KEPT), dtype=torch.float32, device=device)
+    candidates = torch.empty((rows, _MAX_CANDIDATES), dtype=torch.float32, device=device)
     if not rows:
         return out
     edited = peaks if work is None else work
     shape = {"VOCAB": vocab, "WIDTH": SLOT_TABLE_WIDTH, "EDITED": work is not None, "SEGMENTS": inner}
     read = (logits, logits.stride(0), slots, table, edited)
-    _peaks[(rows * parts,)](*read, peaks, sums, parts, SEGMENT=_SEGMENT, num_warps=8, **shape)
-    _cut[(rows,)](
+    _segment_maxima[(rows * parts,)](*read, peaks, sums, parts, SEGMENT=_SEGMENT, num_warps=8, **shape)
+    _candidate_bounds[(rows,)](
         slots,
         table,
         peaks,
@@ -393,15 +395,24 @@ def logit_thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tens
         cuts,
         found,
         parts * inner,
-        _REACH,
+        _TOP_P_REACH,
         BLOCK=next_power_of_2(parts * inner),
         WIDTH=SLOT_TABLE_WIDTH,
         num_warps=4,
     )
-    _gather[(rows * parts,)](
-        *read, peaks, cuts, found, candidates, parts, SEGMENT=_SEGMENT, KEPT=_KEPT, num_warps=8, **shape
+    _collect_candidates[(rows * parts,)](
+        *read,
+        peaks,
+        cuts,
+        found,
+        candidates,
+        parts,
+        SEGMENT=_SEGMENT,
+        KEPT=_MAX_CANDIDATES,
+        num_warps=8,
+        **shape,
     )
-    _thresholds[(rows,)](
+    _find_thresholds[(rows,)](
         *read,
         peaks,
         sums,
@@ -412,7 +423,7 @@ def logit_thresholds(logits: Tensor, slots: Tensor, table: Tensor, *, work: Tens
         out,
         parts,
         PARTS=next_power_of_2(parts),
-        KEPT=_KEPT,
+        KEPT=_MAX_CANDIDATES,
         SHIFT=_UNUSED_BITS.get(logits.dtype, 0),
         num_warps=16,
         **shape,

@@ -1,7 +1,7 @@
-"""Late-interaction scores: for each token of a query the best match among a document's tokens, summed.
+"""Late-interaction scores (MaxSim): the best match of each query token among a document's tokens, summed.
 
-Queries and documents are ragged runs of token vectors, read where they lie: nothing is padded, copied or
-written but the scores. `maxsim` takes the Triton kernel on CUDA and the plain-torch reference elsewhere.
+Queries and documents are ragged token vectors, read in place: nothing is padded or copied, and only the
+scores are written. `maxsim` uses the Triton kernel on CUDA and the torch reference elsewhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.kernels.language import jit
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a torch for CPUs comes without it
+except ImportError:  # a CPU build of torch comes without Triton
     triton = None
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 TILE_TOKENS = 8192  # document tokens that the reference multiplies at once
-EXACT_INT8_DIM = 2**24 // 128**2  # sums of so many int8 products are exact in fp32
+EXACT_INT8_DIM = 2**24 // 128**2  # up to this width, sums of int8 products are exact in fp32
 
 
 def maxsim(
@@ -44,14 +44,14 @@ def maxsim(
 ) -> Tensor:
     """The score of each (query, document) pair, fp32 [pairs].
 
-    Query i is `queries[query_starts[i] :][: query_lengths[i]]`, and likewise for documents; they may overlap
-    and lie in any order. Pair i is of query `pair_queries[i]` and document `pair_documents[i]`. Without
-    `pair_queries` a lone query stands in every pair, and otherwise query i in pair i; without
-    `pair_documents` document i stands in pair i. An empty query or document scores 0.
+    Query i is `queries[query_starts[i] :][: query_lengths[i]]`, and likewise for documents. They may overlap
+    and be in any order. Pair i has query `pair_queries[i]` and document `pair_documents[i]`. Without
+    `pair_queries`, a single query is in every pair, and several queries are paired by index. Without
+    `pair_documents`, document i is in pair i. An empty query or document scores 0.
 
-    Scales, never negative, multiply what the vectors' products give, as for vectors quantised to int8. The
-    largest lengths choose tile sizes and nothing else, so bounds will do; on CUDA nothing waits for the
-    device. There pairs begin in the order given: longest documents first spreads them best.
+    Scales multiply the products of the vectors, for example of int8 vectors; they must not be negative. The
+    maximum lengths only choose tile sizes, so upper bounds will do. On CUDA nothing waits for the device.
+    Pairs start in the given order there: put the longest documents first to balance the load.
     """
     run = maxsim_triton if queries.is_cuda else maxsim_reference
     return run(
@@ -78,7 +78,7 @@ def maxsim_packed(
     *,
     max_document_length: int | None = None,
 ) -> Tensor:
-    """One query against documents that lie one behind the other; document i begins at `cu_lengths[i]`."""
+    """Score one query against packed documents; document i begins at `cu_lengths[i]`."""
     return maxsim(
         query,
         documents,
@@ -107,7 +107,7 @@ def maxsim_reference(
     max_document_length: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same in plain torch: a product for each query and tile of its documents, then maxima by segment."""
+    """`maxsim` in torch: a product for each query and tile of its documents, then maxima by segment."""
     spans = (query_starts, query_lengths), (document_starts, document_lengths)
     pairs = _check(queries, documents, *spans, pair_queries, pair_documents, out)
     scores = queries.new_zeros(pairs, dtype=torch.float32) if out is None else out.zero_()
@@ -134,7 +134,7 @@ def maxsim_reference(
 def _by_query(
     pair_queries: Tensor | None, num_queries: int, pairs: int, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """Each query that stands in a pair, and the numbers of its pairs."""
+    """Each query that is in a pair, and the indices of its pairs."""
     numbers = torch.arange(pairs, device=device)
     if pair_queries is None:
         yield from [(0, numbers)] if num_queries == 1 else enumerate(numbers.split(1))
@@ -145,7 +145,7 @@ def _by_query(
 
 
 def _tiles(members: Tensor, lengths: Tensor) -> Iterator[Tensor]:
-    """Pairs with documents that are not empty, cut where a tile's worth of tokens is full."""
+    """Pairs whose documents are not empty, in tiles of about `TILE_TOKENS` tokens."""
     members = members[lengths[members] > 0]
     tile = (lengths[members].cumsum(0) - 1) // TILE_TOKENS
     if len(members):
@@ -153,7 +153,8 @@ def _tiles(members: Tensor, lengths: Tensor) -> Iterator[Tensor]:
 
 
 def _rows(starts: Tensor, lengths: Tensor) -> Tensor | slice:
-    """The rows of documents one behind the other; a slice, which copies nothing, where they lie so."""
+    """Rows of the documents, one document after the other: a slice, which copies nothing, if they are
+    packed."""
     ends = starts + lengths
     if torch.equal(starts[1:], ends[:-1]):
         return slice(int(starts[0]), int(ends[-1]))
@@ -164,7 +165,7 @@ def _rows(starts: Tensor, lengths: Tensor) -> Tensor | slice:
 
 def _segment_max(values: Tensor, lengths: Tensor) -> Tensor:
     """[tokens, width] → [segments, width]"""
-    if len(lengths) * 32 > len(values):  # short segments: a call each would cost more than it saves
+    if len(lengths) * 32 > len(values):  # short segments: one call each would take longer
         return torch.segment_reduce(values, "max", lengths=lengths, unsafe=True)
     return torch.stack([segment.amax(dim=0) for segment in values.split(lengths.tolist())])
 
@@ -178,26 +179,26 @@ def _check(
     pair_documents: Tensor | None,
     out: Tensor | None,
 ) -> int:
-    """The number of pairs."""
+    """Check the arguments and return the number of pairs."""
     if queries.dtype not in DTYPES or queries.dtype != documents.dtype:
         raise BadValue(
-            f"maxsim takes queries and documents of one dtype, bfloat16, float16, float32 or int8; "
-            f"these are {queries.dtype} and {documents.dtype}"
+            f"queries and documents must have the same dtype: bfloat16, float16, float32 or int8; "
+            f"they have {queries.dtype} and {documents.dtype}"
         )
     if queries.ndim != 2 or documents.ndim != 2 or queries.shape[1] != documents.shape[1]:
         raise BadValue(
-            f"maxsim takes token vectors [tokens, dim] of one dim; "
-            f"these are {tuple(queries.shape)} and {tuple(documents.shape)}"
+            f"queries and documents must be [tokens, dim] with the same dim; "
+            f"they are {tuple(queries.shape)} and {tuple(documents.shape)}"
         )
     for starts, lengths in (query_spans, document_spans):
         if len(starts) != len(lengths):
             raise BadValue(
-                f"maxsim takes a length for each start; there are {len(starts)} and {len(lengths)}"
+                f"each start needs a length; there are {len(starts)} starts and {len(lengths)} lengths"
             )
     pairs = len(document_spans[0]) if pair_documents is None else len(pair_documents)
     num_queries = len(query_spans[0]) if pair_queries is None else len(pair_queries)
     if num_queries != pairs and not (pair_queries is None and num_queries == 1):
-        raise BadValue(f"maxsim pairs {num_queries} queries with {pairs} documents; name the pairs")
+        raise BadValue(f"cannot pair {num_queries} queries with {pairs} documents; give pair_queries")
     if out is not None and (out.dtype != torch.float32 or out.shape != (pairs,)):
         raise BadValue(f"out must be float32 [{pairs}]; it is {out.dtype} {tuple(out.shape)}")
     return pairs
@@ -205,31 +206,32 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the kernel cuts its work: query tokens, document tokens and components at a time."""
+    """Query tokens, document tokens and components that the kernel takes at a time, and its compile
+    options."""
 
     query: int
     document: int
     dim: int
     warps: int
-    stages: int  # tiles of a document on their way at once
-    group: int = 1  # pairs of a program
+    stages: int  # document tiles that are loaded ahead
+    group: int = 1  # pairs per program
 
 
 def choose_tiling(
     dtype: torch.dtype, dim: int, max_query_length: int, max_document_length: int, pairs: int, one_query: bool
 ) -> Tiling:
-    """Fixed by shape and dtype, so that no call stops to try others."""
+    """Choose by shape and dtype alone, so that no call is delayed by autotuning."""
     query = min(128, max(16, triton.next_power_of_2(max_query_length)))
     group = 1
     while one_query and group < 16 and group * max_document_length <= 512 and pairs >= 4096 * group:
         group *= 2
-    if dtype == torch.float32:  # no tensor cores: small tiles, or registers spill
+    if dtype == torch.float32:  # no tensor cores: larger tiles would spill registers
         return Tiling(min(query, 32), 64, 32, warps=4, stages=3, group=group)
     width = max(32, triton.next_power_of_2(dim))
     if width * dtype.itemsize > 512:
         return Tiling(query, 64, 128 // dtype.itemsize, warps=4, stages=4, group=group)
     stages = 3
-    if pairs <= 2048 and width * dtype.itemsize <= 256:  # programs are few: found best by the benchmark
+    if pairs <= 2048 and width * dtype.itemsize <= 256:  # few programs: fastest in benchmarks/gpu_maxsim.py
         short = query <= 32 and max_document_length <= 512
         stages, group = (2, 2 if one_query else 1) if short else (4, group)
     return Tiling(query, 64, width, warps=4, stages=stages, group=group)
@@ -252,17 +254,19 @@ def maxsim_triton(
     out: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """The same by the kernel."""
+    """`maxsim` in the Triton kernel."""
     spans = (query_starts, query_lengths), (document_starts, document_lengths)
     pairs = _check(queries, documents, *spans, pair_queries, pair_documents, out)
     if triton is None:
-        raise BadValue("maxsim on CUDA needs triton, which is not installed")
+        raise BadValue("maxsim on CUDA needs Triton, which is not installed")
     if queries.stride(1) != 1 or documents.stride(1) != 1:
-        raise BadValue("maxsim takes token vectors whose components lie side by side")
+        raise BadValue("the components of a token vector must be contiguous")
     small = (query_starts, query_lengths, document_starts, document_lengths)
     for array in (*small, pair_queries, pair_documents, query_scales, document_scales, out):
         if array is not None and not array.is_contiguous():
-            raise BadValue(f"maxsim takes contiguous arrays; one has the stride {array.stride()}")
+            raise BadValue(
+                f"starts, lengths, pairs, scales and out must be contiguous; one has stride {array.stride()}"
+            )
     scores = queries.new_empty(pairs, dtype=torch.float32) if out is None else out
     one_query = pair_queries is None and len(query_starts) == 1
     dim = queries.shape[1]
@@ -271,7 +275,7 @@ def maxsim_triton(
         longest = len(documents) if max_document_length is None else max_document_length
         tiling = choose_tiling(queries.dtype, dim, longest_query, longest, pairs, one_query)
     if tiling.group > 1 and not one_query:
-        raise BadValue(f"tiling groups {tiling.group} pairs, which must be of one query")
+        raise BadValue(f"a tiling with {tiling.group} pairs per program needs a single query")
     if pairs:
         _maxsim_kernel[(triton.cdiv(pairs, tiling.group),)](
             queries,
@@ -304,15 +308,15 @@ def maxsim_triton(
 if triton is not None:
 
     @triton.jit
-    def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    def _nan_max(a: tl.tensor, b: tl.tensor) -> tl.tensor:
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
     @triton.jit
     def _dot(documents: tl.tensor, queries: tl.tensor, found: tl.tensor) -> tl.tensor:
-        """Documents lie on the long side, so that a short query fills the matrix unit."""
+        """Documents are the first operand, so that a short query fills the tensor cores."""
         return tl.dot(documents, queries.T, found, input_precision="ieee", out_dtype=found.dtype)
 
-    # Where the small arrays lie and how many pairs there are changes with every call, and must not compile.
+    # Alignment of the small arrays and the number of pairs change with every call and must not compile again.
     _UNSPECIALIZED = (
         *("query_starts", "query_lengths", "document_starts", "document_lengths", "pairs"),
         *("pair_queries", "pair_documents", "query_scales", "document_scales", "scores"),
@@ -342,8 +346,10 @@ if triton is not None:
         BLOCK_K: tl.constexpr,
         STAGES: tl.constexpr,
     ) -> None:
-        """A program scores GROUP pairs of one query. It walks the tiles of all their documents in one loop,
-        so that the next document's tiles are on their way while this one's are multiplied.
+        """Score GROUP pairs of one query per program.
+
+        One loop walks the tiles of all their documents, so that tiles of the next document are loaded while
+        those of this one are multiplied.
         """
         members = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
         real = members < pairs
@@ -371,15 +377,15 @@ if triton is not None:
             tokens = first + tl.arange(0, BLOCK_Q)
             asked = tokens < query_length
             query_rows = queries + (query_start + tokens)[:, None] * QUERY_STRIDE + columns[None, :]
-            if DIM <= BLOCK_K:  # this tile of the query stays for all documents
+            if DIM <= BLOCK_K:  # this tile of the query is kept for all documents
                 held = tl.load(query_rows, mask=asked[:, None] & (columns < DIM)[None, :], other=0)
             if query_scales is not None:
                 weights = tl.load(query_scales + query_start + tokens, mask=asked, other=0)
-            # Each place of a tile keeps its own maximum; they meet once, at the document's end.
+            # Each position of a tile keeps its maximum. They are reduced once, at the end of the document.
             best = tl.full([BLOCK_D, BLOCK_Q], float("-inf"), tl.float32)
-            # Stages are named here, or scales, being no part of a product, would not be fetched ahead.
+            # Without explicit stages, scales would not be loaded ahead, because no product uses them.
             for tile in tl.range(num_tiles, num_stages=STAGES):
-                here = (begins <= tile) & (tile < ends)  # which member this tile is of
+                here = (begins <= tile) & (tile < ends)  # the pair that this tile belongs to
                 start = tl.sum(tl.where(here, starts, 0), 0)
                 length = tl.sum(tl.where(here, lengths, 0), 0)
                 offset = (tile - tl.sum(tl.where(here, begins, 0), 0)) * BLOCK_D
@@ -401,9 +407,9 @@ if triton is not None:
                 values = found.to(tl.float32)
                 if document_scales is not None:
                     values *= tl.load(document_scales + start + rows, mask=there, other=0)[:, None]
-                best = _larger(best, tl.where(there[:, None], values, float("-inf")))
+                best = _nan_max(best, tl.where(there[:, None], values, float("-inf")))
                 if offset + BLOCK_D >= length:
-                    matched = tl.reduce(best, 0, _larger)
+                    matched = tl.reduce(best, 0, _nan_max)
                     if query_scales is not None:
                         matched *= weights
                     totals += tl.where(here, tl.sum(tl.where(asked, matched, 0.0)), 0.0)

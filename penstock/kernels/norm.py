@@ -1,4 +1,4 @@
-"""Residual + normalisation in one pass: x + residual is read once, and written only where it goes on."""
+"""Residual addition and normalisation in one pass; x + residual is written only if it is needed later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.kernels.quantize import Quantized, empty_quantized, store_quantize
 def add_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual, the same normalised), both [tokens, width]."""
+    """(x + residual, its normalisation), both [tokens, width]."""
     total = x + residual
     if rms:
         return total, F.rms_norm(total, weight.shape, weight, eps)
@@ -41,7 +41,8 @@ def _add_norm(
     KEEP: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ) -> None:
-    """KEEP 1 writes the sum to `total`, 2 the normalised sum, 0 nothing; `out` is fp8 with QUANTIZE."""
+    """With KEEP 1 write the sum to `total`, with 2 the normalised sum, with 0 nothing. With QUANTIZE `out`
+    is fp8."""
     row = tl.program_id(0).to(tl.int64)
     at = row * WIDTH
     cols = tl.arange(0, BLOCK)
@@ -66,8 +67,8 @@ def _add_norm(
 
 
 @lru_cache(maxsize=256)
-def _add_norm_of(width: int, rms: bool, bias: bool, keep: int, quantize: bool) -> Callable[..., Any]:
-    """Takes x, residual, weight and, where they are others, bias, out and its scales."""
+def _bound_add_norm(width: int, rms: bool, bias: bool, keep: int, quantize: bool) -> Callable[..., Any]:
+    """The kernel takes x, residual, weight and, where they exist, bias, out and the scales of out."""
     block = next_power_of_2(width)
     given = 4 if bias else 3
     written = (given, given + 1) if quantize else (given, 0) if keep else (0, 0)
@@ -94,12 +95,14 @@ def add_norm(
     rms: bool,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, for contiguous [tokens, width]. The sum is written over `x`. With `keep` False it is
-    not written at all, and both are the normalised one, over `x`."""
+    """Compute `add_norm_reference` for contiguous [tokens, width]; `x` is overwritten with the sum.
+
+    With `keep` False the sum is not written: both results are `x`, overwritten with the normalised sum.
+    """
     assert x.is_contiguous() and residual.is_contiguous()
     tokens, width = x.shape
     weights = (weight,) if bias is None else (weight, bias)
-    launch = _add_norm_of(width, rms, bias is not None, int(keep), False)
+    launch = _bound_add_norm(width, rms, bias is not None, int(keep), False)
     if not keep:
         if tokens:
             launch(tokens, x, residual, *weights, eps)
@@ -120,13 +123,15 @@ def add_norm_quantized(
     rms: bool,
     post: bool = False,
 ) -> tuple[Tensor, Quantized]:
-    """(x + residual, the same normalised in fp8), the first over `x`; with `post` the first of the two is
-    normalised as well."""
+    """(x + residual, its normalisation in fp8); `x` is overwritten with the first.
+
+    With `post` the first is normalised too.
+    """
     assert x.is_contiguous() and residual.is_contiguous()
     tokens, width = x.shape
     out = empty_quantized(tokens, width, x.device)
     if tokens:
-        launch = _add_norm_of(width, rms, bias is not None, 2 if post else 1, True)
+        launch = _bound_add_norm(width, rms, bias is not None, 2 if post else 1, True)
         launch(tokens, x, residual, weight, *(() if bias is None else (bias,)), *out, eps)
     return x, out
 
@@ -134,7 +139,7 @@ def add_norm_quantized(
 def norm_add_norm_reference(
     x: Tensor, residual: Tensor, before: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x) by `before` + residual, the same normalised by `weight`), both [tokens, width]."""
+    """(rms_norm(x, before) + residual, its rms_norm with `weight`), both [tokens, width]."""
     total = F.rms_norm(x, before.shape, before, eps) + residual
     return total, F.rms_norm(total, weight.shape, weight, eps)
 
@@ -171,7 +176,7 @@ def _norm_add_norm(
 
 
 @lru_cache(maxsize=256)
-def _norm_add_norm_of(width: int, quantize: bool) -> Callable[..., Any]:
+def _bound_norm_add_norm(width: int, quantize: bool) -> Callable[..., Any]:
     block = next_power_of_2(width)
     written = (4, 5) if quantize else (4, 0)
     return bind(
@@ -187,22 +192,22 @@ def _norm_add_norm_of(width: int, quantize: bool) -> Callable[..., Any]:
 def norm_add_norm(
     x: Tensor, residual: Tensor, before: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, for contiguous [tokens, width]. The sum is written over `x`."""
+    """Compute `norm_add_norm_reference` for contiguous [tokens, width]; `x` is overwritten with the sum."""
     assert x.is_contiguous() and residual.is_contiguous()
     tokens, width = x.shape
     out = torch.empty_like(x)
     if tokens:
-        _norm_add_norm_of(width, False)(tokens, x, residual, before, weight, out, eps)
+        _bound_norm_add_norm(width, False)(tokens, x, residual, before, weight, out, eps)
     return x, out
 
 
 def norm_add_norm_quantized(
     x: Tensor, residual: Tensor, before: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Quantized]:
-    """The same with the second of the two in fp8."""
+    """`norm_add_norm` with the second result in fp8."""
     assert x.is_contiguous() and residual.is_contiguous()
     tokens, width = x.shape
     out = empty_quantized(tokens, width, x.device)
     if tokens:
-        _norm_add_norm_of(width, True)(tokens, x, residual, before, weight, *out, eps)
+        _bound_norm_add_norm(width, True)(tokens, x, residual, before, weight, *out, eps)
     return x, out

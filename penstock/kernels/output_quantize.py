@@ -1,4 +1,6 @@
-"""Vectors in the form that they leave in: scaled to bytes, or packed to a bit a component, in one pass."""
+"""Quantisation of output vectors in one pass: scaled to 8-bit integers, or packed to one bit per
+component.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl
 
 
 def to_int8_reference(vectors: Tensor, signed: bool) -> Tensor:
-    """Each vector scaled so that its largest component is ±127, rounded; unsigned plus 128. [n, width]."""
+    """Scale each vector so that its largest component becomes ±127, and round. Unsigned: plus 128. [n,
+    width]"""
     largest = vectors.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
     scaled = (vectors * (127.0 / largest)).round()
     return scaled.to(torch.int8) if signed else (scaled + 128).to(torch.uint8)
 
 
 def to_binary_reference(vectors: Tensor, signed: bool) -> Tensor:
-    """The sign of each component, eight to a byte, the first in the highest bit; signed less 128."""
+    """Pack the signs of the components, eight per byte, the first in the highest bit. Signed: minus 128."""
     rows, width = vectors.shape
     bits = F.pad((vectors > 0).to(torch.uint8), (0, -width % 8)).view(rows, -1, 8)
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
@@ -26,7 +29,7 @@ def to_binary_reference(vectors: Tensor, signed: bool) -> Tensor:
 
 
 @jit(unspecialized=("stride",))
-def _to_bytes(
+def _to_int8(
     vectors: tl.tensor,
     out: tl.tensor,
     stride: tl.tensor,
@@ -39,19 +42,19 @@ def _to_bytes(
     inside = cols < WIDTH
     value = tl.load(vectors + row * stride + cols, mask=inside, other=0.0)
     value = value * (127.0 / tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12))
-    value = (value + 12582912.0) - 12582912.0  # 1.5 · 2²³: what is left is rounded, halves to even
+    value = (value + 12582912.0) - 12582912.0  # 1.5 · 2²³: rounds to integers, halves to even
     if not SIGNED:
         value += 128.0
     tl.store(out + row * WIDTH + cols, value.to(out.dtype.element_ty), mask=inside)
 
 
 def to_int8(vectors: Tensor, signed: bool) -> Tensor:
-    """As the reference, of fp32; rows may lie apart."""
+    """Compute `to_int8_reference` for fp32 vectors; rows may be strided."""
     rows, width = vectors.shape
     out = torch.empty((rows, width), dtype=torch.int8 if signed else torch.uint8, device=vectors.device)
     block = next_power_of_2(width)
     if rows:
-        _to_bytes[(rows,)](
+        _to_int8[(rows,)](
             vectors,
             out,
             vectors.stride(0),
@@ -64,7 +67,7 @@ def to_int8(vectors: Tensor, signed: bool) -> Tensor:
 
 
 @jit(unspecialized=("stride",))
-def _to_bits(
+def _to_binary(
     vectors: tl.tensor,
     out: tl.tensor,
     stride: tl.tensor,
@@ -85,13 +88,13 @@ def _to_bits(
 
 
 def to_binary(vectors: Tensor, signed: bool) -> Tensor:
-    """As the reference, of fp32; rows may lie apart."""
+    """Compute `to_binary_reference` for fp32 vectors; rows may be strided."""
     rows, width = vectors.shape
     size = -(-width // 8)
     out = torch.empty((rows, size), dtype=torch.int8 if signed else torch.uint8, device=vectors.device)
     block = next_power_of_2(size)
     if rows:
-        _to_bits[(rows,)](
+        _to_binary[(rows,)](
             vectors,
             out,
             vectors.stride(0),

@@ -1,7 +1,7 @@
-"""Attention of rows that run one token each over keys and values in blocks of memory.
+"""Paged attention: decode steps, with one query token per row, over keys and values in KV cache blocks.
 
-The kernel reads blocks where they lie. Query heads that share keys are one product; where rows are few and
-long, the keys of each are split among programs, and a second pass joins the parts.
+The kernel reads the blocks in place. Query heads that share keys are multiplied together. For few long rows,
+the keys of a row are split between programs, and a second pass merges the parts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ def paged_attention_reference(
     query: Tensor,  # [rows, heads, dim]
     keys: Tensor,  # [slots, kv heads, dim]
     values: Tensor,  # [slots, kv heads, dim]
-    tables: Tensor,  # int32 [rows, width], blocks of each row
-    counts: Tensor,  # int32 [rows], tokens of each row; the last is the query's own
+    tables: Tensor,  # int32 [rows, width], the block table
+    counts: Tensor,  # int32 [rows], tokens of each row, including the query
     *,
     block_size: int,
     scale: float,
-    window: int | None = None,  # how far back a token sees
+    window: int | None = None,  # number of earlier tokens that a token sees
     softcap: float | None = None,
 ) -> Tensor:
-    """[rows, heads · dim]. Rows are filled up to the longest, and what is beyond their end is masked."""
+    """Attention of each row, [rows, heads · dim]. Rows are padded to the longest and masked beyond their
+    end."""
     rows, heads, dim = query.shape
     places = torch.arange(tables.shape[1] * block_size, device=query.device)
     slots = tables.repeat_interleave(block_size, dim=1) * block_size + places % block_size
@@ -53,7 +54,7 @@ def _paged(
     tables: tl.tensor,
     counts: tl.tensor,
     out: tl.tensor,  # [rows, heads, dim], or with SPLITS fp32 [rows, heads, SPLITS, dim]
-    sums: tl.tensor,  # fp32 [rows, heads, SPLITS, 2]: the largest score and the sum of weights of each part
+    sums: tl.tensor,  # fp32 [rows, heads, SPLITS, 2]: largest score and sum of weights of each part
     width: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
@@ -71,7 +72,7 @@ def _paged(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
 ) -> None:
-    """One program for each row, key/value head and part of its keys, for all heads that share these."""
+    """One program per row, key/value head and part of the keys, for all query heads that share them."""
     program = tl.program_id(0)
     part = program % SPLITS
     kv = (program // SPLITS) % KV_HEADS
@@ -103,16 +104,16 @@ def _paged(
         k = tl.load(keys + slot[:, None] + comp[None, :], mask=here, other=0.0)
         v = tl.load(values + slot[:, None] + comp[None, :], mask=here, other=0.0)
         scores = tl.dot(q, tl.trans(k)) * scale
-        if CAPPED:  # tanh by the exponential, which is finite for any bound that is of use
-            bent = scores / cap
-            scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * bent) + 1.0))
+        if CAPPED:  # tanh through exp, which stays finite for any cap in use
+            scaled = scores / cap
+            scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))
         scores = tl.where(inside[None, :], scores * 1.4426950408889634, -1.0e30)
-        higher = tl.maximum(largest, tl.max(scores, axis=1))
-        faded = tl.exp2(largest - higher)
-        weights = tl.where(inside[None, :], tl.exp2(scores - higher[:, None]), 0.0)
-        total = total * faded + tl.sum(weights, axis=1)
-        context = context * faded[:, None] + tl.dot(weights.to(v.dtype), v)
-        largest = higher
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        decay = tl.exp2(largest - new_largest)
+        weights = tl.where(inside[None, :], tl.exp2(scores - new_largest[:, None]), 0.0)
+        total = total * decay + tl.sum(weights, axis=1)
+        context = context * decay[:, None] + tl.dot(weights.to(v.dtype), v)
+        largest = new_largest
     if SPLITS == 1:
         context = context / total[:, None]
         at = row.to(tl.int64) * OUT_STRIDE + heads[:, None] * DIM + comp[None, :]
@@ -125,7 +126,7 @@ def _paged(
 
 
 @jit()
-def _join(
+def _merge_splits(
     parts: tl.tensor,  # fp32 [rows, heads, SPLITS, dim]
     sums: tl.tensor,  # fp32 [rows, heads, SPLITS, 2]
     out: tl.tensor,  # [rows, heads, dim]
@@ -135,7 +136,7 @@ def _join(
     BLOCK_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """The parts of one row and head, each weighed by its share of the whole softmax."""
+    """Merge the parts of one row and head, each weighted by its share of the softmax."""
     program = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, SPLITS)
     comp = tl.arange(0, BLOCK_DIM)
@@ -143,21 +144,23 @@ def _join(
     total = tl.load(sums + (program * SPLITS + part) * 2 + 1)
     share = tl.exp2(largest - tl.max(largest, axis=0))
     here = (part[:, None] >= 0) & (comp[None, :] < DIM)
-    said = tl.load(parts + (program * SPLITS + part)[:, None] * DIM + comp[None, :], mask=here, other=0.0)
-    context = tl.sum(said * share[:, None], axis=0) / tl.sum(total * share, axis=0)
+    contexts = tl.load(parts + (program * SPLITS + part)[:, None] * DIM + comp[None, :], mask=here, other=0.0)
+    context = tl.sum(contexts * share[:, None], axis=0) / tl.sum(total * share, axis=0)
     at = (program // HEADS) * OUT_STRIDE + (program % HEADS) * DIM
     tl.store(out + at + comp, context.to(out.dtype.element_ty), mask=comp < DIM)
 
 
-_TILE = 64  # keys that a program holds at a time
-_PROGRAMS = 512  # below so many, keys are split among more
+_TILE_KEYS = 64  # keys per step of a program
+_MIN_PROGRAMS = 512  # with fewer programs, keys are split
 
 
 def num_splits_for(rows: int, kv_heads: int, most: int) -> int:
-    """How many parts a row's keys are split into, so that a few long rows fill the machine too. From the
-    plan's numbers alone, so that it is known before anything is launched."""
+    """The number of parts that a row's keys are split into, so that a few long rows fill the GPU.
+
+    It depends only on numbers of the plan, which are known before anything is launched.
+    """
     splits = 1
-    while splits < 16 and rows * kv_heads * splits < _PROGRAMS and most > 4 * _TILE * splits:
+    while splits < 16 and rows * kv_heads * splits < _MIN_PROGRAMS and most > 4 * _TILE_KEYS * splits:
         splits *= 2
     return splits
 
@@ -176,8 +179,10 @@ def paged_attention(
     out: Tensor,
     splits: int | None = None,
 ) -> None:
-    """As the reference, into `out` [rows, heads · dim], whose rows may lie apart. Blocks are read where they
-    lie; the heads of a token may not lie apart."""
+    """Compute `paged_attention_reference` into `out` [rows, heads · dim], whose rows may be strided.
+
+    The heads of a token must be contiguous.
+    """
     rows, heads, dim = query.shape
     kv_heads, width = keys.shape[1], tables.shape[1]
     assert query.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
@@ -209,7 +214,7 @@ def paged_attention(
         DIM=dim,
         BLOCK_DIM=block_dim,
         PAGE=block_size,
-        TILE=_TILE if block_dim <= 128 else _TILE // 2,
+        TILE=_TILE_KEYS if block_dim <= 128 else _TILE_KEYS // 2,
         SPLITS=splits,
         WINDOW=-1 if window is None else window,
         CAPPED=softcap is not None,
@@ -217,7 +222,7 @@ def paged_attention(
         num_stages=3 if block_dim <= 128 else 2,
     )
     if splits > 1:
-        _join[(rows * heads,)](
+        _merge_splits[(rows * heads,)](
             into,
             sums,
             out,

@@ -1,7 +1,7 @@
-"""Ragged pooling, the Matryoshka cut and normalisation: from hidden states to vectors in one pass.
+"""Ragged pooling, truncation to fewer dimensions and normalisation in one pass over the hidden states.
 
-A program takes a whole row where rows are short or many, and normalises it while it has it. For a few
-long rows the width is shared out between programs, and a second, small kernel normalises.
+If rows are short or many, one program pools a whole row and normalises it. For a few long rows, programs
+share the width of a row, and a second small kernel normalises.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
 
 METHODS = {"cls": 0, "last": 1, "mean": 2, "mean_sqrt_len": 3, "weighted_mean": 4, "max": 5}
-_EPS = 1e-12  # as F.normalize
-_WHOLE = 4096  # components that one program can hold
-_LONG = 128  # tokens; up to here a program reads a row by itself
-_MANY = 264  # rows; from here on there are programs enough for any GPU
-_SLICE = 64  # components of a program that shares a row with others
+_EPS = 1e-12  # the same as F.normalize
+_MAX_WIDTH = 4096  # most components of a row that one program holds
+_LONG_ROW = 128  # tokens; up to this length one program reads a row
+_MANY_ROWS = 264  # from this number of rows on, one program per row fills any GPU
+_SLICE_WIDTH = 64  # components per program if programs share a row
 
 
 def pool_reference(
@@ -30,12 +30,12 @@ def pool_reference(
     cu_lengths: Tensor,  # int32 [rows + 1]
     method: str,
     *,
-    skip: Tensor | None = None,  # int32 [rows], leading tokens that are left out
-    chosen: Tensor | None = None,  # int32 [n], which rows; None: all
+    skip: Tensor | None = None,  # int32 [rows], number of leading tokens to leave out
+    chosen: Tensor | None = None,  # int32 [n], indices of the rows to pool; None: all
     dims: int | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """fp32 [rows, dims], row by row."""
+    """Pool each row, fp32 [rows, dims]."""
     out = []
     rows = range(len(cu_lengths) - 1) if chosen is None else chosen.tolist()
     for row in rows:
@@ -122,7 +122,7 @@ def _pool(
             value /= count
         if METHOD == 3:
             value /= tl.sqrt(count)
-        if METHOD == 4:  # the weights are 1 … length, less those left out
+        if METHOD == 4:  # weights are 1 … length, without those left out
             taken_from = (first - begin).to(tl.float32)
             length = (end - begin).to(tl.float32)
             weights = 0.5 * (length * (length + 1.0) - taken_from * (taken_from + 1.0))
@@ -144,16 +144,16 @@ def pool(
     dims: int | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """As the reference; `hidden` contiguous. `max_length` decides how the work is shared out."""
+    """Compute `pool_reference`; `hidden` is contiguous. `max_length` decides how programs share the work."""
     rows = len(cu_lengths) - 1 if chosen is None else len(chosen)
     width = hidden.shape[1]
     dims = width if dims is None else min(dims, width)
     out = torch.empty((rows, dims), dtype=torch.float32, device=hidden.device)
     if not rows:
         return out
-    short = METHODS[method] < 2 or max_length <= _LONG or rows >= _MANY
-    whole = short and dims <= _WHOLE
-    block = next_power_of_2(dims) if whole else _SLICE
+    short = METHODS[method] < 2 or max_length <= _LONG_ROW or rows >= _MANY_ROWS
+    whole = short and dims <= _MAX_WIDTH
+    block = next_power_of_2(dims) if whole else _SLICE_WIDTH
     tile = max(1, min(8192 // block, 64))
     _pool[(rows * cdiv(dims, block),)](
         hidden,
@@ -178,13 +178,13 @@ def pool(
 def normalize_rows_reference(
     vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Vectors of length 1 in `dtype`, [n, width], of the chosen rows or of all."""
+    """Vectors of length 1 in `dtype`, [n, width]: of the chosen rows, or of all."""
     vectors = vectors if chosen is None else vectors.index_select(0, chosen)
     return F.normalize(vectors.float(), dim=-1).to(dtype)
 
 
 @jit(unspecialized=("chosen", "stride"))
-def _unit(
+def _normalize_rows(
     vectors: tl.tensor,
     out: tl.tensor,
     chosen: tl.tensor,
@@ -206,32 +206,35 @@ def _unit(
 
 
 @lru_cache(maxsize=256)
-def _unit_of(width: int, chosen: bool) -> Callable[..., Any]:
+def _bound_normalize_rows(width: int, chosen: bool) -> Callable[..., Any]:
     block = next_power_of_2(width)
     places = (0, 1, 2 if chosen else 1)
-    return bind(_unit, places, WIDTH=width, BLOCK=block, CHOSEN=chosen, num_warps=num_warps_for(block))
+    return bind(
+        _normalize_rows, places, WIDTH=width, BLOCK=block, CHOSEN=chosen, num_warps=num_warps_for(block)
+    )
 
 
 def normalize_rows(
     vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """As the reference, `chosen` being int32. Rows may lie apart (a cut of wider ones), the components of one
-    may not."""
+    """Compute `normalize_rows_reference`; `chosen` is int32. Rows may be strided, components may not."""
     rows, width = len(vectors) if chosen is None else len(chosen), vectors.shape[1]
     out = torch.empty((rows, width), dtype=dtype, device=vectors.device)
     if rows:
-        more = () if chosen is None else (chosen,)
-        _unit_of(width, chosen is not None)(rows, vectors, out, *more, vectors.stride(0), _EPS)
+        indices = () if chosen is None else (chosen,)
+        _bound_normalize_rows(width, chosen is not None)(
+            rows, vectors, out, *indices, vectors.stride(0), _EPS
+        )
     return out
 
 
 def copy_rows_reference(vectors: Tensor, source: Tensor, store: Tensor, target: Tensor) -> None:
-    """store[target[i]] = vectors[source[i]], [n, width] both; no two targets are the same."""
+    """store[target[i]] = vectors[source[i]], both [n, width]; all targets differ."""
     store.index_copy_(0, target.long(), vectors.index_select(0, source))
 
 
 @jit(unspecialized=("source", "target"))
-def _put(
+def _copy_rows(
     vectors: tl.tensor,
     store: tl.tensor,
     source: tl.tensor,
@@ -248,13 +251,13 @@ def _put(
 
 
 @lru_cache(maxsize=64)
-def _put_of(width: int) -> Callable[..., Any]:
+def _bound_copy_rows(width: int) -> Callable[..., Any]:
     block = next_power_of_2(width)
-    return bind(_put, WIDTH=width, BLOCK=block, num_warps=num_warps_for(block))
+    return bind(_copy_rows, WIDTH=width, BLOCK=block, num_warps=num_warps_for(block))
 
 
 def copy_rows(vectors: Tensor, source: Tensor, store: Tensor, target: Tensor) -> None:
-    """As the reference, for contiguous tensors of one dtype and int32 numbers."""
+    """Compute `copy_rows_reference` for contiguous tensors of one dtype and int32 indices."""
     assert vectors.is_contiguous() and store.is_contiguous() and vectors.dtype == store.dtype
     if len(source):
-        _put_of(store.shape[1])(len(source), vectors, store, source, target)
+        _bound_copy_rows(store.shape[1])(len(source), vectors, store, source, target)

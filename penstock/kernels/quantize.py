@@ -1,7 +1,7 @@
-"""Rows in fp8: each scaled by its own largest value, so that a row's answer does not depend on its batch.
+"""Activations in fp8, with one scale per row, so that a row's result does not depend on its batch.
 
-A kernel that makes rows for an fp8 product stores them through `store_quantized`, while it still has them
-in registers; `quantize_rows` is the pass of its own for rows that no such kernel made.
+A kernel that computes rows for an fp8 product stores them with `store_quantized` while they are in registers.
+`quantize_rows` is a separate pass for other rows.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from penstock.kernels.language import jit, next_power_of_2, num_warps_for, tl, use_kernel
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # that e4m3 holds
-_LEAST = 1e-12  # a row of zeros has a scale too
+FP8_MAX = 448.0  # largest value of e4m3
+_MIN_MAGNITUDE = 1e-12  # so that a row of zeros has a scale
 
 
 class Quantized(NamedTuple):
-    """What stands for values · scales."""
+    """Rows equal to values · scales."""
 
     values: Tensor  # fp8 [rows, width]
     scales: Tensor  # fp32 [rows, 1]
 
 
-Activations: TypeAlias = Tensor | Quantized  # what goes into a linear layer, [tokens, width]
+Activations: TypeAlias = Tensor | Quantized  # the input of a linear layer, [tokens, width]
 
 
 def dequantize(x: Activations, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The rows as a tensor; `dtype` is what quantised ones become."""
+    """The rows as a tensor. Quantised rows are converted to `dtype`, others stay as they are."""
     return x if isinstance(x, Tensor) else (x.values.float() * x.scales).to(dtype)
 
 
@@ -42,16 +42,16 @@ def empty_quantized(rows: int, width: int, device: torch.device) -> Quantized:
 
 
 def quantize_rows_reference(x: Tensor) -> Quantized:
-    """[rows, width], each row scaled so that its largest value is fp8's."""
+    """Scale each row [rows, width] so that its largest value becomes `FP8_MAX`."""
     wide = x.float()
-    largest = wide.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST)
+    largest = wide.abs().amax(dim=1, keepdim=True).clamp_min(_MIN_MAGNITUDE)
     return Quantized((wide * (FP8_MAX / largest)).to(FP8), largest / FP8_MAX)
 
 
 def scaled_matmul_reference(
     x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """x Wᵀ + b on what the two stand for, rounded once."""
+    """x Wᵀ + b of the dequantised operands, rounded once."""
     wide = None if bias is None else bias.float()
     return F.linear(dequantize(x), dequantize(weight), wide).to(dtype)
 
@@ -66,7 +66,7 @@ def store_quantized(
     inside: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One whole row, fp32 and zero outside."""
+    """Quantise and store one whole row, which is fp32 and 0 outside."""
     largest = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12)
     scaled = value * (448.0 / largest)
     tl.store(values + row * WIDTH + cols, scaled.to(values.dtype.element_ty), mask=inside)
@@ -74,7 +74,7 @@ def store_quantized(
 
 
 @jit(unspecialized=("stride",))
-def _quantize(
+def _quantize_rows(
     x: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
@@ -90,7 +90,7 @@ def _quantize(
 
 
 def quantize_rows(x: Tensor) -> Quantized:
-    """As the reference; rows may lie apart. In a kernel where there is one for the device."""
+    """Compute `quantize_rows_reference`, in a kernel where the device has one; rows may be strided."""
     if not use_kernel(x):
         return quantize_rows_reference(x)
     rows, width = x.shape
@@ -98,5 +98,7 @@ def quantize_rows(x: Tensor) -> Quantized:
     out = empty_quantized(rows, width, x.device)
     block = next_power_of_2(width)
     if rows:
-        _quantize[(rows,)](x, *out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=num_warps_for(block))
+        _quantize_rows[(rows,)](
+            x, *out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=num_warps_for(block)
+        )
     return out

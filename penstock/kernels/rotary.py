@@ -1,5 +1,7 @@
-"""Norms of queries and keys and their rotation, in place on the fused output of the projection; where later
-steps need keys and values, these go to memory in the same pass."""
+"""Head norms and rotary embedding of queries and keys, in place on the output of the fused QKV projection.
+
+If later steps need the keys and values, the same pass writes them to the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from torch import Tensor
 
 from penstock.kernels.language import bind, cdiv, jit, next_power_of_2, num_warps_for, tl
 
-_ELEMENTS = 1024  # pairs that one program turns
+_PAIRS_PER_PROGRAM = 1024  # pairs of components that one program rotates
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each head by itself, before it is turned."""
+    """RMS norms of each head, applied before the rotation."""
 
     query: Tensor  # [dim]
     key: Tensor  # [dim]
@@ -25,31 +27,31 @@ class HeadNorms(NamedTuple):
 
 
 class KVCacheWrite(NamedTuple):
-    """Memory of keys and values, and where in it each token's go."""
+    """The KV cache of a layer, and the slot that each token is written to."""
 
     keys: Tensor  # [slots, kv heads, dim], contiguous
     values: Tensor  # [slots, kv heads, dim], contiguous
-    slots: Tensor  # int32 [tokens]; -1: nowhere
+    slots: Tensor  # int32 [tokens]; -1: not written
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, size: int, interleaved: bool) -> Tensor:
-    """x [tokens, heads, dim] with its first `size` components turned; cos and sin [tokens, 1, size / 2].
+    """Rotate the first `size` components of x [tokens, heads, dim]; cos and sin are [tokens, 1, size / 2].
 
     The pairs are (i, i + size / 2), or with `interleaved` (2i, 2i + 1).
     """
-    turned = x[..., :size]
+    rotated = x[..., :size]
     if interleaved:
-        even, odd = turned[..., 0::2], turned[..., 1::2]
+        even, odd = rotated[..., 0::2], rotated[..., 1::2]
         out = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
     else:
-        low, high = turned.chunk(2, dim=-1)
+        low, high = rotated.chunk(2, dim=-1)
         out = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
     return out if size == x.shape[-1] else torch.cat((out, x[..., size:]), dim=-1)
 
 
 def rotate_qkv_reference(
     qkv: Tensor,  # [tokens, query heads + 2 · key heads, dim]
-    heads: tuple[int, int],  # of queries, of keys
+    heads: tuple[int, int],  # number of query heads and of key heads
     cos: Tensor,  # [tokens, 1, size / 2]
     sin: Tensor,
     *,
@@ -57,11 +59,11 @@ def rotate_qkv_reference(
     interleaved: bool = False,
     norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys normalised and turned, values as they are, each [tokens, heads, dim]."""
+    """Normalised and rotated queries and keys, and unchanged values, each [tokens, heads, dim]."""
     queries, keys = heads
     if norms is None:  # both at once
-        turned = rotate_reference(qkv[:, : queries + keys], cos, sin, size, interleaved)
-        query, key = turned.split([queries, keys], dim=1)
+        rotated = rotate_reference(qkv[:, : queries + keys], cos, sin, size, interleaved)
+        query, key = rotated.split([queries, keys], dim=1)
         return query, key, qkv[:, queries + keys :]
     query, key, value = qkv.split([queries, keys, keys], dim=1)
     query = F.rms_norm(query, norms.query.shape, norms.query, norms.eps)
@@ -87,8 +89,8 @@ def _rotate(
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
-    TURNED: tl.constexpr,
-    TOTAL: tl.constexpr,  # with KEEP the heads of values come behind those that turn
+    ROTATED: tl.constexpr,
+    TOTAL: tl.constexpr,  # with KEEP the value heads follow the rotated heads
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -103,7 +105,7 @@ def _rotate(
     head = (program % parts) * HEADS + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
     inside = (head < TOTAL) & (pair < HALF)
-    turned = inside & (head < TURNED)
+    rotated = inside & (head < ROTATED)
     if INTERLEAVED:
         low, high = 2 * pair, 2 * pair + 1
     else:
@@ -114,10 +116,10 @@ def _rotate(
     if NORM:
         squares = tl.sum(first * first + second * second, axis=1)
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        scale = tl.where(head < TURNED, scale, 1.0)
+        scale = tl.where(head < ROTATED, scale, 1.0)
         is_query = inside & (head < QUERIES)
-        is_key = turned & (head >= QUERIES)
-        is_value = (head >= TURNED).to(tl.float32)
+        is_key = rotated & (head >= QUERIES)
+        is_value = (head >= ROTATED).to(tl.float32)
         first *= scale * (
             tl.load(query_norm + low + head * 0, mask=is_query, other=0.0).to(tl.float32)
             + tl.load(key_norm + low + head * 0, mask=is_key, other=0.0).to(tl.float32)
@@ -133,30 +135,30 @@ def _rotate(
     s = tl.load(sin + angle, mask=pair < HALF, other=0.0).to(tl.float32)
     one = (first * c - second * s).to(qkv.dtype.element_ty)
     two = (second * c + first * s).to(qkv.dtype.element_ty)
-    tl.store(at + low, one, mask=turned)
-    tl.store(at + high, two, mask=turned)
+    tl.store(at + low, one, mask=rotated)
+    tl.store(at + high, two, mask=rotated)
     if KEEP:
         slot = tl.load(slots + token).to(tl.int64)
-        is_kept = turned & (head >= QUERIES) & (slot >= 0)
-        into = keys + slot * ((TOTAL - TURNED) * DIM) + (head - QUERIES) * DIM
+        is_kept = rotated & (head >= QUERIES) & (slot >= 0)
+        into = keys + slot * ((TOTAL - ROTATED) * DIM) + (head - QUERIES) * DIM
         tl.store(into + low, one, mask=is_kept)
         tl.store(into + high, two, mask=is_kept)
-        is_kept = inside & (head >= TURNED) & (slot >= 0)
-        into = values + slot * ((TOTAL - TURNED) * DIM) + (head - TURNED) * DIM
+        is_kept = inside & (head >= ROTATED) & (slot >= 0)
+        into = values + slot * ((TOTAL - ROTATED) * DIM) + (head - ROTATED) * DIM
         tl.store(into + low, first.to(qkv.dtype.element_ty), mask=is_kept)
         tl.store(into + high, second.to(qkv.dtype.element_ty), mask=is_kept)
 
 
 @lru_cache(maxsize=256)
-def _rotate_of(
+def _bound_rotate(
     total: int, queries: int, keys: int, dim: int, size: int, interleaved: bool, norm: bool, keep: bool
 ) -> tuple[Callable[..., Any], int]:
-    """And how many programs share a token."""
+    """The bound kernel, and the number of programs per token."""
     if (norm or keep) and size != dim:
-        raise ValueError(f"head norms and memory need the whole head turned, not {size} of {dim} components")
+        raise ValueError(f"head norms and KV cache writes rotate whole heads, not {size} of {dim} components")
     pairs = next_power_of_2(size // 2)
     heads = total if keep else queries + keys
-    block = max(1, min(_ELEMENTS // pairs, next_power_of_2(heads)))
+    block = max(1, min(_PAIRS_PER_PROGRAM // pairs, next_power_of_2(heads)))
     given = 6 if norm else 4
     normed = (4, 5) if norm else (0, 0)
     kept = (given, given + 1, given + 2) if keep else (0, 0, 1)
@@ -165,7 +167,7 @@ def _rotate_of(
         (0, 1, 2, 3, *normed, *kept),
         WIDTH=total * dim,
         QUERIES=queries,
-        TURNED=queries + keys,
+        ROTATED=queries + keys,
         TOTAL=heads,
         DIM=dim,
         HALF=size // 2,
@@ -183,7 +185,7 @@ def rotate_qkv_(
     qkv: Tensor,  # [tokens, query heads + 2 · key heads, dim], contiguous
     heads: tuple[int, int],
     positions: Tensor,  # int32 [tokens]
-    cos: Tensor,  # [limit, size / 2], of every position
+    cos: Tensor,  # [positions, size / 2]
     sin: Tensor,
     *,
     size: int,
@@ -191,12 +193,14 @@ def rotate_qkv_(
     norms: HeadNorms | None = None,
     keep: KVCacheWrite | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, over `qkv` itself, with the tables of all positions. With norms, or where
-    something is to be kept, whole heads turn."""
+    """Compute `rotate_qkv_reference` in place, with tables of all positions.
+
+    With `norms` or `keep`, `size` must be the whole head.
+    """
     tokens, total, dim = qkv.shape
     queries, keys = heads
     norm, kept = norms is not None, keep is not None
-    launch, parts = _rotate_of(total, queries, keys, dim, size, interleaved, norm, kept)
+    launch, parts = _bound_rotate(total, queries, keys, dim, size, interleaved, norm, kept)
     assert qkv.is_contiguous()
     if tokens:
         launch(

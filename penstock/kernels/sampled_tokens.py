@@ -1,4 +1,4 @@
-"""Tokens that an earlier step has sampled, put in where this step runs them: neither passes the host."""
+"""Put tokens that an earlier step sampled into this step's input, without a copy through the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BLOCK = 128
 
 
 @jit(unspecialized=("tokens", "slots", "count"))
-def _feed(
+def _insert_sampled_tokens(
     tokens: tl.tensor, slots: tl.tensor, last: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -21,13 +21,13 @@ def _feed(
 
 
 def insert_sampled_tokens(
-    tokens: Tensor,  # int32 [n], overwritten where a slot is named
-    slots: Tensor,  # int32 [n]; -1: the token is the plan's own
-    last: Tensor,  # int32 [slots], the newest token of each
+    tokens: Tensor,  # int32 [n], overwritten where a slot is given
+    slots: Tensor,  # int32 [n]; -1: keep the token of the plan
+    last: Tensor,  # int32 [slots], the last token of each slot
 ) -> None:
     if use_kernel(tokens):
         count = len(tokens)
-        _feed[(cdiv(count, _BLOCK),)](tokens, slots, last, count, BLOCK=_BLOCK, num_warps=4)
+        _insert_sampled_tokens[(cdiv(count, _BLOCK),)](tokens, slots, last, count, BLOCK=_BLOCK, num_warps=4)
         return
     named = slots >= 0
     tokens.copy_(torch.where(named, last[slots.clamp(min=0).long()], tokens))

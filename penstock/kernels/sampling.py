@@ -1,10 +1,10 @@
-"""Sampling: noise, the choice of a token, edits of logits, log-probabilities.
+"""Sampling kernels: noise, choice of a token, edits of logits, log probabilities.
 
-Rows are read where the model left them, in its dtype. A slot's settings lie in a table of int32 on the
+Logits are read in place, in the model's dtype. The settings of a slot are a row of an int32 table on the
 device (`penstock.sampling.plan.Column`), so a launch needs no number that changes from step to step. Only
-rows that are edited have an fp32 copy, `work`.
+edited rows have an fp32 copy, `work`.
 
-Noise is Philox of (seed, stream, position, token): it does not depend on who shares the batch.
+Noise is Philox of (seed, stream, position, token), so it does not depend on the other rows of the batch.
 
 A row from which no token can be sampled gets a negative id, `NON_FINITE_LOGITS` or `ALL_TOKENS_MASKED`.
 """
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from penstock.kernels.language import cdiv, jit, next_power_of_2, tl
 
-LANES = 1024  # a counter gives four words, for tokens that lie so far apart
-TOKENS_PER_PROGRAM = 4 * LANES  # tokens of a program
-PHILOX_ROUNDS = 7  # of Philox: enough to pass BigCrush
-IN_PROMPT = 1 << 30  # in the table of counts: the token is in the prompt; below it, how often it was sampled
-NON_FINITE_LOGITS = -1  # in place of a token: a logit is NaN or +inf
-ALL_TOKENS_MASKED = -2  # every one is −inf: all tokens are forbidden
-SLOT_TABLE_WIDTH = 15  # of the slots' table. Kernels name its columns by number:
+LANES = 1024  # distance of the four tokens whose noise comes from one Philox counter
+TOKENS_PER_PROGRAM = 4 * LANES
+PHILOX_ROUNDS = 7  # enough to pass BigCrush
+IN_PROMPT = 1 << 30  # bit of a token count: the token is in the prompt; lower bits: how often it was sampled
+NON_FINITE_LOGITS = -1  # instead of a token: a logit is NaN or +inf
+ALL_TOKENS_MASKED = -2  # instead of a token: every logit is −inf
+SLOT_TABLE_WIDTH = 15  # columns of the slot table, which kernels address by number:
 # 0 temperature, 1 top-p, 2 min-p, 3 repetition, 4 presence, 5 frequency, 6–9 seed and stream, 10 top-k,
-# 11 row of counts, 12 of masks, 13 of work, 14 min tokens.
+# 11 row of `counts`, 12 row of `masks`, 13 row of `work`, 14 min tokens.
 
 
 def philox_reference(keys: Tensor, positions: Tensor, width: int) -> Tensor:
-    """int64 [rows, width] of 32-bit words. `keys` int32 [rows, 4]: seed and stream, two each."""
+    """32-bit words as int64 [rows, width]. `keys` int32 [rows, 4]: seed and stream, two words each."""
     low = 0xFFFFFFFF
     tiles = cdiv(width, TOKENS_PER_PROGRAM)
     words = keys.long() & low
     k0, k1, c2, c3 = (words[:, i, None] for i in range(4))
-    lanes = min(LANES, width)  # a small vocabulary needs no more
+    lanes = min(LANES, width)  # a small vocabulary needs fewer
     c0 = torch.arange(tiles * lanes, device=keys.device)[None, :].expand(len(keys), -1)
     c1 = positions.long()[:, None]
     for _ in range(PHILOX_ROUNDS):
@@ -45,16 +45,16 @@ def philox_reference(keys: Tensor, positions: Tensor, width: int) -> Tensor:
 
 
 def _high_product(a: int, b: Tensor) -> Tensor:
-    """The upper 32 bits of a product of two 32-bit words, in signed 64."""
+    """The upper 32 bits of a product of two 32-bit words, in signed 64-bit arithmetic."""
     return b * (a >> 16) + (b * (a & 0xFFFF) >> 16) >> 16
 
 
 def gumbel_reference(keys: Tensor, positions: Tensor, width: int) -> Tensor:
-    """fp32 [rows, width]: −log E, where E is exponential."""
+    """Gumbel noise −log E, where E is exponential, fp32 [rows, width]."""
     uniform = philox_reference(keys, positions, width).float() * 2.0**-32
     uniform = uniform.clamp(2.0**-33, 1 - 2.0**-24)
     series = uniform * (1 + uniform * (0.5 + uniform * (1 / 3 + uniform * 0.25)))
-    # The winner is among the smallest: there 1 − u has no bits left, the series has all.
+    # The sampled token has a small u, where 1 − u loses all bits; the series keeps them.
     return -torch.where(uniform < 0.02, series, -torch.log(1 - uniform)).log()
 
 
@@ -86,7 +86,7 @@ def load_float(pointer: tl.tensor) -> tl.tensor:
 
 @jit()
 def load_logits(logits, stride, row, work, work_row, cols, inside, VOCAB: tl.constexpr, EDITED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 logits of a row: edited ones where it has them, else the model's own."""
+    """fp32 logits of a row: the edited ones if it has any, else those of the model."""
     at = row.to(tl.int64) * stride
     if EDITED:
         if work_row >= 0:
@@ -100,12 +100,12 @@ def load_logits(logits, stride, row, work, work_row, cols, inside, VOCAB: tl.con
 
 def sample_tokens_reference(
     logits: Tensor,  # [rows, vocab]
-    temperatures: Tensor,  # [rows], 0: the likeliest
+    temperatures: Tensor,  # [rows], 0: greedy
     keys: Tensor,  # int32 [rows, 4]
-    positions: Tensor,  # [rows], tokens sampled before
-    thresholds: Tensor | None = None,  # [rows], lower bounds of the logit, where there is a temperature
+    positions: Tensor,  # [rows], number of tokens sampled before
+    thresholds: Tensor | None = None,  # [rows], smallest logit that may be sampled; ignored for greedy rows
 ) -> Tensor:
-    """int32 [rows]: argmax of logit / temperature + noise, or why there is none."""
+    """argmax of logit / temperature + noise, or the reason why there is none, int32 [rows]."""
     x = logits.float()
     noisy = x / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     if thresholds is not None:
@@ -115,14 +115,14 @@ def sample_tokens_reference(
 
 
 def argmax_tokens(values: Tensor) -> Tensor:
-    """int32 [rows]: where the largest of `values` [rows, vocab] is; NaN counts as larger than all."""
+    """Index of the largest of `values` [rows, vocab], int32 [rows]; NaN counts as the largest."""
     most, at = values.max(dim=1)
     at = at.int().masked_fill_(most.isneginf(), ALL_TOKENS_MASKED)
     return at.masked_fill_(~(most < float("inf")), NON_FINITE_LOGITS)
 
 
 @jit(unspecialized=("slots", "stride", "parts"))
-def _best(
+def _sample_parts(
     logits: tl.tensor,
     stride: tl.tensor,
     slots: tl.tensor,
@@ -165,9 +165,9 @@ def _best(
         for j in tl.static_range(4):
             cols = part * LANES * 4 + j * LANES + lanes
             x = load_logits(logits, stride, row, work, work_row, cols, cols < VOCAB, VOCAB, EDITED)
-            x = tl.where(x == x, x, float("inf"))  # as large as can be: `_finish` sees it
+            x = tl.where(x == x, x, float("inf"))  # so that `_sample_rows` notices
             if FILTERED:
-                x = tl.where(x < bound, float("-inf"), x)  # the bound of an unsound row may be NaN
+                x = tl.where(x < bound, float("-inf"), x)  # the threshold of a non-finite row may be NaN
             word = w0 if j == 0 else (w1 if j == 1 else (w2 if j == 2 else w3))
             x = x / temperature + _gumbel(word)
             most, at = tl.max(x, axis=0, return_indices=True)
@@ -188,7 +188,7 @@ def _best(
 
 
 @jit(unspecialized=("slots", "parts", "ring"))
-def _finish(
+def _sample_rows(
     slots: tl.tensor,
     table: tl.tensor,
     positions: tl.tensor,
@@ -206,8 +206,8 @@ def _finish(
     COUNTS: tl.constexpr,
     TAIL: tl.constexpr,
     LAST: tl.constexpr,
-    UNSOUND: tl.constexpr,
-    NOTHING: tl.constexpr,
+    NON_FINITE: tl.constexpr,
+    ALL_MASKED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
@@ -217,8 +217,8 @@ def _finish(
     token = tl.min(tl.where(value == most, token, VOCAB - 1), axis=0)
     slot = tl.load(slots + row)
     position = tl.load(positions + slot)
-    told = tl.where(most == float("inf"), UNSOUND, tl.where(most == float("-inf"), NOTHING, token))
-    tl.store(out + row, told)
+    reported = tl.where(most == float("inf"), NON_FINITE, tl.where(most == float("-inf"), ALL_MASKED, token))
+    tl.store(out + row, reported)
     tl.store(positions + slot, position + 1)
     if LAST:
         tl.store(last + slot, token)
@@ -243,9 +243,12 @@ def sample_tokens(
     tails: Tensor | None = None,  # int32 [slots, ring]
     last: Tensor | None = None,  # int32 [slots]
 ) -> Tensor:
-    """As the reference, for rows whose slots say the rest; then notes the tokens: one more position, one more
-    count, the ring of last tokens, the last one alone. What is noted is a token of the vocabulary whatever
-    becomes of the row. A last logit must lie next to the one before it; rows may lie apart."""
+    """Compute `sample_tokens_reference` with the settings of the slots, and record the tokens in the slots.
+
+    That advances the position and the count, and writes the ring of recent tokens and the last token. The
+    recorded token is always in the vocabulary, even if the row has no valid token. Rows may be strided,
+    logits may not.
+    """
     rows, vocab = logits.shape
     parts = cdiv(vocab, TOKENS_PER_PROGRAM)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
@@ -253,7 +256,7 @@ def sample_tokens(
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if not rows:
         return out
-    _best[(rows * parts,)](
+    _sample_parts[(rows * parts,)](
         logits,
         logits.stride(0),
         slots,
@@ -272,7 +275,7 @@ def sample_tokens(
         FILTERED=thresholds is not None,
         num_warps=4,
     )
-    _finish[(rows,)](
+    _sample_rows[(rows,)](
         slots,
         table,
         positions,
@@ -290,8 +293,8 @@ def sample_tokens(
         COUNTS=counts is not None,
         TAIL=tails is not None,
         LAST=last is not None,
-        UNSOUND=NON_FINITE_LOGITS,
-        NOTHING=ALL_TOKENS_MASKED,
+        NON_FINITE=NON_FINITE_LOGITS,
+        ALL_MASKED=ALL_TOKENS_MASKED,
         num_warps=1,
     )
     return out
@@ -300,7 +303,7 @@ def sample_tokens(
 def apply_penalties_reference(
     logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """fp32 [rows, vocab]; penalties [rows]. Repetition is of all tokens seen, the others of those sampled."""
+    """Penalised logits, fp32 [rows, vocab]; penalties [rows]. Repetition also counts tokens of the prompt."""
     x = logits.float()
     sampled = counts & (IN_PROMPT - 1)
     repetition = repetition[:, None]
@@ -309,9 +312,9 @@ def apply_penalties_reference(
 
 
 @jit()
-def _penalized(x, count, line, SEEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _apply_penalties(x, count, line, IN_PROMPT: tl.constexpr):  # type: ignore[no-untyped-def]
     repetition = load_float(line + 3)
-    sampled = count & (SEEN - 1)
+    sampled = count & (IN_PROMPT - 1)
     x = tl.where(count != 0, tl.where(x > 0, x / repetition, x * repetition), x)
     return (
         x - load_float(line + 5) * sampled.to(tl.float32) - tl.where(sampled > 0, load_float(line + 4), 0.0)
@@ -319,7 +322,7 @@ def _penalized(x, count, line, SEEN: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @jit(unspecialized=("slots", "stride", "parts"))
-def _edit(
+def _edit_rows(
     logits: tl.tensor,
     stride: tl.tensor,
     slots: tl.tensor,
@@ -332,7 +335,7 @@ def _edit(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    SEEN: tl.constexpr,
+    IN_PROMPT: tl.constexpr,
     MASKS: tl.constexpr,
     COUNTS: tl.constexpr,
 ) -> None:
@@ -353,7 +356,7 @@ def _edit(
             count_row = tl.load(line + 11)
             if count_row >= 0:
                 at = counts + count_row.to(tl.int64) * VOCAB + cols
-                x = _penalized(x, tl.load(at, mask=inside, other=0), line, SEEN)
+                x = _apply_penalties(x, tl.load(at, mask=inside, other=0), line, IN_PROMPT)
         tl.store(work + work_row.to(tl.int64) * VOCAB + cols, x, mask=inside)
 
 
@@ -376,7 +379,7 @@ def _edit_tokens(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    SEEN: tl.constexpr,
+    IN_PROMPT: tl.constexpr,
     MASKS: tl.constexpr,
     COUNTS: tl.constexpr,
 ) -> None:
@@ -386,7 +389,7 @@ def _edit_tokens(
     begin = tl.load(entries + slot * 2)
     end = tl.load(entries + slot * 2 + 1)
     target = work + tl.load(line + 13).to(tl.int64) * VOCAB
-    for start in range(begin, end, BLOCK):  # what is added comes before penalties: from the logit anew
+    for start in range(begin, end, BLOCK):  # biases come before penalties, so start again from the logit
         entry = start + tl.arange(0, BLOCK)
         kind = tl.load(entries + first_entry + entry * 4, mask=entry < end, other=-1)
         added = kind == 0
@@ -403,9 +406,9 @@ def _edit_tokens(
             count_row = tl.load(line + 11)
             if count_row >= 0:
                 count = tl.load(counts + count_row.to(tl.int64) * VOCAB + token, mask=added, other=0)
-                x = _penalized(x, count, line, SEEN)
+                x = _apply_penalties(x, count, line, IN_PROMPT)
         tl.store(target + token, x, mask=added)
-    tl.debug_barrier()  # a token may be added to and then forbidden
+    tl.debug_barrier()  # a token may have a bias and be forbidden
     position = tl.load(positions + slot)
     early = position < tl.load(line + 14)
     for start in range(begin, end, BLOCK):
@@ -431,20 +434,20 @@ def edit_logits(
     slots: Tensor,
     table: Tensor,
     positions: Tensor,
-    work: Tensor,  # fp32 [edited rows, vocab], written
+    work: Tensor,  # fp32 [edited rows, vocab], overwritten
     *,
-    masks: Tensor | None = None,  # int32 [masked rows, ⌈vocab / 32⌉], a bit for each allowed token
+    masks: Tensor | None = None,  # int32 [masked rows, ⌈vocab / 32⌉], one bit per allowed token
     counts: Tensor | None = None,  # int32 [counted rows, vocab]
-    entries: Tensor | None = None,  # int32, as `SlotPlan.entries` lays them out
+    entries: Tensor | None = None,  # int32, in the layout of `SlotPlan.entries`
     num_entries: int = 0,
     tails: Tensor | None = None,  # int32 [slots, ring]
 ) -> None:
-    """Fills the fp32 copies of rows whose slots have one: masks, single tokens, penalties."""
+    """Write the fp32 copies of edited rows: masks, biases and forbidden tokens, penalties."""
     rows, vocab = logits.shape
     parts, words = cdiv(vocab, TOKENS_PER_PROGRAM), cdiv(vocab, 32)
     if not rows:
         return
-    _edit[(rows * parts,)](
+    _edit_rows[(rows * parts,)](
         logits,
         logits.stride(0),
         slots,
@@ -457,7 +460,7 @@ def edit_logits(
         WORDS=words,
         BLOCK=TOKENS_PER_PROGRAM,
         WIDTH=SLOT_TABLE_WIDTH,
-        SEEN=IN_PROMPT,
+        IN_PROMPT=IN_PROMPT,
         MASKS=masks is not None,
         COUNTS=counts is not None,
         num_warps=8,
@@ -482,7 +485,7 @@ def edit_logits(
         WORDS=words,
         BLOCK=128,
         WIDTH=SLOT_TABLE_WIDTH,
-        SEEN=IN_PROMPT,
+        IN_PROMPT=IN_PROMPT,
         MASKS=masks is not None,
         COUNTS=counts is not None,
         num_warps=4,
@@ -490,15 +493,17 @@ def edit_logits(
 
 
 def logsumexp_and_ranks_reference(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `rows` [n] of the logits: fp32 log of the sum of exponentials, and int32 rank of the `chosen` [n]
-    token, from 1; those that equal it count before it."""
+    """For `rows` [n] of the logits: fp32 logsumexp, and int32 rank of the `chosen` [n] token.
+
+    Ranks start at 1; equal logits count as ranked before.
+    """
     taken = logits[rows.long()].float()
     value = taken.gather(1, chosen.long()[:, None])
     return taken.logsumexp(dim=1), (taken >= value).sum(dim=1, dtype=torch.int32)
 
 
 @jit(unspecialized=("rows", "chosen", "stride", "parts"))
-def _logsum(
+def _logsumexp_and_ranks(
     logits: tl.tensor,
     stride: tl.tensor,
     rows: tl.tensor,
@@ -523,13 +528,13 @@ def _logsum(
 
 
 def logsumexp_and_ranks(logits: Tensor, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference, in one pass over the rows and without a copy of them."""
+    """Compute `logsumexp_and_ranks_reference` in one pass over the rows, without copying them."""
     count, vocab = len(rows), logits.shape[1]
     parts = cdiv(vocab, TOKENS_PER_PROGRAM)
     sums = torch.empty((count, parts), dtype=torch.float32, device=logits.device)
     ranks = torch.empty((count, parts), dtype=torch.int32, device=logits.device)
     if count:
-        _logsum[(count * parts,)](
+        _logsumexp_and_ranks[(count * parts,)](
             logits,
             logits.stride(0),
             rows,

@@ -1,4 +1,4 @@
-"""SPLADE's reduction: from the logits of tokens to the vocabulary's weights in each row, in one pass."""
+"""SPLADE pooling: from the logits of tokens to one weight per vocabulary entry and row, in one pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BLOCK, _TILE = 256, 16
 
 
 def log1p_relu(logits: Tensor, logs: int) -> Tensor:
-    """fp32 log(1 + relu(logit)), the logarithm taken `logs` times. Grows with the logit."""
+    """log(1 + relu(logit)) in fp32, with the logarithm applied `logs` times. Increases with the logit."""
     weights = logits.float().relu()
     for _ in range(logs):
         weights = weights.log1p()
@@ -19,7 +19,7 @@ def log1p_relu(logits: Tensor, logs: int) -> Tensor:
 
 
 def splade_pool_reference(logits: Tensor, cu_lengths: Tensor, *, logs: int, reduce: str) -> Tensor:
-    """fp32 [rows, vocabulary]: the most, or the sum, of the weights of each row's tokens, row by row."""
+    """The maximum or the sum of the weights of each row's tokens, fp32 [rows, vocabulary]."""
     rows = []
     for begin, end in zip(cu_lengths[:-1].tolist(), cu_lengths[1:].tolist(), strict=True):
         weights = log1p_relu(logits[begin:end], logs)
@@ -28,16 +28,16 @@ def splade_pool_reference(logits: Tensor, cu_lengths: Tensor, *, logs: int, redu
 
 
 @jit()
-def _squashed(x: tl.tensor, LOGS: tl.constexpr) -> tl.tensor:
+def _log1p_relu(x: tl.tensor, LOGS: tl.constexpr) -> tl.tensor:
     x = tl.maximum(x, 0.0)
-    for _ in tl.static_range(LOGS):  # log(1 + x), exact where 1 + x rounds x away
+    for _ in tl.static_range(LOGS):  # log(1 + x), exact even where 1 + x rounds to 1
         grown = 1.0 + x
         x = tl.where(grown == 1.0, x, tl.log(grown) * (x / (grown - 1.0)))
     return x
 
 
 @jit(unspecialized=("cu_lengths", "first"))
-def _reduce(
+def _splade_pool(
     logits: tl.tensor,
     cu_lengths: tl.tensor,
     out: tl.tensor,
@@ -55,32 +55,34 @@ def _reduce(
     inside = cols < WIDTH
     begin = tl.load(cu_lengths + row) - first
     end = tl.load(cu_lengths + row + 1) - first
-    partial = tl.zeros([TILE, BLOCK], tl.float32)  # nothing weighs less than 0
+    partial = tl.zeros([TILE, BLOCK], tl.float32)  # no weight is below 0
     for start in range(begin, end, TILE):
         tokens = start + tl.arange(0, TILE)
         at = tokens.to(tl.int64)[:, None] * WIDTH + cols[None, :]
         taken = (tokens < end)[:, None] & inside[None, :]
         tile = tl.load(logits + at, mask=taken, other=0.0).to(tl.float32)
         if SUM:
-            partial += _squashed(tile, LOGS)
+            partial += _log1p_relu(tile, LOGS)
         else:
             partial = tl.maximum(partial, tile)
     if SUM:
         value = tl.sum(partial, axis=0)
     else:
-        value = _squashed(tl.max(partial, axis=0), LOGS)
+        value = _log1p_relu(tl.max(partial, axis=0), LOGS)
     tl.store(out + row.to(tl.int64) * WIDTH + cols, value, mask=inside)
 
 
 def splade_pool(
     logits: Tensor, cu_lengths: Tensor, *, logs: int, reduce: str, first_token: int = 0
 ) -> Tensor:
-    """As the reference; `logits` contiguous. The tile's first token is the run's `first_token`, from which
-    `cu_lengths` counts."""
+    """Compute `splade_pool_reference`; `logits` is contiguous.
+
+    Row 0 of `logits` is token `first_token` of the batch that `cu_lengths` counts.
+    """
     rows, width = len(cu_lengths) - 1, logits.shape[1]
     out = torch.empty((rows, width), dtype=torch.float32, device=logits.device)
     if rows:
-        _reduce[(rows * cdiv(width, _BLOCK),)](
+        _splade_pool[(rows * cdiv(width, _BLOCK),)](
             logits,
             cu_lengths,
             out,

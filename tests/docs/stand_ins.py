@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
-from penstock.inputs.tokenizer import Tokenizer
 from tests.checkpoints import (
     BERT_CONFIG,
     bert_tensors,
@@ -59,8 +59,8 @@ def classifier(folder: Path) -> Path:
 def llama(folder: Path) -> Path:
     """A decoder with a chat template, written without transformers, whose import alone takes seconds."""
     write_text_model(folder)
-    tokenizer = Tokenizer(folder)
-    size, inner, vocabulary = 64, 112, tokenizer.highest_id + 4
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size, inner, vocabulary = 64, 112, tokenizer.get_vocab_size()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -73,7 +73,7 @@ def llama(folder: Path) -> Path:
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
-        "eos_token_id": tokenizer.token_id("<|im_end|>"),
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
     }
     shapes = {"model.embed_tokens": (vocabulary, size), "lm_head": (vocabulary, size), "model.norm": (size,)}
     for layer in (f"model.layers.{number}" for number in range(2)):

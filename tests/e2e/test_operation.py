@@ -254,7 +254,7 @@ def run_serve(*flags: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["no/such/folder/here"], "no folder"),
+        (["no/such/folder/here"], "neither a folder nor a hub id"),
         (["--dtype", "float99"], "float99"),
         (["--max-model-len", "100000"], "512"),
         (["--pooler-config", "{nope"], "pooler-config"),

@@ -44,15 +44,23 @@ MODULES += (output_quantize, paged, pooling, quantize, rotary, sampled_tokens, s
 HELPERS = {
     "activate",
     "_key_tile",
-    "_squashed",
+    "_log1p_relu",
     "_philox",
     "_gumbel",
-    "_penalized",
-    "_key",
-    "_of_key",
+    "_apply_penalties",
+    "_ordered_key",
+    "_from_ordered_key",
     "_dot",
 }
-HELPERS |= {"load_float", "load_logits", "_weight", "_source", "store_quantized", "quantize_group", "_act"}
+HELPERS |= {
+    "load_float",
+    "load_logits",
+    "_weight",
+    "_load_candidates",
+    "store_quantized",
+    "quantize_group",
+    "_act",
+}
 HELPERS |= {"_scaled_dot", "_write_order", "_write_tiles", "_corner", "_copy", "_multiply"}
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -220,7 +228,7 @@ def launch_matmul_kernels() -> None:
         quantized = blocks(32, 512, 256), blocks(32, 256, 256)
         experts.run_experts(x(20, 256), x(20, 32), *quantized, **options, plan=tiling)
     experts.route(x(900, 128), 8, True, 16)
-    gate_up._programs = lambda device: 132
+    gate_up._num_programs = lambda device: 132
     for act, half in (("gelu", torch.bfloat16), ("gelu_new", torch.float16), ("silu", torch.bfloat16)):
         gate_up.GateUp(x(256, 64, dtype=half), act, True)(x(5, 64, dtype=half))
     gate_up.GateUp(x(256, 64, dtype=torch.float16), "relu", False)(x(5, 64, dtype=torch.float16))

@@ -1,4 +1,4 @@
-"""Kernels run on a CUDA device, elsewhere in Triton's interpreter; without Triton they are not tested."""
+"""Kernels run on a CUDA device, or in Triton's interpreter. Without Triton they are not tested."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def loops_over_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter turns a loaded bound into an int in a way that NumPy 2.4 has ceased to allow."""
+def allow_loops_over_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter converts a loaded loop bound to int in a way that NumPy 2.4 no longer allows."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -44,8 +44,8 @@ def loops_over_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fp8_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter loses what is carried out of an fp8 mantissa; the hardware rounds as torch does."""
+def round_fp8_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter loses the carry out of an fp8 mantissa; the hardware rounds as torch does."""
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float

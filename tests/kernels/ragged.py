@@ -1,4 +1,4 @@
-"""Random ragged queries and documents, their scores by a plain loop in fp64, and the kernel's interpreter.
+"""Random ragged queries and documents, their scores by a loop in fp64, and the interpreted kernel.
 
 As a program it compares the Triton kernel, run by its interpreter, with that loop.
 """
@@ -27,7 +27,7 @@ def make_inputs(
     scales: bool = False,
     device: str = "cpu",
 ) -> Inputs:
-    """Arguments of `maxsim`; documents lie last to first, with rows between them that belong to none."""
+    """Arguments of `maxsim`; documents are stored last to first, with unused rows between them."""
     generator = torch.Generator().manual_seed(dim)
 
     def vectors(tokens: int) -> Tensor:
@@ -56,7 +56,7 @@ def make_inputs(
 
 
 def by_loop(inputs: Inputs) -> Tensor:
-    """fp64, pair by pair and token by token."""
+    """Scores in fp64, pair by pair and token by token."""
     given = {name: value.cpu() for name, value in inputs.items()}
 
     def sides(name: str) -> list[Tensor]:
@@ -84,7 +84,7 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 
 def interpret() -> None:
-    """Cases `dtype,dim,scales,tile,group` from the command line; prints each one's relative error."""
+    """Run cases `dtype,dim,scales,tile,group` from the command line, and print the relative error of each."""
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 

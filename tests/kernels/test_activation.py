@@ -43,6 +43,6 @@ def test_gate_times_up_equals_the_reference(
 
 
 @pytest.mark.parametrize("act", ACTIVATION_CODES)
-def test_the_reference_is_what_the_layers_mean_by_the_name(act: str) -> None:
+def test_the_reference_equals_the_activation_of_the_layers(act: str) -> None:
     x = torch.randn(4, 50)
     assert torch.equal(bias_act_reference(x, None, act), activation(act)(x))

@@ -26,7 +26,7 @@ def ragged(lengths: list[int], device: torch.device) -> torch.Tensor:
 def projected(
     tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of one fused buffer, as the layers hand them over."""
+    """Views of one fused buffer, as layers pass them."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter multiplies no bf16
     fused = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).to(dtype)
@@ -64,7 +64,7 @@ def test_a_row_sees_no_more_keys_than_its_limit(causal: bool, device: torch.devi
     close(flash_attention(query, key, value, cu, max_length=30, tiles=SMALL, **options), expected)
 
 
-def test_only_the_given_rows_are_written_and_empty_ones_harm_nothing(device: torch.device) -> None:
+def test_only_the_given_rows_are_written_and_empty_rows_are_allowed(device: torch.device) -> None:
     lengths = [3, 0, 5, 8]
     query, key, value = projected(sum(lengths), 2, 2, 32, device)
     cu = ragged(lengths, device)
@@ -99,7 +99,9 @@ def test_long_rows_equal_the_reference(
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_keys_of_earlier_steps_stand_before_the_rows_own(window: int | None, device: torch.device) -> None:
+def test_keys_of_earlier_steps_come_before_the_keys_of_the_row(
+    window: int | None, device: torch.device
+) -> None:
     lengths, earlier = [3, 20], [37, 0]
     query, _, _ = projected(sum(lengths), 2, 2, 32, device)
     _, key, value = projected(sum(lengths) + sum(earlier), 2, 2, 32, device)
@@ -126,7 +128,7 @@ def test_the_library_agrees_with_the_reference() -> None:
     ("lengths", "before"),
     [([1, 3, 40], [0, 17, 5]), ([33], [64]), ([2, 2, 65], [16, 31, 0]), ([4, 6, 0, 0], [1, 0, 0, 0])],
 )
-def test_keys_are_read_where_earlier_steps_have_left_them(
+def test_keys_of_earlier_steps_are_read_from_the_kv_cache(
     heads: int,
     kv_heads: int,
     dim: int,
@@ -161,7 +163,7 @@ def test_keys_are_read_where_earlier_steps_have_left_them(
     close(got, expected)
 
 
-def test_only_what_has_a_slot_is_kept(device: torch.device) -> None:
+def test_only_tokens_with_a_slot_are_written_to_the_kv_cache(device: torch.device) -> None:
     _, key, value = projected(6, 2, 3, 20, device)
     keys = torch.zeros((9, 3, 20), dtype=key.dtype, device=device)
     values = torch.zeros_like(keys)
@@ -173,10 +175,10 @@ def test_only_what_has_a_slot_is_kept(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[40, 70], [3] * 20 + [70]])
-def test_the_next_layer_repeats_the_launch_on_what_it_has_written(
+def test_the_next_layer_replays_the_launch_on_its_own_values(
     lengths: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where layers share their places, with long rows alone and with short ones before them."""
+    """Layers reuse the same tensors, with only long rows and with short rows before them."""
     monkeypatch.setattr(
         layers, "attend", lambda q, k, v, batch, kind, bias: layers._attend_by_kernels(q, k, v, batch, kind)
     )

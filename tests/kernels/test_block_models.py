@@ -1,4 +1,4 @@
-"""Models whose weights are blocks of fp8, by the kernels: near what they stand for."""
+"""Models with block-quantised fp8 weights stay near their dequantised weights when kernels run them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def build(folder: Path, load_format: str = "safetensors", quantization: str | No
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_kernels_on_the_blocks_stay_near(name: str, tmp_path: Path) -> None:
-    """Rows are quantised too, in groups: once for each product, three layers deep."""
+def test_block_quantised_models_stay_near_the_reference(name: str, tmp_path: Path) -> None:
+    """Activations are quantised in groups too, once for each product, in three layers."""
     stored, plain = write_blocks(name, tmp_path)
     reference = getattr(transformers, MODELS[name].model).from_pretrained(plain, dtype=torch.float32).eval()
     model = build(stored)
@@ -64,7 +64,7 @@ def test_kernels_on_the_blocks_stay_near(name: str, tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_made_weights_are_made_in_fp8(tmp_path: Path) -> None:
+def test_dummy_weights_are_created_in_fp8(tmp_path: Path) -> None:
     stored, _ = write_blocks("qwen3-moe", tmp_path)
     model = build(stored, "dummy")
     first, dense = model.layers[0].mlp, model.layers[1].mlp
@@ -76,7 +76,7 @@ def test_made_weights_are_made_in_fp8(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_quantisation_at_load_puts_experts_in_blocks(tmp_path: Path) -> None:
+def test_quantisation_at_load_stores_experts_in_blocks(tmp_path: Path) -> None:
     _, folder = write_blocks("qwen3-moe", tmp_path)
     batch = ordered_batch([9, 30])
     quantised, exact = build(folder, quantization="fp8"), build(folder)

@@ -1,4 +1,4 @@
-"""fp8 in blocks: rows and weights within a step of what they stand for, and the product of both."""
+"""Block-scaled fp8: rows and weights within one rounding step, and their product."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
-    """Values whose size changes from group to group."""
+    """Values whose magnitude changes from group to group."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(shape, generator=generator)
     steps = torch.logspace(-2, 2, -(-shape[1] // GROUP)).repeat_interleave(GROUP)[: shape[1]]
@@ -53,7 +53,7 @@ def test_a_group_is_scaled_by_its_own_largest_value(
     assert ((dequantize_groups(got) - x).abs() <= (x.abs() / 16).maximum(2.0**-10 * by_value) * 1.01).all()
 
 
-def test_rows_that_lie_apart_zeros_and_what_is_not_finite(device: torch.device) -> None:
+def test_strided_rows_zeros_and_non_finite_values_are_quantised(device: torch.device) -> None:
     x = draw(device, 4, 400)[:, :300]
     x[1] = 0
     x[2, 200] = float("nan")
@@ -78,7 +78,7 @@ def test_a_block_of_a_weight_is_scaled_by_its_own_largest_value(
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("biased", [True, False])
-def test_the_product_is_that_of_what_both_stand_for(
+def test_the_product_equals_the_product_of_the_dequantised_operands(
     rows: int, inputs: int, outputs: int, biased: bool, device: torch.device
 ) -> None:
     x, weight = draw(device, rows, inputs), quantize_blocks(draw(device, outputs, inputs, seed=1))
@@ -97,10 +97,10 @@ def test_every_tile_gives_the_same(tile: DenseTile, early: bool, device: torch.d
     torch.testing.assert_close(got, expected, atol=float(expected.abs().max()) * 1e-3, rtol=1e-3)
 
 
-def test_rows_of_a_product_are_put_in_their_places(
+def test_rows_of_a_product_are_written_in_order(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tiles of rows than are taken together, of which the last are fewer."""
+    """More row tiles than one group takes, and fewer in the last group."""
     monkeypatch.setattr(blockwise, "DENSE_TILES", ((1 << 62, DenseTile(16, 32, 4, 3), False),))
     x, weight = draw(device, 170, 128), quantize_blocks(draw(device, 80, 128, seed=1))
     expected = block_matmul_reference(x, weight, None)
@@ -108,7 +108,7 @@ def test_rows_of_a_product_are_put_in_their_places(
 
 
 @pytest.mark.parametrize("sizes", [(256, 128, 40), (96, 32, 32), (130, 128)])
-def test_parts_that_were_joined_keep_their_scales(sizes: tuple[int, ...], device: torch.device) -> None:
+def test_joined_weights_keep_their_scales(sizes: tuple[int, ...], device: torch.device) -> None:
     parts = [quantize_blocks(draw(device, size, 160, seed=n) * 7.0**n) for n, size in enumerate(sizes)]
     joined = join_blocks(parts)
     torch.testing.assert_close(
@@ -121,6 +121,6 @@ def test_parts_that_were_joined_keep_their_scales(sizes: tuple[int, ...], device
         torch.testing.assert_close(own, expected, atol=float(expected.abs().max()) * 1e-3, rtol=1e-3)
 
 
-def test_no_rows_are_no_work(device: torch.device) -> None:
+def test_a_batch_without_rows_gives_an_empty_result(device: torch.device) -> None:
     weight = quantize_blocks(draw(device, 40, 128))
     assert block_matmul(torch.empty(0, 128, device=device), weight).shape == (0, 40)

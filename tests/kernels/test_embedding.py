@@ -10,7 +10,7 @@ from penstock.kernels.embedding import embed, embed_reference
 @pytest.mark.parametrize("placed", [True, False])
 @pytest.mark.parametrize("typed", ["none", "zero", "given"])
 @pytest.mark.parametrize("normed", ["none", "plain", "bias"])
-def test_the_gather_equals_the_reference(
+def test_embeddings_equal_the_reference(
     width: int, placed: bool, typed: str, normed: str, device: torch.device
 ) -> None:
     torch.manual_seed(0)
@@ -31,7 +31,7 @@ def test_the_gather_equals_the_reference(
     torch.testing.assert_close(embed(*arguments), embed_reference(*arguments), atol=1e-5, rtol=1e-5)
 
 
-def test_the_output_has_the_tables_precision(device: torch.device) -> None:
+def test_the_output_has_the_dtype_of_the_tables(device: torch.device) -> None:
     words = torch.randn(10, 16, device=device).bfloat16()
     ids = torch.arange(4, dtype=torch.int32, device=device)
     out = embed(ids, words, ids, None, None, None, None)

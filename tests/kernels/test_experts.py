@@ -162,8 +162,8 @@ def test_every_token_goes_to_its_most_likely_experts(
 def test_one_expert_may_get_all_tokens_and_another_none(
     alone: bool, rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_SINGLE", 1 << 14 if alone else 0)
-    monkeypatch.setattr(kernels, "_CHUNK", 1 << 9)
+    monkeypatch.setattr(kernels, "_SINGLE_PROGRAM_SIZE", 1 << 14 if alone else 0)
+    monkeypatch.setattr(kernels, "_CHUNK_SIZE", 1 << 9)
     logits = draw(150, 16).to(device)
     logits[:, 5] += 20
     logits[:, 9] -= 20

@@ -1,4 +1,4 @@
-"""Gate and up with the activation in one product: on a Hopper GPU; elsewhere that nobody takes it."""
+"""Gate and up in one product with the activation: on a Hopper GPU; elsewhere nothing uses it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_slice_of_a_larger_tensor_is_written_within_its_bounds() -> None:
 
 
 @hopper
-def test_it_is_captured_and_launched_the_short_way() -> None:
+def test_it_can_be_captured_and_is_launched_directly() -> None:
     x, weight = _made(2000, 512, 1024)
     made = GateUp.of(weight, "silu", True)
     assert made is not None
@@ -115,15 +115,17 @@ def test_it_is_captured_and_launched_the_short_way() -> None:
     ],
     ids=["fp32", "odd inner", "odd width", "turned", "odd address"],
 )
-def test_weights_that_the_copy_engine_cannot_read_are_left_alone(weight: Callable[..., Tensor]) -> None:
+def test_weights_that_the_copy_engine_cannot_read_are_refused(weight: Callable[..., Tensor]) -> None:
     half = partial(torch.zeros, device="cuda", dtype=torch.bfloat16)
     assert GateUp.of(half(256, 64), "silu", True) is not None
     assert GateUp.of(weight(half), "silu", True) is None
 
 
 @hopper
-def test_a_block_takes_it_for_large_steps_alone() -> None:
-    x, weight = _made(gate_up._ROUNDS * gate_up._programs(0) // 8 * 128, 256, 1024)  # eight tiles wide
+def test_a_block_uses_it_only_for_large_steps() -> None:
+    x, weight = _made(
+        gate_up._MIN_ROUNDS * gate_up._num_programs(0) // 8 * 128, 256, 1024
+    )  # eight tiles wide
     down = Linear(_made(1, 1024, 128)[1][:256], None)
     block = GatedMLP(Linear(weight, None), down, "silu")
     few_rows = x[: len(x) // 2]
@@ -144,17 +146,19 @@ def test_a_block_takes_it_for_large_steps_alone() -> None:
 
 @pytest.fixture
 def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[GateUp]:
-    """For a device of 132 multiprocessors that is not there."""
+    """As if there were a device with 132 multiprocessors."""
     if not gate_up.HAS_GLUON:
-        monkeypatch.setattr(gate_up, "_described", lambda *args: None)
-    monkeypatch.setattr(gate_up, "_programs", lambda device: 132)
+        monkeypatch.setattr(gate_up, "_descriptor", lambda *args: None)
+    monkeypatch.setattr(gate_up, "_num_programs", lambda device: 132)
     before = language._devices
     language.set_kernel_devices("cpu")
     yield GateUp(torch.zeros(2 * 14336, 64, dtype=torch.bfloat16), "silu", True)
     language.set_kernel_devices(*before)
 
 
-def test_it_serves_steps_that_fill_the_device(imagined: GateUp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_accepts_only_steps_that_fill_the_device(
+    imagined: GateUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def serves(tokens: int) -> bool:
         return imagined.serves(torch.zeros(tokens, 64, dtype=torch.bfloat16))
 
@@ -163,13 +167,15 @@ def test_it_serves_steps_that_fill_the_device(imagined: GateUp, monkeypatch: pyt
     assert [serves(tokens) for tokens in (768, 896, 1024, 2048, 4090)] == [False, True, True, True, True]
     x = torch.zeros(4096, 64, dtype=torch.bfloat16)
     assert not imagined.serves(x.half()) and not imagined.serves(torch.zeros(64, 4096).bfloat16().t())
-    monkeypatch.setattr(gate_up, "is_precompiling", lambda: True)  # so that it is there when it is needed
+    monkeypatch.setattr(
+        gate_up, "is_precompiling", lambda: True
+    )  # so that it is compiled before it is needed
     assert imagined.serves(x[:1])
     language.set_kernel_devices()
     assert not imagined.serves(x)
 
 
-def test_no_block_on_a_cpu_has_it() -> None:
+def test_no_block_on_a_cpu_uses_it() -> None:
     block = GatedMLP(
         Linear(torch.zeros(256, 64).bfloat16(), None), Linear(torch.zeros(64, 128), None), "silu"
     )

@@ -1,4 +1,4 @@
-"""The short way of a launch: which compiled form serves, and when Triton is asked instead."""
+"""Direct launches: which compiled kernel is used, and which launches go through Triton."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _scaled(
 
 
 class Compiled:
-    """In place of what Triton compiles; says what it was launched with."""
+    """Takes the place of what Triton compiles, and records how it is launched."""
 
     packed_metadata = (1,)
 
@@ -59,7 +59,7 @@ def call(kernel: Any, x: Tensor, count: Any = 8, scale: Any = 0.5, **constants: 
     kernel[(3,)](x, x, count, scale, **({"BLOCK": 16, "TWICE": False, "num_warps": 4} | constants))
 
 
-def test_the_second_launch_goes_straight_to_what_was_compiled(kernel: Any) -> None:
+def test_the_second_launch_is_direct(kernel: Any) -> None:
     x, y = torch.zeros(64), torch.zeros(32)
     call(kernel, x)
     call(kernel, y, count=5, scale=0.25)
@@ -79,7 +79,7 @@ def test_the_second_launch_goes_straight_to_what_was_compiled(kernel: Any) -> No
         {"num_warps": 8},
     ],
 )
-def test_what_is_compiled_in_makes_another_form(kernel: Any, change: dict[str, Any]) -> None:
+def test_another_constant_needs_another_compiled_kernel(kernel: Any, change: dict[str, Any]) -> None:
     usual = {"x": torch.zeros(64)}
     for options in (usual, usual | change, usual, usual | change):
         call(kernel, **options)
@@ -90,38 +90,40 @@ def test_what_is_compiled_in_makes_another_form(kernel: Any, change: dict[str, A
 @pytest.mark.parametrize(
     "change", [{"x": torch.zeros(64)[1:]}, {"scale": 2}, {"count": 1 << 31}, {"count": True}]
 )
-def test_what_triton_looks_at_more_closely_is_left_to_it(kernel: Any, change: dict[str, Any]) -> None:
+def test_arguments_that_triton_may_specialize_on_go_through_triton(
+    kernel: Any, change: dict[str, Any]
+) -> None:
     for _ in range(3):
         call(kernel, **({"x": torch.zeros(64)} | change))
     assert kernel.num_direct_launches == 0 and len(kernel.compiled) == 3
 
 
-def test_another_device_has_its_own_form(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_has_its_own_compiled_kernel(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call(kernel, torch.zeros(64))
     monkeypatch.setattr(launch, "current_device_and_stream", lambda: (1, 77))
     call(kernel, torch.zeros(64))
     assert len(kernel.compiled) == 2
 
 
-def test_whoever_watches_launches_sees_them_all(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_hooks_see_every_launch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call(kernel, torch.zeros(64))
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
     call(kernel, torch.zeros(64))
     assert kernel.num_direct_launches == 0
 
 
-def test_what_is_not_given_is_part_of_the_form(kernel: Any) -> None:
+def test_an_absent_argument_is_part_of_the_compiled_kernel(kernel: Any) -> None:
     x = torch.zeros(64)
     options = {"BLOCK": 16, "TWICE": False, "num_warps": 4}
     for _ in range(3):
         kernel[(3,)](x, None, 8, 0.5, **options)
     assert len(kernel.compiled) == 1 and kernel.num_direct_launches == 2
     assert kernel.compiled[0].launches[0][9:] == (x, None, 8, 0.5, 16, False)
-    kernel[(3,)](x, x, 8, 0.5, **options)  # for Triton to look at
+    kernel[(3,)](x, x, 8, 0.5, **options)  # goes through Triton
     assert len(kernel.compiled) == 2 and kernel.num_direct_launches == 2
 
 
-def test_a_tensor_that_is_copied_in_pieces_is_known_by_them(kernel: Any) -> None:
+def test_a_tensor_descriptor_is_told_apart_by_its_block_and_dtype(kernel: Any) -> None:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
     def pieces(rows: int, x: Tensor) -> Any:
@@ -133,7 +135,7 @@ def test_a_tensor_that_is_copied_in_pieces_is_known_by_them(kernel: Any) -> None
     for rows, tensor in ((64, x), (64, y), (128, x), (64, x.half()), (128, y)):
         kernel[(3,)](pieces(rows, tensor), x, 8, 0.5, **options)
     assert len(kernel.compiled) == 3 and kernel.num_direct_launches == 2
-    kernel[(3,)](x, x, 8, 0.5, **options)  # for Triton to look at
+    kernel[(3,)](x, x, 8, 0.5, **options)  # goes through Triton
     assert len(kernel.compiled) == 4 and kernel.num_direct_launches == 2
     bound = kernel.bind(None, **options)
     for _ in range(2):
@@ -141,13 +143,15 @@ def test_a_tensor_that_is_copied_in_pieces_is_known_by_them(kernel: Any) -> None
     assert len(kernel.compiled) == 6
 
 
-def test_a_kernel_of_unknown_make_is_never_remembered(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfamiliar_compiled_kernel_is_never_remembered(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel, "run", lambda *args, **more: None)
     call(kernel, torch.zeros(64))
     assert not kernel.compiled_kernels
 
 
-def test_a_kernel_with_its_constants_is_handed_addresses_from_its_second_launch_on(kernel: Any) -> None:
+def test_a_bound_kernel_gets_addresses_from_its_second_launch_on(kernel: Any) -> None:
     x, y = torch.zeros(64), torch.zeros(32)
     bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     bound(3, x, x, 8, 0.5)
@@ -158,7 +162,7 @@ def test_a_kernel_with_its_constants_is_handed_addresses_from_its_second_launch_
     assert args[9:] == (y.data_ptr(), x.data_ptr(), 5, 0.25, 16, False)
 
 
-def test_a_kernel_with_its_constants_has_a_form_for_each_kind_of_tensor_and_device(
+def test_a_bound_kernel_has_a_compiled_kernel_for_each_dtype_and_device(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
@@ -183,7 +187,7 @@ def test_a_kernel_with_its_constants_has_a_form_for_each_kind_of_tensor_and_devi
         {"count": torch.zeros(1)},
     ],
 )
-def test_what_triton_looks_at_more_closely_is_left_to_it_with_constants_too(
+def test_arguments_of_a_bound_kernel_that_triton_may_specialize_on_go_through_triton(
     kernel: Any, change: dict[str, Any]
 ) -> None:
     bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
@@ -195,9 +199,7 @@ def test_what_triton_looks_at_more_closely_is_left_to_it_with_constants_too(
     assert kernel.num_direct_launches == 1
 
 
-def test_whoever_watches_launches_sees_those_with_constants(
-    kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_hooks_see_launches_of_bound_kernels(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     args = torch.zeros(64), torch.zeros(64), 8, 0.5
     bound(3, *args)
@@ -209,7 +211,7 @@ def test_whoever_watches_launches_sees_those_with_constants(
     assert kernel.num_direct_launches == 1
 
 
-def test_a_kernel_that_is_triton_s_own_takes_its_constants_at_each_launch() -> None:
+def test_a_kernel_of_triton_gets_its_constants_at_each_launch() -> None:
     launches: list[Any] = []
 
     class Plain:
@@ -221,12 +223,12 @@ def test_a_kernel_that_is_triton_s_own_takes_its_constants_at_each_launch() -> N
     assert launches == [((3,), ("x", 8), {"BLOCK": 16}), ((2,), ("y", "x", "x", 8), {"BLOCK": 16})]
 
 
-def test_a_tensor_that_stands_for_several_is_given_once(kernel: Any) -> None:
+def test_one_tensor_can_be_taken_by_several_parameters(kernel: Any) -> None:
     bound = kernel.bind((0, 0), BLOCK=16, TWICE=False, num_warps=4)
     x, y = torch.zeros(64), torch.zeros(64)
     bound(3, x, 8, 0.5)
     bound(3, y, 5, 0.25)
-    bound(3, y[1:], 5, 0.25)  # for Triton to look at
+    bound(3, y[1:], 5, 0.25)  # goes through Triton
     bound(3, y, 1 << 31, 0.25)
     (args,) = kernel.compiled[0].launches
     assert args[9:] == (y.data_ptr(), y.data_ptr(), 5, 0.25, 16, False)
@@ -234,10 +236,10 @@ def test_a_tensor_that_stands_for_several_is_given_once(kernel: Any) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_with_constants_gives_the_same(device: torch.device) -> None:
+def test_a_bound_kernel_gives_the_same_on_both_paths(device: torch.device) -> None:
     made = language.jit(unspecialized=("count",))(_scaled)
     if not isinstance(made, launch.Kernel):
-        pytest.skip("this release of Triton launches by itself")
+        pytest.skip("kernels of this Triton release are not launched directly")
     bound = made.bind(None, BLOCK=16, TWICE=True, num_warps=1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         for first in (0, 1):
@@ -251,10 +253,10 @@ def test_with_constants_gives_the_same(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_both_ways_give_the_same(device: torch.device) -> None:
+def test_direct_launches_give_the_same_as_triton(device: torch.device) -> None:
     made = language.jit(unspecialized=("count",))(_scaled)
     if not isinstance(made, launch.Kernel):
-        pytest.skip("this release of Triton launches by itself")
+        pytest.skip("kernels of this Triton release are not launched directly")
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         for twice in (False, True, True, False):
             for first in (0, 1):
@@ -268,14 +270,14 @@ def test_both_ways_give_the_same(device: torch.device) -> None:
     assert made.num_direct_launches == 8
 
 
-def test_a_launch_that_is_repeated_is_looked_at_once(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replayed_launch_checks_its_arguments_once(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = kernel.bind((0, 0), BLOCK=16, TWICE=False, num_warps=4)
     x = torch.zeros(64)
     again = language.replay(bound, 3, x, 8, 0.5)
     again()  # compiles
-    again()  # goes the short way
+    again()  # is launched directly
     assert len(kernel.compiled) == 1 and kernel.num_direct_launches == 1
-    monkeypatch.setattr(launch, "_address", None)  # nobody looks any more
+    monkeypatch.setattr(launch, "_address", None)  # no argument is checked any more
     again()
     again()
     launches = kernel.compiled[0].launches
@@ -283,7 +285,7 @@ def test_a_launch_that_is_repeated_is_looked_at_once(kernel: Any, monkeypatch: p
     assert launches[0][9:] == (x.data_ptr(), x.data_ptr(), 8, 0.5, 16, False)
 
 
-def test_what_triton_looks_at_more_closely_it_looks_at_each_time(kernel: Any) -> None:
+def test_a_replay_of_an_unusual_launch_goes_through_triton_each_time(kernel: Any) -> None:
     bound = kernel.bind(None, BLOCK=16, TWICE=False, num_warps=4)
     bound(3, torch.zeros(64), torch.zeros(64), 8, 0.5)
     again = language.replay(bound, 3, torch.zeros(64)[1:], torch.zeros(64), 8, 0.5)
@@ -292,7 +294,7 @@ def test_what_triton_looks_at_more_closely_it_looks_at_each_time(kernel: Any) ->
     assert kernel.num_direct_launches == 0 and len(kernel.compiled) == 4
 
 
-def test_a_launch_of_triton_s_own_is_repeated_as_it_is() -> None:
+def test_a_launch_of_triton_is_replayed_as_it_is() -> None:
     launches: list[Any] = []
     again = language.replay(lambda *args: launches.append(args), 3, "x", 8)
     again()
@@ -300,8 +302,8 @@ def test_a_launch_of_triton_s_own_is_repeated_as_it_is() -> None:
     assert launches == [(3, "x", 8)] * 2
 
 
-def test_kernels_ahead_are_compiled_by_threads_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a compiler that Triton's own way calls; the threads also make each kernel ready to be launched."""
+def test_precompiled_kernels_are_compiled_in_threads_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake compiler takes the place of Triton's; the threads also load each kernel."""
     threads: list[str] = []
 
     class Made:
@@ -328,10 +330,10 @@ def test_kernels_ahead_are_compiled_by_threads_and_not_run(monkeypatch: pytest.M
         bound(3, x, x, 8, 0.5)
     assert len(threads) == 3 and all(name.startswith("penstock-compile") for name in threads)
     assert not kernel.compiled_kernels and not bound.compiled_kernels and kernel.num_direct_launches == 0
-    bound(3, x, x, 8, 0.5)  # is run again
+    bound(3, x, x, 8, 0.5)  # runs again
 
 
-def test_a_kernel_that_cannot_be_compiled_says_so_when_it_is_launched(
+def test_a_kernel_that_cannot_be_compiled_raises_when_it_is_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused() -> Any:

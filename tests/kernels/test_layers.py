@@ -1,4 +1,4 @@
-"""Models and layers answer the same with kernels in place of torch."""
+"""Models and layers give the same results with kernels as with torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def batch_with(lengths: list[int], type_ids: Tensor | None = None) -> Batch:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])
 @torch.inference_mode()
-def test_a_model_answers_the_same_with_kernels(family: str, request: pytest.FixtureRequest) -> None:
+def test_a_model_gives_the_same_with_kernels(family: str, request: pytest.FixtureRequest) -> None:
     architecture, more = FAMILIES.get(family, SPARSE)
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
     model = build_model(architecture, SIZES | more, LayerBuilder(weights))
@@ -86,11 +86,11 @@ def test_a_model_answers_the_same_with_kernels(family: str, request: pytest.Fixt
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_a_quantised_model_answers_the_same_with_kernels(
+def test_a_quantised_model_gives_the_same_with_kernels(
     family: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms and activations then hand quantised rows on: but for the first layer's and those that come
-    from attention, no product has to quantise."""
+    """Norms and activations pass on quantised rows, so only the first product and those after attention
+    quantise."""
     architecture, more = FAMILIES[family]
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
     model = build_model(architecture, SIZES | more, LayerBuilder(weights, "fp8"))
@@ -111,7 +111,7 @@ def test_a_quantised_model_answers_the_same_with_kernels(
 
 
 @torch.inference_mode()
-def test_segments_are_looked_up(kernels: None) -> None:
+def test_token_types_are_looked_up(kernels: None) -> None:
     weights = open_weights(Path("/nowhere"), "dummy", 0, torch.float32, CPU)
     model = build_model("BertModel", SIZES, LayerBuilder(weights))
     types = torch.tensor([0, 0, 1, 0, 1, 1, 1], dtype=torch.int32)
@@ -122,7 +122,7 @@ def test_segments_are_looked_up(kernels: None) -> None:
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_new", "relu", "tanh", "identity"])
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_linear_layer_leaves_bias_and_activation_to_the_kernel(
+def test_a_linear_layer_gives_the_same_with_bias_and_activation_in_a_kernel(
     act: str, biased: bool, request: pytest.FixtureRequest
 ) -> None:
     x, weight, residual = torch.randn(3, 8), torch.randn(12, 8), torch.randn(3, 12)
@@ -134,10 +134,10 @@ def test_a_linear_layer_leaves_bias_and_activation_to_the_kernel(
 
 @pytest.mark.parametrize("own", [4, 12])
 @pytest.mark.parametrize("kind", [AttentionKind(), AttentionKind(causal=True), AttentionKind(window=2)])
-def test_rows_are_shared_out_by_length_and_each_is_written_once(
+def test_rows_go_to_kernels_by_length_and_each_is_written_once(
     own: int, kind: AttentionKind, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short rows, middling ones and the library's, in every mixture that the limits give."""
+    """Short rows, medium rows and rows for the library's kernel, in every mixture that the limits give."""
     lengths = [1, 2, 2, 4, 5, 9, 12, 13, 20]
     batch = ordered_batch(lengths)
     query, key, value = torch.randn(sum(lengths), 6, 16).split([4, 1, 1], dim=1)
@@ -165,7 +165,7 @@ def test_rows_are_shared_out_by_length_and_each_is_written_once(
 
 
 @pytest.mark.parametrize("method", ["mean", "cls", "last", "max"])
-def test_the_pooler_finishes_in_one_pass(method: str, request: pytest.FixtureRequest) -> None:
+def test_the_pooler_gives_the_same_with_kernels(method: str, request: pytest.FixtureRequest) -> None:
     spec = make_spec()
     pooler = Pooler(make_spec(pooling=type(spec.pooling)(methods=(method,))), {}, [])
     batch, hidden = ordered_batch([2, 3, 9]), torch.randn(14, 8)
@@ -186,9 +186,7 @@ def test_the_pooler_finishes_in_one_pass(method: str, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("reduce", ["max", "sum"])
-def test_sparse_weights_of_all_rows_are_reduced_by_the_kernel(
-    reduce: str, request: pytest.FixtureRequest
-) -> None:
+def test_sparse_weights_are_the_same_with_kernels(reduce: str, request: pytest.FixtureRequest) -> None:
     layer = Linear(torch.randn(40, 8), torch.randn(40))
     spec = SparseSpec(kind="splade", reduce=reduce, logs=1)
     splade = Splade(TaskHead("all", layer, 40), spec, max_logits=40 * 12)

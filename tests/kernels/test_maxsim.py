@@ -1,4 +1,4 @@
-"""MaxSim: the reference against a loop in fp64, and the kernel, interpreted here and compiled on CUDA."""
+"""MaxSim: the reference and the kernel (interpreted, or compiled on CUDA) equal a loop in fp64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_reference_equals_a_loop_over_tokens(dtype: torch.dtype, dim: int, s
     assert relative_error(maxsim(**inputs), by_loop(inputs)) < 1e-6
 
 
-def test_tiles_of_the_reference_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_the_reference_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(
         torch.float32, 16, document_lengths=[3, 80, 1, 1, 0, 40] * 4, query_lengths=[7], pairs=None
     )
@@ -46,14 +46,14 @@ def test_tiles_of_the_reference_change_nothing(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(maxsim(**inputs), whole, rtol=1e-6, atol=1e-6)
 
 
-def test_a_lone_query_meets_all_documents_and_equal_numbers_meet_in_order() -> None:
+def test_one_query_is_paired_with_all_documents_and_several_by_index() -> None:
     alone = make_inputs(torch.float32, 16, query_lengths=[4], pairs=None)
     assert relative_error(maxsim(**alone), by_loop(alone)) < 1e-6
     equal = make_inputs(torch.float32, 16, query_lengths=[4, 0, 2, 9, 1, 3], pairs=None)
     assert relative_error(maxsim(**equal), by_loop(equal)) < 1e-6
 
 
-def test_packed_documents_need_cumulative_lengths_alone() -> None:
+def test_packed_documents_need_only_cumulative_lengths() -> None:
     query, documents = torch.randn(4, 8), torch.randn(12, 8)
     cu_lengths = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     wanted = [
@@ -64,7 +64,7 @@ def test_packed_documents_need_cumulative_lengths_alone() -> None:
     torch.testing.assert_close(maxsim_packed(query, documents, cu_lengths), torch.stack(wanted))
 
 
-def test_what_is_empty_scores_nought() -> None:
+def test_empty_queries_and_documents_score_zero() -> None:
     inputs = make_inputs(
         torch.float32, 8, query_lengths=[0, 3], document_lengths=[4, 0], pairs=[(0, 0), (1, 1)]
     )
@@ -74,14 +74,14 @@ def test_what_is_empty_scores_nought() -> None:
     ).shape == (0,)
 
 
-def test_scores_are_written_where_they_are_wanted() -> None:
+def test_scores_are_written_to_out() -> None:
     inputs = make_inputs(torch.float32, 8)
     out = torch.full((len(inputs["pair_queries"]),), 7.0)
     assert maxsim(**inputs, out=out) is out
     assert torch.equal(out, maxsim(**inputs))
 
 
-def test_what_is_not_a_number_stays_visible() -> None:
+def test_nan_shows_in_the_score_of_its_document() -> None:
     inputs = make_inputs(torch.float32, 8, query_lengths=[3], document_lengths=[5, 40, 2], pairs=None)
     inputs["documents"][inputs["document_starts"][1] + 7] = torch.nan
     assert maxsim(**inputs).isnan().tolist() == [False, True, False]
@@ -90,15 +90,15 @@ def test_what_is_not_a_number_stays_visible() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"documents": torch.zeros(4, 8, dtype=torch.float16)}, "one dtype"),
-        ({"documents": torch.zeros(4, 9)}, "one dim"),
-        ({"queries": torch.zeros(8)}, "one dim"),
-        ({"pair_queries": torch.zeros(3, dtype=torch.int32)}, "name the pairs"),
-        ({"query_lengths": torch.zeros(3, dtype=torch.int32)}, "a length for each start"),
+        ({"documents": torch.zeros(4, 8, dtype=torch.float16)}, "the same dtype"),
+        ({"documents": torch.zeros(4, 9)}, "the same dim"),
+        ({"queries": torch.zeros(8)}, "the same dim"),
+        ({"pair_queries": torch.zeros(3, dtype=torch.int32)}, "give pair_queries"),
+        ({"query_lengths": torch.zeros(3, dtype=torch.int32)}, "each start needs a length"),
         ({"out": torch.zeros(9)}, "out must be"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], words: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], words: str) -> None:
     with pytest.raises(BadValue, match=words):
         maxsim(**(make_inputs(torch.float32, 8) | change))
 
@@ -148,7 +148,7 @@ def test_the_compiled_kernel_equals_a_loop_over_tokens(dtype: torch.dtype, dim: 
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("group", [1, 2, 16])
-def test_pairs_of_a_program_do_not_mix(group: int) -> None:
+def test_pairs_of_one_program_do_not_mix(group: int) -> None:
     lengths = [300, 5, 0, 64, 1, 0, 129] * 9
     inputs = make_inputs(torch.float16, 128, [70], lengths, None, device="cuda")
     got = maxsim_triton(**inputs, tiling=Tiling(32, 64, 128, 4, 3, group))
@@ -157,7 +157,7 @@ def test_pairs_of_a_program_do_not_mix(group: int) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_other_numbers_and_places_of_pairs_compile_nothing() -> None:
+def test_other_numbers_and_alignments_of_pairs_compile_nothing() -> None:
     inputs = make_inputs(torch.float16, 64, device="cuda")
     maxsim(**inputs)
     (cache, *_), *_ = module._maxsim_kernel.device_caches.values()
@@ -171,7 +171,7 @@ def test_other_numbers_and_places_of_pairs_compile_nothing() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_the_compiled_kernel_never_waits_and_takes_no_memory() -> None:
+def test_the_compiled_kernel_never_synchronises_and_allocates_nothing() -> None:
     inputs = make_inputs(
         torch.bfloat16, 128, document_lengths=[300, 5, 1000] * 50, query_lengths=[32], pairs=None
     )
@@ -192,7 +192,7 @@ def test_the_compiled_kernel_never_waits_and_takes_no_memory() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_the_compiled_kernel_keeps_what_is_not_a_number_visible() -> None:
+def test_nan_shows_in_the_score_of_the_compiled_kernel() -> None:
     inputs = make_inputs(torch.bfloat16, 128, [3], [5, 140, 2], None, device="cuda")
     inputs["documents"][inputs["document_starts"][1] + 70] = torch.nan
     assert maxsim(**inputs).isnan().tolist() == [False, True, False]

@@ -24,7 +24,7 @@ def test_sum_and_norm_equal_the_reference(
 
 
 @pytest.mark.parametrize("rms", [False, True])
-def test_where_the_sum_does_not_go_on_the_norm_takes_its_place(device: torch.device, rms: bool) -> None:
+def test_the_norm_replaces_a_sum_that_is_not_kept(device: torch.device, rms: bool) -> None:
     torch.manual_seed(2)
     x, residual = (torch.randn(3, 100, device=device) for _ in range(2))
     weight = torch.randn(100, device=device)
@@ -45,7 +45,9 @@ def test_half_precision_is_summed_in_fp32(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "width"), SHAPES)
-def test_a_norm_before_and_after_the_sum(tokens: int, width: int, device: torch.device) -> None:
+def test_a_norm_before_and_after_the_sum_equals_the_reference(
+    tokens: int, width: int, device: torch.device
+) -> None:
     torch.manual_seed(2)
     x, residual = (torch.randn(tokens, width, device=device) for _ in range(2))
     before, weight = (torch.rand(width, device=device) + 0.5 for _ in range(2))
@@ -54,7 +56,7 @@ def test_a_norm_before_and_after_the_sum(tokens: int, width: int, device: torch.
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_no_tokens_are_no_work(device: torch.device) -> None:
+def test_a_batch_without_tokens_gives_an_empty_result(device: torch.device) -> None:
     x = torch.empty(0, 16, device=device)
     weight = torch.ones(16, device=device)
     assert add_norm(x, x, weight, None, 1e-5, rms=True)[1].shape == (0, 16)

@@ -8,7 +8,7 @@ from penstock.kernels.output_quantize import to_binary, to_binary_reference, to_
 
 @pytest.mark.parametrize("width", [1, 8, 37, 384])
 @pytest.mark.parametrize("signed", [True, False])
-def test_bytes_and_bits_equal_the_reference(width: int, signed: bool, device: torch.device) -> None:
+def test_int8_and_binary_equal_the_reference(width: int, signed: bool, device: torch.device) -> None:
     torch.manual_seed(0)
     vectors = torch.randn(5, 400, device=device)[:, :width]  # rows that lie apart
     vectors[1] = 0

@@ -12,7 +12,7 @@ PAGE = 16
 def memory(
     counts: list[int], heads: int, kv_heads: int, dim: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Rows in blocks that are dealt out at random, and what lies beyond a row's end is no number."""
+    """Rows in random KV cache blocks; slots beyond a row's end hold NaN."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     width = -(-max(counts) // PAGE)
@@ -68,7 +68,7 @@ def test_the_kernel_equals_the_reference(
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_scores_are_bent_alike(splits: int, device: torch.device) -> None:
+def test_soft_capped_scores_equal_the_reference(splits: int, device: torch.device) -> None:
     query, keys, values, tables, counts = memory([3, 40, 130], 4, 2, 32, device)
     options = {"block_size": PAGE, "scale": 0.5, "softcap": 3.0}
     expected = paged_attention_reference(query, keys, values, tables, counts, **options)

@@ -26,7 +26,7 @@ def ragged(lengths: list[int], device: torch.device) -> torch.Tensor:
 def test_every_method_equals_the_reference(
     method: str, width: int, long: int, skipped: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooling, "_LONG", long)
+    monkeypatch.setattr(pooling, "_LONG_ROW", long)
     torch.manual_seed(0)
     lengths = [1, 3, 3, 17, 70]
     cu = ragged(lengths, device)
@@ -40,7 +40,7 @@ def test_every_method_equals_the_reference(
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_that_is_skipped_whole_pools_to_zero(device: torch.device) -> None:
+def test_a_row_whose_tokens_are_all_skipped_pools_to_zero(device: torch.device) -> None:
     hidden = torch.randn(4, 8, device=device)
     cu, skip = ragged([4], device), torch.tensor([4], dtype=torch.int32, device=device)
     assert (pool(hidden, cu, "mean", max_length=4, skip=skip, normalize=True) == 0).all()
@@ -55,7 +55,7 @@ def test_sums_of_half_precision_are_fp32(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 8, 37, 300])
-def test_unit_vectors_of_a_cut(width: int, device: torch.device) -> None:
+def test_truncated_vectors_are_normalised(width: int, device: torch.device) -> None:
     wide = torch.randn(5, 400, device=device).bfloat16()
     cut = wide[:, :width]
     torch.testing.assert_close(normalize_rows(cut), normalize_rows_reference(cut), atol=1e-6, rtol=1e-5)
@@ -64,7 +64,7 @@ def test_unit_vectors_of_a_cut(width: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [None, [4, 0, 0, 3], []])
-def test_unit_vectors_of_chosen_rows_in_another_precision(
+def test_chosen_rows_are_normalised_in_another_dtype(
     rows: list[int] | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     vectors = torch.randn(5, 96, device=device).bfloat16()
@@ -76,7 +76,7 @@ def test_unit_vectors_of_chosen_rows_in_another_precision(
 
 @pytest.mark.parametrize("width", [1, 96, 128, 300])
 @pytest.mark.parametrize(("source", "target"), [([0, 2, 2, 4], [7, 0, 8, 3]), ([], [])])
-def test_rows_are_put_where_they_belong(
+def test_rows_are_copied_to_their_targets(
     width: int, source: list[int], target: list[int], device: torch.device
 ) -> None:
     vectors = torch.randn(5, width, device=device).half()

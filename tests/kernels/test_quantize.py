@@ -1,4 +1,4 @@
-"""Rows in fp8: within a step of what they stand for, whichever kernel wrote them."""
+"""Rows in fp8 are within one rounding step of their values, whichever kernel writes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
-    """Values of many sizes in a row, and rows of many sizes."""
+    """Values of many magnitudes within a row and between rows."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(shape, generator=generator)
     rows = torch.logspace(-3, 3, shape[0])[:, None] if len(shape) > 1 else torch.ones(())
@@ -65,13 +65,13 @@ def test_a_row_is_scaled_by_its_own_largest_value(
     assert_stands_for(of(x), x)
 
 
-def test_rows_may_lie_apart(device: torch.device) -> None:
+def test_rows_may_be_strided(device: torch.device) -> None:
     x = draw(device, 6, 64)[:, :48]
     assert_stands_for(quantize_rows(x), x)
 
 
 @pytest.mark.parametrize("of", [quantize_rows, quantize_rows_reference])
-def test_zeros_stay_zeros_and_what_is_not_finite_shows(of: type[Quantized], device: torch.device) -> None:
+def test_zeros_stay_zero_and_non_finite_values_show(of: type[Quantized], device: torch.device) -> None:
     x = torch.zeros(3, 32, device=device)
     x[1, 7] = float("nan")
     got = dequantize(of(x))
@@ -79,7 +79,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows(of: type[Quantized], devi
     assert got[1, 7].isnan()
 
 
-def test_the_kernel_writes_what_the_reference_does(device: torch.device) -> None:
+def test_the_kernel_equals_the_reference(device: torch.device) -> None:
     x = draw(device, 4, 96)
     got, expected = quantize_rows(x), quantize_rows_reference(x)
     torch.testing.assert_close(got.scales, expected.scales)
@@ -89,7 +89,7 @@ def test_the_kernel_writes_what_the_reference_does(device: torch.device) -> None
 @pytest.mark.parametrize("act", ACTIVATION_CODES)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("width", [48, 1500])
-def test_an_activation_hands_on_quantised_rows(
+def test_an_activation_can_write_quantised_rows(
     act: str, biased: bool, width: int, device: torch.device
 ) -> None:
     x = draw(device, 3, width)
@@ -100,7 +100,9 @@ def test_an_activation_hands_on_quantised_rows(
 @pytest.mark.parametrize("act", ACTIVATION_CODES)
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("width", [48, 1500])
-def test_a_gate_hands_on_quantised_rows(act: str, gate_first: bool, width: int, device: torch.device) -> None:
+def test_a_gated_activation_can_write_quantised_rows(
+    act: str, gate_first: bool, width: int, device: torch.device
+) -> None:
     x = draw(device, 3, 2 * width)
     assert_stands_for(
         gated_activation_quantized(x, act, gate_first), gated_activation_reference(x, act, gate_first)
@@ -109,7 +111,7 @@ def test_a_gate_hands_on_quantised_rows(act: str, gate_first: bool, width: int, 
 
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 @pytest.mark.parametrize(("rms", "biased"), [(False, True), (False, False), (True, False)])
-def test_a_norm_hands_on_quantised_rows_beside_the_sum_or_beside_itself(
+def test_a_norm_can_write_quantised_rows_and_the_sum_or_the_norm(
     rows: int, width: int, rms: bool, biased: bool, device: torch.device
 ) -> None:
     x, residual = draw(device, rows, width), draw(device, rows, width, seed=1)
@@ -125,7 +127,7 @@ def test_a_norm_hands_on_quantised_rows_beside_the_sum_or_beside_itself(
 
 
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
-def test_a_norm_before_and_after_the_sum_hands_on_quantised_rows(
+def test_a_norm_before_and_after_the_sum_can_write_quantised_rows(
     rows: int, width: int, device: torch.device
 ) -> None:
     x, residual = draw(device, rows, width), draw(device, rows, width, seed=1)
@@ -136,6 +138,6 @@ def test_a_norm_before_and_after_the_sum_hands_on_quantised_rows(
     assert_stands_for(got, normed)
 
 
-def test_no_rows_are_no_work(device: torch.device) -> None:
+def test_a_batch_without_rows_gives_an_empty_result(device: torch.device) -> None:
     assert quantize_rows(torch.empty(0, 16, device=device)).values.shape == (0, 16)
     assert gated_activation_quantized(torch.empty(0, 32, device=device), "silu", True).values.shape == (0, 16)

@@ -46,7 +46,7 @@ def test_the_fused_rotation_equals_the_reference(
 @pytest.mark.parametrize(("queries", "keys", "dim"), [(4, 4, 32), (6, 2, 64), (32, 8, 128), (3, 1, 6)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
-def test_keys_and_values_go_to_their_slots_on_the_way(
+def test_keys_and_values_are_written_to_their_slots_in_the_same_pass(
     queries: int, keys: int, dim: int, interleaved: bool, normed: bool, device: torch.device
 ) -> None:
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_keys_and_values_go_to_their_slots_on_the_way(
         assert torch.equal(kept, expected)
 
 
-def test_a_head_that_turns_in_part_keeps_nothing(device: torch.device) -> None:
+def test_a_partial_rotation_refuses_kv_cache_writes(device: torch.device) -> None:
     memory = KVCacheWrite(torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), torch.zeros(2, dtype=torch.int32))
     cos, sin = tables(4, device)
     with pytest.raises(ValueError, match="4 of 8"):

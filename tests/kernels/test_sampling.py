@@ -202,7 +202,7 @@ FILTERS = [
 def test_thresholds_keep_what_sorting_keeps(
     dtype: torch.dtype, spread: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filters, "_KEPT", 1024)  # so that these rows can have too many candidates
+    monkeypatch.setattr(filters, "_MAX_CANDIDATES", 1024)  # so that these rows can have too many candidates
     torch.manual_seed(1)
     rows = len(FILTERS)
     table = slots_table(FILTERS, device)

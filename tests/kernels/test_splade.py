@@ -9,7 +9,9 @@ from penstock.kernels.splade import log1p_relu, splade_pool, splade_pool_referen
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 @pytest.mark.parametrize("logs", [1, 2])
 @pytest.mark.parametrize("width", [8, 300, 513])
-def test_the_reduction_equals_the_reference(reduce: str, logs: int, width: int, device: torch.device) -> None:
+def test_splade_pooling_equals_the_reference(
+    reduce: str, logs: int, width: int, device: torch.device
+) -> None:
     torch.manual_seed(0)
     cu = torch.tensor([0, 1, 4, 4, 21, 60], dtype=torch.int32, device=device)
     logits = torch.randn(60, width, device=device) * 4 - 3  # some terms have no token above 0

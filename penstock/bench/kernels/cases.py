@@ -1,6 +1,6 @@
-"""What a kernel benchmark is: a kernel and its reference on the same inputs, and the work they cannot avoid.
+"""A kernel benchmark: a kernel and its reference on the same inputs, and the least work they need.
 
-Adding a kernel: a function that yields cases, and its line in `registry`.
+To add a kernel, write a function that yields cases and register it in `registry`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Case:
     run: Callable[[], Tensor]
     reference: Callable[[], Tensor]
     moved_bytes: int  # inputs read once, outputs written once
-    flops: int  # of matrix products; 0 where bytes alone count
-    int8: bool = False  # whether those products are of eight-bit integers
+    flops: int  # of matrix products; 0: only bytes count
+    int8: bool = False  # whether those products are int8
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where and in what precision cases run."""
+    """The device and dtype that cases run with."""
 
     device: torch.device
     dtype: torch.dtype
@@ -48,7 +48,7 @@ def size(*tensors: Tensor | None) -> int:
 
 
 def ragged(lengths: list[int], place: Place) -> Batch:
-    """A batch of rows of these lengths, laid out as the engine lays them out."""
+    """A batch with rows of these lengths, in the layout of the engine."""
     tokens = np.ones(sum(lengths), dtype=np.int32)
     request = Request("bench", tokens, np.array(lengths, dtype=np.int32), PoolingParams())
     plan = build_plan([ScheduledRows(request, np.arange(len(lengths), dtype=np.int32))])
@@ -73,7 +73,8 @@ def ragged(lengths: list[int], place: Place) -> Batch:
 
 
 def mixed_lengths(tokens: int, seed: int = 0) -> list[int]:
-    """Row lengths as natural texts have them: median near 35, a long tail; together about `tokens`."""
+    """Row lengths like those of natural texts, with a median near 35 and a long tail; about `tokens` in
+    total."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:

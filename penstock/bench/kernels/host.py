@@ -1,4 +1,4 @@
-"""Host work that a step's rows cost in Python: its time for a call, and how that grows with the rows."""
+"""Host time that Python spends on the rows of a step, and how it grows with the number of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, PoolPlan, Request, Task, split_rows
 
 ROWS = (1, 64, 1024)
-TOKENS, WIDTH = 32, 128  # of a row, and of a token's vector
+TOKENS, WIDTH = 32, 128  # tokens per row, and components per token vector
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +30,11 @@ class HostMeasured(msgspec.Struct, frozen=True):
     kernel: str
     rows: int
     host_us: float
-    growth: float  # over the same work for one row
+    growth: float  # relative to one row
 
 
 def pooling_all() -> Iterator[HostCase]:
-    """A run of token vectors handed out row by row: one slice a row, by lengths that the host knows."""
+    """Split token vectors into rows, with one slice per row and lengths that the host knows."""
     for rows in ROWS:
         lengths = np.full(rows, TOKENS, dtype=np.int32)
         values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
@@ -42,8 +42,7 @@ def pooling_all() -> Iterator[HostCase]:
 
 
 def step_all() -> Iterator[HostCase]:
-    """A whole step of token vectors given to as many requests of one row: what the engine does before `all`:
-    a view for each."""
+    """Split a step of token vectors between requests with one row each, as the engine does before `all`."""
     for rows in ROWS:
         values = np.zeros((rows * TOKENS, WIDTH), dtype=np.float32)
         yield HostCase("step all", rows, partial(split_outputs, _plan(rows), [values]))
@@ -69,7 +68,7 @@ def measure_host(cases: Iterator[HostCase], min_time_s: float) -> list[HostMeasu
 
 
 def host_clock(run: Callable[[], object], min_time_s: float) -> float:
-    """Seconds of one call: the fastest tenth, since other work only ever adds time."""
+    """Seconds of one call: the 10th percentile, because other processes can only add time."""
     times: list[int] = []
     until = time.perf_counter() + min_time_s
     while len(times) < 20 or time.perf_counter() < until:

@@ -1,4 +1,4 @@
-"""The kernels that are measured. Each entry yields its cases for a device and a precision."""
+"""The kernels that are measured. Each entry yields its cases for a device and a dtype."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from penstock.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.pooling.methods import METHODS
 from penstock.types import LengthGroup
 
-STEPS = (64, 1024)  # tokens of a step: a small one and a full one
+STEPS = (64, 1024)  # tokens of a small step and of a full step
 SHAPES = ((384, 1152, "identity"), (384, 1536, "gelu"), (1536, 384, "identity"), (768, 3072, "gelu"))
 
 
 def linear(place: Place) -> Iterator[Case]:
-    """The layer that the engine picks for this device, against the plain form."""
+    """The layer that the engine picks for this device, compared with `Linear`."""
     yield from _linear("linear", place, lambda w, b, act: make_linear(w, b, act, None))
 
 
@@ -57,7 +57,7 @@ def _linear(name: str, place: Place, make: Callable[[Tensor, Tensor, str], Linea
 
 
 def attention(place: Place) -> Iterator[Case]:
-    """Ragged attention, against one padded and masked library call."""
+    """Ragged attention, compared with one padded and masked library call."""
     for heads, dim in ((12, 32), (12, 64)):
         for tokens in STEPS:
             batch = ragged(mixed_lengths(tokens), place)
@@ -88,7 +88,7 @@ def padded_attention(qkv: Tensor, heads: int, batch: Batch) -> Tensor:
 
 
 def pooling(place: Place) -> Iterator[Case]:
-    """Each method on a whole step at once, against a loop over its rows."""
+    """Each method on a whole step at once, compared with a loop over its rows."""
     for name, method in METHODS.items():
         for tokens in STEPS:
             batch = ragged(mixed_lengths(tokens), place)
@@ -105,7 +105,7 @@ def pooling(place: Place) -> Iterator[Case]:
 
 
 def late_interaction(place: Place) -> Iterator[Case]:
-    """One query of 32 tokens against ragged documents, against one product over padded ones."""
+    """MaxSim of one query with 32 tokens and ragged documents, compared with one product over padded ones."""
     for tokens in (1024, 32768):
         lengths = torch.tensor(mixed_lengths(tokens), dtype=torch.int32)
         query, documents = place.random(32, 128), place.random(int(lengths.sum()), 128)
@@ -155,11 +155,11 @@ def _pool_row(name: str, row: Tensor) -> Tensor:
             return (row * weights).sum(dim=0) / weights.sum()
         case "max":
             return row.amax(dim=0)
-    raise KeyError(f"pooling method {name} has no reference here")
+    raise KeyError(f"no reference for pooling method {name}")
 
 
 def norm(place: Place) -> Iterator[Case]:
-    """Residual and norm together, against one after the other."""
+    """Residual addition and norm in one pass, compared with two passes."""
     for width, rms in ((768, False), (1024, True)):
         weight = place.random(width)
         layer: Norm
@@ -185,7 +185,7 @@ def _one_by_one(layer: Norm, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def gate(place: Place) -> Iterator[Case]:
-    """What stands between the two products of a gated feed-forward block."""
+    """The activation between the two products of a gated feed-forward block."""
     for width, act in ((1152, "gelu"), (3072, "silu")):
         for tokens in STEPS:
             x = place.random(tokens, 2 * width)

@@ -98,7 +98,7 @@ def measure(case: Case, floor: Floor, min_time_s: float) -> Measured:
 
 
 class Floor:
-    """What this device can do at best, measured when it is first asked for."""
+    """The peak rates of this device, measured on first use."""
 
     def __init__(self, place: Place, min_time_s: float) -> None:
         self.place, self._min_time_s = place, min_time_s
@@ -106,7 +106,7 @@ class Floor:
         self._products: dict[bool, float] = {}
 
     def flops_per_s(self, int8: bool = False) -> float:
-        """Of a large product, by the fastest of the ways there are to do one."""
+        """FLOP/s of a large product, in the fastest available way."""
         if int8 not in self._products:
             side = 1024 if self.place.device.type == "cpu" else 8192
             weight, x = self.place.random(side, side, scale=side**-0.5), self.place.random(side, side)
@@ -120,7 +120,7 @@ class Floor:
         return self._products[int8]
 
     def bytes_per_s(self, size: int) -> float:
-        """Of a copy that reads and writes `size` bytes in all: small ones stay in the cache."""
+        """Bytes/s of a copy that reads and writes `size` bytes in total; small copies stay in the cache."""
         power = max(14, (size - 1).bit_length())
         if power not in self._copies:
             source = torch.zeros(2 ** (power - 1), dtype=torch.uint8, device=self.place.device)
@@ -135,7 +135,8 @@ class Floor:
 
 
 def clock(run: Callable[[], Tensor], device: torch.device, min_time_s: float) -> float:
-    """Seconds of one call, after two for warmth: the fastest tenth, since other work only ever adds time."""
+    """Seconds of one call after two warm-up calls: the 10th percentile, because other processes can only
+    add time."""
     for _ in range(2):
         run()
     times: list[float] = []

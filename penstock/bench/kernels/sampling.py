@@ -1,4 +1,4 @@
-"""The sampler's cases: a whole call for rows of one kind, against an fp32 copy that is sorted where asked."""
+"""Cases of the sampler: a whole call for rows with the same options, compared with sorting an fp32 copy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ KINDS = {
     "penalties": SamplerParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2),
     "logprobs": SamplerParams(temperature=0.0, logprobs=5),
 }
-_PROMPT = 64  # tokens that a row has seen
+_PROMPT = 64  # tokens of each prompt
 
 
 def sampling(place: Place) -> Iterator[Case]:
-    """Rows of a decoding step, all of one kind. A CPU's are few, and of a small vocabulary."""
+    """Rows of a decode step with the same options. On a CPU they are few, with a small vocabulary."""
     rows, vocab = (128, 151_936) if place.device.type == "cuda" else (2, 5_000)
     logits = place.random(rows, vocab, scale=2.0)
     for name, params in KINDS.items():
@@ -45,7 +45,7 @@ def sampling(place: Place) -> Iterator[Case]:
 
 
 def _sampler(logits: Tensor, params: SamplerParams) -> tuple[Callable[[], Tensor], Tensor | None]:
-    """A call of the sampler, and the noise of its first step, which the reference is given for nothing."""
+    """A call of the sampler, and the noise of its first step, which the reference gets for free."""
     rows, vocab = logits.shape
     sampler = Sampler(vocab, rows, logits.device)
     slots = np.arange(rows, dtype=np.int32)
