@@ -177,7 +177,7 @@ def test_the_pooler_gives_the_same_with_kernels(method: str, request: pytest.Fix
         Variant(PoolingParams(dimensions=5, normalize=False), None),
         Variant(PoolingParams(task=Task.TOKEN_EMBED, normalize=True), None, tokens.numpy()),
     )
-    tensors = [VariantTensors(index) for index in (None, rows, None, tokens)]
+    tensors = [VariantTensors(selected) for selected in (None, rows, None, tokens)]
     plain = pooler(hidden, batch, variants, tensors)
     request.getfixturevalue("kernels")
     for got, expected in zip(pooler(hidden, batch, variants, tensors), plain, strict=True):
