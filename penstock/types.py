@@ -1,7 +1,7 @@
-"""The nouns that every room shares: requests, parameters, the plan of a step and its result.
+"""The types that all packages share: requests, parameters, step plans, results and outputs.
 
-Nothing here imports torch. Arrays are NumPy; a `StepPlan` holds every integer that a step needs, so
-that nothing after it has to ask a device for a number that was known here.
+Nothing here imports torch. Arrays are NumPy. A step plan holds every integer that a step needs, so that
+no later code has to read a number back from the device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.errors import BadValue, PenstockError
 Ints = NDArray[np.int32]
 Array = NDArray[np.generic]
 
-MAX_TERMS = 1024  # of a sparse row, where the caller does not say how many
-MAX_TOP_K = 8192  # what the caller may say
+MAX_TERMS = 1024  # terms of a sparse row when the caller sets no top_k
+MAX_TOP_K = 8192  # largest top_k that a caller may set
 
 
 class Task(enum.StrEnum):
@@ -36,7 +36,7 @@ class Task(enum.StrEnum):
 
 
 class OutputDtype(enum.StrEnum):
-    """How a vector leaves the engine. `binary` and `ubinary` pack eight signs into a byte."""
+    """Number format of output vectors. `binary` and `ubinary` pack eight sign bits into a byte."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -48,7 +48,7 @@ class OutputDtype(enum.StrEnum):
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        """The array type on this side of the wire; bfloat16 travels as its bit pattern."""
+        """The NumPy dtype of the values; bfloat16 is carried as its 16-bit pattern."""
         return np.dtype(_NUMPY_OF[self])
 
     @property
@@ -68,43 +68,44 @@ _NUMPY_OF = {
 
 
 class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
-    """What a row wants of the pooler. Hashable: rows with equal parameters are finished together."""
+    """What the pooler computes for a row. Hashable: rows with equal parameters are pooled together."""
 
     task: Task = Task.EMBED
-    dimensions: int | None = None  # cut to this many, then renormalise; None keeps all
-    normalize: bool | None = None  # None: as the model says; of classifiers: whether to activate
+    dimensions: int | None = None  # truncate to this many, then renormalise; None keeps all
+    normalize: bool | None = None  # None: the model's default; for classifiers: apply the activation
     dtype: OutputDtype = OutputDtype.FLOAT32
-    top_k: int | None = None  # sparse: so many of the heaviest terms; None: at most `MAX_TERMS`
-    lexical: bool = False  # sparse: the model weighs the given tokens; they are gathered by id afterwards
-    late: bool = False  # score: of token vectors, not of one vector a row
-    steps: bool = False  # reward: of every token; those of the step tags are picked afterwards
-    listwise: bool = False  # score: a row holds a whole list; its marked tokens are compared afterwards
+    top_k: int | None = None  # sparse: number of heaviest terms; None: at most `MAX_TERMS`
+    lexical: bool = False  # sparse: the model weights the input's tokens; `outputs` merges them by id
+    late: bool = False  # score: late interaction of token vectors, not of one vector per row
+    steps: bool = False  # reward: one value per token; `outputs` selects those of the step tags
+    listwise: bool = False  # score: a row holds a whole list; `inputs.lists` compares its marker tokens
 
     @property
     def per_token(self) -> bool:
-        """Whether the engine gives a row for every token instead of one for the text."""
+        """Whether the engine returns one value row per token instead of one per text."""
         gathered = self.lexical or self.steps or self.listwise
         return gathered or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the finish works on the row's tokens, not on something pooled from them."""
+        """Whether the output is computed from the row's tokens rather than from a pooled vector."""
         return self.per_token or self.task is Task.SPARSE
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a row's text must follow: a JSON schema, a regular expression, or a grammar as Lark writes it."""
+    """A constraint on generated text: a JSON schema, a regular expression, or a grammar in Lark notation."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
 
 
 class SamplerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a row is continued. Texts (stop strings, bad words) are token ids by the time they are here."""
+    """How the next tokens of a row are sampled. Bad words are token ids here; stop strings are handled
+    by `tasks`."""
 
     max_tokens: int = 16
     min_tokens: int = 0
-    temperature: float = 1.0  # 0: the likeliest token
+    temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
@@ -114,44 +115,46 @@ class SamplerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that must not come
-    stop_token_ids: tuple[int, ...] = ()  # end the row, and are not shown
-    eos_token_ids: tuple[int, ...] = ()  # the same, unless `ignore_eos`
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be generated
+    stop_token_ids: tuple[int, ...] = ()  # end the row and are left out of its text
+    eos_token_ids: tuple[int, ...] = ()  # likewise, unless `ignore_eos`
     ignore_eos: bool = False
-    logprobs: int | None = None  # so many of the likeliest besides the chosen one
+    logprobs: int | None = None  # number of likeliest tokens to report besides the chosen one
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None  # `inputs.constraints` makes the masks of each step from it
+    grammar: Grammar | None = None  # `inputs.constraints` computes the token mask of each step from it
 
 
 def check_sampling(params: SamplerParams, vocab_size: int) -> None:
-    """Refuses token ids that the vocabulary does not have."""
-    _inside("logit_bias", params.logit_bias, vocab_size)
-    _inside("bad_words", (token for word in params.bad_token_ids for token in word), vocab_size)
+    """Reject token ids outside the vocabulary."""
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    _check_ids("bad_words", (token for word in params.bad_token_ids for token in word), vocab_size)
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids:
-            raise BadValue("allowed_token_ids is empty; give at least one", param="allowed_token_ids")
-        _inside("allowed_token_ids", params.allowed_token_ids, vocab_size)
+            raise BadValue(
+                "allowed_token_ids is empty; give at least one token id", param="allowed_token_ids"
+            )
+        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
 
 
-def _inside(name: str, ids: Iterable[int], vocab_size: int) -> None:
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise BadValue(f"{name} has token {token}; the vocabulary is 0 … {vocab_size - 1}", param=name)
+            raise BadValue(f"{name} has token id {token}; use 0 to {vocab_size - 1}", param=name)
 
 
-ONE_ROW: Ints = np.zeros(1, dtype=np.int32)  # the number, and the beginning, of the only row there is
+ONE_ROW: Ints = np.zeros(1, dtype=np.int32)  # row number and start offset of a request with one row
 ONE_ROW.flags.writeable = False
 
 
 def cumulative(lengths: Ints) -> Ints:
-    """Where each ragged row begins, and the end: [rows] → [rows + 1]."""
+    """Start offset of each ragged row, then the total: [rows] → [rows + 1]."""
     out = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.add.accumulate(lengths, out=out[1:])
     return out
 
 
 def split_rows(values: Array, lengths: Ints) -> list[Array]:
-    """The pooling that keeps every token: a view of the ragged run [tokens, …] for each row."""
+    """Split a ragged run [tokens, …] into one view per row."""
     out, first = [], 0
     for length in lengths.tolist():
         end = first + length
@@ -162,26 +165,26 @@ def split_rows(values: Array, lengths: Ints) -> list[Array]:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One client call: all its rows, flat. Rows share parameters, priority and deadline."""
+    """One client call with all its rows, flat. Rows share parameters, priority and deadline."""
 
     id: str
-    token_ids: Ints  # [tokens], the rows one after another
+    token_ids: Ints  # [tokens], the rows concatenated
     lengths: Ints  # [rows]
     params: PoolingParams = field(default_factory=PoolingParams)
-    type_ids: Ints | None = None  # [tokens], only where segments differ from 0
-    skip: Ints | None = None  # [rows], leading tokens that the pooler leaves out
-    key_limits: Ints | None = None  # [rows], leading tokens that the row's tokens attend to; None: all
-    token_mask: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
-    pairs: Ints | None = None  # [documents], the query row of each; queries stand before documents
-    extra_params: tuple[PoolingParams, ...] = ()  # further outputs of the same rows
-    adapters: Ints | None = None  # [rows], which of the model's adapters; -1: none
+    type_ids: Ints | None = None  # [tokens], segment ids; None: all 0
+    skip: Ints | None = None  # [rows], number of leading tokens left out of the pooling
+    key_limits: Ints | None = None  # [rows], number of leading tokens that are attended to; None: all
+    token_mask: Ints | None = None  # [tokens], 1 where a token's vector is scored or returned; None: all
+    pairs: Ints | None = None  # [documents], the query row of each; query rows come first
+    extra_params: tuple[PoolingParams, ...] = ()  # additional outputs computed from the same rows
+    adapters: Ints | None = None  # [rows], index of the model's adapter; -1: none
     priority: int = 0  # lower runs sooner
-    arrival_s: float = 0.0  # monotonic clock, the same in every process of a machine
-    deadline_s: float | None = None  # the same clock
-    reuse_prefix: bool = False  # its rows may stand on prefixes that others have computed
+    arrival_s: float = 0.0  # monotonic clock, shared by all processes of a machine
+    deadline_s: float | None = None  # on the clock of `arrival_s`
+    reuse_prefix: bool = False  # its rows may reuse cached prefixes
     cache_salt: str = ""  # prefixes are shared only between equal salts
-    sampling: SamplerParams | None = None  # its rows are prompts to be continued so
-    starts: Ints = field(init=False)  # [rows], where each row begins in token_ids
+    sampling: SamplerParams | None = None  # set when the rows are prompts to continue
+    starts: Ints = field(init=False)  # [rows], start offset of each row in token_ids
 
     def __post_init__(self) -> None:
         self.starts = ONE_ROW if len(self.lengths) == 1 else cumulative(self.lengths)[:-1]
@@ -196,33 +199,33 @@ class Request:
 
     @property
     def all_params(self) -> tuple[PoolingParams, ...]:
-        """What is asked of every row."""
+        """The parameters of every output of a row, the first one's first."""
         return (self.params, *self.extra_params)
 
     @property
     def num_queries(self) -> int:
-        """The leading rows that documents are scored against."""
+        """Number of leading rows that are queries."""
         return 0 if self.pairs is None else self.num_rows - len(self.pairs)
 
 
 @dataclass(slots=True, eq=False)
 class Comparison:
-    """Late interaction of vectors that the caller brings; `pairs` names the query of each document."""
+    """Late-interaction scoring of vectors given by the caller."""
 
     id: str
     queries: Array  # [query vectors, dim]
     query_lengths: Ints  # [queries]
     documents: Array  # [document vectors, dim]
     document_lengths: Ints  # [documents]
-    pairs: Ints  # [documents]
-    query_scales: Array | None = None  # [query vectors], of vectors in int8
+    pairs: Ints  # [documents], the query of each
+    query_scales: Array | None = None  # [query vectors], for int8 vectors
     document_scales: Array | None = None  # [document vectors]
     arrival_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a request's time went inside the engine, in seconds."""
+    """How long a request waited and ran inside the engine."""
 
     queue_s: float = 0.0
     device_s: float = 0.0
@@ -445,7 +448,7 @@ class PoolPlan(BasePlan):
     slices: tuple[RowSlice, ...]
     variants: tuple[Variant, ...]
     type_ids: Ints | None = None  # [tokens]; None: all zero
-    skip: Ints | None = None  # [rows], leading tokens that the pooler leaves out; None: none
+    skip: Ints | None = None  # [rows], number of leading tokens left out of the pooling; None: none
     adapters: Ints | None = None  # [rows], -1: none; None: no row has one
     kv: KVPlan | None = None  # None: every row runs whole, and nothing is cached
     limits: KeyLimits | None = None  # None: every row attends to all its tokens
@@ -504,45 +507,45 @@ class PooledOutput:
     """The result of one whole request."""
 
     id: str
-    # [rows, dim]; of per-token tasks [tokens, dim], the rows one after another; of sparse rows
-    # [rows, terms, 2] of (token id, weight), heaviest first, absent terms (-1, 0)
+    # [rows, dim]; for per-token tasks [tokens, dim], the rows concatenated; for sparse tasks
+    # [rows, terms, 2] of (token id, weight), heaviest first, padded with (-1, 0)
     values: Array
     timings: Timings
-    extra_values: tuple[Array, ...] = ()  # of the request's further outputs, alike
+    extra_values: tuple[Array, ...] = ()  # one for each of the request's extra_params, in the same layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratedTokens:
-    """Further tokens of one row of a request; the last part says why it ended."""
+    """New tokens of one row of a request. The last part carries the finish reason."""
 
     id: str
     row: int
     token_ids: Ints  # [new]
     finish_reason: str | None = None  # "stop" | "length"
-    stop_token: int | None = None  # the token that ended it, where one did
-    # Where asked for: the chosen token first, then the likeliest, falling; what ended it has them too.
-    logprob_ids: Ints | None = None  # [made, 1 + logprobs]
-    logprobs: NDArray[np.float32] | None = None  # [made, 1 + logprobs]
-    ranks: Ints | None = None  # [made], of the chosen token, from 1
+    stop_token: int | None = None  # the token that ended the row, if one did
+    # If requested: the chosen token first, then the likeliest in falling order. A stop token has them too.
+    logprob_ids: Ints | None = None  # [sampled, 1 + logprobs]
+    logprobs: NDArray[np.float32] | None = None  # [sampled, 1 + logprobs]
+    ranks: Ints | None = None  # [sampled], rank of the chosen token, from 1
     timings: Timings | None = None  # with the last part
-    # With the first part, where asked for: the same of the prompt's tokens after the first.
+    # If requested, with the first part: the same for the prompt's tokens after the first.
     prompt_logprob_ids: Ints | None = None  # [prompt - 1, 1 + prompt_logprobs]
     prompt_logprobs: NDArray[np.float32] | None = None  # [prompt - 1, 1 + prompt_logprobs]
     prompt_ranks: Ints | None = None  # [prompt - 1]
 
 
-SequenceIds = tuple[tuple[str, int], ...]  # request and row of each of some rows
+SequenceIds = tuple[tuple[str, int], ...]  # (request id, row) of each sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedTokens:
-    """One further token of each of several rows that go on: what most steps give, in columns."""
+    """One new token for each of several unfinished sequences, in columns: the result of most decode steps."""
 
-    rows: SequenceIds  # the same object from step to step while the same rows go on
+    rows: SequenceIds  # the same object from step to step while the batch does not change
     token_ids: Ints  # [rows]
 
     def parts(self) -> list[GeneratedTokens]:
-        """The same, row by row."""
+        """The same as one `GeneratedTokens` per sequence."""
         ids = self.token_ids
         return [GeneratedTokens(name, row, ids[at : at + 1]) for at, (name, row) in enumerate(self.rows)]
 
@@ -560,16 +563,10 @@ Outcome = PooledOutput | DecodedTokens | GeneratedTokens | Failure
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """The parts of a request's texts. Each is a row of its own, or with `spans` a run of a text's tokens."""
+    """The chunks of a request's texts, text by text. Each chunk is a row, or with `spans` part of a row."""
 
-    counts: Ints  # [texts], chunks of each text; they lie one after another
-    weights: Ints  # [chunks], tokens that a chunk stands for
+    counts: Ints  # [texts], number of chunks of each text
+    weights: Ints  # [chunks], number of the text's tokens in each chunk
     spans: Ints | None = None  # [chunks, 2], tokens within the text's row
+    run_spans: Ints | None = None  # [chunks, 2], the same spans within the request's run of tokens
     chars: Ints | None = None  # [chunks, 2], characters within the text; None for token ids
-    starts: Ints | None = None  # [texts], with spans: where each text's row begins in the run
-
-    @property
-    def flat_spans(self) -> Ints:
-        """The spans within the whole run of tokens."""
-        assert self.spans is not None and self.starts is not None
-        return self.spans + np.repeat(self.starts, self.counts)[:, None]

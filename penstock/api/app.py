@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,23 +24,11 @@ from penstock.api.dialects import (
     ranking,
     tei,
 )
-from penstock.api.endpoint import Call, Dialect, Endpoint, ErrorShape, Handler, Reply, openai_error
+from penstock.api.endpoint import Call, Endpoint, Reply, RouteSpec
 from penstock.api.metrics import ApiMetrics
 from penstock.api.schema import openapi
 from penstock.api.state import ServerState
 from penstock.errors import NotFound
-
-
-@dataclass(frozen=True, slots=True)
-class RouteSpec:
-    path: str
-    body: type[msgspec.Struct] | None  # None: GET
-    handler: Handler
-    group: str
-    open_to_all: bool = False
-    error_shape: ErrorShape = openai_error
-    other: Dialect | None = None  # a second kind of body on the same path
-
 
 ROUTES = (
     RouteSpec("/v1/embeddings", openai.EmbeddingsRequest, openai.embeddings, "OpenAI"),
@@ -76,6 +63,9 @@ ROUTES = (
 )
 
 
+ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
+
+
 class App(Starlette):
     """Routes have no path parameters, so a path is looked up; everything else goes through Starlette."""
 
@@ -95,21 +85,8 @@ def build_app(state: ServerState) -> Starlette:
     async def serve_schema(call: Call) -> Reply:
         return Reply(schema)
 
-    def endpoint(spec: RouteSpec) -> Endpoint:
-        return Endpoint(
-            state,
-            metrics,
-            spec.path,
-            spec.body,
-            spec.handler,
-            error_shape=spec.error_shape,
-            other=spec.other,
-            open_to_all=spec.open_to_all,
-            limited=spec.body is not None,
-        )
-
     described = RouteSpec("/openapi.json", None, serve_schema, "operation", open_to_all=True)
-    endpoints = {spec.path: endpoint(spec) for spec in (*ROUTES, described)}
+    endpoints = {route.path: Endpoint(state, metrics, route) for route in (*ROUTES, described)}
     app = App(endpoints, lifespan=partial(_lifespan, state))
     app.router.default = _not_found(state, metrics)
     app.router.redirect_slashes = False
@@ -131,9 +108,8 @@ def _not_found(state: ServerState, metrics: ApiMetrics) -> Callable[[Scope, Rece
     async def refuse(call: Call) -> Reply:
         raise NotFound("no such route; /docs lists all routes")
 
-    endpoint = Endpoint(state, metrics, "other", None, refuse, open_to_all=True, limited=False)
-    endpoint.methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
-    endpoint.error_shape = openai_error
+    route = RouteSpec("other", None, refuse, "operation", open_to_all=True, methods=ALL_METHODS)
+    endpoint = Endpoint(state, metrics, route)
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

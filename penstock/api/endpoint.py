@@ -121,39 +121,48 @@ class Dialect:
             return False
 
 
+@dataclass(frozen=True, slots=True)
+class RouteSpec:
+    """One row of the table of routes."""
+
+    path: str
+    body: type[msgspec.Struct] | None  # None: GET
+    handler: Handler
+    group: str
+    open_to_all: bool = False  # needs no API key
+    error_shape: ErrorShape = openai_error
+    other: Dialect | None = None  # a second kind of body on the same path
+    methods: tuple[str, ...] | None = None  # None: POST with a body, GET and HEAD without
+
+    @property
+    def counts_as_request(self) -> bool:
+        """Whether it counts towards the requests in flight."""
+        return self.body is not None
+
+
 class Endpoint:
     """An ASGI application for one route."""
 
-    def __init__(
-        self,
-        state: ServerState,
-        metrics: ApiMetrics,
-        path: str,
-        body: type[Any] | None,
-        handler: Handler,
-        *,
-        error_shape: ErrorShape = openai_error,
-        other: Dialect | None = None,
-        open_to_all: bool = False,
-        limited: bool = True,
-    ) -> None:
+    def __init__(self, state: ServerState, metrics: ApiMetrics, route: RouteSpec) -> None:
         self.state = state
         self.metrics = metrics
-        self.path = path
-        self.decoder = None if body is None else msgspec.json.Decoder(body)
-        self.handler = handler
-        self.error_shape = error_shape
-        self.other = other
-        self.other_decoder = None if other is None else msgspec.json.Decoder(other.body)
-        self.open_to_all = open_to_all
-        self.limited = limited
-        self.methods: tuple[str, ...] = ("GET", "HEAD") if body is None else ("POST",)
+        self.path = route.path
+        self.handler = route.handler
+        self.error_shape = route.error_shape
+        self.open_to_all = route.open_to_all
+        self.decoder = None if route.body is None else msgspec.json.Decoder(route.body)
+        self.other = route.other
+        self.other_decoder = None if route.other is None else msgspec.json.Decoder(route.other.body)
+        self.counts_as_request = route.counts_as_request
+        self.methods = route.methods or (("GET", "HEAD") if route.body is None else ("POST",))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(self.state, self.metrics, time.monotonic())
         try:
             self._check(scope)
-            reply = await (self._limited(call, scope, receive, send) if self.limited else self.handler(call))
+            reply = await (
+                self._admitted(call, scope, receive, send) if self.counts_as_request else self.handler(call)
+            )
             if isinstance(reply, Reply):
                 reply.headers += call.headers()
         except PenstockError as error:
@@ -171,7 +180,7 @@ class Endpoint:
         if not self.open_to_all:
             check_key(scope, self.state.config.api_key)
 
-    async def _limited(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
+    async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
         self.state.admit()
         try:

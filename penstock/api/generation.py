@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from penstock.api.endpoint import Call
-from penstock.api.replies import timed_encoding
+from penstock.api.replies import record_phases
 from penstock.api.run import scheduling_of
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue
@@ -89,8 +89,7 @@ class Generation:
                     yield deltas
         finally:
             self.call.metrics.generated(self.model.spec.name, self.completion_tokens)
-        with timed_encoding(self.call):  # text is encoded while it is generated
-            pass
+        record_phases(self.call, time.monotonic())  # text is encoded while it is generated
 
     def _count(self, delta: TextDelta) -> None:
         if self.scores_prompt_only:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from penstock.api.body import json_body
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import VectorFields
 from penstock.api.run import Result
-from penstock.outputs.encoders import LARGE, LargeRow, as_bytes, encode_rows
+from penstock.outputs.encoders import MIN_LARGE_BYTES, LargeRow, as_bytes, encode_rows
 from penstock.outputs.sparse import SparseRow
 from penstock.tasks.model import TextModel
 
@@ -26,12 +25,9 @@ def json_reply(content: Any) -> Reply:
     return Reply(json_body(content))
 
 
-@contextmanager
-def timed_encoding(call: Call) -> Iterator[None]:
-    """Counts the time of the block as encoding, and records the phases of the request."""
-    began = time.monotonic()
-    yield
-    call.encode_s = time.monotonic() - began
+def record_phases(call: Call, encoding_began_s: float) -> None:
+    """Count the time since `encoding_began_s` as encoding, and record the phases of the request."""
+    call.encode_s = time.monotonic() - encoding_began_s
     call.metrics.phases(
         tokenize_s=call.tokenize_s, queue_s=call.queue_s, device_s=call.device_s, encode_s=call.encode_s
     )
@@ -39,18 +35,26 @@ def timed_encoding(call: Call) -> Iterator[None]:
 
 def vector_reply(call: Call, body: VectorFields, result: Result[Any], *, prefix: str, items: Items) -> Reply:
     """The rows of a result in the encoding that the caller chose."""
-    with timed_encoding(call):
-        head, rows = result.head(body, prefix), list(result.value)
-        if body.encoding_format == "bytes":
-            return _bytes_reply(body, result, rows, head)
+    began = time.monotonic()
+    head, rows = result.head(body, prefix), list(result.value)
+    if body.encoding_format == "bytes":
+        reply = _bytes_reply(body, result, rows, head)
+    else:
         encoded = encode_rows(rows, body.encoding_format, body.embed_dtype, body.endianness)
-        return json_reply({"object": "list", **head, "data": items(encoded), "usage": result.usage})
+        reply = json_reply({"object": "list", **head, "data": items(encoded), "usage": result.usage})
+    record_phases(call, began)
+    return reply
 
 
-def list_reply(call: Call, body: Any, result: Result[Any], prefix: str, data: list[dict[str, Any]]) -> Reply:
+def list_reply(
+    call: Call, body: Any, result: Result[Any], prefix: str, data: Callable[[], list[dict[str, Any]]]
+) -> Reply:
     """A list of items under `data`, with the usual head and usage."""
+    began = time.monotonic()
     head = result.head(body, prefix)
-    return json_reply({"object": "list", **head, "data": data, "usage": result.usage})
+    reply = json_reply({"object": "list", **head, "data": data(), "usage": result.usage})
+    record_phases(call, began)
+    return reply
 
 
 def sparse_terms(model: TextModel, rows: list[SparseRow]) -> list[list[dict[str, Any]]]:
@@ -81,6 +85,6 @@ def _bytes_reply(body: VectorFields, result: Result[Any], rows: list[Any], head:
         values = result.output.values
         whole = values if at == values.nbytes else np.concatenate(rows)
     headers = [(b"metadata", metadata)]
-    if at >= LARGE:
+    if at >= MIN_LARGE_BYTES:
         return Reply([LargeRow(whole, "bytes", body.embed_dtype, body.endianness)], OCTETS, headers=headers)
     return Reply(as_bytes(whole, body.endianness), OCTETS, headers=headers)

@@ -25,7 +25,7 @@ class Scheduled(Protocol):
     request_id: str | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Result(Generic[R]):
     """What a task gave, beside the request that it belongs to."""
 

@@ -34,7 +34,7 @@ def build_core(
     generation = _generation_scheduler(spec, settings, pool) if settings.generates else None
     core = EngineCore(
         loaded.runner,
-        _scheduler(spec, settings, pool, loaded.num_places),
+        _scheduler(spec, settings, pool, loaded.num_cached_vectors),
         depth=settings.pipeline_depth,
         wake=wake,
         observe=observe,

@@ -1,5 +1,4 @@
-"""Tokenising for many concurrent callers: short texts at once, long ones together with all that wait, off
-the event loop."""
+"""Tokenisation for concurrent callers: short texts inline, long ones in batches on a thread."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ from penstock.inputs.tokenizer import EncodedText, Tokenizer
 from penstock.types import Ints
 
 T = TypeVar("T")
-MAX_INLINE_CHARS = 1024  # characters that take less time to encode than a thread takes to be asked
+MAX_INLINE_CHARS = 1024  # shorter inputs take less time to encode than a hand-over to a thread
 _Job = tuple[list[str], bool, "asyncio.Future[list[Ints]]"]
 
 
 class BatchTokenizer:
-    """One encoding runs at a time; what arrives meanwhile forms the next batch."""
+    """Encodes one batch at a time. Calls that arrive meanwhile form the next batch."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._waiting: list[_Job] = []
         self._running = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-tokenize")
-        self._others = ThreadPoolExecutor(min(4, available_cpus()), thread_name_prefix="penstock-inputs")
+        self._workers = ThreadPoolExecutor(min(4, available_cpus()), thread_name_prefix="penstock-inputs")
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
         if sum(map(len, texts)) <= MAX_INLINE_CHARS:
@@ -40,18 +39,18 @@ class BatchTokenizer:
     async def encode_with_offsets(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[EncodedText]:
-        """As `Tokenizer.encode_with_offsets`, beside the batches."""
+        """Like `Tokenizer.encode_with_offsets`, on a worker thread and not batched."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._others, self.tokenizer.encode_with_offsets, texts, add_special_tokens
+            self._workers, self.tokenizer.encode_with_offsets, texts, add_special_tokens
         )
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Something else that tokenises, beside the batches: long pairs keep several cores busy."""
-        return await asyncio.get_running_loop().run_in_executor(self._others, work)
+        """Run other tokenisation work on a worker thread, not batched: long pairs keep several cores busy."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
     def close(self) -> None:
-        for pool in (self._thread, self._others):
+        for pool in (self._thread, self._workers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -63,14 +62,14 @@ class BatchTokenizer:
             done.add_done_callback(lambda result: self._finish(loop, jobs, result))
 
     def _encode_all(self, jobs: list[_Job]) -> list[list[Ints] | Exception]:
-        """Each job's rows, or its own error: one bad text fails its own call only."""
+        """The rows of each job, or its error: a bad text fails only its own call."""
         out: list[list[Ints] | Exception] = []
         for special in (True, False):
-            same = [texts for texts, add, _ in jobs if add is special]
-            if len(same) == len(jobs):
+            matching = [texts for texts, add, _ in jobs if add is special]
+            if len(matching) == len(jobs):
                 try:
-                    rows = iter(self.tokenizer.encode([t for texts in same for t in texts], special))
-                    return [[next(rows) for _ in texts] for texts in same]
+                    rows = iter(self.tokenizer.encode([t for texts in matching for t in texts], special))
+                    return [[next(rows) for _ in texts] for texts in matching]
                 except Exception:
                     break
         for texts, special, _ in jobs:

@@ -1,6 +1,6 @@
-"""Chat templates: a model's own Jinja text, run in a sandbox, turns messages into one prompt.
+"""Chat templates: a model's Jinja template, rendered in a sandbox, turns messages into one prompt.
 
-The environment is the one that transformers gives to templates, so a template means the same here.
+The Jinja environment is that of transformers, so a template renders the same text here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from penstock.checkpoint.files import optional_json
 from penstock.errors import BadValue, ConfigError
 
 Message = Mapping[str, Any]
-_OURS = ("messages", "add_generation_prompt")  # names that the caller's own must not replace
+_RESERVED = ("messages", "add_generation_prompt")  # not allowed in chat_template_kwargs
 
 
-class _Refused(TemplateError):
-    """What `raise_exception` of a template says."""
+class _TemplateRefusal(TemplateError):
+    """Raised by a template that calls `raise_exception`."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only what stands inside."""
+    """`{% generation %}` marks the assistant's text for training. Here only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -39,7 +39,7 @@ class _Generation(Extension):
 
 
 def _raise_exception(message: str) -> None:
-    raise _Refused(message)
+    raise _TemplateRefusal(message)
 
 
 def _to_json(
@@ -49,7 +49,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of Jinja's own filter."""
+    """`tojson` without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -66,7 +66,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """One template with the special tokens that it may name."""
+    """One template with the special tokens that it may refer to."""
 
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
         self.source = source
@@ -87,37 +87,40 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        more: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """`more` are names of the template's own, such as `enable_thinking`."""
+        """The prompt for the messages. `template_kwargs` are variables of the template, such as
+        `enable_thinking`."""
         if not messages:
             raise BadValue("messages is empty; give at least one message", param="messages")
         if add_generation_prompt and continue_final_message:
             raise BadValue(
-                "add_generation_prompt and continue_final_message contradict each other",
+                "add_generation_prompt and continue_final_message contradict each other; set only one",
                 param="continue_final_message",
             )
-        more = more or {}
-        for name in _OURS:
-            if name in more:
-                raise BadValue(f"chat_template_kwargs must not hold {name!r}", param="chat_template_kwargs")
-        settled = [self._settled(message, index) for index, message in enumerate(messages)]
-        values = {"tools": None, "documents": None, **self.special, **more}
+        template_kwargs = template_kwargs or {}
+        for name in _RESERVED:
+            if name in template_kwargs:
+                raise BadValue(
+                    f"chat_template_kwargs must not contain {name!r}", param="chat_template_kwargs"
+                )
+        adapted = [self._adapt(message, index) for index, message in enumerate(messages)]
+        values = {"tools": None, "documents": None, **self.special, **template_kwargs}
         try:
             text = self._template.render(
-                messages=settled, add_generation_prompt=add_generation_prompt, **values
+                messages=adapted, add_generation_prompt=add_generation_prompt, **values
             )
-        except _Refused as error:
-            raise BadValue(f"the chat template refuses these messages: {error}", param="messages") from None
-        except Exception as error:  # a template computes: anything that it stumbles over comes out here
+        except _TemplateRefusal as error:
+            raise BadValue(f"the chat template rejects these messages: {error}", param="messages") from None
+        except Exception as error:  # a template can raise any exception
             raise BadValue(
                 f"the chat template failed on these messages: {type(error).__name__}: {error}",
                 param="messages",
             ) from None
-        return _up_to_last(text, messages[-1]) if continue_final_message else text
+        return _up_to_last_message(text, messages[-1]) if continue_final_message else text
 
-    def _settled(self, message: Message, index: int) -> dict[str, Any]:
-        """The message as the template wants it: content as a text, or as a list of parts."""
+    def _adapt(self, message: Message, index: int) -> dict[str, Any]:
+        """The message with its content in the form the template expects: one text, or a list of parts."""
         content = message.get("content")
         if content is None:
             return dict(message)
@@ -128,11 +131,11 @@ class ChatTemplate:
 
 
 def part_texts(content: Any, index: int) -> list[str]:
-    """The texts of a message, which has one or a list of parts."""
+    """The texts of a message's content, which is one text or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise BadValue(f"content of message {index} must be a text or a list of parts", param="messages")
+        raise BadValue(f"messages[{index}].content must be a text or a list of text parts", param="messages")
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -141,43 +144,46 @@ def part_texts(content: Any, index: int) -> list[str]:
         elif kind in ("text", "input_text", "output_text", "refusal"):
             text = part.get("refusal" if kind == "refusal" else "text")
             if not isinstance(text, str):
-                raise BadValue(f"a part of message {index} has no text", param="messages")
+                raise BadValue(
+                    f"messages[{index}].content has a part of type {kind!r} without text", param="messages"
+                )
             texts.append(text)
         else:
             raise BadValue(
-                f"message {index} has a part of type {kind!r}; only text is taken", param="messages"
+                f"messages[{index}].content has a part of type {kind!r}; only text parts are supported",
+                param="messages",
             )
     return texts
 
 
-def _up_to_last(text: str, message: Message) -> str:
-    """The prompt cut right behind the last message's words, so that the model goes on with them."""
+def _up_to_last_message(text: str, message: Message) -> str:
+    """The prompt up to the end of the last message's text, so that the model continues it."""
     content = message.get("content")
     last = "" if content is None else part_texts(content, -1)[-1]
     words = last.strip()
     if not words:
         raise BadValue(
-            "continue_final_message needs words in the last message", param="continue_final_message"
+            "continue_final_message needs text in the last message", param="continue_final_message"
         )
     at = text.rfind(words)
     if at < 0:
         raise BadValue(
-            "continue_final_message: the chat template changes the last message's words",
+            "continue_final_message is not possible: the chat template changes the last message's text",
             param="continue_final_message",
         )
-    whole = last.lstrip()  # with the spaces behind the words, where the template keeps them
+    whole = last.lstrip()  # with trailing spaces, if the template keeps them
     return text[: at + (len(whole) if text.startswith(whole, at) else len(words))]
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether the template goes through the parts of a content; else it wants one text."""
-    named = {
+    """Whether the template loops over the parts of a content. Otherwise it expects one text."""
+    aliases = {
         node.target.name
         for node in tree.find_all(nodes.Assign)
         if isinstance(node.target, nodes.Name) and _is_content(node.node)
     }
     return any(
-        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in named)
+        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in aliases)
         for loop in tree.find_all(nodes.For)
     )
 
@@ -191,7 +197,7 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 class ModelTemplate:
-    """The template that a model comes with, or the one that the operator gave. Read when first needed."""
+    """The model's own chat template, or the one from `--chat-template`. Read on first use."""
 
     def __init__(self, folder: Path, given: str | None = None) -> None:
         self._folder = folder
@@ -203,7 +209,7 @@ class ModelTemplate:
         source = self._source(settings)
         if source is None:
             raise BadValue(
-                "the model has no chat template; give one with --chat-template, or use completions",
+                "the model has no chat template; set --chat-template, or use /v1/completions",
                 param="messages",
             )
         return ChatTemplate(source, special_tokens(settings))
@@ -218,15 +224,15 @@ class ModelTemplate:
             return self._given
         file = Path(self._given)
         if not file.is_file():
-            names = f"; it has templates named {', '.join(known)}" if known else ""
+            names = f"; the model's templates are: {', '.join(known)}" if known else ""
             raise ConfigError(
-                f"--chat-template {self._given!r} is neither a file nor a template{names}",
+                f"--chat-template {self._given!r} is neither a file nor a Jinja template{names}",
                 param="chat_template",
             )
         return file.read_text(encoding="utf-8")
 
     def _known(self, settings: Mapping[str, Any]) -> dict[str, str]:
-        """The templates of the model by name; the plain one is `default`."""
+        """The model's templates by name. The unnamed one is `default`."""
         known: dict[str, str] = {}
         listed = settings.get("chat_template")
         if isinstance(listed, str):
@@ -235,9 +241,9 @@ class ModelTemplate:
             known |= {str(entry["name"]): str(entry["template"]) for entry in listed}
         for file in sorted((self._folder / "additional_chat_templates").glob("*.jinja")):
             known[file.stem] = file.read_text(encoding="utf-8")
-        alone = self._folder / "chat_template.jinja"
-        if alone.is_file():
-            known["default"] = alone.read_text(encoding="utf-8")
+        default = self._folder / "chat_template.jinja"
+        if default.is_file():
+            known["default"] = default.read_text(encoding="utf-8")
         return known
 
 

@@ -1,5 +1,5 @@
-"""Long texts: rows beyond the model's limit split into rows that fit, and rows divided into chunks that
-are pooled apart (late chunking). Where chunks lie is settled here; `outputs.chunks` combines them.
+"""Chunking of long texts: rows beyond the model's limit are split into rows that fit (`mean`), or the token
+vectors of a row are pooled chunk by chunk (`late`). `outputs.chunks` combines the vectors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from penstock.inputs.tokenizer import EncodedText
 from penstock.types import Chunks, Ints, PoolingParams, Request, Task
 
 Chunking = Literal["none", "mean", "late"]
-DEFAULT_CHUNK_SIZE = 256  # tokens of a late chunk, unless told
+DEFAULT_CHUNK_SIZE = 256  # tokens of a late chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions:
-    """How texts are chunked; the names are those of the server's fields."""
+    """How texts are chunked. The names are those of the HTTP fields."""
 
     chunking: str = "none"
     chunk_size: int | None = None  # tokens of a late chunk
@@ -33,37 +33,37 @@ class ChunkOptions:
             raise BadValue(f"chunking {self.chunking!r} is unknown; use none, mean or late", param="chunking")
         for name in ("chunk_size", "chunk_spans"):
             if getattr(self, name) is not None and self.chunking != "late":
-                raise BadValue(f"{name} goes with chunking 'late'", param=name)
+                raise BadValue(f"{name} needs chunking 'late'", param=name)
         if self.chunk_size is not None and self.chunk_spans is not None:
-            raise BadValue("chunk_size and chunk_spans exclude each other; give one", param="chunk_spans")
+            raise BadValue(
+                "chunk_size and chunk_spans exclude each other; give only one", param="chunk_spans"
+            )
         if self.chunk_size is not None and self.chunk_size < 1:
             raise BadValue(f"chunk_size is {self.chunk_size}; it must be at least 1", param="chunk_size")
 
 
 class Chunker:
-    """Makes requests of long texts: `mean` for one vector a text, `late` for one a chunk."""
+    """Builds the requests of long texts: `mean` for one vector per text, `late` for one per chunk."""
 
     def __init__(self, processor: InputProcessor) -> None:
         self.processor = processor
         self.spec = processor.spec
         self.tokenizer = processor.tokenizer
 
-    def check(self, params: PoolingParams, options: InputOptions, how: ChunkOptions) -> None:
-        """Refuse what cannot be chunked, before any work is spent on it."""
-        how.check()
-        if how.chunking == "none":
+    def check(self, params: PoolingParams, options: InputOptions, chunking: ChunkOptions) -> None:
+        """Reject what cannot be chunked before any text is tokenised."""
+        chunking.check()
+        if chunking.chunking == "none":
             return
         if params.task is not Task.EMBED:
-            raise BadValue(
-                f"chunking is for task 'embed'; task {params.task.value!r} has none", param="chunking"
-            )
+            raise BadValue(f"chunking needs task 'embed', not {params.task.value!r}", param="chunking")
         self.processor.check(params)
-        if how.chunking == "mean" and options.truncate_prompt_tokens is not None:
+        if chunking.chunking == "mean" and options.truncate_prompt_tokens is not None:
             raise BadValue(
-                "chunking 'mean' reads the whole text; leave truncate_prompt_tokens out",
+                "chunking 'mean' embeds the whole text; leave truncate_prompt_tokens out",
                 param="truncate_prompt_tokens",
             )
-        if how.chunking == "late" and (reason := self._why_not_late()):
+        if chunking.chunking == "late" and (reason := self._why_not_late()):
             raise NotPossible(
                 f"chunking 'late' is not possible for {self.spec.name}: {reason}", param="chunking"
             )
@@ -77,23 +77,23 @@ class Chunker:
         *,
         from_text: bool,
     ) -> tuple[Request, Chunks | None]:
-        """Rows that fit, each with the special tokens and the prompt of its text around it."""
+        """Split rows into rows that fit, each with the special tokens and the prompt of its text."""
         if all(len(row) <= self.spec.max_model_len for row in rows):
             return self.processor.join(request_id, rows, params, options, from_text=from_text), None
-        framed = from_text and options.add_special_tokens
+        has_special_tokens = from_text and options.add_special_tokens
         prompt = self._prompt_tokens(options) if from_text else None
         pieces, weights, counts = [], [], []
         for row in rows:
             head = _common_prefix(row, prompt) if prompt is not None else 0
-            head = max(head, self.tokenizer.prefix if framed else 0)
-            parts, sizes = split_row(
-                row, self.spec.max_model_len, head, self.tokenizer.suffix if framed else 0
-            )
+            head = max(head, self.tokenizer.prefix if has_special_tokens else 0)
+            tail = self.tokenizer.suffix if has_special_tokens else 0
+            parts, sizes = split_row(row, self.spec.max_model_len, head, tail)
             pieces += parts
             weights += sizes
             counts.append(len(parts))
-        whole = PoolingParams(Task.EMBED, normalize=params.normalize)  # cut and cast after the mean
-        request = self.processor.join(request_id, pieces, whole, options, from_text=from_text)
+        # Dimensions and dtype are applied after the mean.
+        chunk_params = PoolingParams(Task.EMBED, normalize=params.normalize)
+        request = self.processor.join(request_id, pieces, chunk_params, options, from_text=from_text)
         return request, Chunks(
             counts=np.array(counts, dtype=np.int32), weights=np.array(weights, dtype=np.int32)
         )
@@ -102,34 +102,39 @@ class Chunker:
         self,
         request_id: str,
         texts: list[str],
-        located: list[EncodedText],
+        encoded: list[EncodedText],
         options: InputOptions,
-        how: ChunkOptions,
+        chunking: ChunkOptions,
     ) -> tuple[Request, Chunks]:
-        """A row a text, whose token vectors are wanted, and the places of its chunks."""
-        request = self._whole(request_id, [row.ids for row in located], options, from_text=True)
-        offsets = text_offsets(self.processor, [row.offsets for row in located], options)
-        bodies = [body_of(*row) for row in zip(offsets, _skips(request), strict=True)]
-        if how.chunk_spans is not None:
-            wanted = check_spans(texts, how.chunk_spans)
-            rows = zip(wanted, offsets, _skips(request), bodies, request.lengths.tolist(), strict=True)
-            spans = [find_tokens(index, *row) for index, row in enumerate(rows)]
-            return request, _late_chunks(request, spans, np.concatenate(wanted))
-        spans = _divided(request, bodies, how.chunk_size)
-        ends = [_ends(*places) for places in zip(spans, bodies, offsets, strict=True)]
-        return request, _late_chunks(request, spans, np.maximum(np.concatenate(ends), 0))
+        """A token-embedding request with one row per text, and the spans of its chunks."""
+        request = self._token_request(request_id, [row.ids for row in encoded], options, from_text=True)
+        offsets = text_offsets(self.processor, [row.offsets for row in encoded], options)
+        bodies = [text_body(*row) for row in zip(offsets, _skips(request), strict=True)]
+        if chunking.chunk_spans is not None:
+            char_spans = check_spans(texts, chunking.chunk_spans)
+            rows = zip(char_spans, offsets, _skips(request), bodies, request.lengths.tolist(), strict=True)
+            spans = [token_spans(index, *row) for index, row in enumerate(rows)]
+            return request, _late_chunks(request, spans, np.concatenate(char_spans))
+        spans = _even_spans(request, bodies, chunking.chunk_size)
+        chars = [_char_spans(*row) for row in zip(spans, bodies, offsets, strict=True)]
+        return request, _late_chunks(request, spans, np.maximum(np.concatenate(chars), 0))
 
     def late_from_ids(
-        self, request_id: str, rows: list[Ints], options: InputOptions, how: ChunkOptions
+        self, request_id: str, rows: list[Ints], options: InputOptions, chunking: ChunkOptions
     ) -> tuple[Request, Chunks]:
-        """The same for token ids, which lie in no text."""
-        if how.chunk_spans is not None:
-            raise BadValue("chunk_spans are places in a text; token ids have none", param="chunk_spans")
-        request = self._whole(request_id, rows, options, from_text=False)
+        """Like `late`, for token ids: their chunks have no character spans."""
+        if chunking.chunk_spans is not None:
+            raise BadValue(
+                "chunk_spans are character offsets in a text; use chunk_size with token ids",
+                param="chunk_spans",
+            )
+        request = self._token_request(request_id, rows, options, from_text=False)
         bodies = list(zip(_skips(request), request.lengths.tolist(), strict=True))
-        return request, _late_chunks(request, _divided(request, bodies, how.chunk_size), None)
+        return request, _late_chunks(request, _even_spans(request, bodies, chunking.chunk_size), None)
 
-    def _whole(self, request_id: str, rows: list[Ints], options: InputOptions, *, from_text: bool) -> Request:
+    def _token_request(
+        self, request_id: str, rows: list[Ints], options: InputOptions, *, from_text: bool
+    ) -> Request:
         params = PoolingParams(Task.TOKEN_EMBED, normalize=False)
         return self.processor.join(request_id, rows, params, options, from_text=from_text)
 
@@ -142,7 +147,7 @@ class Chunker:
         return None if Task.TOKEN_EMBED in self.spec.tasks else "it has no task 'token_embed'"
 
     def _prompt_tokens(self, options: InputOptions) -> Ints | None:
-        """The prompt as it begins a row, leading special tokens included."""
+        """The tokens of the prompt at the start of a row, leading special tokens included."""
         prompt = self.processor.prompt(options)
         if not prompt:
             return None
@@ -151,16 +156,18 @@ class Chunker:
 
 
 def split_row(row: Ints, limit: int, head: int, tail: int) -> tuple[list[Ints], list[int]]:
-    """Rows of at most `limit` tokens and the tokens of the text in each: even parts of the body, every one
-    between the `head` first and the `tail` last tokens of the row."""
+    """Split a row into rows of at most `limit` tokens, and count the text's tokens in each.
+
+    The body is split into even parts. Each part gets the row's first `head` and last `tail` tokens.
+    """
     body = row[head : len(row) - tail]
     if len(row) <= limit:
         return [row], [len(body)]
     room = limit - head - tail
     if room < 1:
         raise BadValue(
-            f"special tokens and prompt take {head + tail} tokens, and the model takes at most {limit}; "
-            "there is no room for the text",
+            f"special tokens and prompt take {head + tail} tokens, but the model takes at most {limit}; "
+            "shorten the prompt",
             param="input",
         )
     parts = np.array_split(body, -(-len(body) // room))
@@ -169,8 +176,11 @@ def split_row(row: Ints, limit: int, head: int, tail: int) -> tuple[list[Ints], 
 
 
 def divide(pooled: int, first: int, end: int, length: int, size: int) -> Ints:
-    """Chunks of `size` tokens from `first` to `end`, [chunks, 2]. What is pooled before and after (special
-    tokens, a prompt) goes to the first and the last, so that the chunks make up the whole row."""
+    """Spans of `size` tokens from `first` to `end`, [chunks, 2].
+
+    The first and the last chunk also take what is pooled before and after the text (special tokens, a
+    prompt), so that the chunks cover the whole row.
+    """
     size = min(size, length)
     inner = np.arange(first + size, end, size, dtype=np.int32)
     edges = np.concatenate([[pooled], inner, [length]]).astype(np.int32)
@@ -178,18 +188,19 @@ def divide(pooled: int, first: int, end: int, length: int, size: int) -> Ints:
 
 
 def check_spans(texts: list[str], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Ints]:
-    """The caller's chunks of each text, [chunks, 2]: ascending, within the text, at least one."""
+    """Check the caller's spans of each text, [chunks, 2]: at least one, ascending, within the text."""
     if len(spans) != len(texts):
         raise BadValue(
-            f"chunk_spans has {len(spans)} lists for {len(texts)} texts; give one a text", param="chunk_spans"
+            f"chunk_spans has {len(spans)} lists for {len(texts)} texts; give one list for each text",
+            param="chunk_spans",
         )
     checked = []
     for index, (text, row) in enumerate(zip(texts, spans, strict=True)):
         edges = [edge for span in row for edge in span]
-        empty = any(begin >= end for begin, end in row)
-        if not edges or empty or edges != sorted(edges) or edges[0] < 0 or edges[-1] > len(text):
+        has_empty = any(begin >= end for begin, end in row)
+        if not edges or has_empty or edges != sorted(edges) or edges[0] < 0 or edges[-1] > len(text):
             raise BadValue(
-                f"chunk_spans {index} must hold at least one [begin, end), ascending, without overlap, "
+                f"chunk_spans[{index}] must have at least one [begin, end), ascending, without overlap, "
                 f"from 0 to {len(text)}",
                 param="chunk_spans",
             )
@@ -197,25 +208,31 @@ def check_spans(texts: list[str], spans: Sequence[Sequence[tuple[int, int]]]) ->
     return checked
 
 
-def find_tokens(
-    index: int, wanted: Ints, chars: Ints, pooled: int, body: tuple[int, int], length: int
+def token_spans(
+    index: int, char_spans: Ints, offsets: Ints, pooled: int, body: tuple[int, int], length: int
 ) -> Ints:
-    """The tokens that end in each wanted span, [chunks, 2]. As with `divide`, a chunk with the first or the
-    last token of the text takes what is pooled before or after."""
+    """The tokens that end in each character span, [chunks, 2].
+
+    As with `divide`, a chunk with the first or the last token of the text also takes what is pooled before or
+    after it.
+    """
     first, end = body
-    lasts = chars[first:end, 1] - 1
-    spans = first + np.searchsorted(lasts, wanted).astype(np.int32)
+    lasts = offsets[first:end, 1] - 1
+    spans = first + np.searchsorted(lasts, char_spans).astype(np.int32)
     empty = np.flatnonzero(spans[:, 0] == spans[:, 1])
     if len(empty):
-        begin, until = wanted[empty[0]].tolist()
-        raise BadValue(f"chunk_spans {index}: no token ends from {begin} to {until}", param="chunk_spans")
+        begin, until = char_spans[empty[0]].tolist()
+        raise BadValue(
+            f"chunk_spans[{index}]: no token ends from {begin} to {until}; use a longer span",
+            param="chunk_spans",
+        )
     spans[0, 0] = pooled if spans[0, 0] == first else spans[0, 0]
     spans[-1, 1] = length if spans[-1, 1] == end else spans[-1, 1]
     return spans
 
 
-def body_of(offsets: Ints, pooled: int) -> tuple[int, int]:
-    """The first and one past the last token of the text itself; what is not of it ends at 0 or before."""
+def text_body(offsets: Ints, pooled: int) -> tuple[int, int]:
+    """The first and one past the last token of the text itself. Other tokens end at 0 or below."""
     inside = np.flatnonzero(offsets[:, 1] > 0)
     if not len(inside) or inside[-1] < pooled:
         return pooled, pooled
@@ -226,14 +243,14 @@ def _skips(request: Request) -> list[int]:
     return [0] * request.num_rows if request.skip is None else request.skip.tolist()
 
 
-def _divided(request: Request, bodies: list[tuple[int, int]], chunk_size: int | None) -> list[Ints]:
+def _even_spans(request: Request, bodies: list[tuple[int, int]], chunk_size: int | None) -> list[Ints]:
     size = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
     rows = zip(_skips(request), bodies, request.lengths.tolist(), strict=True)
     return [divide(pooled, *body, length, size) for pooled, body, length in rows]
 
 
-def _ends(spans: Ints, body: tuple[int, int], offsets: Ints) -> Ints:
-    """Where the text's tokens of each chunk begin and end, [chunks, 2] in characters."""
+def _char_spans(spans: Ints, body: tuple[int, int], offsets: Ints) -> Ints:
+    """The characters that the text's tokens of each chunk cover, [chunks, 2]."""
     first, end = body
     if first == end:
         return np.zeros((len(spans), 2), dtype=np.int32)
@@ -244,10 +261,11 @@ def _ends(spans: Ints, body: tuple[int, int], offsets: Ints) -> Ints:
 def _late_chunks(request: Request, spans: list[Ints], chars: Ints | None) -> Chunks:
     counts = np.array([len(row) for row in spans], dtype=np.int32)
     flat = np.concatenate(spans)
-    return Chunks(counts, flat[:, 1] - flat[:, 0], flat, chars, request.starts)
+    run = flat + np.repeat(request.starts, counts)[:, None]
+    return Chunks(counts, flat[:, 1] - flat[:, 0], flat, run, chars)
 
 
 def _common_prefix(row: Ints, other: Ints) -> int:
     shared = min(len(row), len(other))
-    same = row[:shared] == other[:shared]
-    return shared if same.all() else int(np.argmin(same))
+    equal = row[:shared] == other[:shared]
+    return shared if equal.all() else int(np.argmin(equal))

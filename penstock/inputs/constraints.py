@@ -1,8 +1,7 @@
-"""Structured output: which tokens may come next, so that a text follows a schema, expression or grammar.
+"""Structured output: masks of the tokens that a JSON schema, regular expression or grammar allows next.
 
-Everything is computed on the CPU by llguidance (the `structured` extra). An API process only checks a
-grammar; whoever samples makes one `GrammarCompiler` a model and a `Constraint` a row, and asks it for a mask
-a step.
+llguidance (the `structured` extra) computes them on the CPU. An API process only checks grammars. The engine
+has one `GrammarCompiler` per model and one `Constraint` per row, and asks it for a mask in each step.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ from penstock.errors import BadValue, NotPossible
 from penstock.types import Grammar
 
 Mask = NDArray[np.uint32]  # [ceil(vocabulary / 32)], bit i % 32 of word i // 32 allows token i
-_MOST_TEXT = 256 * 1024  # characters of a grammar
+_MAX_GRAMMAR_CHARS = 256 * 1024
 
 
 class Constraint:
-    """One row's way through its grammar."""
+    """The grammar state of one row."""
 
-    def __init__(self, matcher: Any, words: int) -> None:
+    def __init__(self, matcher: Any, num_words: int) -> None:
         self._matcher = matcher
-        self._mask = np.empty(words, dtype=np.int32)
+        self._mask = np.empty(num_words, dtype=np.int32)
 
     def mask(self) -> Mask:
-        """The tokens that may come next. The array is overwritten by the next call."""
+        """The tokens that may come next. The next call overwrites the array."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
         return self._mask.view(np.uint32)
 
     def accept(self, token: int) -> None:
-        """The token that came; one that the mask forbids is an error."""
+        """Advance by a sampled token. A token that the mask forbids is an error."""
         if not self._matcher.consume_token(int(token)):
             raise BadValue(f"token {token} does not follow the grammar: {self._matcher.get_error()}")
 
     @property
     def done(self) -> bool:
-        """Whether nothing but the end may come."""
+        """Whether only an end token may come next."""
         return bool(self._matcher.is_stopped())
 
     @property
@@ -58,14 +57,14 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """A model's vocabulary, laid out for the search of allowed tokens."""
+    """Compiles grammars for one model's vocabulary."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         library = _library()
         if not eos_token_ids:
-            raise NotPossible("structured output needs a token that ends a text, and the model names none")
+            raise NotPossible("structured output needs an end token, but the model's files name none")
         self._library = library
-        self._words = (vocab_size + 31) // 32
+        self._num_words = (vocab_size + 31) // 32
         self._tokenizer = library.LLTokenizer(
             str(tokenizer_file), n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
@@ -74,29 +73,30 @@ class GrammarCompiler:
         return self.compile(grammar)()
 
     def compile(self, grammar: Grammar) -> Callable[[], Constraint]:
-        """What gives each row its own way. Takes a while for a large grammar; may be called on any thread."""
+        """A factory of one `Constraint` per row. Slow for a large grammar; may be called on any thread."""
         check_length(grammar)
         matcher = self._library.LLMatcher(self._tokenizer, _source(grammar), log_level=0)
         if matcher.is_error():
-            raise _refused(grammar, matcher.get_error())
-        return lambda: Constraint(matcher.deep_copy(), self._words)
+            raise _rejected(grammar, matcher.get_error())
+        return lambda: Constraint(matcher.deep_copy(), self._num_words)
 
 
 def check(grammar: Grammar) -> None:
-    """Refuse what cannot be compiled, without a vocabulary; for the process that talks to the client."""
+    """Reject a grammar that cannot be compiled. Needs no vocabulary, so API processes can call it."""
     check_length(grammar)
-    if message := _problem(grammar):
-        raise _refused(grammar, message)
+    if message := _compile_error(grammar):
+        raise _rejected(grammar, message)
 
 
 def check_length(grammar: Grammar) -> None:
-    if len(grammar.text) > _MOST_TEXT:
-        raise BadValue(f"the grammar has {len(grammar.text)} characters; at most {_MOST_TEXT} are taken")
+    if len(grammar.text) > _MAX_GRAMMAR_CHARS:
+        raise BadValue(f"the grammar has {len(grammar.text)} characters; use at most {_MAX_GRAMMAR_CHARS}")
 
 
 @lru_cache(maxsize=256)
-def _problem(grammar: Grammar) -> str:
-    """Why it cannot be compiled; empty if it can. A large schema takes a while, so answers are kept."""
+def _compile_error(grammar: Grammar) -> str:
+    """Why the grammar cannot be compiled; empty if it can. Cached, because a large schema is slow to
+    check."""
     message = str(_library().LLMatcher.validate_grammar(_source(grammar), None))
     return "" if message.startswith("WARNING") else message
 
@@ -104,9 +104,9 @@ def _problem(grammar: Grammar) -> str:
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 
 
-def _refused(grammar: Grammar, message: str) -> BadValue:
-    said = " ".join(message.split())[:500]
-    return BadValue(f"the {_NAMES[grammar.kind]} cannot be used: {said}")
+def _rejected(grammar: Grammar, message: str) -> BadValue:
+    reason = " ".join(message.split())[:500]
+    return BadValue(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
 
 
 @lru_cache(maxsize=256)
@@ -130,7 +130,7 @@ def _library() -> Any:
 
 
 def json_schema(schema: Any, name: str) -> Grammar:
-    """A schema as an object, or as the JSON text of one."""
+    """The grammar of a JSON schema, given as an object or as JSON text."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -145,14 +145,14 @@ JSON_OBJECT = Grammar("json", '{"type": "object"}')
 
 
 def choice(options: Sequence[str], name: str) -> Grammar:
-    """One of these texts, word for word."""
+    """A grammar that accepts exactly one of these texts."""
     if not options or not all(options):
-        raise BadValue(f"{name} needs at least one text, and none that is empty", param=name)
+        raise BadValue(f"{name} needs at least one text and no empty ones", param=name)
     return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in options))
 
 
-def written(text: str, name: str) -> Grammar:
-    """A grammar in Lark's notation, or in GBNF, which has `::=`."""
+def lark_or_gbnf(text: str, name: str) -> Grammar:
+    """A grammar in Lark notation, or in GBNF, which is recognised by its `::=`."""
     if "::=" not in text:
         return Grammar("lark", text)
     _library()
@@ -160,5 +160,5 @@ def written(text: str, name: str) -> Grammar:
 
     try:
         return Grammar("lark", any_to_lark(text))
-    except Exception as error:  # whatever the converter stumbles over is the grammar's fault
+    except Exception as error:  # the converter raises any exception on a bad grammar
         raise BadValue(f"{name} cannot be read as GBNF: {error}", param=name) from None

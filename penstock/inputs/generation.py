@@ -1,6 +1,6 @@
-"""What a caller says about a continuation, checked and turned into `SamplingParams` and rows of tokens.
+"""The fields of a generation request, checked and turned into `SamplerParams` and rows of tokens.
 
-Names and limits are those of vLLM's OpenAI server, so that its clients run unchanged.
+Names and limits are those of vLLM's OpenAI server, so that its clients work unchanged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
 from penstock.types import Grammar, Ints, PoolingParams, Request, SamplerParams, Task
 
-DEFAULT_TOKENS = 16  # of a completion that names no max_tokens
+DEFAULT_MAX_TOKENS = 16  # for a completion without max_tokens
 MAX_LOGPROBS = 20
-_COLDEST = 0.01  # below it a temperature only loses digits
+_MIN_TEMPERATURE = 0.01  # lower values above 0 only lose precision
 _MAX_STOPS = 64
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the text must follow: one of these."""
+    """The constraint on the generated text. Set exactly one field."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -52,7 +52,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """How a prompt is continued; a value that is left out is the model's own, or does nothing."""
+    """How to continue a prompt. A field that is left out takes the model's default, or has no effect."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -87,25 +87,25 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def structured(self) -> bool:
-        """Whether the text must follow something."""
+        """Whether any field constrains the text."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        told = (self.response_format, self.structured_outputs, *guided)
-        return any(value is not None for value in told)
+        constraining = (self.response_format, self.structured_outputs, *guided)
+        return any(value is not None for value in constraining)
 
 
 class SamplingParams(GenerationFields, kw_only=True):
     """How `Engine.generate` continues prompts: the fields of the server's completion routes."""
 
-    logprobs: int | None = None  # log probabilities of the chosen token and of this many likely ones
+    logprobs: int | None = None  # report the chosen token and this many of the likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What a job has besides its prompts and generation fields."""
+    """The options of a job besides its prompts and generation fields."""
 
     logprobs: int | None = None
     echo: bool = False
-    default_max_tokens: int | None = DEFAULT_TOKENS  # None: as many as fit
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: as many as fit
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
@@ -116,7 +116,7 @@ DEFAULT_JOB_OPTIONS = JobOptions()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationJob:
-    """Prompts with one set of parameters, each to be continued `n` times."""
+    """Prompts with one set of parameters, each continued `n` times."""
 
     id: str
     prompts: list[Ints]
@@ -132,14 +132,14 @@ class GenerationJob:
 
     @property
     def num_rows(self) -> int:
-        """Continuations: copy c of prompt p is row p · n + c."""
+        """Number of continuations. Copy c of prompt p is row p · n + c."""
         return len(self.prompts) * self.n
 
     def requests(self) -> list[tuple[Request, list[int]]]:
-        """What the engine is asked, and which rows the rows of each request are.
+        """The engine requests of this job, each with the job's rows that it holds.
 
-        All rows go in one request, but for two reasons. A request has one seed, and copies need different
-        ones. And a row that meets a stop string must end without its neighbours.
+        All rows go into one request, with two exceptions. A request has one seed, but copies need different
+        seeds. And a row that reaches a stop string must end without the other rows.
         """
         rows = range(self.num_rows)
         if self.stops:
@@ -148,9 +148,9 @@ class GenerationJob:
             groups = [list(rows[copy :: self.n]) for copy in range(self.n)]
         else:
             groups = [list(rows)]
-        one = len(groups) == 1
+        is_single = len(groups) == 1
         return [
-            (self._request(self.id if one else f"{self.id}-{at}", group), group)
+            (self._request(self.id if is_single else f"{self.id}-{at}", group), group)
             for at, group in enumerate(groups)
         ]
 
@@ -158,7 +158,7 @@ class GenerationJob:
         prompts = [self.prompts[row // self.n] for row in rows]
         sampling, copy = self.sampling, rows[0] % self.n
         if sampling.seed is not None and copy:
-            sampling = msgspec.structs.replace(sampling, seed=_wrapped(sampling.seed + copy))
+            sampling = msgspec.structs.replace(sampling, seed=_wrap_int64(sampling.seed + copy))
         return Request(
             request_id,
             prompts[0] if len(prompts) == 1 else np.concatenate(prompts),
@@ -167,48 +167,48 @@ class GenerationJob:
             priority=self.priority,
             arrival_s=self.arrival_s,
             deadline_s=self.deadline_s,
-            reuse_prefix=sampling.prompt_logprobs is None,  # a cached token's logits are gone
+            reuse_prefix=sampling.prompt_logprobs is None,  # the cache holds no logits of the prompt
             cache_salt=self.cache_salt,
             sampling=sampling,
         )
 
 
-def _wrapped(seed: int) -> int:
+def _wrap_int64(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
 class GenerationInputs:
-    """A model's prompts and sampling defaults: tokenizer, chat template, end tokens,
+    """Builds the generation jobs of one model from its tokenizer, chat template, end tokens and
     generation_config.json."""
 
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
         if Task.GENERATE not in spec.tasks:
             tasks = ", ".join(task.value for task in spec.tasks)
             raise NotPossible(
-                f"model {spec.name} does not generate text; it has the tasks: {tasks}", param="model"
+                f"model {spec.name} does not generate text; its tasks are: {tasks}", param="model"
             )
         self.spec = spec
         self.tokenizer = tokenizer
         self.chat = ModelTemplate(spec.path, chat_template)
-        told = optional_json(spec.path / "generation_config.json")
-        self.eos_token_ids = eos_token_ids(spec, tokenizer, told)
-        self.defaults = _defaults(told)
+        config = optional_json(spec.path / "generation_config.json")
+        self.eos_token_ids = eos_token_ids(spec, tokenizer, config)
+        self.defaults = _defaults(config)
 
     def rows(self, prompt: Any, fields: GenerationFields, add_special_tokens: bool = True) -> list[Ints]:
-        """Texts or token ids as rows. To be called on a worker thread."""
+        """The prompts (texts or token ids) as rows. Blocking: call it on a worker thread."""
         try:
             texts, rows = split_inputs(prompt)
         except BadValue as error:
             raise BadValue(error.message.replace("input", "prompt"), param="prompt") from None
         if texts is not None:
             rows = self.tokenizer.encode(texts, add_special_tokens)
-            if add_special_tokens and self.tokenizer.suffix:  # a prompt that is to go on has no end
+            if add_special_tokens and self.tokenizer.suffix:  # trailing special tokens would end the text
                 rows = [row[: len(row) - self.tokenizer.suffix] for row in rows]
         else:
             self._check_ids(np.concatenate(rows), "prompt")
-        return self._fitted(rows, fields)
+        return self._truncate(rows, fields)
 
-    def _fitted(self, rows: list[Ints], fields: GenerationFields) -> list[Ints]:
+    def _truncate(self, rows: list[Ints], fields: GenerationFields) -> list[Ints]:
         if fields.truncate_prompt_tokens is not None:
             room = self.spec.max_model_len - (fields.max_tokens or 1)
             cut_at = truncation_limit(fields.truncate_prompt_tokens, self.spec.max_model_len)
@@ -216,7 +216,7 @@ class GenerationInputs:
             rows = truncate_rows(rows, cut_at, self.spec.max_model_len, (0, 0), fields.truncation_side)
         for index, row in enumerate(rows):
             if len(row) == 0:
-                raise BadValue(f"prompt {index} has no tokens; there is nothing to continue", param="prompt")
+                raise BadValue(f"prompt {index} has no tokens; give at least one", param="prompt")
         return rows
 
     def job(
@@ -226,12 +226,12 @@ class GenerationInputs:
         fields: GenerationFields,
         options: JobOptions = DEFAULT_JOB_OPTIONS,
     ) -> GenerationJob:
-        """Everything checked and converted to token ids."""
+        """The job for these rows, with all fields checked."""
         return GenerationJob(
             request_id,
             rows,
             self.sampling(fields, rows, options),
-            _copies(fields.n),
+            _num_copies(fields.n),
             _stops(fields.stop),
             fields.include_stop_str_in_output,
             fields.skip_special_tokens,
@@ -244,15 +244,18 @@ class GenerationInputs:
     def sampling(
         self, fields: GenerationFields, rows: Sequence[Ints], options: JobOptions = DEFAULT_JOB_OPTIONS
     ) -> SamplerParams:
-        """The engine's parameters: ranges checked, defaults of the model filled in."""
-        _copies(fields.n)
+        """The engine's parameters: ranges checked, the model's defaults filled in."""
+        _num_copies(fields.n)
         logprobs, echo = options.logprobs, options.echo
         longest = max(len(row) for row in rows)
         max_tokens = self._max_tokens(fields, longest, echo, options.default_max_tokens)
         _check_min_tokens(fields.min_tokens, max_tokens)
         grammar = grammar_of(fields)
         if grammar is not None and fields.ignore_eos:
-            raise BadValue("ignore_eos and structured output contradict each other", param="ignore_eos")
+            raise BadValue(
+                "ignore_eos and structured output contradict each other; leave one of them out",
+                param="ignore_eos",
+            )
         return SamplerParams(
             max_tokens=max_tokens,
             min_tokens=fields.min_tokens,
@@ -281,24 +284,26 @@ class GenerationInputs:
         )
 
     def _max_tokens(self, fields: GenerationFields, prompt: int, echo: bool, default: int | None) -> int:
-        limit, asked = self.spec.max_model_len, fields.max_tokens
-        if asked is not None and (asked < 0 or (asked == 0 and not echo)):
-            raise BadValue(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
-        wanted = max(asked, 1) if asked is not None else None  # with echo: one is made, and not shown
-        if prompt + (wanted or 1) > limit:
+        limit, given = self.spec.max_model_len, fields.max_tokens
+        if given is not None and (given < 0 or (given == 0 and not echo)):
+            raise BadValue(f"max_tokens is {given}; it must be at least 1", param="max_tokens")
+        # With echo, max_tokens may be 0: one token is generated and dropped.
+        max_tokens = max(given, 1) if given is not None else None
+        needed = max_tokens or 1
+        if prompt + needed > limit:
             raise BadValue(
                 f"the model takes at most {limit} tokens; the prompt has {prompt} and max_tokens is "
-                f"{wanted or 1}, together {prompt + (wanted or 1)}; shorten the prompt or ask for fewer",
+                f"{needed}, together {prompt + needed}; shorten the prompt or lower max_tokens",
                 param="prompt" if prompt >= limit else "max_tokens",
             )
         room = limit - prompt
-        if wanted is not None:
-            return wanted
+        if max_tokens is not None:
+            return max_tokens
         return min(room, default or self.defaults.get("max_new_tokens") or room)
 
     def _temperature(self, given: float | None) -> float:
         value = self._within("temperature", given, 0.0, math.inf)
-        return _COLDEST if 0 < value < _COLDEST else value
+        return _MIN_TEMPERATURE if 0 < value < _MIN_TEMPERATURE else value
 
     def _top_k(self, given: int | None) -> int:
         value = int(self.defaults.get("top_k", 0)) if given is None else given
@@ -307,21 +312,23 @@ class GenerationInputs:
         return max(value, 0)
 
     def _within(self, name: str, given: float | None, low: float, high: float, above: bool = False) -> float:
-        value = float(self.defaults.get(name, _PLAIN[name])) if given is None else given
-        inside = math.isfinite(value) and low <= value <= high and not (above and value == low)
-        if not inside:
-            words = f"above {low:g}" if above else f"{low:g} or more"
+        value = float(self.defaults.get(name, _NEUTRAL[name])) if given is None else given
+        is_valid = math.isfinite(value) and low <= value <= high and not (above and value == low)
+        if not is_valid:
+            lower = f"above {low:g}" if above else f"{low:g} or more"
             upper = "" if math.isinf(high) else f", at most {high:g}"
-            raise BadValue(f"{name} is {value:g}; use a value {words}{upper}", param=name)
+            raise BadValue(f"{name} is {value:g}; use a value {lower}{upper}", param=name)
         return value
 
     def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
         bias: dict[int, float] = {}
         for key, value in (given or {}).items():
             if not key.strip().isdecimal():
-                raise BadValue(f"logit_bias has the key {key!r}; keys are token ids", param="logit_bias")
+                raise BadValue(f"logit_bias has the key {key!r}; keys must be token ids", param="logit_bias")
             if not math.isfinite(value):
-                raise BadValue(f"logit_bias of token {key} is {value}", param="logit_bias")
+                raise BadValue(
+                    f"logit_bias of token {key} is {value}; use a finite number", param="logit_bias"
+                )
             bias[int(key)] = min(100.0, max(-100.0, value))
         self._ids(bias, "logit_bias")
         return bias
@@ -330,16 +337,18 @@ class GenerationInputs:
         if given is None:
             return None
         if not given:
-            raise BadValue("allowed_token_ids is empty; then no token could come", param="allowed_token_ids")
+            raise BadValue(
+                "allowed_token_ids is empty; give at least one token id", param="allowed_token_ids"
+            )
         return self._ids(given, "allowed_token_ids")
 
     def _bad_words(self, given: list[str] | None) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word at a text's beginning and, where they differ, after a space."""
+        """The tokens of each word at the start of a text and, if they differ, after a space."""
         found: list[tuple[int, ...]] = []
         for word in given or ():
             bare = word.strip()
             if not bare:
-                raise BadValue("bad_words holds an empty text", param="bad_words")
+                raise BadValue("bad_words has an empty text", param="bad_words")
             first, spaced = self.tokenizer.encode([bare, f" {bare}"], add_special_tokens=False)
             found.append(tuple(first.tolist()))
             if len(spaced) == len(first) and len(spaced) and spaced[0] != first[0]:
@@ -348,10 +357,10 @@ class GenerationInputs:
 
     def _ids(self, given: Iterable[int], name: str) -> tuple[int, ...]:
         ids = tuple(given)
-        for number in ids:
-            if not 0 <= number < self.spec.vocab_size:
+        for token_id in ids:
+            if not 0 <= token_id < self.spec.vocab_size:
                 raise BadValue(
-                    f"{name} holds {number}; the model's token ids are 0 to {self.spec.vocab_size - 1}",
+                    f"{name} has {token_id}; the model's token ids are 0 to {self.spec.vocab_size - 1}",
                     param=name,
                 )
         return ids
@@ -361,13 +370,13 @@ class GenerationInputs:
             self._ids((int(ids.min()), int(ids.max())), name)
 
 
-_PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-_NUMBERS = (*_PLAIN, "top_k", "max_new_tokens")
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_NUMBERS = (*_NEUTRAL, "top_k", "max_new_tokens")
 
 
-def _defaults(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's generation_config.json recommends."""
-    known = {name: told.get(name) for name in _NUMBERS}
+def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling defaults of a model's generation_config.json."""
+    known = {name: config.get(name) for name in _NUMBERS}
     return {
         name: value
         for name, value in known.items()
@@ -375,17 +384,19 @@ def _defaults(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer, told: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text, from wherever a model names them."""
-    named = special_tokens(optional_json(spec.path / "tokenizer_config.json")).get("eos_token")
-    found = [tokenizer.token_id(named)] if named is not None else []
-    for source in (told, spec.config):
+def eos_token_ids(
+    spec: ModelSpec, tokenizer: Tokenizer, generation_config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The end tokens from tokenizer_config.json, generation_config.json and config.json."""
+    token = special_tokens(optional_json(spec.path / "tokenizer_config.json")).get("eos_token")
+    found = [tokenizer.token_id(token)] if token is not None else []
+    for source in (generation_config, spec.config):
         ids = source.get("eos_token_id")
         found += ids if isinstance(ids, list) else [ids]
     return tuple(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < spec.vocab_size))
 
 
-def _copies(given: int | None) -> int:
+def _num_copies(given: int | None) -> int:
     n = 1 if given is None else given
     if n < 1:
         raise BadValue(f"n is {n}; it must be at least 1", param="n")
@@ -394,9 +405,11 @@ def _copies(given: int | None) -> int:
 
 def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:
     if min_tokens < 0:
-        raise BadValue(f"min_tokens is {min_tokens}; it must not be negative", param="min_tokens")
+        raise BadValue(f"min_tokens is {min_tokens}; use 0 or more", param="min_tokens")
     if min_tokens > max_tokens:
-        raise BadValue(f"min_tokens is {min_tokens}, above max_tokens, {max_tokens}", param="min_tokens")
+        raise BadValue(
+            f"min_tokens is {min_tokens}, above max_tokens; use 0 to {max_tokens}", param="min_tokens"
+        )
 
 
 def _penalty(name: str, given: float | None) -> float:
@@ -423,42 +436,42 @@ def _logprobs(name: str, given: int | None) -> int | None:
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else tuple(given or ())
     if "" in stops:
-        raise BadValue("stop holds an empty text, which would end every answer at once", param="stop")
+        raise BadValue("stop has an empty text; give at least one character", param="stop")
     if len(stops) > _MAX_STOPS:
-        raise BadValue(f"stop has {len(stops)} texts; at most {_MAX_STOPS} are taken", param="stop")
+        raise BadValue(f"stop has {len(stops)} texts; give at most {_MAX_STOPS}", param="stop")
     return tuple(dict.fromkeys(stops))
 
 
 def grammar_of(fields: GenerationFields) -> Grammar | None:
-    """The one thing that the text must follow, checked; two of them contradict each other."""
-    more = fields.structured_outputs or StructuredOutputs()
-    said = {
+    """The grammar that the fields ask for, checked; None if there is none. Two of them are an error."""
+    outputs = fields.structured_outputs or StructuredOutputs()
+    values = {
         "guided_json": fields.guided_json,
         "guided_regex": fields.guided_regex,
         "guided_choice": fields.guided_choice,
         "guided_grammar": fields.guided_grammar,
-        "structured_outputs.json": more.json,
-        "structured_outputs.regex": more.regex,
-        "structured_outputs.choice": more.choice,
-        "structured_outputs.grammar": more.grammar,
-        "structured_outputs.json_object": more.json_object or None,
-        "response_format": _told_format(fields.response_format),
+        "structured_outputs.json": outputs.json,
+        "structured_outputs.regex": outputs.regex,
+        "structured_outputs.choice": outputs.choice,
+        "structured_outputs.grammar": outputs.grammar,
+        "structured_outputs.json_object": outputs.json_object or None,
+        "response_format": _constraining_format(fields.response_format),
     }
-    given = [name for name, value in said.items() if value is not None]
+    given = [name for name, value in values.items() if value is not None]
     if not given:
         return None
     if len(given) > 1:
-        raise BadValue(f"{' and '.join(given)} contradict each other; give one", param=_field(given[1]))
+        raise BadValue(f"{' and '.join(given)} contradict each other; give only one", param=_field(given[1]))
     name = given[0]
     try:
-        grammar = _grammar(name.split(".")[-1].removeprefix("guided_"), said[name], name)
+        grammar = _grammar(name.split(".")[-1].removeprefix("guided_"), values[name], name)
         constraints.check(grammar)
     except BadValue as error:
         raise BadValue(error.message, param=_field(name)) from None
     return grammar
 
 
-def _told_format(given: ResponseFormat | None) -> ResponseFormat | None:
+def _constraining_format(given: ResponseFormat | None) -> ResponseFormat | None:
     return None if given is None or given.type == "text" else given
 
 
@@ -467,7 +480,7 @@ def _grammar(kind: str, value: Any, name: str) -> Grammar:
         if value.type == "json_object":
             return constraints.JSON_OBJECT
         if value.json_schema is None or value.json_schema.schema is None:
-            raise BadValue("response_format json_schema needs json_schema.schema")
+            raise BadValue("response_format of type json_schema needs json_schema.schema")
         return constraints.json_schema(value.json_schema.schema, name)
     if kind == "json":
         return constraints.json_schema(value, name)
@@ -475,7 +488,7 @@ def _grammar(kind: str, value: Any, name: str) -> Grammar:
         return constraints.JSON_OBJECT
     if kind == "regex":
         return Grammar("regex", value)
-    return constraints.choice(value, name) if kind == "choice" else constraints.written(value, name)
+    return constraints.choice(value, name) if kind == "choice" else constraints.lark_or_gbnf(value, name)
 
 
 def _field(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Queries and documents as a late-interaction model reads them: markers, lengths, expansion, skip list.
+"""Query and document rows of late-interaction models: markers, lengths, query expansion, skip list.
 
-All rows of a call are laid out at once. A marker stands behind a row's first token; a row that is too
-long loses the end of its text but keeps its special tokens; a short query is filled up with the
-expansion token, which takes part in a score whether or not it is attended to.
+All rows of a call are laid out at once. A marker follows a row's first token. A row that is too long loses
+the end of its text but keeps its special tokens. A short query is padded with the expansion token, which
+takes part in the score whether or not it is attended to.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from penstock.types import Ints, cumulative
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateRows:
+    """The rows of queries or documents, with the optional arrays of a `Request`."""
+
     rows: list[Ints]
-    key_limits: Ints | None = None  # [rows], leading tokens that are attended to; None: all
-    token_mask: Ints | None = None  # [tokens], 1 where a token's vector takes part in a score; None: all do
+    key_limits: Ints | None = None  # [rows], number of leading tokens that are attended to; None: all
+    token_mask: Ints | None = None  # [tokens], 1 where a token's vector is scored; None: all
 
     @property
     def token_ids(self) -> Ints:
@@ -39,16 +41,18 @@ class LateRows:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How rows of token ids came to be: their special tokens, and which end of a long text is dropped."""
+    """The special tokens of given rows, and the side that long texts are truncated on."""
 
     frame: tuple[int, int]  # leading and trailing special tokens
     side: Side = "right"
 
 
 class LateInputs:
+    """Builds the query and document rows of one late-interaction model."""
+
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         if spec.late is None:
-            raise BadValue(f"model {spec.name} does not compare token by token", param="model")
+            raise BadValue(f"model {spec.name} is not a late-interaction model", param="model")
         late = spec.late
         self.spec = spec
         self.late = late
@@ -57,7 +61,7 @@ class LateInputs:
         self._query_marker = self._marker(late.query_marker)
         self._document_marker = self._marker(late.document_marker)
         self._expansion = _expansion_id(late, tokenizer) if late.expand_to else None
-        self._skipped = _skip_ids(late, tokenizer)
+        self._skip_ids = _skip_ids(late, tokenizer)
         self.query_length = min(late.query_length or spec.max_model_len, spec.max_model_len)
         self.expand_to = min(late.expand_to or 0, self.query_length)
 
@@ -65,56 +69,57 @@ class LateInputs:
         return self.query_rows(self.tokenizer.encode(self.with_prompt(texts, self.prompt("query"))))
 
     def documents(self, texts: Sequence[str], truncate_prompt_tokens: int | None = None) -> LateRows:
-        """Cut at `truncate_prompt_tokens`, with -1 at the model's limit; else at the model's own length."""
+        """Rows truncated to `truncate_prompt_tokens` (-1: the model's limit), or by default to the model's
+        document length."""
         texts = self.with_prompt(texts, self.prompt("document"))
         return self.document_rows(self.tokenizer.encode(texts), truncate_prompt_tokens)
 
     def prompt(self, kind: Literal["query", "document"]) -> str:
-        """What the model's own table puts before a query or a document."""
+        """The prompt of queries or documents from the model's prompt table."""
         return choose_prompt(self.spec, input_type=kind)
 
     def with_prompt(self, texts: Sequence[str], prompt: str) -> list[str]:
-        """Texts as the tokenizer is to see them."""
+        """The texts to tokenise."""
         if not self.late.strip:
             return [prompt + text for text in texts]
         return [(prompt + text).strip() for text in texts]
 
     def query_rows(self, rows: list[Ints], framing: Framing | None = None) -> LateRows:
-        """Queries whose texts are tokens already."""
-        flat, given = _marked(rows, self._query_marker, self.query_length, framing or self._framing)
-        lengths = np.maximum(given, self.expand_to)
+        """Query rows from tokenised texts."""
+        flat, text_lengths = _mark_rows(rows, self._query_marker, self.query_length, framing or self._framing)
+        lengths = np.maximum(text_lengths, self.expand_to)
         if self._expansion is not None:
-            place = np.arange(lengths.sum()) - np.repeat(cumulative(lengths)[:-1], lengths)
-            full = np.full(len(place), self._expansion, dtype=np.int32)
-            full[place < np.repeat(given, lengths)] = flat
-            flat = full
-        limited = not self.late.attend and bool((given < lengths).any())
-        keep = self._kept(flat) if self.late.skip_queries else None
-        return LateRows(_split(flat, lengths), given if limited else None, keep)
+            position = np.arange(lengths.sum()) - np.repeat(cumulative(lengths)[:-1], lengths)
+            expanded = np.full(len(position), self._expansion, dtype=np.int32)
+            expanded[position < np.repeat(text_lengths, lengths)] = flat
+            flat = expanded
+        has_limits = not self.late.attend and bool((text_lengths < lengths).any())
+        token_mask = self._token_mask(flat) if self.late.skip_queries else None
+        return LateRows(_split(flat, lengths), text_lengths if has_limits else None, token_mask)
 
     def document_rows(
         self, rows: list[Ints], truncate_prompt_tokens: int | None = None, framing: Framing | None = None
     ) -> LateRows:
-        """Documents whose texts are tokens already."""
-        most = truncation_limit(truncate_prompt_tokens, self.spec.max_model_len)
-        if most is None and self.late.document_length is not None:
-            most = min(self.late.document_length, self.spec.max_model_len)
-        if most is None:
-            self._refuse_long(rows)
-        flat, lengths = _marked(
-            rows, self._document_marker, most or self.spec.max_model_len, framing or self._framing
+        """Document rows from tokenised texts."""
+        max_length = truncation_limit(truncate_prompt_tokens, self.spec.max_model_len)
+        if max_length is None and self.late.document_length is not None:
+            max_length = min(self.late.document_length, self.spec.max_model_len)
+        if max_length is None:
+            self._reject_long(rows)
+        flat, lengths = _mark_rows(
+            rows, self._document_marker, max_length or self.spec.max_model_len, framing or self._framing
         )
-        return LateRows(_split(flat, lengths), None, self._kept(flat))
+        return LateRows(_split(flat, lengths), None, self._token_mask(flat))
 
-    def _kept(self, flat: Ints) -> Ints | None:
-        """Which tokens are not of the skip list; None where that is all."""
-        if not len(self._skipped):
+    def _token_mask(self, flat: Ints) -> Ints | None:
+        """1 for tokens that are not in the skip list; None if no token is."""
+        if not len(self._skip_ids):
             return None
-        skipped = np.isin(flat, self._skipped)
-        return (~skipped).astype(np.int32) if skipped.any() else None
+        is_skipped = np.isin(flat, self._skip_ids)
+        return (~is_skipped).astype(np.int32) if is_skipped.any() else None
 
-    def _refuse_long(self, rows: list[Ints]) -> None:
-        """Where the checkpoint names no length, nothing is cut unasked."""
+    def _reject_long(self, rows: list[Ints]) -> None:
+        """If the checkpoint names no document length, truncation must be requested."""
         room = self.spec.max_model_len - (self._document_marker is not None)
         for index, row in enumerate(rows):
             if len(row) > room:
@@ -128,54 +133,55 @@ class LateInputs:
     def _marker(self, token: str) -> int | None:
         if not token:
             return None
-        number = self.tokenizer.token_id(token)
-        if number is None or number >= self.spec.vocab_size:
+        token_id = self.tokenizer.token_id(token)
+        if token_id is None or token_id >= self.spec.vocab_size:
             raise ModelLoadError(
-                f"{self.spec.folder}: the marker {token!r} is not a token of the model; its files have to "
-                "name one that is",
+                f"{self.spec.folder}: the marker {token!r} is not a token of the model; name one that is in "
+                "its files",
                 param="model",
             )
-        return number
+        return token_id
 
 
 def _expansion_id(late: LateSpec, tokenizer: Tokenizer) -> int:
-    number = None if late.expansion_token is None else tokenizer.token_id(late.expansion_token)
-    if number is None:
+    token_id = None if late.expansion_token is None else tokenizer.token_id(late.expansion_token)
+    if token_id is None:
         token = late.expansion_token or "a mask token"
         raise ModelLoadError(
-            f"queries are expanded with {token}, which the tokenizer does not have", param="model"
+            f"the model expands queries with {token}, but its tokenizer has no such token", param="model"
         )
-    return number
+    return token_id
 
 
 def _skip_ids(late: LateSpec, tokenizer: Tokenizer) -> Ints:
-    """A word that is no token stands for the unknown token, as in the reference."""
+    """The token ids of the skip list. Words that are no tokens become the unknown token, like in the original
+    implementation."""
     unknown = None if late.unknown_token is None else tokenizer.token_id(late.unknown_token)
-    numbers = [tokenizer.token_id(word) for word in late.skip_words]
-    found = {unknown if number is None else number for number in numbers} - {None}
-    return np.array(sorted(number for number in found if number is not None), dtype=np.int32)
+    ids = (tokenizer.token_id(word) for word in late.skip_words)
+    known = {unknown if token_id is None else token_id for token_id in ids}
+    return np.array(sorted(token_id for token_id in known if token_id is not None), dtype=np.int32)
 
 
-def _marked(rows: list[Ints], marker: int | None, most: int, framing: Framing) -> tuple[Ints, Ints]:
-    """All rows in one run, cut to `most` tokens with the marker counted, and their lengths."""
-    extra = 0 if marker is None else 1
-    given = np.array([len(row) for row in rows], dtype=np.int32)
-    kept = np.minimum(given, most - extra)
-    starts, cu_kept = cumulative(given)[:-1], cumulative(kept)
-    place = np.arange(cu_kept[-1], dtype=np.int32) - np.repeat(cu_kept[:-1], kept)  # within the kept row
-    dropped, (prefix, suffix) = given - kept, framing.frame
-    gap = np.minimum(kept, prefix) if framing.side == "left" else np.maximum(kept - suffix, 0)
-    behind = place >= np.repeat(gap, kept)
-    source = np.repeat(starts, kept) + place + np.where(behind, np.repeat(dropped, kept), 0)
+def _mark_rows(rows: list[Ints], marker: int | None, max_length: int, framing: Framing) -> tuple[Ints, Ints]:
+    """All rows in one run, with the marker and truncated to `max_length` tokens, and their lengths."""
+    num_markers = 0 if marker is None else 1
+    old = np.array([len(row) for row in rows], dtype=np.int32)
+    new = np.minimum(old, max_length - num_markers)
+    starts, cu_new = cumulative(old)[:-1], cumulative(new)
+    position = np.arange(cu_new[-1], dtype=np.int32) - np.repeat(cu_new[:-1], new)  # within the truncated row
+    num_dropped, (prefix, suffix) = old - new, framing.frame
+    cut_at = np.minimum(new, prefix) if framing.side == "left" else np.maximum(new - suffix, 0)
+    is_after_cut = position >= np.repeat(cut_at, new)
+    source = np.repeat(starts, new) + position + np.where(is_after_cut, np.repeat(num_dropped, new), 0)
     text = np.concatenate(rows)[source]
     if marker is None:
-        return text, kept
-    lengths = kept + 1
-    at = cumulative(lengths)[:-1] + np.minimum(kept, 1)
-    own = np.ones(len(text) + len(rows), dtype=bool)
-    own[at] = False
-    flat = np.full(len(own), marker, dtype=np.int32)
-    flat[own] = text
+        return text, new
+    lengths = new + 1
+    marker_at = cumulative(lengths)[:-1] + np.minimum(new, 1)
+    is_text = np.ones(len(text) + len(rows), dtype=bool)
+    is_text[marker_at] = False
+    flat = np.full(len(is_text), marker, dtype=np.int32)
+    flat[is_text] = text
     return flat, lengths
 
 

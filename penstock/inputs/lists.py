@@ -1,7 +1,7 @@
-"""Listwise rerankers: a query and many documents in one row, a marked token standing for each.
+"""Listwise rerankers (jina-reranker-v3): a query and many documents in one row, each with a marker token.
 
-As jina-reranker-v3 has it. The engine gives the projected states of a row's tokens; those of the marks
-are compared here, because a long list is read in blocks whose queries are averaged.
+The engine returns the projected states of all tokens of a row. This module compares those of the marker
+tokens, because a long list is split into blocks and the query states of the blocks are averaged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.inputs.processor import InputProcessor
 from penstock.types import Array, Ints, PoolingParams, Request
 
 Floats = NDArray[np.float64]
-_BLOCK = 125  # documents in one row
-_DOCUMENT, _QUERY = 2048, 512  # tokens that a text is cut at, where cutting is asked for
+_MAX_BLOCK_DOCUMENTS = 125  # documents in one row
+_MAX_DOCUMENT_TOKENS, _MAX_QUERY_TOKENS = 2048, 512  # with truncation and without limits of the caller's
 _TASK = (
     "<|im_start|>system\n"
     "You are a search relevance expert who can determine a ranking of the passages based on how relevant "
@@ -40,10 +40,10 @@ def prepare_lists(
     params: PoolingParams,
     options: PairOptions,
 ) -> Request:
-    """A row for each block of neighbouring pairs with the same query; documents stay in their order."""
+    """One row per block of consecutive pairs with the same query. Documents keep their order."""
     prompts: list[str] = []
-    for query, same in groupby(pairs, key=lambda pair: pair[0]):
-        prompts += _prompts(processor, query, [document for _, document in same], options)
+    for query, group in groupby(pairs, key=lambda pair: pair[0]):
+        prompts += _prompts(processor, query, [document for _, document in group], options)
     rows = processor.tokenizer.encode(prompts)
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
     if (lengths > processor.spec.max_model_len).any():
@@ -52,34 +52,36 @@ def prepare_lists(
             f"{processor.spec.max_model_len}; shorten them or set max_tokens_per_doc",
             param="documents",
         )
-    settled = msgspec.structs.replace(params, listwise=True, normalize=False)
-    return Request(request_id, np.concatenate(rows), lengths, settled, cache_salt=options.cache_salt)
+    params = msgspec.structs.replace(params, listwise=True, normalize=False)
+    return Request(request_id, np.concatenate(rows), lengths, params, cache_salt=options.cache_salt)
 
 
 def _prompts(
     processor: InputProcessor, query: str, documents: list[str], options: PairOptions
 ) -> Iterator[str]:
     tokenizer, limit = processor.tokenizer, processor.spec.max_model_len
-    cuts = options.truncate_prompt_tokens is not None
-    most_query = options.max_tokens_per_query or (min(_QUERY, limit // 8) if cuts else None)
-    most = options.max_tokens_per_doc or (min(_DOCUMENT, limit // 8) if cuts else None)
-    (query,), documents = _clean([query]), _clean(documents)
-    if most_query is not None:
-        (query,) = tokenizer.cut([query], most_query)
-    if most is not None:
-        documents = tokenizer.cut(documents, most)
-    told = f"<instruct>\n{options.instruction}\n</instruct>\n" if options.instruction else ""
-    sample = [_prompt(query, told, []), *(_passage(_BLOCK, document) + "\n" for document in documents)]
-    base, *sizes = (len(row) for row in tokenizer.encode(sample))
+    truncates = options.truncate_prompt_tokens is not None
+    max_query = options.max_tokens_per_query or (min(_MAX_QUERY_TOKENS, limit // 8) if truncates else None)
+    max_document = options.max_tokens_per_doc or (
+        min(_MAX_DOCUMENT_TOKENS, limit // 8) if truncates else None
+    )
+    (query,), documents = _without_markers([query]), _without_markers(documents)
+    if max_query is not None:
+        (query,) = tokenizer.truncate([query], max_query)
+    if max_document is not None:
+        documents = tokenizer.truncate(documents, max_document)
+    instruction = f"<instruct>\n{options.instruction}\n</instruct>\n" if options.instruction else ""
+    passages = (_passage(_MAX_BLOCK_DOCUMENTS, document) + "\n" for document in documents)
+    base, *sizes = (len(row) for row in tokenizer.encode([_prompt(query, instruction, []), *passages]))
     for first, end in _blocks(sizes, limit - base):
-        yield _prompt(query, told, documents[first:end])
+        yield _prompt(query, instruction, documents[first:end])
 
 
-def _prompt(query: str, told: str, documents: list[str]) -> str:
+def _prompt(query: str, instruction: str, documents: list[str]) -> str:
     passages = "\n".join(_passage(index, document) for index, document in enumerate(documents))
     return (
         f"{_TASK}I will provide you with {len(documents)} passages, each indicated by a numerical "
-        f"identifier. Rank the passages based on their relevance to query: {query}\n{told}{passages}\n"
+        f"identifier. Rank the passages based on their relevance to query: {query}\n{instruction}{passages}\n"
         f"<query>\n{query}{QUERY_MARK}\n</query>{_ANSWER}"
     )
 
@@ -88,26 +90,28 @@ def _passage(index: int, document: str) -> str:
     return f'<passage id="{index}">\n{document}{DOCUMENT_MARK}\n</passage>'
 
 
-def _clean(texts: list[str]) -> list[str]:
-    """A mark inside a text would stand for a document that is not there."""
+def _without_markers(texts: list[str]) -> list[str]:
+    """Remove markers from the texts: each would be scored as one more document."""
     return [text.replace(DOCUMENT_MARK, "").replace(QUERY_MARK, "") for text in texts]
 
 
 def _blocks(sizes: list[int], capacity: int) -> Iterator[tuple[int, int]]:
-    """Runs of documents that go into one row together; one that is too long stands alone."""
+    """Ranges of documents that share a row. A document that exceeds the capacity gets a row of its own."""
     first, room = 0, capacity
-    for place, size in enumerate(sizes):
-        if place > first and (place - first >= _BLOCK or size > room):
-            yield first, place
-            first, room = place, capacity
+    for index, size in enumerate(sizes):
+        if index > first and (index - first >= _MAX_BLOCK_DOCUMENTS or size > room):
+            yield first, index
+            first, room = index, capacity
         room -= size
     yield first, len(sizes)
 
 
 def list_scores(request: Request, values: Array, marks: tuple[int, ...], sizes: Sequence[int]) -> Array:
-    """Cosines of each document's token and its list's query, [documents, 1], from projected states [tokens,
-    width]. `sizes` are the documents of each list; the query of a list in several blocks is their mean, a
-    block counting as much as its best document."""
+    """The cosine of each document's marker and its list's query, [documents, 1].
+
+    `values` are the projected states, [tokens, width]; `sizes` counts the documents of each list. If a list
+    has several blocks, its query is the mean of theirs, each weighted by the score of its best document.
+    """
     documents_at, queries_at = (np.flatnonzero(request.token_ids == mark) for mark in marks)
     row_of = np.searchsorted(request.starts, documents_at, side="right") - 1
     documents, queries = (values[at].astype(np.float64) for at in (documents_at, queries_at))
@@ -118,7 +122,7 @@ def list_scores(request: Request, values: Array, marks: tuple[int, ...], sizes: 
     list_of_row = np.zeros(request.num_rows, dtype=np.int32)
     list_of_row[row_of] = list_of
     means = np.zeros((len(sizes), values.shape[1]))
-    np.add.at(means, list_of_row, queries * weights[:, None])  # a mean's length does not matter to a cosine
+    np.add.at(means, list_of_row, queries * weights[:, None])  # the norm of a mean does not change a cosine
     return _cosines(documents, means[list_of]).astype(np.float32)[:, None]
 
 

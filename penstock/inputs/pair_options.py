@@ -1,4 +1,4 @@
-"""What is scored, and how pairs become rows."""
+"""Query-document pairs and the options for turning them into rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pair = tuple[str, str]  # query, document
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """How pairs become rows; the names are those of API.md."""
+    """How pairs become rows. The names are those of the HTTP fields."""
 
     instruction: str | None = None
     max_tokens_per_query: int | None = None
@@ -21,24 +21,28 @@ class PairOptions:
     truncate_prompt_tokens: int | None = None
     truncation_side: Side = "right"
     cache_salt: str = ""
-    is_symmetric: bool = False  # of embedders: queries and documents are the same kind of text
-    prompt_name: str | None = None  # with `is_symmetric`: what goes before both
+    is_symmetric: bool = False  # embedders only: queries and documents are the same kind of text
+    prompt_name: str | None = None  # with `is_symmetric`: the prompt of both
 
 
 DEFAULT_PAIR_OPTIONS = PairOptions()
 
 
 def make_pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[Pair]:
-    """One query for all documents, or one for each; anything but texts is refused by its place."""
-    firsts, seconds = _texts(queries, "queries"), _texts(documents, "documents")
-    if len(firsts) == 1:
-        firsts *= len(seconds)
-    if len(firsts) != len(seconds):
+    """Pair one query with all documents, or each document with its own query.
+
+    A value that is not a text is rejected with its index.
+    """
+    query_texts, document_texts = _texts(queries, "queries"), _texts(documents, "documents")
+    if len(query_texts) == 1:
+        query_texts *= len(document_texts)
+    if len(query_texts) != len(document_texts):
         raise BadValue(
-            f"{len(firsts)} queries for {len(seconds)} documents; give one query, or one a document",
+            f"{len(query_texts)} queries for {len(document_texts)} documents; give one query, or "
+            "one for each document",
             param="queries",
         )
-    return list(zip(firsts, seconds, strict=True))
+    return list(zip(query_texts, document_texts, strict=True))
 
 
 def _texts(given: str | Sequence[str], name: str) -> list[str]:

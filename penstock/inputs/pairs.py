@@ -1,14 +1,14 @@
-"""Queries and documents to be scored: rows of one `Request`, made as the model was trained to read them.
+"""Query-document pairs to score, as the rows of one `Request`, in the layout the model was trained on.
 
-A cross-encoder reads each pair as one row; of embedders the queries stand before the documents, and
-`pairs` says which belong together.
+For a cross-encoder each pair is one row. For an embedder the query rows come before the document rows, and
+`Request.pairs` gives the query of each document.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from penstock.inputs.truncation import Side, truncation_limit
 from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
 
 Kind = Literal["cross", "list", "late", "bi"]
-_FIELD = re.compile(r"\{(instruction|query|document)\}")
+_PLACEHOLDER = re.compile(r"\{(instruction|query|document)\}")
 
 
 class _Rows(NamedTuple):
@@ -34,12 +34,22 @@ class _Rows(NamedTuple):
     type_ids: Ints | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _PairTexts:
+    """The texts of all pairs, with each distinct query once."""
+
+    queries: list[str]
+    documents: list[str]
+    query_of: Ints  # [documents], index into `queries`
+
+
 def score_kind(spec: ModelSpec) -> Kind:
-    """How this model scores: pairs or whole lists read together, token vectors compared, or whole vectors."""
+    """How this model scores: cross-encoder, listwise, late interaction, or a comparison of row vectors."""
     if (kind := spec.score_kind) is not None:
         return kind
     raise NotPossible(
-        f"model {spec.name} cannot score pairs; it has: " + ", ".join(task.value for task in spec.tasks),
+        f"model {spec.name} cannot score pairs; its tasks are: "
+        + ", ".join(task.value for task in spec.tasks),
         param="model",
     )
 
@@ -51,33 +61,30 @@ def prepare_pairs(
     params: PoolingParams,
     options: PairOptions = DEFAULT_PAIR_OPTIONS,
 ) -> Request:
-    """Everything at once, blocking: check, cut, tokenise, join. `params.task` is `score`.
+    """Check, truncate and tokenise the pairs and join them into one request. Blocking.
 
-    The answer's values go through `finish_pairs`.
+    `params.task` must be `score`. Pass the output of the request to `finish_pairs`.
     """
     kind = check_pairs(processor, params, options)
     if kind == "list":
         return prepare_lists(processor, request_id, pairs, params, options)
-    queries, which = _distinct([query for query, _ in pairs])
-    documents = [document for _, document in pairs]
-    tokenizer = processor.tokenizer
-    if options.max_tokens_per_query is not None:
-        queries = tokenizer.cut(queries, options.max_tokens_per_query)
-    if options.max_tokens_per_doc is not None:
-        documents = tokenizer.cut(documents, options.max_tokens_per_doc)
-    if kind != "cross":  # vectors are compared as the model makes them; there is nothing to activate
+    texts = _pair_texts(processor, pairs, options)
+    if kind != "cross":  # the model's vectors are compared as they are; no activation applies
         params = msgspec.structs.replace(params, normalize=None)
     if kind == "bi":
-        return _apart(processor, request_id, queries, documents, which, params, options)
+        return _bi_encoder_request(processor, request_id, texts, params, options)
     if kind == "late":
-        return _late(processor, request_id, queries, documents, which, params, options)
+        return _late_request(processor, request_id, texts, params, options)
     score = processor.spec.score
-    assert score is not None
-    make = _templated if score.template else _paired
-    rows = make(processor, score, queries, documents, which, options)
+    if score is not None and score.template:
+        rows = _templated_rows(processor, score, texts, options)
+    else:
+        rows = _pair_rows(processor, texts, options)
     if not rows.lengths.all():
         raise BadValue(
-            f"document {int(np.argmin(rows.lengths))} makes a row without tokens", param="documents"
+            f"document {int(np.argmin(rows.lengths))} and its query have no tokens; give texts that are not "
+            "empty",
+            param="documents",
         )
     return Request(
         request_id,
@@ -91,18 +98,18 @@ def prepare_pairs(
 
 
 def finish_pairs(
-    spec: ModelSpec, pairs: Sequence[Pair], request: Request, answer: PooledOutput
+    spec: ModelSpec, pairs: Sequence[Pair], request: Request, output: PooledOutput
 ) -> PooledOutput:
-    """An answer with a score for each pair, [pairs, 1]."""
+    """The output with one score per pair, [pairs, 1]."""
     if spec.score is None or not spec.score.marks:
-        return answer
-    sizes = [len(list(same)) for _, same in groupby(pairs, key=lambda pair: pair[0])]
-    scores = list_scores(request, answer.values, spec.score.marks, sizes)
-    return PooledOutput(answer.id, scores, answer.timings)
+        return output
+    sizes = [len(list(group)) for _, group in groupby(pairs, key=lambda pair: pair[0])]
+    scores = list_scores(request, output.values, spec.score.marks, sizes)
+    return PooledOutput(output.id, scores, output.timings)
 
 
 def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairOptions) -> Kind:
-    """Refuse what the model cannot do, before any work is spent on it."""
+    """Reject what the model cannot do before any text is tokenised."""
     kind = score_kind(processor.spec)
     processor.check(params)
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
@@ -110,197 +117,198 @@ def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairO
             raise BadValue(f"{name} is {value}; it must be at least 1", param=name)
     truncation_limit(options.truncate_prompt_tokens, processor.spec.max_model_len)
     score = processor.spec.score
-    takes = kind in ("list", "bi") or score is None or any("{instruction}" in part for part in score.template)
-    if options.instruction is not None and not takes:
-        raise NotPossible(
-            f"model {processor.spec.name} has no place for an instruction in what it reads",
-            param="instruction",
-        )
+    accepts_instruction = (
+        kind in ("list", "bi") or score is None or any("{instruction}" in part for part in score.template)
+    )
+    if options.instruction is not None and not accepts_instruction:
+        raise _no_instruction(processor.spec)
     return kind
 
 
-def _distinct(queries: list[str]) -> tuple[list[str], Ints]:
-    """Each query once, and for each pair which it is."""
-    number: dict[str, int] = {}
-    which = [number.setdefault(query, len(number)) for query in queries]
-    return list(number), np.array(which, dtype=np.int32)
+def _no_instruction(spec: ModelSpec) -> NotPossible:
+    return NotPossible(
+        f"model {spec.name} takes no instruction with its pairs; leave instruction out", param="instruction"
+    )
 
 
-def _apart(
+def _pair_texts(processor: InputProcessor, pairs: Sequence[Pair], options: PairOptions) -> _PairTexts:
+    """The texts of all pairs, queries deduplicated, each truncated to its own limit."""
+    index_of: dict[str, int] = {}
+    query_of = [index_of.setdefault(query, len(index_of)) for query, _ in pairs]
+    queries, documents = list(index_of), [document for _, document in pairs]
+    tokenizer = processor.tokenizer
+    if options.max_tokens_per_query is not None:
+        queries = tokenizer.truncate(queries, options.max_tokens_per_query)
+    if options.max_tokens_per_doc is not None:
+        documents = tokenizer.truncate(documents, options.max_tokens_per_doc)
+    return _PairTexts(queries, documents, np.array(query_of, dtype=np.int32))
+
+
+def _bi_encoder_request(
     processor: InputProcessor,
     request_id: str,
-    queries: list[str],
-    documents: list[str],
-    which: Ints,
+    texts: _PairTexts,
     params: PoolingParams,
     options: PairOptions,
 ) -> Request:
-    """Rows as `embed` makes them, queries and documents each behind their own prompt."""
-    plain = InputOptions(
+    """Rows as `embed` makes them, queries and documents each with their own prompt."""
+    base = InputOptions(
         truncate_prompt_tokens=options.truncate_prompt_tokens,
         truncation_side=options.truncation_side,
         cache_salt=options.cache_salt,
     )
     if options.is_symmetric:
-        both = replace(plain, prompt_name=options.prompt_name)
-        sides = [(queries, both), (documents, both)]
+        query_options = document_options = replace(base, prompt_name=options.prompt_name)
     else:
-        told = options.instruction is not None
-        for_query = (
-            replace(plain, instruction=options.instruction) if told else replace(plain, input_type="query")
-        )
-        sides = [(queries, for_query), (documents, replace(plain, input_type="document"))]
-    halves = [processor.prepare(request_id, texts, params, how) for texts, how in sides]
-    return _joined(halves, which, params)
+        document_options = replace(base, input_type="document")
+        if options.instruction is not None:
+            query_options = replace(base, instruction=options.instruction)
+        else:
+            query_options = replace(base, input_type="query")
+    queries = processor.prepare(request_id, texts.queries, params, query_options)
+    documents = processor.prepare(request_id, texts.documents, params, document_options)
+    return _join(queries, documents, texts.query_of, params)
 
 
-def _late(
+def _late_request(
     processor: InputProcessor,
     request_id: str,
-    queries: list[str],
-    documents: list[str],
-    which: Ints,
+    texts: _PairTexts,
     params: PoolingParams,
     options: PairOptions,
 ) -> Request:
-    """Rows as `token_embed` makes them, of queries and of documents; the engine compares their tokens."""
+    """Rows as `token_embed` makes them for queries and documents. The engine scores their token vectors."""
     if options.instruction is not None:
-        raise NotPossible(
-            f"model {processor.spec.name} has no place for an instruction in what it reads",
-            param="instruction",
-        )
+        raise _no_instruction(processor.spec)
     tokens = PoolingParams(Task.TOKEN_EMBED)
-    side = InputOptions(truncation_side=options.truncation_side, cache_salt=options.cache_salt)
-    of_query = replace(side, input_type="query")
-    of_document = replace(side, input_type="document", truncate_prompt_tokens=options.truncate_prompt_tokens)
-    halves = [
-        processor.prepare(request_id, texts, tokens, how)
-        for texts, how in ((queries, of_query), (documents, of_document))
-    ]
-    return _joined(halves, which, msgspec.structs.replace(params, late=True))
+    base = InputOptions(truncation_side=options.truncation_side, cache_salt=options.cache_salt)
+    query_options = replace(base, input_type="query")
+    document_options = replace(
+        base, input_type="document", truncate_prompt_tokens=options.truncate_prompt_tokens
+    )
+    queries = processor.prepare(request_id, texts.queries, tokens, query_options)
+    documents = processor.prepare(request_id, texts.documents, tokens, document_options)
+    return _join(queries, documents, texts.query_of, msgspec.structs.replace(params, late=True))
 
 
-def _joined(halves: list[Request], which: Ints, params: PoolingParams) -> Request:
-    """Queries, then documents. What only one half has is nothing special for the other."""
-    first = halves[0]
+def _join(queries: Request, documents: Request, query_of: Ints, params: PoolingParams) -> Request:
+    """One request with the query rows, then the document rows. An optional array that only one of the two
+    has is filled with its neutral value for the other."""
+    halves = (queries, documents)
 
-    def both(name: str, otherwise: Callable[[Request], Ints]) -> Ints | None:
+    def concat(name: str, neutral: Callable[[Request], Ints]) -> Ints | None:
         parts = [getattr(half, name) for half in halves]
         if all(part is None for part in parts):
             return None
-        filled = [otherwise(h) if p is None else p for h, p in zip(halves, parts, strict=True)]
+        filled = [neutral(h) if p is None else p for h, p in zip(halves, parts, strict=True)]
         return np.concatenate(filled)
 
     return Request(
-        first.id,
+        queries.id,
         np.concatenate([half.token_ids for half in halves]),
         np.concatenate([half.lengths for half in halves]),
         params,
-        skip=both("skip", lambda half: np.zeros(half.num_rows, dtype=np.int32)),
-        key_limits=both("key_limits", lambda half: half.lengths),
-        token_mask=both("token_mask", lambda half: np.ones(half.num_tokens, dtype=np.int32)),
-        adapters=both("adapters", lambda half: np.full(half.num_rows, -1, dtype=np.int32)),
-        pairs=which,
-        reuse_prefix=first.reuse_prefix,
-        cache_salt=first.cache_salt,
+        skip=concat("skip", lambda half: np.zeros(half.num_rows, dtype=np.int32)),
+        key_limits=concat("key_limits", lambda half: half.lengths),
+        token_mask=concat("token_mask", lambda half: np.ones(half.num_tokens, dtype=np.int32)),
+        adapters=concat("adapters", lambda half: np.full(half.num_rows, -1, dtype=np.int32)),
+        pairs=query_of,
+        reuse_prefix=queries.reuse_prefix,
+        cache_salt=queries.cache_salt,
     )
 
 
-def _paired(
-    processor: InputProcessor,
-    score: ScoreSpec,
-    queries: list[str],
-    documents: list[str],
-    which: Ints,
-    options: PairOptions,
-) -> _Rows:
-    """The tokenizer's own template around each pair; of a row that is too long, the longer text is cut."""
-    frame = processor.tokenizer.pair_frame
-    firsts = processor.tokenizer.encode(queries, add_special_tokens=False)
-    seconds = processor.tokenizer.encode(documents, add_special_tokens=False)
-    limit = _limit(processor, _sizes(firsts)[which] + _sizes(seconds) + frame.size, options)
-    sizes = _longest_first(_sizes(firsts)[which], _sizes(seconds), limit - frame.size)
+def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOptions) -> _Rows:
+    """Each pair in the tokenizer's own pair template. If a row is too long, its longer text is truncated."""
+    frame, query_of = processor.tokenizer.pair_frame, texts.query_of
+    queries = processor.tokenizer.encode(texts.queries, add_special_tokens=False)
+    documents = processor.tokenizer.encode(texts.documents, add_special_tokens=False)
+    query_sizes, document_sizes = _sizes(queries)[query_of], _sizes(documents)
+    limit = _row_limit(processor, query_sizes + document_sizes + frame.size, options)
+    query_sizes, document_sizes = _longest_first(query_sizes, document_sizes, limit - frame.size)
     side, parts = options.truncation_side, []
-    for query, second, first_size, second_size in zip(which.tolist(), seconds, *sizes, strict=True):
-        first = _cut(firsts[query], first_size, side)
-        parts += [frame.before, first, frame.between, _cut(second, second_size, side), frame.after]
-    lengths = (sizes[0] + sizes[1] + frame.size).astype(np.int32)
-    return _Rows(np.concatenate(parts), lengths, _type_ids(processor, sizes))
+    for query, document, query_size, document_size in zip(
+        query_of.tolist(), documents, query_sizes, document_sizes, strict=True
+    ):
+        parts += [frame.before, _truncate(queries[query], query_size, side), frame.between]
+        parts += [_truncate(document, document_size, side), frame.after]
+    lengths = (query_sizes + document_sizes + frame.size).astype(np.int32)
+    return _Rows(np.concatenate(parts), lengths, _type_ids(processor, query_sizes, document_sizes))
 
 
-def _type_ids(processor: InputProcessor, sizes: tuple[Ints, Ints]) -> Ints | None:
-    """Which of the two texts each token belongs to, where the model was told."""
+def _type_ids(processor: InputProcessor, query_sizes: Ints, document_sizes: Ints) -> Ints | None:
+    """The segment id of each token; None if the model or its tokenizer has only one segment."""
     frame = processor.tokenizer.pair_frame
     if processor.spec.num_segments < 2 or not frame.segments.any():
         return None
-    counts = np.ones((len(sizes[0]), len(frame.segments)), dtype=np.int32)
-    counts[:, len(frame.before)] = sizes[0]
-    counts[:, len(frame.before) + 1 + len(frame.between)] = sizes[1]
+    counts = np.ones((len(query_sizes), len(frame.segments)), dtype=np.int32)
+    counts[:, len(frame.before)] = query_sizes
+    counts[:, len(frame.before) + 1 + len(frame.between)] = document_sizes
     return np.repeat(np.tile(frame.segments, len(counts)), counts.ravel())
 
 
 def _longest_first(first: Ints, second: Ints, room: int) -> tuple[Ints, Ints]:
-    """How much of each text stays, as the tokenizers library has it: the shorter one stays whole while it
-    takes no more than half."""
+    """How many tokens of each text fit into `room`, by the `longest_first` rule of the tokenizers library.
+
+    The shorter text is not truncated while it takes no more than half of the room.
+    """
     short, long = np.minimum(first, second), np.maximum(first, second)
-    halved = short > room // 2
-    cut = (np.where(halved, room // 2, short), np.where(halved, room - room // 2, room - short))
+    both_cut = short > room // 2
+    cut_short = np.where(both_cut, room // 2, short)
+    cut_long = np.where(both_cut, room - room // 2, room - short)
     fits = first + second <= room
-    short, long = np.where(fits, short, cut[0]), np.where(fits, long, cut[1])
+    short, long = np.where(fits, short, cut_short), np.where(fits, long, cut_long)
     return np.where(first > second, long, short), np.where(first > second, short, long)
 
 
-def _templated(
-    processor: InputProcessor,
-    score: ScoreSpec,
-    queries: list[str],
-    documents: list[str],
-    which: Ints,
-    options: PairOptions,
+def _templated_rows(
+    processor: InputProcessor, score: ScoreSpec, texts: _PairTexts, options: PairOptions
 ) -> _Rows:
-    """The model's prompt around each pair. What is before and after the document is tokenised once for a
-    query, and is equal in all its rows; of a row that is too long, the document is cut."""
-    tokenizer, told = processor.tokenizer, options.instruction
-    told = score.instruction if told is None else told
-    words = {"instruction": score.wording.replace("{instruction}", told) if told else ""}
-    at = next(place for place, part in enumerate(score.template) if "{document}" in part)
+    """Each pair in the model's prompt. If a row is too long, its document is truncated.
+
+    The tokens before and after the document are computed once per query: they are equal in all its rows.
+    """
+    tokenizer, instruction, query_of = processor.tokenizer, options.instruction, texts.query_of
+    instruction = score.instruction if instruction is None else instruction
+    values = {"instruction": score.wording.replace("{instruction}", instruction) if instruction else ""}
+    at = next(index for index, part in enumerate(score.template) if "{document}" in part)
     opening, closing = tokenizer.frame
     closing = closing if score.closed else closing[:0]
 
-    def around(parts: Sequence[str]) -> list[list[Ints]]:
-        texts = [_fill(part, words | {"query": query}) for query in queries for part in parts]
-        rows = iter(tokenizer.encode(texts, add_special_tokens=False))
-        return [[next(rows) for _ in parts] for _ in queries]
+    def encode_for_queries(parts: Sequence[str]) -> list[list[Ints]]:
+        filled = [_fill(part, values | {"query": query}) for query in texts.queries for part in parts]
+        rows = iter(tokenizer.encode(filled, add_special_tokens=False))
+        return [[next(rows) for _ in parts] for _ in texts.queries]
 
-    heads = [np.concatenate([opening, *rows]) for rows in around(score.template[:at])]
-    tails = [np.concatenate([*rows, closing]) for rows in around(score.template[at + 1 :])]
+    heads = [np.concatenate([opening, *rows]) for rows in encode_for_queries(score.template[:at])]
+    tails = [np.concatenate([*rows, closing]) for rows in encode_for_queries(score.template[at + 1 :])]
     filled = [
-        _fill(score.template[at], words | {"query": queries[query], "document": document})
-        for query, document in zip(which.tolist(), documents, strict=True)
+        _fill(score.template[at], values | {"query": texts.queries[query], "document": document})
+        for query, document in zip(query_of.tolist(), texts.documents, strict=True)
     ]
-    middles = tokenizer.encode(filled, add_special_tokens=False)
-    fixed = (_sizes(heads) + _sizes(tails))[which]
-    limit = _limit(processor, fixed + _sizes(middles), options)
+    documents = tokenizer.encode(filled, add_special_tokens=False)
+    fixed = (_sizes(heads) + _sizes(tails))[query_of]
+    limit = _row_limit(processor, fixed + _sizes(documents), options)
     if (fixed >= limit).any():
         raise BadValue(
             f"a query takes {int(fixed.max())} of {limit} tokens and leaves no room for a document; shorten "
             "it or set max_tokens_per_query",
             param="query",
         )
-    sizes = np.minimum(_sizes(middles), limit - fixed).astype(np.int32)
+    sizes = np.minimum(_sizes(documents), limit - fixed).astype(np.int32)
     parts = []
-    for query, middle, size in zip(which.tolist(), middles, sizes, strict=True):
-        parts += [heads[query], _cut(middle, size, options.truncation_side), tails[query]]
+    for query, document, size in zip(query_of.tolist(), documents, sizes, strict=True):
+        parts += [heads[query], _truncate(document, size, options.truncation_side), tails[query]]
     return _Rows(np.concatenate(parts), (fixed + sizes).astype(np.int32))
 
 
-def _fill(part: str, words: dict[str, str]) -> str:
-    """In one pass, so that a text may hold what looks like a field."""
-    return _FIELD.sub(lambda found: words[found[1]], part)
+def _fill(part: str, values: dict[str, str]) -> str:
+    """Fill all placeholders in one pass, so that a text may itself contain a placeholder's name."""
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], part)
 
 
-def _limit(processor: InputProcessor, lengths: Ints, options: PairOptions) -> int:
-    """Where rows are cut; without a word about cutting, rows beyond the model's limit are refused."""
+def _row_limit(processor: InputProcessor, lengths: Ints, options: PairOptions) -> int:
+    """The length that rows are truncated to. Rejects rows beyond the model's limit if truncation is off."""
     limit = processor.spec.max_model_len
     cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
     if cut_at is None and (lengths > limit).any():
@@ -313,7 +321,8 @@ def _limit(processor: InputProcessor, lengths: Ints, options: PairOptions) -> in
     frame = processor.tokenizer.pair_frame.size
     if cut_at is not None and cut_at <= frame:
         raise BadValue(
-            f"truncate_prompt_tokens is {cut_at}, and the special tokens alone take {frame}",
+            f"truncate_prompt_tokens is {cut_at}, but the special tokens alone take {frame}; use at least "
+            f"{frame + 1}",
             param="truncate_prompt_tokens",
         )
     return limit if cut_at is None else cut_at
@@ -323,7 +332,7 @@ def _sizes(rows: Sequence[Ints]) -> Ints:
     return np.array([len(row) for row in rows], dtype=np.int32)
 
 
-def _cut(row: Ints, size: int, side: Side) -> Ints:
+def _truncate(row: Ints, size: int, side: Side) -> Ints:
     if len(row) <= size:
         return row
     return row[:size] if side == "right" else row[len(row) - size :]

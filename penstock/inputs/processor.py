@@ -1,7 +1,8 @@
-"""The one entry for inputs: texts or token ids in, a `Request` with all its rows out.
+"""Turns texts or token ids into a `Request` with all its rows.
 
-Runs in the process that talks to the client; the engine only ever sees integers. `prepare` is plain
-and blocking, to be called on a worker thread; `api` batches the texts of concurrent calls around it.
+It runs in the process that talks to the client; the engine receives only integers. `prepare` is blocking:
+call it on a worker thread. The server calls `check`, `with_prompt` and `join` and batches the tokenisation of
+concurrent calls in between.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MAX_PRIORITY = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
-    """How rows are made from inputs; the names are those of API.md."""
+    """How rows are made from inputs. The names are those of the HTTP fields."""
 
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
@@ -50,7 +51,7 @@ class InputOptions:
     instruction: str | None = None
     input_type: str | None = None
     cache_salt: str = ""
-    adapter: str | None = None  # of models with task adapters; its prompt comes with it
+    adapter: str | None = None  # for models with task adapters; selects the prompt of the same name too
 
 
 DEFAULT_OPTIONS = InputOptions()
@@ -62,8 +63,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         if tokenizer.max_token_id >= spec.vocab_size:
             raise ModelLoadError(
-                f"{spec.name}: the tokenizer has ids up to {tokenizer.max_token_id}, but the embedding table "
-                f"has {spec.vocab_size} rows; take tokenizer.json and config.json from the same model",
+                f"the tokenizer of {spec.name} has ids up to {tokenizer.max_token_id}, but the embedding "
+                f"table has {spec.vocab_size} rows; take tokenizer.json and config.json from the same model",
                 param="model",
             )
         if spec.lower_case:
@@ -76,7 +77,7 @@ class InputProcessor:
     def prepare(
         self, request_id: str, inputs: Inputs, params: PoolingParams, options: InputOptions = DEFAULT_OPTIONS
     ) -> Request:
-        """Everything at once: check, prompt, tokenise, truncate, join."""
+        """Check the parameters, add the prompt, tokenise, truncate and join. Blocking."""
         self.check(params)
         texts, rows = split_inputs(inputs)
         if texts is not None:
@@ -84,45 +85,53 @@ class InputProcessor:
         return self.join(request_id, rows, params, options, from_text=texts is not None)
 
     def check(self, params: PoolingParams) -> None:
-        """Refuse what the model cannot do, before any work is spent on it."""
+        """Reject what the model cannot do before any text is tokenised."""
         if params.task not in self.spec.tasks:
             raise NotPossible(
-                f"model {self.spec.name} has no task {params.task.value!r}; it has: "
+                f"model {self.spec.name} has no task {params.task.value!r}; its tasks are: "
                 + ", ".join(task.value for task in self.spec.tasks),
                 param="task",
             )
-        self._check_sparse(params)
+        if params.task is Task.SPARSE or params.top_k is not None:
+            self._check_sparse(params)
         if params.dimensions is None:
             return
         if params.task not in (Task.EMBED, Task.TOKEN_EMBED):
-            raise BadValue(f"dimensions mean nothing to task {params.task.value!r}", param="dimensions")
+            raise BadValue(
+                f"dimensions does not apply to task {params.task.value!r}; leave it out", param="dimensions"
+            )
         if params.dimensions < 1:
             raise BadValue(f"dimensions is {params.dimensions}; it must be at least 1", param="dimensions")
-        if params.dimensions > (width := self.spec.width(params.task)):
+        width = self.spec.width(params.task)
+        if params.dimensions > width:
             raise BadValue(
-                f"dimensions is {params.dimensions}, but the model gives {width}", param="dimensions"
+                f"dimensions is {params.dimensions}, but the model's vectors have {width}; use 1 to {width}",
+                param="dimensions",
             )
 
     @staticmethod
     def _check_sparse(params: PoolingParams) -> None:
-        sparse, top_k = params.task is Task.SPARSE, params.top_k
-        if top_k is not None and not sparse:
-            raise BadValue(f"top_k means nothing to task {params.task.value!r}", param="top_k")
+        """Check the parameters of a sparse task, or of another task with `top_k`."""
+        top_k = params.top_k
+        if params.task is not Task.SPARSE:
+            raise BadValue(f"top_k does not apply to task {params.task.value!r}; leave it out", param="top_k")
         if top_k is not None and not 1 <= top_k <= MAX_TOP_K:
             raise BadValue(f"top_k is {top_k}; use 1 to {MAX_TOP_K}", param="top_k")
-        if sparse and params.normalize is not None:
-            raise BadValue("normalize means nothing to task 'sparse'", param="normalize")
-        if sparse and params.dtype is not OutputDtype.FLOAT32:
-            raise BadValue(f"sparse weights are float32, not {params.dtype.value}", param="embed_dtype")
+        if params.normalize is not None:
+            raise BadValue("normalize does not apply to task 'sparse'; leave it out", param="normalize")
+        if params.dtype is not OutputDtype.FLOAT32:
+            raise BadValue(
+                f"embed_dtype is {params.dtype.value}, but sparse weights are always float32",
+                param="embed_dtype",
+            )
 
     def engine_params(self, params: PoolingParams) -> PoolingParams:
-        """Parameters as the engine wants them: how this model makes sparse weights, or judges, is known
-        here."""
+        """The parameters with the fields that depend on how this model computes sparse weights or rewards."""
         if params.task is Task.REWARD and self.spec.reward is not None:
             return msgspec.structs.replace(params, steps=self.spec.reward.steps)
         if params.task is not Task.SPARSE or self.spec.sparse is None:
             return params
-        if self.spec.sparse.kind == "lexical":  # the terms are chosen once the tokens are gathered
+        if self.spec.sparse.kind == "lexical":  # top_k applies after the tokens are merged by id
             return msgspec.structs.replace(params, lexical=True, top_k=None)
         return msgspec.structs.replace(params, top_k=min(params.top_k or MAX_TERMS, self.spec.vocab_size))
 
@@ -141,16 +150,16 @@ class InputProcessor:
         *,
         from_text: bool,
     ) -> Request:
-        """Rows of token ids, cut to the limit, as one flat request."""
+        """Truncate rows of token ids to the limit and join them into one flat request."""
         if from_text and self.late is not None and params.task is Task.TOKEN_EMBED:
             return self._late_request(self.late, request_id, rows, params, options)
         limit = self.spec.max_model_len
         cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
-        framed = from_text and options.add_special_tokens
-        frame = (self.tokenizer.prefix, self.tokenizer.suffix) if framed else (0, 0)
+        has_special_tokens = from_text and options.add_special_tokens
+        frame = (self.tokenizer.prefix, self.tokenizer.suffix) if has_special_tokens else (0, 0)
         rows = truncate_rows(rows, cut_at, limit, frame, options.truncation_side)
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
-        _refuse_empty(lengths)
+        _check_not_empty(lengths)
         token_ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if not from_text:
             self._check_range(token_ids)
@@ -175,7 +184,7 @@ class InputProcessor:
         params: PoolingParams,
         options: InputOptions,
     ) -> Request:
-        """Queries or documents of a late-interaction model. Queries have the model's own length."""
+        """Queries or documents of a late-interaction model. Queries get the model's fixed query length."""
         special = options.add_special_tokens
         frame = (self.tokenizer.prefix, self.tokenizer.suffix) if special else (0, 0)
         framing = Framing(frame, options.truncation_side)
@@ -183,7 +192,7 @@ class InputProcessor:
             made = late.query_rows(rows, framing)
         else:
             made = late.document_rows(rows, options.truncate_prompt_tokens, framing)
-        _refuse_empty(made.lengths)
+        _check_not_empty(made.lengths)
         return Request(
             request_id,
             made.token_ids,
@@ -195,41 +204,44 @@ class InputProcessor:
         )
 
     def token_mask(self, lengths: Ints) -> Ints | None:
-        """Which tokens have a vector in the answer: of BGE-M3 all but the first."""
+        """Which tokens have a vector in the output: for BGE-M3 all but the first."""
         if self.spec.multi_vector is None:
             return None
-        keep = np.ones(int(lengths.sum()), dtype=np.int32)
-        keep[cumulative(lengths)[:-1]] = 0
-        return keep
+        mask = np.ones(int(lengths.sum()), dtype=np.int32)
+        mask[cumulative(lengths)[:-1]] = 0
+        return mask
 
-    def _adapters(self, rows: int, options: InputOptions) -> Ints | None:
-        number = choose_adapter(self.spec, options.adapter, options.prompt_name, options.input_type)
-        return None if number < 0 else np.full(rows, number, dtype=np.int32)
+    def _adapters(self, num_rows: int, options: InputOptions) -> Ints | None:
+        index = choose_adapter(self.spec, options.adapter, options.prompt_name, options.input_type)
+        return None if index < 0 else np.full(num_rows, index, dtype=np.int32)
 
     def reads_last_token_only(self, params: PoolingParams) -> bool:
-        """Then earlier tokens may come from a cached prefix, whose hidden states are gone."""
-        vectors = params.task is Task.SCORE and self.spec.score is None  # which are then compared
-        if params.task is Task.EMBED or vectors:
+        """Whether the output depends only on the last token's hidden state.
+
+        Then a cached prefix may replace the tokens before it: the cache holds no hidden states.
+        """
+        compares_vectors = params.task is Task.SCORE and self.spec.score is None
+        if params.task is Task.EMBED or compares_vectors:
             return self.spec.pooling.methods == ("last",)
         return self.spec.is_causal and not params.reads_tokens
 
     def prompt(self, options: InputOptions) -> str:
-        """What goes before each text. A late-interaction model reads documents unless told otherwise."""
-        given = (options.prompt_name, options.prompt, options.instruction, options.input_type)
-        if options.adapter in self.spec.prompts and not any(given):
+        """The prompt before each text. For a late-interaction model the default input type is `document`."""
+        explicit = (options.prompt_name, options.prompt, options.instruction, options.input_type)
+        if options.adapter in self.spec.prompts and not any(explicit):
             options = replace(options, prompt_name=options.adapter)
-        named = (options.prompt_name, options.prompt, options.instruction, self.spec.default_prompt_name)
-        document = self.late is not None and all(name is None for name in named)
+        sources = (options.prompt_name, options.prompt, options.instruction, self.spec.default_prompt_name)
+        is_document = self.late is not None and all(source is None for source in sources)
         return choose_prompt(
             self.spec,
             prompt_name=options.prompt_name,
             prompt=options.prompt,
             instruction=options.instruction,
-            input_type=options.input_type or ("document" if document else None),
+            input_type=options.input_type or ("document" if is_document else None),
         )
 
     def _skip(self, token_ids: Ints, lengths: Ints, options: InputOptions, from_text: bool) -> Ints | None:
-        """For models that leave the prompt out of the pooling: how many tokens it takes."""
+        """How many leading tokens the prompt takes, for models that leave it out of the pooling."""
         if self._instruction_end is not None:
             return self._instruction_end(token_ids, lengths)
         if self.spec.pooling.include_prompt or not from_text:
@@ -248,23 +260,23 @@ class InputProcessor:
         if low < 0 or high >= self.spec.vocab_size:
             wrong = low if low < 0 else high
             raise BadValue(
-                f"token id {wrong} is out of range; the model knows 0 to {self.spec.vocab_size - 1}",
+                f"input has token id {wrong}; the model's token ids are 0 to {self.spec.vocab_size - 1}",
                 param="input",
             )
 
 
 def num_inputs(inputs: Any) -> int:
-    """How many rows the inputs are: one for a text or a list of token ids."""
+    """The number of rows of the inputs: 1 for a text or a list of token ids."""
     if isinstance(inputs, str) or not hasattr(inputs, "__len__") or len(inputs) == 0:
         return 1
     return 1 if _is_int(inputs[0]) else len(inputs)
 
 
 def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[str] | None, list[Ints]]:
-    """(texts, []) or (None, rows of ids), whichever form the caller used.
+    """Return (texts, []) or (None, rows of token ids), depending on the form of the inputs.
 
-    An empty text still has its special tokens, so it has a vector; remote clients are told instead,
-    because there it is almost always a mistake.
+    An empty text still has its special tokens, so it has a vector. The server rejects it
+    (`allow_empty_text`), because from a remote client it is almost always a mistake.
     """
     if isinstance(inputs, str):
         inputs = [inputs]
@@ -272,25 +284,29 @@ def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[st
         inputs = inputs[()] if inputs.ndim == 0 else list(inputs)
     if not isinstance(inputs, list | tuple):
         raise BadValue(
-            "input must be a text, a list of texts, token ids, or a list of token ids", param="input"
+            "input must be a text, a list of texts, a list of token ids, or a list of such lists",
+            param="input",
         )
     if len(inputs) == 0:
         raise BadValue("input is empty; give at least one text", param="input")
     if isinstance(inputs[0], str):
         for index, text in enumerate(inputs):
             if not isinstance(text, str):
-                raise BadValue(f"input {index} is not a text, but input 0 is", param="input")
+                raise BadValue(
+                    f"input {index} is not a text, but input 0 is; give only texts or only token ids",
+                    param="input",
+                )
             if not text and not allow_empty_text:
-                raise BadValue(f"input {index} is an empty text", param="input")
+                raise BadValue(f"input {index} is an empty text; give at least one character", param="input")
         return list(inputs), []
     if _is_int(inputs[0]):
         return None, [_ids(inputs, 0)]
     return None, [_ids(row, index) for index, row in enumerate(inputs)]
 
 
-def _refuse_empty(lengths: Ints) -> None:
+def _check_not_empty(lengths: Ints) -> None:
     if not lengths.all():
-        raise BadValue(f"input {int(np.argmin(lengths))} has no tokens", param="input")
+        raise BadValue(f"input {int(np.argmin(lengths))} has no tokens; give at least one", param="input")
 
 
 def _is_int(value: Any) -> bool:
@@ -307,4 +323,4 @@ def _ids(row: Any, index: int) -> Ints:
             return ids
     except OverflowError:
         pass
-    raise BadValue(f"input {index} holds a token id beyond 32 bits", param="input")
+    raise BadValue(f"input {index} has a token id that does not fit into 32 bits", param="input")

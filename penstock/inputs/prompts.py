@@ -1,4 +1,4 @@
-"""Which words go before a text: the model's own prompt table, or what the caller brings."""
+"""The prompt before a text: from the model's prompt table, or given by the caller."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ _INPUT_TYPES = {
     "classification": ("classification", "Classification"),
     "clustering": ("clustering", "Clustering"),
 }
-
-
-_QUERIES = {"query", *_INPUT_TYPES["query"], *_INPUT_TYPES["search_query"]}
+_QUERY_NAMES = {"query", *_INPUT_TYPES["query"], *_INPUT_TYPES["search_query"]}
 
 
 def is_query(name: str | None) -> bool:
-    """Whether an input type, or the name of a prompt, says that texts are queries; others are documents."""
-    return name in _QUERIES
+    """Whether an input type or prompt name stands for queries. All others stand for documents."""
+    return name in _QUERY_NAMES
 
 
 def choose_prompt(
@@ -35,7 +33,7 @@ def choose_prompt(
     instruction: str | None = None,
     input_type: str | None = None,
 ) -> str:
-    """The text to put before each input. At most one of the four may be given."""
+    """The prompt to put before each input. At most one of the four may be given."""
     given = {
         "prompt_name": prompt_name,
         "prompt": prompt,
@@ -58,8 +56,8 @@ def choose_prompt(
 
 def _by_name(spec: ModelSpec, name: str) -> str:
     if name not in spec.prompts:
-        has = f"it has: {', '.join(sorted(spec.prompts))}" if spec.prompts else "it has none"
-        raise BadValue(f"model {spec.name} has no prompt named {name!r}; {has}", param="prompt_name")
+        known = f"it has: {', '.join(sorted(spec.prompts))}" if spec.prompts else "it has none"
+        raise BadValue(f"model {spec.name} has no prompt named {name!r}; {known}", param="prompt_name")
     return spec.prompts[name]
 
 
@@ -70,13 +68,13 @@ def _by_instruction(spec: ModelSpec, instruction: str) -> str:
         if _INSTRUCTION.search(template):
             return _INSTRUCTION.sub(lambda _: instruction, template, count=1)
     raise NotPossible(
-        f"model {spec.name} has no instruction template in its prompts; use `prompt` for free text",
+        f"model {spec.name} has no instruction template in its prompts; use prompt for free text",
         param="instruction",
     )
 
 
 def _by_input_type(spec: ModelSpec, input_type: str) -> str:
-    """A model without prompts takes any input type as it is; one with prompts must know it."""
+    """The prompt for an input type; empty if the model has none for it."""
     if input_type not in _INPUT_TYPES:
         raise BadValue(
             f"input_type {input_type!r} is unknown; use one of {', '.join(_INPUT_TYPES)}", param="input_type"
@@ -90,7 +88,7 @@ def _by_input_type(spec: ModelSpec, input_type: str) -> str:
 def choose_adapter(
     spec: ModelSpec, adapter: str | None, prompt_name: str | None, input_type: str | None
 ) -> int:
-    """The number of the adapter that is named, or that goes with the prompt; -1 for none."""
+    """The index of the named adapter, or of the one named like the prompt; -1 for none."""
     if adapter is not None:
         if not spec.adapters:
             raise NotPossible(f"model {spec.name} has no adapters", param="adapter")
@@ -100,5 +98,5 @@ def choose_adapter(
                 param="adapter",
             )
         return spec.adapters.index(adapter)
-    named = [prompt_name] if prompt_name is not None else list(_INPUT_TYPES.get(input_type or "", ()))
-    return next((spec.adapters.index(name) for name in named if name in spec.adapters), -1)
+    names = [prompt_name] if prompt_name is not None else list(_INPUT_TYPES.get(input_type or "", ()))
+    return next((spec.adapters.index(name) for name in names if name in spec.adapters), -1)

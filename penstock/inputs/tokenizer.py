@@ -1,4 +1,4 @@
-"""Texts to token ids with the model's own `tokenizer.json`, in batches, outside the GIL."""
+"""Tokenises texts with the model's own `tokenizer.json`, in batches and without holding the GIL."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.checkpoint.convert import tokenizer_file
 from penstock.errors import BadValue, ModelLoadError
 from penstock.types import Ints
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte that no piece of the vocabulary has
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte-fallback token
 
 
 class EncodedText(NamedTuple):
-    """The tokens of a text and where they lie in it."""
+    """The tokens of a text with their character offsets."""
 
     ids: Ints  # [tokens]
     offsets: Ints  # [tokens, 2], characters; (0, 0) for special tokens
-    words: Ints  # [tokens], number of the word; -1 for special tokens
+    words: Ints  # [tokens], index of the word; -1 for special tokens
 
 
 class PairFrame(NamedTuple):
@@ -33,7 +33,7 @@ class PairFrame(NamedTuple):
     before: Ints
     between: Ints
     after: Ints
-    segments: Ints  # of each of those tokens and of the two texts, in their order
+    segments: Ints  # segment id of each of those tokens and of the two texts, in order
 
     @property
     def size(self) -> int:
@@ -41,7 +41,7 @@ class PairFrame(NamedTuple):
 
 
 class Tokenizer:
-    """Encodes whole; cutting to a limit is `truncation`'s work, because it differs by request."""
+    """Encodes whole texts. `truncation` truncates rows, because the limit differs by request."""
 
     def __init__(self, folder: Path) -> None:
         file = tokenizer_file(folder)
@@ -57,11 +57,11 @@ class Tokenizer:
 
     @property
     def max_token_id(self) -> int:
-        """The largest id that a text can turn into. Added tokens may stand beyond the count of all."""
+        """The largest token id that a text can contain. Added tokens may have ids beyond `vocab_size`."""
         return max(self.vocab_size - 1, *self._rust.get_added_tokens_decoder(), -1)
 
     def lower_case(self) -> None:
-        """Lower-case texts before all else. Special tokens in a text stay what they are."""
+        """Lower-case texts before any other normalisation. Special tokens in a text are not changed."""
         first, rest = normalizers.Lowercase(), self._rust.normalizer
         self._rust.normalizer = first if rest is None else normalizers.Sequence([first, rest])
 
@@ -73,7 +73,7 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[EncodedText]:
-        """Token ids with their places. Slower than `encode`, so only for those who need the places."""
+        """Token ids with their character offsets. Slower than `encode`."""
         try:
             encodings = self._rust.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
@@ -91,43 +91,45 @@ class Tokenizer:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        number: int | None = self._rust.token_to_id(token)
-        return number
+        token_id: int | None = self._rust.token_to_id(token)
+        return token_id
 
     def token_strings(self, ids: Sequence[int]) -> list[str | None]:
         return [self._rust.id_to_token(int(i)) for i in ids]
 
     @cached_property
     def byte_level(self) -> bool:
-        """Whether a text's bytes are those of its tokens, one after another."""
+        """Whether a text's bytes are the concatenated bytes of its tokens."""
         return isinstance(self._rust.decoder, decoders.ByteLevel)
 
-    def token_bytes(self, number: int) -> bytes:
-        """What a token of a byte-level vocabulary stands for."""
-        found = self._token_bytes.get(number)
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token of a byte-level vocabulary."""
+        found = self._token_bytes.get(token_id)
         if found is None:
-            token, table = self._rust.id_to_token(number) or "", byte_table()
-            inside = all(sign in table for sign in token)  # an added token may be written plainly
-            found = bytes(table[sign] for sign in token) if inside else token.encode()
-            self._token_bytes[number] = found
+            token, table = self._rust.id_to_token(token_id) or "", byte_table()
+            is_encoded = all(char in table for char in token)  # an added token may be plain text
+            found = bytes(table[char] for char in token) if is_encoded else token.encode()
+            self._token_bytes[token_id] = found
         return found
 
-    def token_text(self, number: int) -> str:
-        """A token as it stands within a text, with the space that begins it."""
-        text = self.decode([number])
-        spaced = (self._rust.id_to_token(number) or "").startswith("\u2581") and not text.startswith(" ")
-        return f" {text}" if spaced else text
+    def token_text(self, token_id: int) -> str:
+        """A token's text within a sentence, with its leading space."""
+        text = self.decode([token_id])
+        needs_space = (self._rust.id_to_token(token_id) or "").startswith("\u2581") and not text.startswith(
+            " "
+        )
+        return f" {text}" if needs_space else text
 
-    def token_raw_bytes(self, number: int) -> bytes:
-        """The bytes of a token, which may be less than a character."""
+    def token_raw_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be only part of a character."""
         if self.byte_level:
-            return self.token_bytes(number)
-        if found := _BYTE.fullmatch(self._rust.id_to_token(number) or ""):
+            return self.token_bytes(token_id)
+        if found := _BYTE.fullmatch(self._rust.id_to_token(token_id) or ""):
             return bytes([int(found.group(1), 16)])
-        return self.token_text(number).encode()
+        return self.token_text(token_id).encode()
 
-    def is_special(self, number: int) -> bool:
-        return number in self._special
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -135,7 +137,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> Ints:
-        """Ids of tokens that stand for no text, such as [CLS] and [UNK]."""
+        """Ids of special tokens, such as [CLS] and [UNK]."""
         added = self._rust.get_added_tokens_decoder()
         return np.array(sorted(number for number, token in added.items() if token.special), dtype=np.int32)
 
@@ -147,7 +149,7 @@ class Tokenizer:
 
     @cached_property
     def pair_frame(self) -> PairFrame:
-        """What the tokenizer's own template puts around a pair."""
+        """The special tokens of the tokenizer's own pair template."""
         first, second = (self._rust.encode(text, add_special_tokens=False).ids for text in ("a", "b"))
         whole = self._rust.encode("a", "b", add_special_tokens=True)
         ids, kinds = whole.ids, whole.type_ids
@@ -155,41 +157,42 @@ class Tokenizer:
         then = -1 if at < 0 else _find(ids, second, at + len(first))
         if then < 0:
             raise ModelLoadError(
-                "the tokenizer's template for pairs changes the texts' own tokens; it is not supported"
+                "the tokenizer's pair template changes the tokens of the texts; this is not supported"
             )
         ends = at + len(first), then + len(second)
         before, between, after = ids[:at], ids[ends[0] : then], ids[ends[1] :]
         segments = kinds[: at + 1] + kinds[ends[0] : then + 1] + kinds[ends[1] :]
         return PairFrame(*(np.array(part, dtype=np.int32) for part in (before, between, after, segments)))
 
-    def cut(self, texts: Sequence[str], tokens: int) -> list[str]:
-        """The texts, each no longer than its first so many tokens."""
+    def truncate(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts, each truncated to its first `max_tokens` tokens."""
         found = self.encode_with_offsets(texts, add_special_tokens=False)
         return [
-            text if len(row.ids) <= tokens else text[: int(row.offsets[tokens - 1, 1])]
+            text if len(row.ids) <= max_tokens else text[: int(row.offsets[max_tokens - 1, 1])]
             for text, row in zip(texts, found, strict=True)
         ]
 
     def _special_frame(self) -> tuple[int, int]:
-        """How many special tokens stand before and after a text."""
+        """The number of special tokens before and after a text."""
         bare = self._rust.encode("a", add_special_tokens=False).ids
         full = self._rust.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return start, len(full) - len(bare) - start
-        raise ModelLoadError("the tokenizer's template changes the text's own tokens; it is not supported")
+        raise ModelLoadError("the tokenizer's template changes the tokens of the text; this is not supported")
 
 
 @cache
 def byte_table() -> dict[str, int]:
-    """The signs of bytes in a byte-level vocabulary: a byte that prints is itself, others follow 255."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    """The byte of each character of a byte-level vocabulary. Printable bytes map to themselves, others to
+    characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def _find(ids: list[int], part: list[int], start: int) -> int:
-    """Where `part` stands in `ids`, from `start` on; -1 if nowhere."""
+    """The index of `part` in `ids` at or after `start`; -1 if there is none."""
     for at in range(start, len(ids) - len(part) + 1):
         if ids[at : at + len(part)] == part:
             return at

@@ -1,4 +1,4 @@
-"""Rows that are too long: refused with both lengths, or cut while special tokens stay in place."""
+"""Rows that are too long: rejected with both lengths, or truncated with their special tokens kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Side = Literal["left", "right"]
 
 
 def truncation_limit(truncate_prompt_tokens: int | None, model_limit: int) -> int | None:
-    """The number of tokens to cut at; None means that over-length rows are refused."""
+    """The number of tokens to truncate to. None means that over-length rows are rejected."""
     if truncate_prompt_tokens is None:
         return None
     if truncate_prompt_tokens == -1:
@@ -26,7 +26,8 @@ def truncation_limit(truncate_prompt_tokens: int | None, model_limit: int) -> in
         )
     if truncate_prompt_tokens > model_limit:
         raise BadValue(
-            f"truncate_prompt_tokens is {truncate_prompt_tokens}, above the model's limit of {model_limit}",
+            f"truncate_prompt_tokens is {truncate_prompt_tokens}, above the model's limit; use -1, or 1 to "
+            f"{model_limit}",
             param="truncate_prompt_tokens",
         )
     return truncate_prompt_tokens
@@ -35,7 +36,7 @@ def truncation_limit(truncate_prompt_tokens: int | None, model_limit: int) -> in
 def truncate_rows(
     rows: list[Ints], cut_at: int | None, model_limit: int, frame: tuple[int, int], side: Side = "right"
 ) -> list[Ints]:
-    """Cut the rows that exceed `cut_at`, keeping `frame` = (leading, trailing) special tokens."""
+    """Truncate rows longer than `cut_at`, keeping `frame` = (leading, trailing) special tokens."""
     limit = model_limit if cut_at is None else cut_at
     if all(len(row) <= limit for row in rows):
         return rows
@@ -46,13 +47,13 @@ def truncate_rows(
             "set truncate_prompt_tokens to -1",
             param="input",
         )
-    return [row if len(row) <= limit else _cut(row, limit, frame, side) for row in rows]
+    return [row if len(row) <= limit else _truncate(row, limit, frame, side) for row in rows]
 
 
-def _cut(row: Ints, limit: int, frame: tuple[int, int], side: Side) -> Ints:
+def _truncate(row: Ints, limit: int, frame: tuple[int, int], side: Side) -> Ints:
     prefix, suffix = frame
     room = limit - prefix - suffix
-    if room <= 0:  # not even the special tokens fit: keep the beginning of the row
+    if room <= 0:  # the special tokens do not fit: keep the start of the row
         return row[:limit]
     body = row[prefix : len(row) - suffix]
     body = body[:room] if side == "right" else body[len(body) - room :]

@@ -1,4 +1,4 @@
-"""Token vectors that a caller brings: numbers, base64 or arrays, joined for one comparison."""
+"""Token vectors given by the caller as numbers, base64 or arrays, joined into one `Comparison`."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ def make_comparison(
     query_scales: Sequence[Any] | None = None,
     document_scales: Sequence[Any] | None = None,
 ) -> Comparison:
-    """One query for all documents, or one for each. `dim` is needed for base64, which has no shape."""
+    """Compare one query with all documents, or each document with its own. Base64 needs `dim`."""
     if dtype not in DTYPES:
-        raise BadValue(f"dtype {dtype!r} is unknown; use {', '.join(DTYPES)}", param="dtype")
+        raise BadValue(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}", param="dtype")
     if dim is not None and dim < 1:
         raise BadValue(f"dim is {dim}; it must be at least 1", param="dim")
     sides = {}
     for name, given in (("queries", queries), ("documents", documents)):
         if not len(given):
             raise BadValue(f"{name} is empty; give at least one matrix", param=name)
-        sides[name] = [_matrix(rows, f"{name} {i}", name, dtype, dim) for i, rows in enumerate(given)]
+        sides[name] = [_matrix(rows, f"{name}[{i}]", name, dtype, dim) for i, rows in enumerate(given)]
     width = _width([*sides["queries"], *sides["documents"]])
-    sides = {name: [_widened(matrix, width) for matrix in side] for name, side in sides.items()}
+    sides = {name: [_with_width(matrix, width) for matrix in side] for name, side in sides.items()}
     if len(queries) not in (1, len(documents)):
         raise BadValue(
-            f"{len(queries)} queries for {len(documents)} documents; give one query, or one a document",
+            f"{len(queries)} queries for {len(documents)} documents; give one query, or one for each "
+            "document",
             param="queries",
         )
-    which = np.arange(len(documents), dtype=np.int32) if len(queries) > 1 else _zeros(len(documents))
+    query_of = np.arange(len(documents)) if len(queries) > 1 else np.zeros(len(documents))
     return Comparison(
         request_id,
         np.concatenate(sides["queries"]),
         _lengths(sides["queries"]),
         np.concatenate(sides["documents"]),
         _lengths(sides["documents"]),
-        which,
+        query_of.astype(np.int32),
         _scales(query_scales, sides["queries"], "query_scales"),
         _scales(document_scales, sides["documents"], "document_scales"),
     )
@@ -61,7 +62,7 @@ def comparison_from_arrays(
     query_scales: Sequence[Any] | None = None,
     document_scales: Sequence[Any] | None = None,
 ) -> Comparison:
-    """A comparison of arrays: the dtype is theirs, float32 where they differ or it has no kernel."""
+    """Compare arrays in their own dtype, or in float32 if they differ or no kernel supports it."""
     is_one_matrix = isinstance(queries, np.ndarray) and queries.ndim == 2
     given = [queries] if is_one_matrix else list(queries)
     dtypes = {np.asarray(matrix).dtype for matrix in (*given, *documents) if len(matrix)}
@@ -76,40 +77,42 @@ def comparison_from_arrays(
     )
 
 
-def _matrix(given: Any, which: str, name: str, dtype: str, dim: int | None) -> Array:
+def _matrix(given: Any, label: str, name: str, dtype: str, dim: int | None) -> Array:
     kind = DTYPES[dtype]
     if isinstance(given, str | bytes):
-        return _from_base64(given, which, name, np.dtype(kind), dim)
+        return _from_base64(given, label, name, np.dtype(kind), dim)
     if not isinstance(given, np.ndarray) and not len(given):
         return np.zeros((0, dim or 0), dtype=kind)
     try:
         matrix = np.asarray(given)
     except ValueError:
-        raise BadValue(f"{which} has rows of different lengths", param=name) from None
+        raise BadValue(f"{label} has rows of different lengths; give a matrix", param=name) from None
     if matrix.ndim != 2 or matrix.dtype.kind not in "fiu":
-        raise BadValue(f"{which} is not a matrix of numbers", param=name)
+        raise BadValue(f"{label} is not a matrix of numbers", param=name)
     if dtype == "int8" and matrix.size and (matrix.min() < -128 or matrix.max() > 127):
-        raise BadValue(f"{which} holds numbers beyond int8", param=name)
+        raise BadValue(f"{label} has numbers outside int8; use -128 to 127", param=name)
     if dtype == "int8" and matrix.dtype.kind == "f" and (matrix != np.rint(matrix)).any():
-        raise BadValue(f"{which} holds fractions, which int8 has not", param=name)
-    return _finite(np.ascontiguousarray(matrix, dtype=kind), which, name)
+        raise BadValue(f"{label} has fractions; int8 needs whole numbers", param=name)
+    return _finite(np.ascontiguousarray(matrix, dtype=kind), label, name)
 
 
-def _from_base64(given: str | bytes, which: str, name: str, kind: np.dtype[Any], dim: int | None) -> Array:
+def _from_base64(given: str | bytes, label: str, name: str, kind: np.dtype[Any], dim: int | None) -> Array:
     if dim is None:
-        raise BadValue(f"{which} is base64, which needs dim", param="dim")
+        raise BadValue(f"{label} is base64; set dim to the number of values of a vector", param="dim")
     try:
         raw = binascii.a2b_base64(given, strict_mode=True)
     except (binascii.Error, ValueError):
-        raise BadValue(f"{which} is not valid base64", param=name) from None
+        raise BadValue(f"{label} is not valid base64", param=name) from None
     if len(raw) % (dim * kind.itemsize):
-        raise BadValue(f"{which} has {len(raw)} bytes, which are no rows of {dim} {kind.name}", param=name)
-    return _finite(np.frombuffer(raw, dtype=kind).reshape(-1, dim), which, name)
+        raise BadValue(
+            f"{label} has {len(raw)} bytes, which is not a multiple of {dim} {kind.name} values", param=name
+        )
+    return _finite(np.frombuffer(raw, dtype=kind).reshape(-1, dim), label, name)
 
 
-def _finite(matrix: Array, which: str, name: str) -> Array:
+def _finite(matrix: Array, label: str, name: str) -> Array:
     if matrix.dtype.kind == "f" and not np.isfinite(matrix).all():
-        raise BadValue(f"{which} holds values that are not finite", param=name)
+        raise BadValue(f"{label} has values that are not finite", param=name)
     return matrix
 
 
@@ -117,15 +120,16 @@ def _width(matrices: list[Array]) -> int:
     widths = sorted({matrix.shape[1] for matrix in matrices if len(matrix)})
     if len(widths) > 1:
         raise BadValue(
-            f"vectors have {widths[0]} and {widths[1]} numbers; all must have the same", param="documents"
+            f"vectors have {widths[0]} and {widths[1]} values; all must have the same number",
+            param="documents",
         )
     if widths == [0]:
-        raise BadValue("vectors have no numbers; each needs at least one", param="documents")
+        raise BadValue("vectors have no values; each needs at least one", param="documents")
     return widths[0] if widths else 1
 
 
-def _widened(matrix: Array, width: int) -> Array:
-    """An empty matrix takes the width of the others."""
+def _with_width(matrix: Array, width: int) -> Array:
+    """Give an empty matrix the width of the others."""
     return matrix if len(matrix) else np.zeros((0, width), dtype=matrix.dtype)
 
 
@@ -143,7 +147,3 @@ def _scales(given: Sequence[Any] | None, matrices: list[Array], name: str) -> Ar
 
 def _lengths(matrices: list[Array]) -> Ints:
     return np.array([len(matrix) for matrix in matrices], dtype=np.int32)
-
-
-def _zeros(count: int) -> Ints:
-    return np.zeros(count, dtype=np.int32)

@@ -15,7 +15,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunking, ChunkOptions
-from penstock.inputs.generation import DEFAULT_TOKENS, SamplingParams
+from penstock.inputs.generation import DEFAULT_MAX_TOKENS, SamplingParams
 from penstock.inputs.pair_options import make_pairs
 from penstock.inputs.processor import InputOptions, Inputs, num_inputs
 from penstock.inputs.vectors import comparison_from_arrays
@@ -490,7 +490,7 @@ def output_dtype(name: str) -> OutputDtype:
 
 def _generate(source: TextPrompts | ChatPrompt, sampling: SamplingParams | None) -> Generate:
     params = SamplingParams() if sampling is None else sampling
-    default = DEFAULT_TOKENS if isinstance(source, TextPrompts) else None
+    default = DEFAULT_MAX_TOKENS if isinstance(source, TextPrompts) else None
     return Generate(source=source, fields=params, logprobs=params.logprobs, default_max_tokens=default)
 
 

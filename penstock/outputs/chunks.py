@@ -1,4 +1,4 @@
-"""The vectors of chunks, and of the texts that they make up, from what the engine gave."""
+"""The vectors of chunks and of their texts, computed from the engine's output."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ Floats = NDArray[np.float32]
 
 
 def combine(values: Array, chunks: Chunks, params: PoolingParams, normalizes: bool) -> tuple[Array, Array]:
-    """(one vector a text, one a chunk), finished. `values` are fp32: a row for each chunk, or where the
-    chunks have spans a row for each token. `normalizes` is what the model does by itself."""
+    """Return (one vector per text, one per chunk), truncated, normalised and cast.
+
+    `values` are fp32: one row per chunk, or one per token if the chunks have spans. `normalizes` says whether
+    the model normalises by default.
+    """
     rows = values.astype(np.float32, copy=False)
-    vectors = rows if chunks.spans is None else span_means(rows, chunks.flat_spans)
+    vectors = rows if chunks.run_spans is None else span_means(rows, chunks.run_spans)
     texts = weighted_means(vectors, chunks.weights, chunks.counts)
     return finish(texts, params, normalizes), finish(vectors, params, normalizes)
 
 
 def span_means(values: Floats, spans: Ints) -> Floats:
-    """The mean of each [begin, end) of the rows of `values`; spans ascend, do not overlap, are not empty."""
+    """The mean of each [begin, end) of the rows of `values`. Spans are ascending, disjoint and not empty."""
     edges = spans.ravel()
     if edges[-1] == len(values):
         edges = edges[:-1]
-    sums = np.add.reduceat(values, edges, axis=0)[::2]  # every other one is a gap
+    sums = np.add.reduceat(values, edges, axis=0)[::2]  # every second sum is that of a gap
     return np.asarray(sums / (spans[:, 1] - spans[:, 0])[:, None], dtype=np.float32)
 
 
 def weighted_means(vectors: Floats, weights: Ints, counts: Ints) -> Floats:
-    """The mean of each text's vectors, [texts, dim]; text t has the next `counts[t]` of them."""
+    """The weighted mean of each text's vectors, [texts, dim]; text t has the next `counts[t]` vectors."""
     starts = cumulative(counts)[:-1]
-    share = np.maximum(weights, 1).astype(np.float32)  # a text of special tokens alone has no weight
+    share = np.maximum(weights, 1).astype(np.float32)  # a text of only special tokens has weight 0
     sums = np.add.reduceat(vectors * share[:, None], starts, axis=0)
     return np.asarray(sums / np.add.reduceat(share, starts)[:, None], dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Token ids to text while they come: what is given out is never half a character, and never taken back."""
+"""Incremental detokenisation: the text returned never ends in half a character and is never revised."""
 
 from __future__ import annotations
 
@@ -6,87 +6,87 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
-_CONTEXT = 6  # tokens of the prompt that decide how the first new one is written
-_HELD = 16  # tokens that may wait for the rest of a character; no character has so many
-_SILENT = 64  # tokens without text that are kept as context
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_NUM_PROMPT_TOKENS = 6  # of the prompt, as context for the text of the first new token
+_MAX_HELD = 16  # tokens held back for the rest of a character; no character needs that many
+_MAX_SILENT = 64  # tokens without text that are kept as context
 
 
-class Decodes(Protocol):
-    """What is asked of a tokenizer."""
+class TokenDecoder(Protocol):
+    """The methods of a tokenizer that a detokenizer needs."""
 
     @property
     def byte_level(self) -> bool: ...
-    def token_bytes(self, number: int) -> bytes: ...
-    def is_special(self, number: int) -> bool: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
 
 class Detokenizer(Protocol):
-    def push(self, number: int) -> str:
-        """The text that is certain with this token, often empty."""
+    def push(self, token_id: int) -> str:
+        """Add a token. Returns the text that is now final, often empty."""
 
     def finish(self) -> str:
-        """What was held back, as it is."""
+        """The text that was held back, complete or not."""
 
 
 def detokenizer(
-    tokenizer: Decodes, prompt: Sequence[int] = (), skip_special_tokens: bool = True
+    tokenizer: TokenDecoder, prompt: Sequence[int] = (), skip_special_tokens: bool = True
 ) -> Detokenizer:
     if tokenizer.byte_level:
-        return _Bytes(tokenizer, skip_special_tokens)
-    return _Window(tokenizer, prompt, skip_special_tokens)
+        return _ByteLevelDetokenizer(tokenizer, skip_special_tokens)
+    return _WindowDetokenizer(tokenizer, prompt, skip_special_tokens)
 
 
-class _Bytes:
-    """Byte-level vocabularies: the bytes of the tokens through an incremental UTF-8 decoder."""
+class _ByteLevelDetokenizer:
+    """For byte-level vocabularies: feeds the bytes of the tokens to an incremental UTF-8 decoder."""
 
-    def __init__(self, tokenizer: Decodes, skip: bool) -> None:
+    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip
+        self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, number: int) -> str:
-        if self._skip and self._tokenizer.is_special(number):
+    def push(self, token_id: int) -> str:
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(number))
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
-class _Window:
-    """Other vocabularies: the last tokens are decoded with and without the new one, and the rest is new.
+class _WindowDetokenizer:
+    """For other vocabularies: decodes a window of the last tokens with and without the new one.
 
-    A token's text may depend on those before it (a space that only the first word drops, bytes that
-    make a character together), never on those long before it; so the window stays short.
+    A token's text may depend on the tokens just before it: only the first word drops its space, and several
+    byte tokens make one character. It never depends on earlier tokens, so the window stays short.
     """
 
-    def __init__(self, tokenizer: Decodes, prompt: Sequence[int], skip: bool) -> None:
+    def __init__(self, tokenizer: TokenDecoder, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip
-        self._ids = [int(number) for number in prompt[-_CONTEXT:]]
-        self._told = len(self._ids)  # of these, whose text is out
-        self._before = self._decode()
+        self._skip_special_tokens = skip_special_tokens
+        self._ids = [int(token_id) for token_id in prompt[-_NUM_PROMPT_TOKENS:]]
+        self._num_returned = len(self._ids)  # leading tokens of the window whose text was returned
+        self._returned = self._decode()  # text of the window that was returned
 
-    def push(self, number: int) -> str:
-        self._ids.append(number)
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
         text = self._decode()
-        held = len(self._ids) - self._told
-        if text.endswith(_BROKEN) and held <= _HELD:
+        num_held = len(self._ids) - self._num_returned
+        if text.endswith(_INCOMPLETE) and num_held <= _MAX_HELD:
             return ""
-        return self._advance(text, held)
+        return self._advance(text, num_held)
 
     def finish(self) -> str:
-        return self._advance(self._decode(), _SILENT)
+        return self._advance(self._decode(), _MAX_SILENT)
 
-    def _advance(self, text: str, held: int) -> str:
-        new = text[len(self._before) :]
-        if new or held >= _SILENT:
-            self._ids = self._ids[self._told :] or self._ids
-            self._told = len(self._ids)
-            self._before = self._decode()
+    def _advance(self, text: str, num_held: int) -> str:
+        new = text[len(self._returned) :]
+        if new or num_held >= _MAX_SILENT:
+            self._ids = self._ids[self._num_returned :] or self._ids
+            self._num_returned = len(self._ids)
+            self._returned = self._decode()
         return new
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, self._skip) if self._ids else ""
+        return self._tokenizer.decode(self._ids, self._skip_special_tokens) if self._ids else ""

@@ -1,7 +1,7 @@
-"""Vectors as clients want them: numbers, base64 or bytes, never one Python float at a time.
+"""Encodes vectors as numbers, base64 or bytes, without a Python float per value.
 
-Large answers are not encoded at once: their rows become `LargeRow`s, which are encoded piece by piece while
-they are sent, so that nobody else waits for longer than one piece takes.
+The rows of a large answer become `LargeRow`s. They are encoded piece by piece while they are sent, so that
+other clients wait for one piece at most.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import orjson
 
 from penstock.types import Array, OutputDtype
 
-try:  # several times as fast as the standard library's, at the speed of memory
+try:  # several times faster than the standard library
     from pybase64 import b64encode
 except ImportError:
     from base64 import b64encode
@@ -23,14 +23,13 @@ except ImportError:
 EncodingFormat = Literal["float", "base64", "bytes"]
 Endianness = Literal["native", "little", "big"]
 
-LARGE = 1 << 18  # bytes of an answer's values from which on it is encoded while it is sent
-_PIECE_BYTES = 3 << 17  # of values, of one piece of base64: half a MiB of text, without padding inside
-_PIECE_NUMBERS = 1 << 13  # of one piece of JSON numbers, which take much longer to write
+MIN_LARGE_BYTES = 1 << 18  # an answer with this many bytes of values is encoded while it is sent
+_PIECE_BYTES = 3 << 17  # values in one piece of base64: half a MiB of text, a multiple of 3 to avoid padding
+_PIECE_NUMBERS = 1 << 13  # values in one piece of JSON numbers, which are much slower to encode
 
 
 class LargeRow:
-    """A row of a large answer, to be encoded when its turn comes. (Not a data class: those the JSON encoder
-    writes by itself.)"""
+    """A row of a large answer, encoded when it is sent. Not a dataclass: the JSON encoder would write it."""
 
     __slots__ = ("dtype", "encoding", "endianness", "values")
 
@@ -44,7 +43,7 @@ class LargeRow:
 
     @property
     def size(self) -> int | None:
-        """Bytes of all pieces; None where only encoding can tell."""
+        """Total bytes of all pieces; None if unknown before encoding."""
         if self.encoding == "float":
             return None
         size = self.values.nbytes
@@ -57,7 +56,7 @@ class LargeRow:
         if not self.values.size:
             yield b"" if self.encoding == "bytes" else b'""'
             return
-        raw = _ordered(self.values, self.endianness).data.cast("B")
+        raw = _in_byte_order(self.values, self.endianness).data.cast("B")
         parts = (raw[at : at + _PIECE_BYTES] for at in range(0, len(raw), _PIECE_BYTES))
         if self.encoding == "bytes":
             yield from parts
@@ -72,16 +71,16 @@ class LargeRow:
         yield b"["
         for at in range(0, len(self.values), rows):
             part = _numbers(self.values[at : at + rows], self.dtype)
-            written = orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-            yield b"," + written if at else written
+            encoded = orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            yield b"," + encoded if at else encoded
         yield b"]"
 
 
 def encode_rows(
     rows: Sequence[Array], encoding: EncodingFormat, dtype: OutputDtype, endianness: Endianness = "native"
 ) -> list[Any]:
-    """Rows as they stand in an answer: arrays of numbers, base64 of their bytes, or either later on."""
-    if sum(row.nbytes for row in rows) >= LARGE:
+    """The rows as arrays of numbers or as base64; the rows of a large answer as `LargeRow`s."""
+    if sum(row.nbytes for row in rows) >= MIN_LARGE_BYTES:
         return [LargeRow(row, encoding, dtype, endianness) for row in rows]
     if encoding == "base64":
         return [_base64(row, endianness) for row in rows]
@@ -89,7 +88,7 @@ def encode_rows(
 
 
 def as_bytes(values: Array, endianness: Endianness = "native") -> bytes:
-    return _ordered(values, endianness).tobytes()
+    return _in_byte_order(values, endianness).tobytes()
 
 
 def _numbers(values: Array, dtype: OutputDtype) -> Array:
@@ -102,10 +101,10 @@ def _numbers(values: Array, dtype: OutputDtype) -> Array:
 
 
 def _base64(values: Array, endianness: Endianness) -> str:
-    return str(b64encode(_ordered(values, endianness).data), "ascii")
+    return str(b64encode(_in_byte_order(values, endianness).data), "ascii")
 
 
-def _ordered(values: Array, endianness: Endianness) -> Array:
-    wanted = sys.byteorder if endianness == "native" else endianness
+def _in_byte_order(values: Array, endianness: Endianness) -> Array:
+    order = sys.byteorder if endianness == "native" else endianness
     values = np.ascontiguousarray(values)
-    return values if wanted == "little" else values.byteswap()
+    return values if order == "little" else values.byteswap()

@@ -1,5 +1,7 @@
-"""Named entities from the label scores of tokens, as transformers' token-classification pipeline groups
-them, for all texts of a request at once."""
+"""Named entities from the label scores of tokens, for all texts of a request at once.
+
+Tokens are grouped as in the token-classification pipeline of transformers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Entity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Tokens, words or entities of all texts, one after another: [n] each."""
+    """The tokens, words or entities of all texts, concatenated: arrays of [n]."""
 
     text: Ints
     begins: Ints
@@ -38,7 +40,7 @@ class _Run:
     scores: Floats  # [n, labels] before a label is chosen, then [n]
 
     def grouped(self, new: Flags, scores: Floats) -> _Run:
-        """Neighbours joined; `new` is true where a group begins."""
+        """Merge neighbours into groups. `new` is true at the start of each group."""
         starts = np.flatnonzero(new)
         lasts = np.append(starts[1:], len(new)) - 1
         return _Run(self.text[starts], self.begins[starts], self.ends[lasts], scores)
@@ -49,29 +51,32 @@ def find_entities(
     scores: Array,  # [tokens, labels]
     lengths: Ints,  # [texts]
     chars: Ints,  # [tokens, 2]
-    words: Ints,  # [tokens], -1 for what is not of the text
+    words: Ints,  # [tokens], -1 for tokens that are not part of the text
     labels: Sequence[str],
     aggregation: Aggregation = "simple",
 ) -> list[list[Entity]]:
-    """The entities of each text. `none` gives every token its label; `simple` joins neighbours of one
-    tag; `first`, `average` and `max` first agree on one label for each word."""
-    keep = np.flatnonzero(words >= 0)
-    text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[keep]
-    run = _Run(text, chars[keep, 0], chars[keep, 1], scores[keep].astype(np.float32))
-    if not len(keep):
+    """The entities of each text.
+
+    `none` gives every token its label. `simple` merges neighbours with the same tag. `first`, `average` and
+    `max` choose one label for each word before they merge.
+    """
+    kept = np.flatnonzero(words >= 0)
+    text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[kept]
+    run = _Run(text, chars[kept, 0], chars[kept, 1], scores[kept].astype(np.float32))
+    if not len(kept):
         return [[] for _ in texts]
     if aggregation not in ("none", "simple"):
-        run = _by_word(run, words[keep], aggregation)
+        run = _by_word(run, words[kept], aggregation)
     chosen = run.scores.argmax(axis=1)
     run = _Run(run.text, run.begins, run.ends, run.scores.max(axis=1))
     names, tag_of, begins_entity = _tags(labels)
     if aggregation == "none":
-        return _listed(texts, run, chosen, labels)
+        return _entities(texts, run, chosen, labels)
     tags = tag_of[chosen]
     new = _changes(run.text) | _changes(tags) | begins_entity[chosen]
     starts = np.flatnonzero(new)
     means = np.add.reduceat(run.scores, starts) / np.diff(np.append(starts, len(new)))
-    return _listed(texts, run.grouped(new, means.astype(np.float32)), tags[starts], names)
+    return _entities(texts, run.grouped(new, means.astype(np.float32)), tags[starts], names)
 
 
 def _by_word(run: _Run, words: Ints, aggregation: str) -> _Run:
@@ -91,27 +96,27 @@ def _by_word(run: _Run, words: Ints, aggregation: str) -> _Run:
 
 
 def _tags(labels: Sequence[str]) -> tuple[list[str], Ints, Flags]:
-    """The tags, each label's tag among them, and whether the label begins an entity."""
-    bare = [label[2:] if label.startswith(("B-", "I-")) else label for label in labels]
-    names = list(dict.fromkeys(bare))
-    place = {name: index for index, name in enumerate(names)}
-    tag_of = np.array([place[name] for name in bare], dtype=np.int32)
+    """The tag names, the tag index of each label, and whether each label begins an entity."""
+    tags = [label[2:] if label.startswith(("B-", "I-")) else label for label in labels]
+    names = list(dict.fromkeys(tags))
+    index_of = {name: index for index, name in enumerate(names)}
+    tag_of = np.array([index_of[tag] for tag in tags], dtype=np.int32)
     return names, tag_of, np.array([label.startswith("B-") for label in labels], dtype=bool)
 
 
 def _changes(values: Array) -> Flags:
-    """True where a value differs from the one before it, and at the first."""
+    """True at the first value and where a value differs from the one before it."""
     out = np.ones(len(values), dtype=bool)
     out[1:] = values[1:] != values[:-1]
     return out
 
 
-def _listed(texts: Sequence[str], run: _Run, chosen: Array, names: Sequence[str]) -> list[list[Entity]]:
-    """What is not outside (`O`), by text."""
+def _entities(texts: Sequence[str], run: _Run, chosen: Array, names: Sequence[str]) -> list[list[Entity]]:
+    """The entities of each text, without the tag `O` (outside)."""
     out: list[list[Entity]] = [[] for _ in texts]
     outside = names.index("O") if "O" in names else -1
-    keep = np.flatnonzero(chosen != outside)
+    kept = np.flatnonzero(chosen != outside)
     columns = (run.text, chosen, run.scores, run.begins, run.ends)
-    for text, name, score, begin, end in zip(*(column[keep].tolist() for column in columns), strict=True):
+    for text, name, score, begin, end in zip(*(column[kept].tolist() for column in columns), strict=True):
         out[text].append(Entity(names[name], score, begin, end, texts[text][begin:end]))
     return out

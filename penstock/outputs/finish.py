@@ -1,4 +1,4 @@
-"""What `pooling.heads` does to vectors on the device, for those that are made on this side of it."""
+"""The NumPy counterpart of `pooling.heads`, for vectors that are computed on the CPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Floats = NDArray[np.float32]
 
 
 def finish(vectors: Floats, params: PoolingParams, normalizes: bool) -> Array:
-    """Cut, normalise and cast, as the pooler would; `normalizes` is what the model does by itself."""
-    wanted = normalizes or params.dimensions is not None
+    """Truncate, normalise and cast like the pooler. `normalizes` is the model's default."""
+    default = normalizes or params.dimensions is not None
     if params.dimensions is not None:
         vectors = vectors[:, : params.dimensions]
-    if wanted if params.normalize is None else params.normalize:
+    if default if params.normalize is None else params.normalize:
         vectors = unit(vectors)
     return cast(vectors, params.dtype)
 
@@ -26,7 +26,7 @@ def unit(vectors: Floats) -> Floats:
 
 
 def cast(vectors: Floats, dtype: OutputDtype) -> Array:
-    """fp32 vectors in the form that they leave in; `pooling.heads.cast` says what each form means."""
+    """Cast fp32 vectors to the output dtype. `pooling.heads.cast` defines each dtype."""
     match dtype:
         case OutputDtype.FLOAT32:
             return np.ascontiguousarray(vectors)
@@ -45,7 +45,7 @@ def cast(vectors: Floats, dtype: OutputDtype) -> Array:
 
 
 def _bfloat16(vectors: Floats) -> NDArray[np.uint16]:
-    """The upper half of each pattern, rounded to the nearest, ties to even."""
+    """The upper 16 bits of each value, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(vectors, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

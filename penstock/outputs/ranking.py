@@ -1,4 +1,4 @@
-"""From scores to an order."""
+"""Ranking of documents by score."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.errors import BadValue
 
 
 def top_indices(scores: NDArray[Any], top_n: int | None = None) -> list[int]:
-    """The places of the highest scores, highest first; equal ones in their order."""
+    """The indices of the highest scores, highest first. Equal scores keep their order."""
     order: list[int] = np.argsort(-scores, kind="stable").tolist()
     return order[:top_n]
 

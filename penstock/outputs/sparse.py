@@ -1,4 +1,4 @@
-"""Sparse rows as clients want them: token ids and weights, heaviest first."""
+"""Sparse rows: token ids and weights, heaviest first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.types import MAX_TERMS, Array, Ints, PoolingParams, Request
 
 class SparseRow(NamedTuple):
     ids: Ints  # [terms]
-    weights: NDArray[np.float32]  # [terms], falling
+    weights: NDArray[np.float32]  # [terms], in falling order
 
     def as_dict(self) -> dict[int, float]:
         return dict(zip(self.ids.tolist(), self.weights.tolist(), strict=True))
@@ -23,13 +23,13 @@ class SparseRow(NamedTuple):
 
 class Term(NamedTuple):
     token_id: int
-    token: str | None  # None: an id that the tokenizer has no token for
+    token: str | None  # None if the tokenizer has no token with this id
     weight: float
 
 
 def check_min_weight(min_weight: float) -> None:
     if not (math.isfinite(min_weight) and min_weight >= 0):
-        raise BadValue(f"min_weight is {min_weight}; it must be 0 or more", param="min_weight")
+        raise BadValue(f"min_weight is {min_weight}; it must be finite and 0 or more", param="min_weight")
 
 
 def sparse_rows(
@@ -40,28 +40,32 @@ def sparse_rows(
     min_weight: float,
     params: PoolingParams | None = None,
 ) -> list[SparseRow]:
-    """The rows of an answer, whichever of the two ways the model weighs tokens. `params` say which
-    of the request's outputs it is, if not the first."""
+    """The sparse rows of an output, for models that weight tokens in either way.
+
+    `params` identify the request's output if it is not the first one.
+    """
     if (params or request.params).lexical:
-        pairs = lexical_terms(request.token_ids, request.lengths, values[:, 0], special_ids)
+        terms = lexical_terms(request.token_ids, request.lengths, values[:, 0], special_ids)
     else:
-        pairs = _listed_terms(values)
-    rows, ids, weights = pairs
+        terms = _vocabulary_terms(values)
+    rows, ids, weights = terms
     kept = (weights > 0) & (weights >= min_weight)
     rows, ids, weights = rows[kept], ids[kept], weights[kept]
     ends = np.searchsorted(rows, np.arange(request.num_rows + 1))
-    most = top_k or MAX_TERMS
+    max_terms = top_k or MAX_TERMS
     return [
-        SparseRow(ids[begin : min(end, begin + most)], weights[begin : min(end, begin + most)])
+        SparseRow(ids[begin : min(end, begin + max_terms)], weights[begin : min(end, begin + max_terms)])
         for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     ]
 
 
-Terms = tuple[Ints, Ints, NDArray[np.float32]]  # row, token id, weight of each term: by row, heaviest first
+Terms = tuple[
+    Ints, Ints, NDArray[np.float32]
+]  # row, token id and weight of each term, by row, heaviest first
 
 
-def _listed_terms(values: Array) -> Terms:
-    """From [rows, terms, 2], which is in order."""
+def _vocabulary_terms(values: Array) -> Terms:
+    """The terms of an output [rows, terms, 2], which is already in order."""
     count, terms, _ = values.shape
     rows = np.repeat(np.arange(count, dtype=np.int32), terms)
     flat = values.reshape(-1, 2).astype(np.float32, copy=False)
@@ -69,23 +73,23 @@ def _listed_terms(values: Array) -> Terms:
 
 
 def lexical_terms(token_ids: Ints, lengths: Ints, weights: Array, special_ids: Ints) -> Terms:
-    """A token that a row has several times weighs as its heaviest place does; special ones are left out."""
+    """The terms of each row's tokens without special tokens. A repeated token keeps its largest weight."""
     rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    own = ~np.isin(token_ids, special_ids)
-    rows, ids, heavy = rows[own], token_ids[own], weights[own].astype(np.float32, copy=False)
-    order = np.lexsort((-heavy, ids, rows))
-    rows, ids, heavy = rows[order], ids[order], heavy[order]
-    first = np.ones(len(ids), dtype=bool)
-    first[1:] = (ids[1:] != ids[:-1]) | (rows[1:] != rows[:-1])
-    rows, ids, heavy = rows[first], ids[first], heavy[first]
-    order = np.lexsort((-heavy, rows))
-    return rows[order], ids[order], heavy[order]
+    kept = ~np.isin(token_ids, special_ids)
+    rows, ids, kept_weights = rows[kept], token_ids[kept], weights[kept].astype(np.float32, copy=False)
+    order = np.lexsort((-kept_weights, ids, rows))
+    rows, ids, kept_weights = rows[order], ids[order], kept_weights[order]
+    is_first = np.ones(len(ids), dtype=bool)
+    is_first[1:] = (ids[1:] != ids[:-1]) | (rows[1:] != rows[:-1])
+    rows, ids, kept_weights = rows[is_first], ids[is_first], kept_weights[is_first]
+    order = np.lexsort((-kept_weights, rows))
+    return rows[order], ids[order], kept_weights[order]
 
 
 def with_tokens(
     rows: Sequence[SparseRow], token_strings: Callable[[list[int]], list[str | None]]
 ) -> list[list[Term]]:
-    """Each row's terms with their token strings, which are looked up in one go."""
+    """The terms of each row with their token strings, looked up in one call."""
     ids = np.concatenate([row.ids for row in rows]).tolist() if rows else []
     tokens = iter(token_strings(ids))
     return [

@@ -1,5 +1,7 @@
-"""Stop strings in a text that comes in pieces: found across their borders, and not shown before it is sure
-that none begins."""
+"""Stop strings in streamed text.
+
+A stop string is found even if it spans several pieces. Text that may begin one is held back.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,17 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The first to be complete ends the text, however the text was cut into pieces."""
+    """Finds the stop string that is complete first, however the text is split into pieces."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
         self.is_active = bool(self._stops)
-        self._longest = max(map(len, self._stops), default=0)
+        self._max_length = max(map(len, self._stops), default=0)
         self._held = ""
 
     def push(self, text: str, *, search: bool = True) -> tuple[str, str | None]:
-        """(what may be shown, the stop string that was found). Text that is not searched never matches."""
+        """Return (the text that may be shown, the stop string found). Without `search` nothing matches."""
         if not self._stops:
             return text, None
         text, self._held = self._held + text, ""
@@ -30,18 +32,18 @@ class StopStrings:
             end, order = min(ends)
             stop = self._stops[order]
             return text[: end if self._include else end - len(stop)], stop
-        sure = len(text) - self._begun(text)
-        self._held = text[sure:]
-        return text[:sure], None
+        end = len(text) - self._num_held(text)
+        self._held = text[end:]
+        return text[:end], None
 
     def finish(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """The text that was held back for a stop string that did not complete."""
         held, self._held = self._held, ""
         return held
 
-    def _begun(self, text: str) -> int:
-        """How many characters at the end of the text may be the beginning of a stop string."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
+    def _num_held(self, text: str) -> int:
+        """The number of characters at the end of the text that may begin a stop string."""
+        for size in range(min(self._max_length - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return size
         return 0

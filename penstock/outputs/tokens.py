@@ -1,4 +1,4 @@
-"""The values of a request's tokens, row by row, without those that take part in no score."""
+"""The values of a request's tokens, row by row, without masked tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.types import Array, Ints, Request, split_rows
 
 
 def select_tokens(request: Request, values: Array) -> tuple[Array, Ints]:
-    """The values that are left of [tokens, width], and how many each row has."""
+    """The values [tokens, width] of the tokens that are not masked, and their number in each row."""
     if request.token_mask is None:
         return values, request.lengths
     kept = request.token_mask > 0
@@ -16,6 +16,6 @@ def select_tokens(request: Request, values: Array) -> tuple[Array, Ints]:
 
 
 def token_rows(request: Request, values: Array) -> list[Array]:
-    """For each row a matrix [tokens, width]."""
+    """One matrix [tokens, width] per row."""
     values, lengths = select_tokens(request, values)
     return split_rows(values, lengths)

@@ -1,4 +1,4 @@
-"""A pooler from what the model's files say: methods × heads."""
+"""The pooler, built from the model's files: pooling methods × heads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, unit
 from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
-from penstock.pooling.score import Judge
+from penstock.pooling.score import ScoreHead
 from penstock.pooling.side_heads import lexical_head, multi_vector_head
 from penstock.pooling.sparse import Splade
 from penstock.scoring.pairs import PairScorer, PairTensors
 from penstock.types import PoolingParams, Task, Variant
 from penstock.weights.stream import open_weights
 
-_Read = tuple[Task, bool]  # a task, and whether of every token where it could be of the row
+_ValuesKey = tuple[Task, bool]  # a task, and whether its head reads every token where it could read the row
 
 
 class VariantTensors(NamedTuple):
@@ -34,22 +34,22 @@ class VariantTensors(NamedTuple):
 
 
 class Pooler:
-    """Finishes each variant of a step's rows; what several variants need is computed once."""
+    """Pools each variant of a step; values that several variants need are computed once."""
 
     def __init__(self, spec: ModelSpec, heads: Mapping[Task, TaskHead], dense: list[Dense]) -> None:
         self.names = spec.pooling.methods
         self.methods = [METHODS[name] for name in self.names]
         self.carries = any(name in CARRIED for name in self.names)
         self.dense = dense
-        # Where pooling is one method and nothing else, it is finished in the same pass.
-        self.alone = self.names[0] if len(self.names) == 1 and not dense else None
+        # Where pooling is a single method, one kernel pools, cuts and normalises.
+        self.single_method = self.names[0] if len(self.names) == 1 and not dense else None
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
         self.normalize_tokens = spec.pooling.normalize if spec.late is None else spec.late.normalize
         self.normalize_tokens |= spec.multi_vector is not None
         self.activate = softmax_or_sigmoid(spec.config)
-        self.scorer: PairScorer | None = None  # given where the model scores pairs by their vectors
-        self.judge = None if spec.score is None else Judge(spec.score)
+        self.scorer: PairScorer | None = None  # set if the model scores pairs by their vectors
+        self.score_head = None if spec.score is None else ScoreHead(spec.score)
         self.splade: Splade | None = None
         if spec.sparse is not None and spec.sparse.kind == "splade":
             self.splade = Splade(heads[Task.SPARSE], spec.sparse)
@@ -62,9 +62,9 @@ class Pooler:
         tensors: Sequence[VariantTensors],
     ) -> list[Tensor]:
         """One tensor for each variant."""
-        done: dict[_Read, Tensor] = {}
+        done: dict[_ValuesKey, Tensor] = {}
         if batch.kv is not None and self.carries:
-            done[Task.EMBED, False] = self._pool(hidden, batch)  # sums go on even where no row ends
+            done[Task.EMBED, False] = self._pool(hidden, batch)  # sums are carried even if no row ends
         out = []
         for variant, (selected, pairs) in zip(variants, tensors, strict=True):
             task = variant.params.task
@@ -74,9 +74,11 @@ class Pooler:
             if task is Task.SPARSE and self.splade is not None:
                 out.append(self.splade(hidden, batch, variant, selected))
                 continue
-            if task is Task.EMBED and self.alone is not None and has_kernel(hidden, batch):
+            if task is Task.EMBED and self.single_method is not None and has_kernel(hidden, batch):
                 dims, normalize = self._cut(variant.params)
-                out.append(pool(self.alone, hidden, batch, rows=selected, dims=dims, normalize=normalize))
+                out.append(
+                    pool(self.single_method, hidden, batch, rows=selected, dims=dims, normalize=normalize)
+                )
                 continue
             values = self._values((task, variant.params.steps), hidden, batch, done)
             if selected is not None:
@@ -85,7 +87,7 @@ class Pooler:
         return out
 
     def reads(self, variants: tuple[Variant, ...]) -> str | None:
-        """The method by which all of these choose tokens. None: they want all, or differ."""
+        """The one pooling method that all variants use. None: they use several, or read all tokens."""
         found: set[str] = set()
         for variant in variants:
             task = variant.params.task
@@ -105,32 +107,35 @@ class Pooler:
         batch: Batch,
         tokens: Tensor | None,
         pairs: PairTensors,
-        done: dict[_Read, Tensor],
+        done: dict[_ValuesKey, Tensor],
     ) -> Tensor:
         """[pairs, 1], from the vectors that `embed` or `token_embed` would give."""
-        assert self.scorer is not None, "scores of pairs need a scorer"
+        if self.scorer is None:
+            raise ValueError("a plan that scores pairs needs a pooler with a scorer")
         task = Task.TOKEN_EMBED if self.scorer.late else Task.EMBED
         vectors = self._values((task, False), hidden, batch, done)
         if self.scorer.late:
             return self.scorer(unit(vectors, tokens, self.scorer.store.dtype), pairs)
         return self.scorer(unit(vectors) if self.normalize else vectors, pairs)
 
-    def _values(self, read: _Read, hidden: Tensor, batch: Batch, done: dict[_Read, Tensor]) -> Tensor:
-        """Values of the whole run: [rows, width], or [tokens, width] of per-token tasks."""
-        if read not in done:
-            done[read] = self._of_task(*read, hidden, batch)
-        return done[read]
+    def _values(
+        self, key: _ValuesKey, hidden: Tensor, batch: Batch, done: dict[_ValuesKey, Tensor]
+    ) -> Tensor:
+        """Values of the whole run: [rows, width], or [tokens, width] for per-token tasks."""
+        if key not in done:
+            done[key] = self._compute_values(*key, hidden, batch)
+        return done[key]
 
-    def _of_task(self, task: Task, steps: bool, hidden: Tensor, batch: Batch) -> Tensor:
+    def _compute_values(self, task: Task, steps: bool, hidden: Tensor, batch: Batch) -> Tensor:
         if task is Task.EMBED:
             return self._pool(hidden, batch)
-        if task is Task.TOKEN_EMBED:  # made fp32 once it is chosen and cut
+        if task is Task.TOKEN_EMBED:  # cast to fp32 once selected and cut
             return hidden if task not in self.heads else self.heads[task].project(hidden)
-        head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which scores and rewards too
+        head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which serves scores and rewards too
         all_tokens = steps or head.method == "all"
         read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)
         values = head.project(read).float()
-        return self.judge(values) if task is Task.SCORE and self.judge is not None else values
+        return self.score_head(values) if task is Task.SCORE and self.score_head is not None else values
 
     def _pool(self, hidden: Tensor, batch: Batch) -> Tensor:
         parts = [method(hidden, batch) for method in self.methods]
@@ -145,20 +150,20 @@ class Pooler:
             dims, normalize = self._cut(params)
             values = unit(values[:, :dims]) if normalize else values[:, :dims].float()
         elif params.task is not Task.SPARSE and self._activates(params):
-            judge = self.judge if params.task is Task.SCORE else None
-            values = self.activate(values) if judge is None else judge.activate(values)
+            score_head = self.score_head if params.task is Task.SCORE else None
+            values = self.activate(values) if score_head is None else score_head.activate(values)
         return values
 
     def _cut(self, params: PoolingParams) -> tuple[int | None, bool]:
-        """How many components stay, and whether the vector is normalised: a cut one is, unless the caller
-        declines."""
+        """The number of components to keep (None: all), and whether to normalise. A cut vector is normalised
+        unless the caller declines."""
         own = self.normalize_tokens if params.task is Task.TOKEN_EMBED else self.normalize
         normalize = own or params.dimensions is not None
         return params.dimensions, normalize if params.normalize is None else params.normalize
 
     @staticmethod
     def _activates(params: PoolingParams) -> bool:
-        """Labels are probabilities unless the caller declines; the reward of a whole text is a number."""
+        """Labels are probabilities unless the caller declines; the reward of a whole text is a raw score."""
         if params.normalize is None:
             return params.task is not Task.REWARD or params.steps
         return params.normalize
@@ -166,8 +171,8 @@ class Pooler:
 
 def softmax_or_sigmoid(config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     """A classifier's activation: sigmoid for one label or several at once, softmax otherwise."""
-    several = config.get("problem_type") == "multi_label_classification"
-    if several or label_count(config) == 1:
+    is_multi_label = config.get("problem_type") == "multi_label_classification"
+    if is_multi_label or label_count(config) == 1:
         return torch.sigmoid
     return lambda values: torch.softmax(values, dim=-1)
 
@@ -180,8 +185,8 @@ def build_pooler(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Pooler:
-    """Dense modules on pooled vectors are small, so they stay in fp32 whatever the model runs in; those on
-    every token run in its `dtype`."""
+    """Build the pooler. Dense modules on pooled vectors are small, so they stay in fp32 whatever dtype the
+    model uses; those on every token run in its `dtype`."""
     dense = [_dense(spec, dense, load_format, seed, device) for dense in spec.pooling.dense]
     if spec.late is not None and spec.late.dense and Task.TOKEN_EMBED not in heads:
         layers = [_dense(spec, dense, load_format, seed, device, dtype) for dense in spec.late.dense]

@@ -1,4 +1,4 @@
-"""Heads: what happens to pooled vectors before they leave, for all rows of a variant at once."""
+"""Heads: what happens to pooled vectors before they are returned, for all rows of a variant at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.types import OutputDtype, Variant
 
 
 class Dense:
-    """A projection after the pooling, with its activation inside and an optional residual."""
+    """A projection after pooling, with its activation and an optional residual."""
 
     def __init__(self, linear: LinearLayer, residual: LinearLayer | None, add_input: bool) -> None:
         self.linear = linear
@@ -29,15 +29,15 @@ class Dense:
         return out + pooled if self.add_input else out
 
 
-def unit(vectors: Tensor, chosen: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Vectors of length 1, of the chosen rows or of all."""
+def unit(vectors: Tensor, selected: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Vectors of unit length, of the selected rows or of all."""
     return (kernel.normalize_rows if use_kernel(vectors) else kernel.normalize_rows_reference)(
-        vectors, chosen, dtype
+        vectors, selected, dtype
     )
 
 
 def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
-    """fp32 vectors in the form that they leave in.
+    """Convert fp32 vectors to an output dtype.
 
     int8 and uint8 scale each vector so that its largest component becomes ±127: directions, and so
     cosines, are kept to about 1 %, lengths are not. uint8 is the same plus 128. binary and ubinary

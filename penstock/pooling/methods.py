@@ -1,4 +1,4 @@
-"""Pooling methods: from the hidden states of a ragged run to one vector a row, summed in fp32.
+"""Pooling methods: from the hidden states of a ragged run to one vector per row, summed in fp32.
 
 A method is one function (hidden [tokens, width], batch) → [rows, width] and one line in `METHODS`. On CUDA a
 kernel does the same in one pass.
@@ -41,7 +41,7 @@ def mean_sqrt_len(hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def weighted_mean(hidden: Tensor, batch: Batch) -> Tensor:
-    """Later tokens weigh more: the token at place i (from 1) weighs i."""
+    """Later tokens weigh more: the token at position i (from 1) has weight i."""
     weights = (batch.positions + 1).float()
     if (keep := _kept(batch)) is not None:
         weights = weights * keep
@@ -56,7 +56,7 @@ def maximum(hidden: Tensor, batch: Batch) -> Tensor:
     return _segments(values, batch, "max")
 
 
-CARRIED = ("mean", "mean_sqrt_len")  # methods that sum up over the chunks of a row
+CARRIED = ("mean", "mean_sqrt_len")  # methods that carry sums over the chunks of a row
 
 
 class ReadTokens(NamedTuple):
@@ -93,8 +93,7 @@ def pool(
     dims: int | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """A method's kernel, with what may follow it done in the same pass: a choice of rows (int32), a cut, a
-    normalisation."""
+    """Pool by a kernel that also selects rows (int32), cuts to `dims` components and normalises."""
     return kernel.pool(
         hidden.contiguous(),
         batch.cu_lengths,
@@ -108,7 +107,7 @@ def pool(
 
 
 def has_kernel(hidden: Tensor, batch: Batch) -> bool:
-    """Sums that go on over steps are left to the plain form."""
+    """Whether a kernel can pool this batch; carried sums need the plain form."""
     return batch.kv is None and use_kernel(hidden)
 
 
@@ -144,7 +143,7 @@ def _counted(batch: Batch) -> Tensor:
 
 
 def _kept(batch: Batch) -> Tensor | None:
-    """Which tokens take part, [tokens]; None means all."""
+    """Whether each token takes part, [tokens]; None: all do."""
     if batch.skip is None:
         return None
     return batch.positions >= batch.skip.repeat_interleave(batch.lengths, output_size=batch.num_tokens)

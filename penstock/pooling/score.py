@@ -1,4 +1,4 @@
-"""Scores of models that read a query and a document together, out of the outputs of their heads."""
+"""Scores of cross-encoders, from the outputs of their heads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from penstock.checkpoint.score import ScoreSpec
 
 
-class Judge:
-    """[rows, outputs] → [rows, 1]: the first output that counts, less the second where there are two.
+class ScoreHead:
+    """[rows, outputs] → [rows, 1]: the first score output, minus the second where there are two.
 
-    Where none is named, the outputs leave as they are.
+    Where the spec names no output, the outputs are returned unchanged.
     """
 
     def __init__(self, spec: ScoreSpec) -> None:

@@ -1,6 +1,6 @@
-"""Layers that lie in files of their own beside a checkpoint: BGE-M3's, which weigh and project its tokens.
+"""Heads stored in separate files beside a checkpoint: BGE-M3's lexical weights and token vectors.
 
-They are small, so they stay in fp32 whatever the model runs in.
+They are small, so they stay in fp32 whatever dtype the model uses.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock.layers.linear import Linear
 
 
 def lexical_head(spec: ModelSpec, file: str, load_format: str, seed: int, device: torch.device) -> TaskHead:
-    """relu(linear(hidden)), one weight a token."""
+    """relu(linear(hidden)): one weight per token."""
     return _head(spec, file, 1, "relu", load_format, seed, device)
 
 
 def multi_vector_head(
     spec: ModelSpec, file: str, load_format: str, seed: int, device: torch.device
 ) -> TaskHead:
-    """linear(hidden), one vector a token."""
+    """linear(hidden): one vector per token."""
     return _head(spec, file, spec.token_dim, "identity", load_format, seed, device)
 
 
@@ -49,7 +49,7 @@ def _read(spec: ModelSpec, name: str, wanted: dict[str, tuple[int, ...]]) -> dic
             tensors = torch.load(file, map_location="cpu", weights_only=True)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     except Exception as error:  # both libraries raise many kinds
-        raise ModelLoadError(f"{file} cannot be read: {error}") from None
+        raise ModelLoadError(f"cannot read {file}: {error}") from None
     if shapes != wanted:
-        raise ModelLoadError(f"{file} holds tensors of shape {shapes}; BGE-M3's layer has {wanted}")
+        raise ModelLoadError(f"{file} holds tensors of shapes {shapes}; BGE-M3's head has {wanted}")
     return dict(tensors)

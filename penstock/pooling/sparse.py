@@ -1,4 +1,4 @@
-"""Sparse weights on the device: SPLADE's terms."""
+"""SPLADE: sparse term weights, computed on the device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.layers.batch import Batch
 from penstock.layers.head import TaskHead
 from penstock.types import MAX_TERMS, Variant
 
-# Logits that exist at a time. On a CPU they should not go far beyond the caches; a GPU wants large products.
-_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
+# Logits that exist at the same time. On a CPU they should about fit the caches; a GPU needs large products.
+_MAX_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 class Block(NamedTuple):
-    """Neighbouring whole rows whose tokens fit into one tile, or one row that is longer than that."""
+    """Consecutive whole rows whose tokens fit into one tile, or one row that is longer than a tile."""
 
     first_row: int
     first_token: int
@@ -30,16 +30,16 @@ class Block(NamedTuple):
 
 
 class Splade:
-    """The vocabulary's weight in a row: the most (or the sum) over its tokens of log(1 + relu(logit)).
+    """The weight of each vocabulary term in a row: max or sum over its tokens of log(1 + relu(logit)).
 
-    Logits are made tile by tile and reduced at once, so their memory is the same for any batch; of a
-    reduced tile only the heaviest terms are kept.
+    Logits are computed tile by tile and reduced at once, so their memory does not depend on the batch. Only
+    the heaviest terms of a reduced tile are kept.
     """
 
-    def __init__(self, head: TaskHead, spec: SparseSpec, logits: int | None = None) -> None:
+    def __init__(self, head: TaskHead, spec: SparseSpec, max_logits: int | None = None) -> None:
         self.head = head
         self.spec = spec
-        self.logits = logits
+        self.max_logits = max_logits
 
     def __call__(self, hidden: Tensor, batch: Batch, variant: Variant, tokens: Tensor | None) -> Tensor:
         """[rows, terms, 2]: token id and weight, heaviest first; absent terms are (-1, 0)."""
@@ -50,9 +50,9 @@ class Splade:
             lengths = lengths[variant.rows]
         terms = min(variant.params.top_k or MAX_TERMS, self.head.outputs)
         out = hidden.new_empty((len(lengths), terms, 2), dtype=torch.float32)
-        # Where the rows begin is on the device already if all of them are wanted.
+        # If all rows are selected, their starts are on the device already.
         starts = batch.cu_lengths if variant.rows is None and use_kernel(hidden) else None
-        budget = self.logits or _LOGITS.get(hidden.device.type, _LOGITS["cuda"])
+        budget = self.max_logits or _MAX_LOGITS.get(hidden.device.type, _MAX_LOGITS["cuda"])
         tile = max(1, budget // self.head.outputs)
         for block in blocks(lengths.tolist(), tile):
             weights, ids = self._reduced(hidden, block, tile, starts).topk(terms, dim=-1)
@@ -62,7 +62,7 @@ class Splade:
         return out
 
     def _reduced(self, hidden: Tensor, block: Block, tile: int, starts: Tensor | None) -> Tensor:
-        """fp32 weights of the whole vocabulary, [rows of the block, vocabulary]."""
+        """fp32 weights of all terms, [rows of the block, vocabulary]."""
         at = block.first_token
         if len(block.lengths) == 1:  # perhaps longer than a tile
             end = at + block.lengths[0]
@@ -88,23 +88,23 @@ class Splade:
                 parts.append(self._segment(logits[at : at + rows * length], rows))
                 at += rows * length
             total = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return self._squashed(total) if self.spec.reduce == "max" else total
+        return self._activate(total) if self.spec.reduce == "max" else total
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head.project(hidden)
-        return logits if self.spec.reduce == "max" else self._squashed(logits)
+        return logits if self.spec.reduce == "max" else self._activate(logits)
 
     def _segment(self, values: Tensor, rows: int) -> Tensor:
         values = values.view(rows, -1, values.shape[-1])
         return values.amax(dim=1) if self.spec.reduce == "max" else values.sum(dim=1)
 
-    def _squashed(self, logits: Tensor) -> Tensor:
-        """Grows with the logit, so the maximum may be taken before it."""
+    def _activate(self, logits: Tensor) -> Tensor:
+        """log(1 + relu(logit)). It is monotonic, so the maximum may be taken before it."""
         return log1p_relu(logits, self.spec.logs)
 
 
 def blocks(lengths: list[int], tile: int) -> Iterator[Block]:
-    """Rows in order, joined while their tokens fit into a tile."""
+    """Rows in order, grouped while their tokens fit into a tile."""
     block, tokens = Block(0, 0, []), 0
     for row, length in enumerate(lengths):
         if block.lengths and tokens + length > tile:

@@ -1,4 +1,4 @@
-"""What the engine core asks of a runner. Free of torch, so that a null runner needs none."""
+"""The interface between the engine loop and a runner. It imports no torch, so the null runner needs none."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Protocol
 
 from penstock.types import Array, Comparison, StepPlan, StepResult
 
-BLOCK_SIZE = 16  # tokens of a block of key/value memory
+BLOCK_SIZE = 16  # tokens of a block of the KV cache
 
 
 class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Future[StepResult]:
-        """Start a step. The future completes, on some other thread, when its results can be read.
+        """Start a step. The future completes on another thread when its result can be read.
 
-        Steps complete in the order of their launch. A result's arrays are valid until
-        `pipeline_depth` further steps have been launched. A step that fails raises from the future.
+        A `PoolPlan` gives a `PooledResult`, a `GeneratePlan` a `SampledResult`. Steps complete in the order
+        of their launch. A result's arrays are valid until `pipeline_depth` further steps have been launched.
+        A failed step raises from the future.
         """
         ...
 
     def compare(self, comparison: Comparison) -> Future[Array]:
-        """Score vectors that came from outside, fp32 [documents, 1]; independent of steps."""
+        """Score vectors that the caller brings, fp32 [documents, 1]; independent of steps."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What the device library's exceptions mean: out of memory, a device that is lost, or a fault of the step."""
+"""Translation of device exceptions: out of memory, a lost device, or a fault of the step alone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not eno
 
 @contextmanager
 def typed_faults(device: torch.device) -> Iterator[None]:
-    """Exceptions of the device as errors that the engine core knows; others pass as they are."""
+    """Raise device exceptions as the engine's error types; other exceptions pass unchanged."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         fault = diagnose(error, lambda: _touch(device))
         if fault is None:
             raise
-        traceback.clear_frames(error.__traceback__)  # their tensors are what fills the memory
+        traceback.clear_frames(error.__traceback__)  # the frames hold the tensors that fill the memory
     else:
         return
     if isinstance(fault, DeviceOutOfMemory) and device.type == "cuda":
@@ -33,7 +33,7 @@ def typed_faults(device: torch.device) -> Iterator[None]:
 def diagnose(error: BaseException, touch: Callable[[], None]) -> EngineError | None:
     """The typed error for an exception, or None for a fault of the step alone.
 
-    After a CUDA error the device may or may not go on: `touch` uses it once more, and raises if it does not.
+    After a CUDA error the device may still work: `touch` uses it once more, and raises if it does not.
     """
     words = str(error).strip()
     first_line = words.splitlines()[0] if words else type(error).__name__

@@ -46,7 +46,7 @@ MAX_GRAPHS = 256
 MAX_OUTPUT_BYTES = 1 << 30  # of the graphs' outputs; they share all their other memory
 # The last layer is computed for the output tokens alone from this many tokens × hidden size on, and only if
 # they are at most this share of all tokens: selecting them takes a few small kernels.
-MIN_TRIMMED_SIZE, MAX_TRIMMED_SHARE = 1 << 20, 0.75
+MIN_PRUNED_SIZE, MAX_PRUNED_SHARE = 1 << 20, 0.75
 _CAPTURE_PAUSE = 4.0  # times a capture's own duration pass before the next capture
 _ALWAYS_SMALL = 512  # tokens; steps up to this size wait for the host whatever the model is
 _MAX_DEVICE_SHARE = 1.5  # a step that keeps the device busy this many times the host's work gains nothing
@@ -317,7 +317,7 @@ class Graphs(Captures[Key, Graph]):
         self, key: Key, params: PoolingParams, layout: Layout, batch: Batch
     ) -> PooledGraph:
         variants, tensors = (Variant(params, None),), (VariantTensors(),)
-        method, rows = self._trimming_method(key, params), self.row_numbers[: key.bucket.rows + 1]
+        method, rows = self._pruning_method(key, params), self.row_numbers[: key.bucket.rows + 1]
 
         def work() -> list[Tensor]:
             own = batch
@@ -333,13 +333,13 @@ class Graphs(Captures[Key, Graph]):
         row_bytes = values[0].numel() * values.itemsize
         return PooledGraph(layout, replay, values, finite[0] if finite else None, packed, row_bytes)
 
-    def _trimming_method(self, key: Key, params: PoolingParams) -> str | None:
+    def _pruning_method(self, key: Key, params: PoolingParams) -> str | None:
         """The pooling method, where it reads one token of each row and the last layer is better computed for
         those tokens alone."""
         tokens, rows, _ = key.bucket
         if not self.model.prunes_last_layer or key.max_cached_keys is not None:
             return None
-        if tokens * self.model.hidden_size < MIN_TRIMMED_SIZE or rows > MAX_TRIMMED_SHARE * tokens:
+        if tokens * self.model.hidden_size < MIN_PRUNED_SIZE or rows > MAX_PRUNED_SHARE * tokens:
             return None
         method = self.pooler.reads((Variant(params, None),))
         return method if method in ("cls", "last") else None

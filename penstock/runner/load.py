@@ -1,4 +1,4 @@
-"""Builds a runner from a resolved configuration. Torch is imported only for runners that compute."""
+"""Build a runner from a resolved configuration. Torch is imported only for runners that compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("penstock.load")
 
 
 class Stopwatch:
-    """What loading spends its time on."""
+    """The time that each part of loading takes."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -49,12 +49,11 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runner, how many blocks of memory it has for rows that go on over steps, and how many places
-    for vectors that scores read from."""
+    """A runner and the sizes of its stores."""
 
     runner: Runner
-    num_blocks: int = 0
-    num_places: int = 0
+    num_blocks: int = 0  # of the KV cache
+    num_cached_vectors: int = 0  # vectors in the store that scores read from
 
 
 def settle(config: EngineConfig, spec: ModelSpec) -> Resolved:
@@ -94,7 +93,7 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
         cached = settings.chunked or settings.generates
         blocks = -(-4 * settings.max_model_len // BLOCK_SIZE) if cached else 0
         widths: dict[Task, int] = {t: spec.width(t) for t in spec.tasks if t is not Task.GENERATE}
-        return Loaded(NullRunner(widths), blocks, _LATE_PLACES)
+        return Loaded(NullRunner(widths), blocks, _LATE_VECTORS)
     return _model_runner(spec, settings)
 
 
@@ -114,7 +113,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
         model = _model(spec, settings, dtype, device)
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
     pooler.scorer = _scorer(spec, settings, device)
-    places = 0 if pooler.scorer is None else len(pooler.scorer.store)
+    num_cached_vectors = 0 if pooler.scorer is None else len(pooler.scorer.store)
     cache, blocks = None, 0
     generator = None
     with watch.timed("memory"):
@@ -127,11 +126,11 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     )
     _warm_up(runner, spec, settings, blocks, watch)
     log.info("%s", watch)
-    return Loaded(runner, blocks, places)
+    return Loaded(runner, blocks, num_cached_vectors)
 
 
 def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: int, watch: Stopwatch) -> None:
-    """First steps of every kind, in which kernels are compiled, and the first graphs."""
+    """Run the first steps of every kind, which compile kernels, and capture the first graphs."""
     import torch
 
     from penstock.kernels.language import precompile
@@ -145,13 +144,13 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
     def pooled() -> None:
         warmup.warm_up(runner, longest, lengths)
         if settings.chunked and blocks >= 3 and settings.max_model_len >= 2 * BLOCK_SIZE:
-            warmup.warm_up_memory(runner, BLOCK_SIZE)
+            warmup.warm_up_chunked_prefill(runner, BLOCK_SIZE)
 
     if (
         runner.device.type == "cuda"
-        and (compiling := precompile(min(available_cpus(), _COMPILERS))) is not None
+        and (compiling := precompile(min(available_cpus(), _MAX_COMPILER_THREADS))) is not None
     ):
-        with watch.timed("kernels"), suppress(Exception), compiling:  # what is wrong the real steps will show
+        with watch.timed("kernels"), suppress(Exception), compiling:  # the real steps will raise the error
             pooled()
     with watch.timed("first steps"):
         pooled()
@@ -161,21 +160,21 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
     if runner.graphs is None:
         return
     with watch.timed("graphs"):
-        room, skips = settings.max_num_batched_tokens, spec.pooling.after is not None
-        warmup.capture_graphs(runner, runner.graphs, spec.tasks[0], longest, room, skips=skips)
+        max_tokens, has_skip = settings.max_num_batched_tokens, spec.pooling.after is not None
+        warmup.capture_graphs(runner, runner.graphs, spec.tasks[0], longest, max_tokens, has_skip=has_skip)
         if runner.decode is not None and generates:
             with torch.inference_mode():
-                warmup.capture_decoding(runner.decode, warm_up_keys(settings.max_num_seqs))
+                warmup.capture_decode_graphs(runner.decode, warm_up_keys(settings.max_num_seqs))
 
 
-_COMPILERS = 8  # threads; more than that wait for one another
-_ROW_PLACES = 4096  # queries with one vector each; a request may hold that many at once
-_LATE_PLACES = 1 << 16  # token vectors of queries
+_MAX_COMPILER_THREADS = 8  # more than that wait for one another
+_ROW_VECTORS = 4096  # queries with one vector each, as many as one request may have
+_LATE_VECTORS = 1 << 16  # token vectors of queries
 
 
 def _scorer(spec: ModelSpec, settings: Resolved, device: torch.device) -> PairScorer | None:
-    """Where rows are scored by their vectors: the store and what reads it. Token vectors have length one
-    and are multiplied in halves on a GPU; one vector a row costs so little that it stays in fp32."""
+    """The scorer and its vector store, if the model scores rows by their vectors. Token vectors have unit
+    length and are multiplied in fp16 on a GPU; one vector per row costs so little that it stays in fp32."""
     import torch
 
     from penstock.scoring.pairs import PairScorer
@@ -183,16 +182,16 @@ def _scorer(spec: ModelSpec, settings: Resolved, device: torch.device) -> PairSc
     if (kind := spec.score_kind) not in ("late", "bi"):
         if settings.document_cache_bytes:
             raise ConfigError(
-                f"{spec.architecture} keeps no vectors of documents: it does not score by them",
+                f"document_cache_gb needs a model that scores by vectors; {spec.architecture} does not",
                 param="document_cache_gb",
             )
         return None
     late = kind == "late"
     dim = spec.token_dim if late else spec.embed_dim
     dtype = torch.float16 if late and device.type == "cuda" else torch.float32
-    places = _LATE_PLACES if late else _ROW_PLACES
-    places += settings.document_cache_bytes // (dim * dtype.itemsize)
-    store = torch.empty((places, dim), dtype=dtype, device=device)
+    capacity = _LATE_VECTORS if late else _ROW_VECTORS
+    capacity += settings.document_cache_bytes // (dim * dtype.itemsize)
+    store = torch.empty((capacity, dim), dtype=dtype, device=device)
     return PairScorer(store, late=late, similarity=spec.similarity)
 
 
@@ -220,7 +219,7 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     )
 
 
-_KV_SHARE = 0.8  # of what the weights leave free; the rest is for activations
+_KV_SHARE = 0.8  # of the memory that the weights leave free; the rest is for activations
 
 
 def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
@@ -235,7 +234,7 @@ def _check_layers(spec: ModelSpec, settings: Resolved) -> None:
 def make_cache(
     model: CausalModel, settings: Resolved, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVCache, int]:
-    """Memory for keys, values and running sums: as many blocks as were granted, at least one row's."""
+    """The KV cache and its number of blocks: as many as were granted, and at least those of one row."""
     import torch
 
     from penstock.kvcache.store import KVCache, KVStore

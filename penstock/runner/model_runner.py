@@ -24,7 +24,7 @@ from penstock.pooling.methods import read_tokens
 from penstock.runner.decode import DecodeGraphs
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
-from penstock.runner.graphs import MAX_TRIMMED_SHARE, Graphs, HiddenGraph, Key, PooledGraph
+from penstock.runner.graphs import MAX_PRUNED_SHARE, Graphs, HiddenGraph, Key, PooledGraph
 from penstock.runner.inputs import (
     OutputPlan,
     generation_arrays,
@@ -51,7 +51,7 @@ from penstock.types import (
 
 # Without a graph the last layer is computed for the output tokens alone from this many tokens × hidden size
 # on: in a smaller step, selecting them costs more host time than it saves.
-MIN_TRIMMED_SIZE_EAGER = 1 << 23
+MIN_PRUNED_SIZE_EAGER = 1 << 23
 
 
 class ModelRunner:
@@ -179,11 +179,11 @@ class ModelRunner:
             return None
         if not plan.num_rows:
             return None
-        if self.device.type == "cuda" and plan.num_tokens * self.model.hidden_size < MIN_TRIMMED_SIZE_EAGER:
+        if self.device.type == "cuda" and plan.num_tokens * self.model.hidden_size < MIN_PRUNED_SIZE_EAGER:
             return None
         method = self.pooler.reads(plan.variants)
         read = None if method is None else read_tokens(method, plan)
-        if read is None or not 0 < len(read.tokens) <= MAX_TRIMMED_SHARE * plan.num_tokens:
+        if read is None or not 0 < len(read.tokens) <= MAX_PRUNED_SHARE * plan.num_tokens:
             return None
         return OutputPlan(read.tokens, cumulative(read.counts), read.counts)
 

@@ -1,7 +1,7 @@
-"""A runner that writes down what its steps do: traces in Chrome's format, for `--profile`.
+"""A runner that writes traces of its steps in Chrome's format, for `--profile`.
 
-The first window opens after some steps, when lazy set-up is over; `again` opens another. Nothing of this is
-in the way of an engine that was not asked to profile.
+The first window opens after some steps, when lazy set-up is over; `profile_again` opens another. An engine
+that does not profile does not use this module.
 """
 
 from __future__ import annotations
@@ -20,77 +20,79 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("penstock.profile")
-SKIP = 20  # steps before the first window
+WARM_UP_STEPS = 20  # before the first window
 
 
 class ProfiledRunner:
     def __init__(self, runner: Runner, folder: Path, steps: int) -> None:
         self.runner, self.folder, self.steps = runner, folder, steps
-        self.skip = SKIP
+        self.steps_to_skip = WARM_UP_STEPS
         self.written: list[Path] = []
-        self._wanted = True
-        self._open: torch.profiler.profile | None = None
-        self._flights: list[Future[StepResult]] = []
+        self._is_wanted = True
+        self._window: torch.profiler.profile | None = None
+        self._futures: list[Future[StepResult]] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"--profile {folder} cannot be made: {error.strerror}", param="profile"
-            ) from None
-        log.info("profiling %d steps into %s; SIGUSR2 to process %d: again", steps, folder, os.getpid())
+            message = (
+                f"--profile: cannot create {folder}: {error.strerror}; give a folder that can be written"
+            )
+            raise ConfigError(message, param="profile") from None
+        log.info("profiling %d steps into %s", steps, folder)
+        log.info("send SIGUSR2 to process %d to profile again", os.getpid())
 
-    def again(self) -> None:
+    def profile_again(self) -> None:
         """Open a window at the next step; callable from a signal handler."""
-        self._wanted, self.skip = True, 0
+        self._is_wanted, self.steps_to_skip = True, 0
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
-        if self._wanted and self._open is None:
-            if self.skip:
-                self.skip -= 1
+        if self._is_wanted and self._window is None:
+            if self.steps_to_skip:
+                self.steps_to_skip -= 1
                 return self.runner.launch(plan)
-            self._begin()
-        if self._open is None:
+            self._window = self._open_window()
+        if self._window is None:
             return self.runner.launch(plan)
         import torch
 
         with torch.profiler.record_function(f"step: {plan.num_rows} rows, {plan.num_tokens} tokens"):
             future = self.runner.launch(plan)
-        self._flights.append(future)
-        if len(self._flights) >= self.steps:
-            self._end()
+        self._futures.append(future)
+        if len(self._futures) >= self.steps:
+            self._close_window(self._window)
         return future
 
     def compare(self, comparison: Comparison) -> Future[Array]:
         return self.runner.compare(comparison)
 
     def close(self) -> None:
-        if self._open is not None:
-            self._end()
+        if self._window is not None:
+            self._close_window(self._window)
         self.runner.close()
 
-    def _begin(self) -> None:
+    def _open_window(self) -> torch.profiler.profile:
         import torch
         from torch._C._profiler import _ExperimentalConfig
 
         activities, threads = [torch.profiler.ProfilerActivity.CPU], None
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        else:  # steps run on a thread of their own
+        else:  # steps run on the runner's thread
             threads = _ExperimentalConfig(profile_all_threads=True)
-        self._wanted, self._flights = False, []
-        self._open = torch.profiler.profile(activities=activities, experimental_config=threads)
-        self._open.start()
+        self._is_wanted, self._futures = False, []
+        window = torch.profiler.profile(activities=activities, experimental_config=threads)
+        window.start()
+        return window
 
-    def _end(self) -> None:
-        assert self._open is not None
-        wait(self._flights)
-        self._open.stop()
+    def _close_window(self, window: torch.profiler.profile) -> None:
+        wait(self._futures)
+        window.stop()
         path = self.folder / f"penstock-{os.getpid()}-{len(self.written)}.json"
         try:
-            self._open.export_chrome_trace(str(path))
+            window.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # a full disk must not end a server
-            log.error("the profile could not be written: %s", error)
+            log.error("cannot write the profile: %s", error)
         else:
             self.written.append(path)
-            log.info("%d steps are in %s: open it in https://ui.perfetto.dev", len(self._flights), path)
-        self._open, self._flights = None, []
+            log.info("wrote %d steps to %s: open it in https://ui.perfetto.dev", len(self._futures), path)
+        self._window, self._futures = None, []

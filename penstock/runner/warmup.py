@@ -1,4 +1,4 @@
-"""A few small steps before the first request, so that it does not pay for lazy set-up."""
+"""Small steps before the first request, so that it does not pay for lazy set-up."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.warmup")
 
 
-class Leaves(Protocol):
-    """What of a sampler has to be told afterwards."""
+class FreesSlots(Protocol):
+    """The part of a sampler that a warm-up needs."""
 
     def leave(self, slot: int) -> None: ...
 
 
 LENGTHS = (1, 64)
-# On CUDA kernels are compiled on their first use: each of these lengths takes another of their forms.
+# On CUDA kernels are compiled on first use; each of these lengths needs another variant.
 KERNEL_LENGTHS = (1, 17, 64, 256)
-# Steps that are captured before the first request: lone rows, and short ones that come together. Others
-# are captured when they are seen to come again; small ones borrow the next larger of these until then.
+# Steps captured before the first request, as (rows, length): single rows, and batches of short ones. Other
+# shapes are captured once they come repeatedly; until then small steps use the next larger of these graphs.
 SHAPES = (
     *((1, 16), (1, 32), (1, 64), (1, 128), (1, 256), (1, 512)),
     *((16, 32), (32, 32), (64, 32), (4, 64), (8, 64), (16, 64)),
 )
-CAPTURE_S = 3.0
+MAX_CAPTURE_S = 3.0
 
 
 def warm_up(runner: Runner, max_tokens: int, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -47,8 +47,8 @@ def warm_up(runner: Runner, max_tokens: int, lengths: tuple[int, ...] = LENGTHS)
         runner.launch(_plan(1, length, PoolingParams())).result()
 
 
-def warm_up_memory(runner: Runner, block_size: int) -> None:
-    """A piece of a row that was begun before and goes on: what it leaves in memory nobody reads."""
+def warm_up_chunked_prefill(runner: Runner, block_size: int) -> None:
+    """Run the second chunk of a row; nothing reads what it writes to the KV cache."""
     length, begin, end = 3 * block_size, block_size, 2 * block_size
     request = Request("warm-up", np.ones(length, dtype=np.int32), np.array([length], dtype=np.int32))
     row, first, stop = (np.array([number], dtype=np.int32) for number in (0, begin, end))
@@ -60,55 +60,57 @@ def capture_graphs(
     runner: Runner,
     graphs: Graphs,
     task: Task,
-    longest: int,
+    max_length: int,
     max_tokens: int,
     *,
-    skips: bool = False,
-    seconds: float = CAPTURE_S,
+    has_skip: bool = False,
+    max_s: float = MAX_CAPTURE_S,
 ) -> None:
-    """Those of the model's first task, as many as can be had in so many seconds. `skips`: its texts begin
-    with what the pooling leaves out; such graphs serve others too."""
+    """Capture graphs of one task, for at most `max_s` seconds. `has_skip`: pooling leaves out leading tokens
+    of its texts; such graphs serve texts without them too."""
     began = time.perf_counter()
-    shapes = [(rows, length) for rows, length in SHAPES if length <= longest and rows * length <= max_tokens]
+    shapes = [
+        (rows, length) for rows, length in SHAPES if length <= max_length and rows * length <= max_tokens
+    ]
     with graphs.capture_on_first_use():
         for done, (rows, length) in enumerate(shapes):
-            if time.perf_counter() - began > seconds:
+            if time.perf_counter() - began > max_s:
                 break
-            runner.launch(_plan(rows, length, PoolingParams(task), skips)).result()
-            _show(done + 1, len(shapes))
-    took = time.perf_counter() - began
-    log.info("captured %d of %d graphs in %.1f s", len(graphs.captured), len(shapes), took)
+            runner.launch(_plan(rows, length, PoolingParams(task), has_skip)).result()
+            _show_progress(done + 1, len(shapes))
+    elapsed = time.perf_counter() - began
+    log.info("captured %d of %d graphs in %.1f s", len(graphs.captured), len(shapes), elapsed)
 
 
-def capture_decoding(graphs: DecodeGraphs, keys: Sequence[Key], seconds: float = CAPTURE_S) -> None:
-    """Steps that continue rows, as many as can be had in so many seconds."""
+def capture_decode_graphs(graphs: DecodeGraphs, keys: Sequence[Key], max_s: float = MAX_CAPTURE_S) -> None:
+    """Capture graphs of decode steps, for at most `max_s` seconds."""
     began = time.perf_counter()
     for done, key in enumerate(keys):
-        if time.perf_counter() - began > seconds:
+        if time.perf_counter() - began > max_s:
             break
         graphs.ensure(key)
-        _show(done + 1, len(keys))
-    took = time.perf_counter() - began
-    log.info("captured %d of %d graphs that continue rows in %.1f s", len(graphs.captured), len(keys), took)
+        _show_progress(done + 1, len(keys))
+    elapsed = time.perf_counter() - began
+    log.info("captured %d of %d decode graphs in %.1f s", len(graphs.captured), len(keys), elapsed)
 
 
-def _show(done: int, total: int) -> None:
-    """A bar, where somebody is looking."""
+def _show_progress(done: int, total: int) -> None:
+    """Show a progress bar on a terminal."""
     if sys.stderr.isatty():
         bar = "█" * (20 * done // total)
         end = "\n" if done == total else ""
         print(f"\rcapturing graphs {bar:<20} {done}/{total}", end=end, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _plan(rows: int, length: int, params: PoolingParams, skips: bool = False) -> PoolPlan:
+def _plan(rows: int, length: int, params: PoolingParams, has_skip: bool = False) -> PoolPlan:
     tokens = np.ones(rows * length, dtype=np.int32)
-    skip = np.zeros(rows, dtype=np.int32) if skips else None
+    skip = np.zeros(rows, dtype=np.int32) if has_skip else None
     request = Request("warm-up", tokens, np.full(rows, length, dtype=np.int32), params, skip=skip)
     return build_plan([ScheduledRows(request, np.arange(rows, dtype=np.int32))])
 
 
-def warm_up_generation(runner: Runner, sampler: Leaves, num_blocks: int, max_tokens: int) -> None:
-    """A prompt and a few tokens after it, on blocks and a slot that are free again afterwards."""
+def warm_up_generation(runner: Runner, sampler: FreesSlots, num_blocks: int, max_tokens: int) -> None:
+    """Run a prompt and generate a few tokens, on blocks and a slot that are freed afterwards."""
     length = min(17, max_tokens)
     generation = GenerationScheduler(
         BlockPool(num_blocks, BLOCK_SIZE),

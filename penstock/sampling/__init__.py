@@ -1,1 +1,1 @@
-"""From logits to tokens: what a batch's rows ask for, and nothing else, is done."""
+"""From logits to tokens. A step does only what some row of its batch asks for."""

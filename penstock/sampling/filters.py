@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p as the least logit that a row keeps.
+"""Top-k, top-p and min-p as the smallest logit that a row keeps.
 
-min-p comes first, then top-k, then top-p of what they leave, all of the distribution at the row's
-temperature. Logits that are equal are kept or left out together.
+min-p applies first, then top-k, then top-p of what remains, all on the distribution at the row's temperature.
+Equal logits are kept or dropped together.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from penstock.sampling.plan import FLOATS, Column
 
 
 def floats(table: Tensor) -> Tensor:
-    """The float columns of slots' rows: int32 [rows, …] → fp32 [rows, FLOATS]."""
+    """The float columns of slot settings: int32 [rows, …] → fp32 [rows, FLOATS]."""
     return table[:, :FLOATS].contiguous().view(torch.float32)
 
 
-def least_kept(logits: Tensor, table: Tensor) -> Tensor:
-    """[rows]; `table` [rows, …] are the settings of these rows, which all ask for a filter."""
+def min_kept_logits(logits: Tensor, table: Tensor) -> Tensor:
+    """[rows]; `table` [rows, …] holds the settings of these rows, all of which use a filter."""
     values = floats(table)
     return logit_thresholds_reference(
         logits,

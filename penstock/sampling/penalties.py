@@ -1,4 +1,4 @@
-"""How often tokens were seen: a row for each slot whose penalties ask for it, and for no other."""
+"""Token counts for penalties: one row for each slot that has penalties, and for no other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.types import Ints
 Send = Callable[[NDArray[np.int64]], Tensor]
 
 
-def tally(prompt_ids: Ints, output_ids: Ints, vocab_size: int) -> tuple[Ints, Ints]:
-    """The tokens that were seen and their counts, as the table holds them."""
+def count_tokens(prompt_ids: Ints, output_ids: Ints, vocab_size: int) -> tuple[Ints, Ints]:
+    """The tokens of a sequence and their counts, as the table holds them."""
     prompt = np.unique(prompt_ids[prompt_ids < vocab_size])
     output, times = np.unique(output_ids, return_counts=True)
     ids = np.union1d(prompt, output).astype(np.int32)
@@ -25,21 +25,21 @@ def tally(prompt_ids: Ints, output_ids: Ints, vocab_size: int) -> tuple[Ints, In
     return ids, counts
 
 
-class Counts:
-    """int32 [rows, vocab]; grows by doubling, and not at all while nobody asks."""
+class TokenCounts:
+    """int32 [rows, vocab]; grows by doubling, and stays empty while no slot has penalties."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._pending: dict[int, tuple[Ints, Ints]] = {}
 
     def put(self, row: int, prompt_ids: Ints, output_ids: Ints) -> None:
-        self._pending[row] = tally(prompt_ids, output_ids, self.table.shape[1])
+        self._pending[row] = count_tokens(prompt_ids, output_ids, self.table.shape[1])
 
     def flush(self, rows: int, send: Send) -> None:
-        """Rows that joined, in one copy."""
+        """Send the rows that joined, in one copy."""
         if not self._pending:
             return
-        self.table = grown(self.table, rows)
+        self.table = with_rows(self.table, rows)
         vocab = self.table.shape[1]
         for row in self._pending:
             self.table[row].zero_()
@@ -51,13 +51,13 @@ class Counts:
             self.table.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
-        """Plain-torch form of what the choosing kernel does itself; `rows` -1: not counted."""
+        """Count sampled tokens in plain torch, as the sampling kernel does itself; row -1: not counted."""
         at = rows.clamp_min(0).long() * self.table.shape[1] + tokens.long()
         self.table.view(-1).index_add_(0, at, (rows >= 0).int())
 
 
-def grown(table: Tensor, rows: int) -> Tensor:
-    """The same table with room for so many rows, or for the next power of two."""
+def with_rows(table: Tensor, rows: int) -> Tensor:
+    """The same table with at least `rows` rows; it grows to a power of two."""
     if rows <= len(table):
         return table
     size = 1 << (rows - 1).bit_length()

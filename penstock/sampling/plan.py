@@ -1,7 +1,7 @@
-"""Which slots need what, kept as requests join and leave; plain integers, no torch.
+"""What each sampler slot needs, updated as sequences join and leave; plain integers, no torch.
 
-A slot's numbers are one row of int32 (floats by their bit pattern) that goes to the device when a request
-joins and stays there. What a batch needs is the union of its slots' flags.
+A slot's settings are one row of int32 (floats by their bit pattern). The row goes to the device when a
+sequence joins and stays there. A batch needs the union of its slots' flags.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from penstock.types import Ints, SamplerParams, check_sampling
 
-GREEDY_BELOW = 1e-5  # temperatures under it take the likeliest token
+GREEDY_BELOW = 1e-5  # lower temperatures take the likeliest token
 
 
 class Need(enum.IntFlag):
-    """What a row asks for beyond the likeliest token."""
+    """What a sequence needs beyond the likeliest token."""
 
     NOTHING = 0
     NOISE = 1  # a temperature
@@ -28,15 +28,15 @@ class Need(enum.IntFlag):
     COUNTS = 4  # penalties
     MASK = 8  # allowed ids, structured output
     ENTRIES = 16  # bias, bad words, min tokens
-    TAIL = 32  # bad words of several tokens: the last ones sampled are remembered
+    TAIL = 32  # bad words of several tokens: the last sampled tokens are recorded
     LOGPROBS = 64
 
 
-EDITS = Need.COUNTS | Need.MASK | Need.ENTRIES  # what changes logits, and so takes an fp32 copy of the row
+EDITS = Need.COUNTS | Need.MASK | Need.ENTRIES  # they change logits, which takes an fp32 copy of the row
 
 
 class Column(enum.IntEnum):
-    """Of a slot's row of int32; the first six are float32."""
+    """The columns of a slot's row of int32; the first six are float32."""
 
     TEMPERATURE = 0
     TOP_P = 1
@@ -47,7 +47,7 @@ class Column(enum.IntEnum):
     KEY = 6  # two words of the seed
     STREAM = 8  # two words, 0 for seeded rows
     TOP_K = 10  # 0: off
-    COUNT_ROW = 11  # in the table of counts; -1: none
+    COUNT_ROW = 11  # in the table of token counts; -1: none
     MASK_ROW = 12
     WORK_ROW = 13  # in the fp32 copy of edited rows
     MIN_TOKENS = 14
@@ -58,16 +58,16 @@ FLOATS = 6
 
 
 class Entry(enum.IntEnum):
-    """Kinds of edits of single tokens; each is (kind, token, a, b)."""
+    """Kinds of edits of a single token's logit; each is (kind, token, a, b)."""
 
-    BIAS = 0  # a: bits of what is added
-    STOP = 1  # not before `min_tokens`
-    WORD = 2  # not behind the b tokens that begin at a
+    BIAS = 0  # a: the bits of the bias
+    STOP = 1  # forbidden before `min_tokens`
+    WORD = 2  # forbidden after the b tokens that begin at a
 
 
 @dataclass(slots=True)
-class Pool:
-    """Numbers from 0, the lowest free one first; `size` is how many were ever held at once."""
+class RowPool:
+    """Row numbers from 0, the lowest free one first; `size` is the most that were in use at once."""
 
     size: int = 0
     _free: list[int] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Pool:
         self.size += 1
         return self.size - 1
 
-    def give(self, number: int) -> None:
+    def free(self, number: int) -> None:
         heapq.heappush(self._free, number)
 
     @property
@@ -88,18 +88,18 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """The edits of single tokens of all slots, to be sent as one array."""
+    """The edits of single tokens of all slots, as one array to send."""
 
-    data: Ints  # spans of slots, entries, prefixes of bad words; one after another
+    data: Ints  # spans of slots, then entries, then prefixes of bad words
     num_entries: int
 
 
 @dataclass(slots=True)
 class SlotPlan:
-    """The host's side of the sampler: everything it knows without asking the device."""
+    """The host's state of the sampler: everything that it knows without reading from the device."""
 
     vocab_size: int
-    max_slots: int  # one more is kept behind them for rows that only fill a graph: greedy, asks nothing
+    max_slots: int  # one more follows for padding rows of a graph: greedy, with no other needs
     seed: int
     flags: NDArray[np.int32] = field(init=False)
     generated: Ints = field(init=False)  # [slots], tokens sampled so far
@@ -107,27 +107,27 @@ class SlotPlan:
     table: Ints = field(init=False)  # [slots, WIDTH]
     held: dict[int, SamplerParams] = field(default_factory=dict)
     entries_of: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = field(default_factory=dict)
-    until: Ints = field(init=False)  # [slots], where entries are of min tokens alone: how many; else 0
-    counts: Pool = field(default_factory=Pool)
-    masks: Pool = field(default_factory=Pool)
-    works: Pool = field(default_factory=Pool)
-    version: int = 0  # changes with the flags
+    stops_until: Ints = field(init=False)  # [slots], `min_tokens` where all entries are stop tokens; else 0
+    counts: RowPool = field(default_factory=RowPool)
+    masks: RowPool = field(default_factory=RowPool)
+    works: RowPool = field(default_factory=RowPool)
+    version: int = 0  # changes whenever the flags do
     longest_word: int = 0
     _streams: int = 0
 
     def __post_init__(self) -> None:
         total = self.max_slots + 1
-        self.flags, self.generated, self.until = (np.zeros(total, np.int32) for _ in range(3))
+        self.flags, self.generated, self.stops_until = (np.zeros(total, np.int32) for _ in range(3))
         self.logprobs = np.full(total, -1, np.int32)
         self.table = np.zeros((total, WIDTH), np.int32)
         self.table[:] = self._row(SamplerParams(temperature=0.0), stream=0)
 
     def join(self, slot: int, params: SamplerParams, generated: int) -> Need:
-        """Takes the slot. `generated` tokens were sampled before, where the row was interrupted."""
+        """Take the slot. A sequence that was preempted has sampled `generated` tokens before."""
         if not 0 <= slot < self.max_slots:
             raise ValueError(f"slot {slot} is not in 0 … {self.max_slots - 1}")
         if slot in self.held:
-            raise ValueError(f"slot {slot} is held by another row; let it leave first")
+            raise ValueError(f"slot {slot} is taken by another sequence, which must leave first")
         check_sampling(params, self.vocab_size)
         if params.seed is None:
             self._streams += 1
@@ -148,12 +148,12 @@ class SlotPlan:
         if params.logprobs is not None:
             self.logprobs[slot] = self.vocab_size if params.logprobs < 0 else params.logprobs
         only_stops = entries and all(kind == Entry.STOP for kind, *_ in entries)
-        self.until[slot] = params.min_tokens if only_stops else 0
+        self.stops_until[slot] = params.min_tokens if only_stops else 0
         self.version += 1
         return need
 
     def add_mask(self, slot: int) -> int:
-        """The mask's row of a slot that may have had none until now."""
+        """The mask row of a slot, taken now if the slot had none."""
         row = self.table[slot]
         if row[Column.MASK_ROW] < 0:
             row[Column.MASK_ROW] = self.masks.take()
@@ -164,9 +164,9 @@ class SlotPlan:
         return int(row[Column.MASK_ROW])
 
     def leave(self, slot: int) -> bool:
-        """Frees the slot; says whether the entries of single tokens have changed."""
+        """Free the slot; True if it had edits of single tokens."""
         if slot not in self.held:
-            raise ValueError(f"slot {slot} is held by no row")
+            raise ValueError(f"slot {slot} is free")
         del self.held[slot]
         row = self.table[slot]
         for pool, column in (
@@ -175,32 +175,32 @@ class SlotPlan:
             (self.works, Column.WORK_ROW),
         ):
             if row[column] >= 0:
-                pool.give(int(row[column]))
+                pool.free(int(row[column]))
                 row[column] = -1
-        self.flags[slot], self.logprobs[slot], self.until[slot] = 0, -1, 0
+        self.flags[slot], self.logprobs[slot], self.stops_until[slot] = 0, -1, 0
         self.version += 1
         return self.entries_of.pop(slot, None) is not None
 
     def need(self, slots: Ints) -> Need:
         """What a batch of these slots needs."""
         need = self._union(slots)
-        if need & Need.ENTRIES:  # rows that have reached their min tokens edit nothing from now on
-            done = slots[(self.until[slots] > 0) & (self.generated[slots] >= self.until[slots])]
+        if need & Need.ENTRIES:  # sequences that have reached their min tokens edit nothing from now on
+            done = slots[(self.stops_until[slots] > 0) & (self.generated[slots] >= self.stops_until[slots])]
             if len(done):
                 self.flags[done] &= ~Need.ENTRIES
-                self.until[done] = 0
+                self.stops_until[done] = 0
                 self.version += 1
                 need = self._union(slots)
         return need
 
     def step(self, slots: Ints) -> Need:
-        """The same, and counts the token that each of them samples."""
+        """The same, and count the token that each slot samples."""
         need = self.need(slots)
         self.generated[slots] += 1
         return need
 
     def rows(self, slots: Ints, need: Need) -> Ints:
-        """The places in a batch whose slots have one of the flags."""
+        """The rows of a batch whose slots have one of the flags."""
         return np.flatnonzero(self.flags[slots] & need).astype(np.int32)
 
     def entries(self) -> Entries:
@@ -218,7 +218,7 @@ class SlotPlan:
         return Entries(np.concatenate((spans.reshape(-1), flat, np.array(prefixes, np.int32))), len(entries))
 
     def check_integrity(self) -> None:
-        """Every row of a compact table belongs to one slot, and nothing is held by slots that are free."""
+        """Assert that every table row belongs to one slot and that free slots hold nothing."""
         for pool, column in (
             (self.counts, Column.COUNT_ROW),
             (self.masks, Column.MASK_ROW),
@@ -254,7 +254,7 @@ class SlotPlan:
 
 
 def packed_bits(ids: Iterable[int], vocab_size: int) -> Ints:
-    """Allowed ids as bits, 32 to a word, the lowest first: [⌈vocab / 32⌉]."""
+    """Allowed ids as bits, 32 to a word, lowest bit first: [⌈vocab / 32⌉]."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

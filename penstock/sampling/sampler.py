@@ -1,9 +1,9 @@
-"""The sampler: logits of a step's rows in, a token for each out, all on the device.
+"""The sampler: logits of a step's rows in, one token for each row out, all on the device.
 
-A slot's settings are sent when its request joins and lie in a table from then on; how many tokens a slot
-has sampled is counted on the device. So a step that nobody joins sends nothing, and one whose rows ask
-for nothing reads the logits once and writes nothing but tokens. Such steps can be captured in a graph
-(`plain`): what they read is never moved.
+A slot's settings are sent when its sequence joins and stay in a table on the device, which also counts the
+tokens that each slot has sampled. So a step that no sequence joins sends nothing. A step whose rows need no
+logits processor reads the logits once and writes only tokens. Such steps can be captured in a graph
+(`plain`), because the tensors that they read never move.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from penstock.kernels.language import use_kernel
 from penstock.kernels.logit_thresholds import logit_thresholds
 from penstock.kernels.sampling import argmax_tokens, sample_tokens, sample_tokens_reference
-from penstock.sampling.edits import Edits
-from penstock.sampling.filters import floats, least_kept
+from penstock.sampling.filters import floats, min_kept_logits
 from penstock.sampling.logprobs import LogprobTensors, token_logprobs
 from penstock.sampling.plan import EDITS, WIDTH, Column, Need, SlotPlan
+from penstock.sampling.processors import LogitsProcessors
 from penstock.types import Ints, SamplerParams
 
 _NOTHING = np.zeros(0, np.int32)
@@ -33,16 +33,16 @@ _NOTHING = np.zeros(0, np.int32)
 class Sampled:
     """Sampled tokens of a step's rows, on the device, and log probabilities of the rows that asked."""
 
-    token_ids: Tensor  # int32 [n], negative where none can be chosen (`kernels.sampling.UNSOUND`, `NOTHING`)
+    token_ids: Tensor  # int32 [n], negative if none can be sampled (see `kernels.sampling`)
     logprobs: LogprobTensors | None = None  # [rows that asked, 1 + the most that one of them asked for]
     logprob_rows: Ints | None = None  # [rows that asked], their rows in the step; on the host
 
 
 class Sampler:
-    """Slots 0 … max_slots − 1 are requests'; slot `max_slots` asks for nothing, for rows that fill a graph.
+    """Slots 0 … max_slots − 1 belong to sequences; slot `max_slots` is for padding rows of a graph.
 
-    `join`, `leave` and `mask` work on the host and are sent with the next step. A slot's tokens come in the
-    order of the steps that have it; one that was interrupted joins again with its `output_ids`.
+    `join`, `leave` and `mask` work on the host; their changes are sent with the next step. A slot samples in
+    the order of its steps. A preempted sequence joins again with its `output_ids`.
     """
 
     def __init__(
@@ -53,13 +53,11 @@ class Sampler:
         self.uploads = 0  # copies from host to device so far
         self.table = self._send(self.plan.table).clone()  # int32 [slots, WIDTH]
         self.positions = torch.zeros(max_slots + 1, dtype=torch.int32, device=self.device)
-        self.last = torch.zeros_like(
-            self.positions
-        )  # int32 [slots], the newest token, always of the vocabulary
-        self._edits = Edits(self.plan, self.device)
+        self.last = torch.zeros_like(self.positions)  # int32 [slots], the newest token, never negative
+        self._processors = LogitsProcessors(self.plan, self.device)
         self._joined: dict[int, int] = {}  # slot → tokens sampled before
-        self._changed: set[int] = set()  # slots whose row is to be sent, and nothing else
-        self._chosen: dict[Need, tuple[Ints, Tensor]] = {}  # rows of the batch that is `_batch`
+        self._changed: set[int] = set()  # slots of which only the settings are to be sent
+        self._rows_by_need: dict[Need, tuple[Ints, Tensor]] = {}  # rows by need, of the batch `_batch`
         self._batch: tuple[int, bytes] = (-1, b"")
 
     def join(
@@ -67,27 +65,29 @@ class Sampler:
     ) -> None:
         output_ids = _NOTHING if output_ids is None else output_ids
         need = self.plan.join(slot, params, len(output_ids))
-        self._edits.join(slot, need, params, prompt_ids, output_ids)
+        self._processors.join(slot, need, params, prompt_ids, output_ids)
         self._joined[slot] = len(output_ids)
 
     def leave(self, slot: int) -> None:
-        self._edits.leave(slot, self.plan.leave(slot))
+        self._processors.leave(slot, self.plan.leave(slot))
         self._joined.pop(slot, None)
         self._changed.discard(slot)
 
     def mask(self, slot: int, bitmask: Ints | None) -> None:
-        """The tokens that the slot's next ones may be, 32 to a word and the lowest first; None: any."""
+        """Set the tokens that the slot may sample, 32 to a word, lowest bit first; None: all tokens."""
         if slot not in self.plan.held:
-            raise ValueError(f"slot {slot} is held by no row")
-        if self._edits.mask(slot, bitmask):
+            raise ValueError(f"slot {slot} is free; a sequence must join before its mask is set")
+        if self._processors.mask(slot, bitmask):
             self._changed.add(slot)
 
     def __call__(self, logits: Tensor, slots: Ints, slots_device: Tensor) -> Sampled:
         if logits.shape != (len(slots), self.plan.vocab_size):
-            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(slots), self.plan.vocab_size)}")
+            raise ValueError(
+                f"logits have shape {tuple(logits.shape)}, not {(len(slots), self.plan.vocab_size)}"
+            )
         self.flush()
         need = self.plan.step(slots)
-        self._select(slots)
+        self._reset_rows(slots)
         if not use_kernel(logits):
             tokens = self._by_torch(logits, slots, slots_device, need)
         elif need & EDITS:
@@ -103,17 +103,18 @@ class Sampler:
         return Sampled(tokens, token_logprobs(logits, chosen, top, None if all_asked else at), rows)
 
     def plain(self, logits: Tensor, slots_device: Tensor, filtered: bool = False) -> Tensor:
-        """Tokens of rows that ask for a temperature, and where `filtered` for top-k, top-p or min-p, but for
-        nothing else. Neither plans nor sends: fit for a graph. Its owner asks `plan.need` whether it serves,
-        and then calls `flush` before the replay and `plan.step` beside it."""
+        """Tokens of rows that need no more than a temperature and, with `filtered`, top-k, top-p or min-p.
+
+        It neither plans nor sends, so a graph can capture it. The graph's owner checks `plan.need` first,
+        calls `flush` before the replay, and calls `plan.step` once for it."""
         bounds = logit_thresholds(logits, slots_device, self.table) if filtered else None
         return sample_tokens(
             logits, slots_device, self.table, self.positions, thresholds=bounds, last=self.last
         )
 
     def flush(self) -> None:
-        """Sends what joined or changed; nothing if nobody did."""
-        self._edits.flush(self._send)
+        """Send what joined or changed; if nothing did, send nothing."""
+        self._processors.flush(self._send)
         if self._joined or self._changed:
             slots = np.array([*self._joined, *self._changed.difference(self._joined)], np.int32)
             positions = np.array([self._joined.get(slot, -1) for slot in slots.tolist()], np.int32)
@@ -124,12 +125,12 @@ class Sampler:
             self.positions.index_copy_(0, at, new)
             self._joined.clear()
             self._changed.clear()
-        self._edits.flush_tails(self.positions, self._send)
+        self._processors.flush_tails(self.positions, self._send)
 
     def _by_kernels(self, logits: Tensor, slots: Tensor, need: Need) -> Tensor:
-        edits = self._edits
-        edits.by_kernel(logits, slots, self.table, self.positions, need)
-        work = edits.work
+        processors = self._processors
+        processors.apply_by_kernel(logits, slots, self.table, self.positions, need)
+        work = processors.work
         bounds = logit_thresholds(logits, slots, self.table, work=work) if need & Need.FILTER else None
         return sample_tokens(
             logits,
@@ -138,8 +139,8 @@ class Sampler:
             self.positions,
             work=work,
             thresholds=bounds,
-            counts=edits.counts.table if need & Need.COUNTS else None,
-            tails=edits.tails if need & Need.TAIL else None,
+            counts=processors.counts.table if need & Need.COUNTS else None,
+            tails=processors.tails if need & Need.TAIL else None,
             last=self.last,
         )
 
@@ -148,7 +149,7 @@ class Sampler:
         positions = self.positions[at]
         tokens = self._tokens(logits, slots, at, positions, need)
         noted = tokens.clamp_min(0)
-        self._edits.note(self.table, at, positions, noted, need)
+        self._processors.record(self.table, at, positions, noted, need)
         self.last.index_copy_(0, at, noted)
         self.positions.index_add_(0, at, torch.ones_like(positions))
         return tokens
@@ -156,52 +157,52 @@ class Sampler:
     def _tokens(self, logits: Tensor, slots: Ints, at: Tensor, positions: Tensor, need: Need) -> Tensor:
         if not need & (Need.NOISE | EDITS):
             return argmax_tokens(logits)
-        rows, picked = self._rows(Need.NOISE | EDITS, slots)
-        settings = self.table[at[picked]]
-        x = logits[picked].float()
-        for place, row in enumerate(rows.tolist()):
+        rows, selected = self._rows(Need.NOISE | EDITS, slots)
+        settings = self.table[at[selected]]
+        x = logits[selected].float()
+        for index, row in enumerate(rows.tolist()):
             slot = int(slots[row])
             if self.plan.table[slot, Column.WORK_ROW] >= 0:
-                self._edits.by_torch_(x[place], slot, int(self.plan.generated[slot]) - 1)
+                self._processors.apply_by_torch_(x[index], slot, int(self.plan.generated[slot]) - 1)
         bounds = None
         if need & Need.FILTER:
-            filtered = self._within(rows, slots)
+            filtered = self._filtered(rows, slots)
             bounds = x.new_full((len(x),), float("-inf"))
-            bounds[filtered] = least_kept(x[filtered], settings[filtered])
+            bounds[filtered] = min_kept_logits(x[filtered], settings[filtered])
         chosen = sample_tokens_reference(
             x,
             floats(settings)[:, Column.TEMPERATURE],
             settings[:, Column.KEY : Column.KEY + 4],
-            positions[picked],
+            positions[selected],
             bounds,
         )
         if len(rows) == len(slots):
             return chosen
-        return argmax_tokens(logits).index_copy_(0, picked, chosen)
+        return argmax_tokens(logits).index_copy_(0, selected, chosen)
 
-    def _select(self, slots: Ints) -> None:
-        """Forgets the chosen rows if this batch is another than the last."""
+    def _reset_rows(self, slots: Ints) -> None:
+        """Drop the cached rows if this batch differs from the last."""
         batch = (self.plan.version, slots.tobytes())
         if batch != self._batch:
-            self._chosen.clear()
+            self._rows_by_need.clear()
             self._batch = batch
 
     def _rows(self, need: Need, slots: Ints) -> tuple[Ints, Tensor]:
-        """The places of rows with one of the flags, here and on the device; sent once for a batch."""
-        if need not in self._chosen:
+        """The rows with one of the flags, on the host and on the device; sent once for a batch."""
+        if need not in self._rows_by_need:
             rows = self.plan.rows(slots, need)
-            self._chosen[need] = rows, self._send(rows).long()
-        return self._chosen[need]
+            self._rows_by_need[need] = rows, self._send(rows).long()
+        return self._rows_by_need[need]
 
-    def _within(self, rows: Ints, slots: Ints) -> Tensor:
-        """Of `rows`, the places of those that have a filter."""
-        if Need.FILTER not in self._chosen:
-            places = self.plan.rows(slots[rows], Need.FILTER)
-            self._chosen[Need.FILTER] = places, self._send(places).long()
-        return self._chosen[Need.FILTER][1]
+    def _filtered(self, rows: Ints, slots: Ints) -> Tensor:
+        """The indices into `rows` of those that have a filter."""
+        if Need.FILTER not in self._rows_by_need:
+            index = self.plan.rows(slots[rows], Need.FILTER)
+            self._rows_by_need[Need.FILTER] = index, self._send(index).long()
+        return self._rows_by_need[Need.FILTER][1]
 
     def _send(self, array: NDArray[Any]) -> Tensor:
-        """The only way from host to device."""
+        """Copy an array to the device; the sampler has no other way there."""
         self.uploads += 1
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cpu":

@@ -1,4 +1,5 @@
-"""The plan of a step's scores: which documents are scored against which queries, and where both lie."""
+"""The plan of a step's scores: which documents are scored against which queries, and where their vectors
+are."""
 
 from __future__ import annotations
 
@@ -9,118 +10,132 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
+from penstock.scheduler.ragged import consecutive_tokens, ragged_arange, tokens_of
 from penstock.types import CachedVectors, Ints, PairPlan, PoolingParams, RowSlice, Variant, cumulative
 
 
-class _Run(NamedTuple):
-    """The rows of all these requests that end in a step, one after another."""
+class _PairedSlice(NamedTuple):
+    """The part of a request with pairs that is in a step."""
 
-    slots: Ints  # where they lie in the step
-    queries: NDArray[np.bool_]  # which of them are queries
-    against: Ints  # the query of each document, counted over all requests; of queries it means nothing
-    starts: Ints  # of their vectors in the store; -1: nowhere
-    lengths: Ints  # of these
+    row_slice: RowSlice
+    pairs: Ints  # [documents of the request], the query of each
+    vectors: CachedVectors
+    rows: Ints  # rows of the request that end in the step
+    first_query: int  # the number of its first query among those of all requests
+
+    @property
+    def num_queries(self) -> int:
+        return self.row_slice.request.num_queries
+
+    def queries_of(self, documents: Ints) -> Ints:
+        """The query of each document, counted over all requests; for other rows the result means nothing."""
+        if not len(self.pairs):
+            return documents + self.first_query
+        return self.pairs.take(documents - self.num_queries, mode="wrap") + self.first_query
+
+
+class _FinishedRows(NamedTuple):
+    """The rows of all requests that end in a step, one after another."""
+
+    step_rows: Ints
+    is_query: NDArray[np.bool_]
+    queries: Ints  # the query of each document, counted over all requests
+    starts: Ints  # of their vectors in the store; -1: not stored
+    lengths: Ints  # vectors of each row
 
 
 def pair_variant(
-    params: PoolingParams, pieces: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints
+    params: PoolingParams, slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints
 ) -> Variant:
     """The scores of all these requests, as one variant."""
-    counts = [piece.request.num_queries for piece in pieces]
-    bases = list(accumulate(counts, initial=0))
-    rows = [piece.rows if piece.ends is None else piece.rows[piece.finished] for piece in pieces]
-    run = _run(pieces, rows, bases)
+    paired = _paired_slices(slices)
+    finished = _finished_rows(paired)
     tokens: Ints | None = None
-    if not params.late:  # a row has one vector, and that is its number in the step
-        begins = run.slots
-    elif all(piece.request.token_mask is None for piece in pieces):
-        begins = cu_lengths[run.slots]
+    if not params.late:  # a row has one vector, numbered like the rows of the step
+        begins = finished.step_rows
+    elif all(row_slice.request.token_mask is None for row_slice in slices):
+        begins = cu_lengths[finished.step_rows]
     else:
-        tokens = _kept(pieces, rows, tokens_of(run.slots, lengths, cu_lengths))
-        begins = cumulative(run.lengths)[:-1]
-    documents = ~run.queries
-    columns = [[run.against[documents]], [begins[documents]], [run.lengths[documents]]]
-    for piece, base in zip(pieces, bases, strict=False):
-        if (stored := piece.cached_documents) is not None:
-            held = _held(piece)
-            for column, of_stored in zip(
-                columns,
-                (_queries_of(piece, stored) + base, held.starts[stored], held.lengths[stored]),
-                strict=True,
-            ):
-                column.append(of_stored)
-    pair_queries, document_starts, document_lengths = map(_joined, columns)
-    placed = run.starts >= 0  # all queries, and the documents that have a place: these are kept
-    sizes = run.lengths[placed]
+        tokens = _kept_tokens(paired, tokens_of(finished.step_rows, lengths, cu_lengths))
+        begins = cumulative(finished.lengths)[:-1]
+    is_document = ~finished.is_query
+    pair_queries = [finished.queries[is_document]]
+    document_starts = [begins[is_document]]
+    document_lengths = [finished.lengths[is_document]]
+    num_from_store = 0
+    for each in paired:
+        if (cached := each.row_slice.cached_documents) is not None:
+            pair_queries.append(each.queries_of(cached))
+            document_starts.append(each.vectors.starts[cached])
+            document_lengths.append(each.vectors.lengths[cached])
+            num_from_store += len(cached)
+    is_stored = finished.starts >= 0  # all queries, and the documents that the vector cache has room for
+    sizes = finished.lengths[is_stored]
     ends = cumulative(sizes)
-    query_lengths = _joined([_held(p).lengths[:n] for p, n in zip(pieces, counts, strict=True)])
+    query_lengths = _concatenate([each.vectors.lengths[: each.num_queries] for each in paired])
+    all_document_lengths = _concatenate(document_lengths)
     plan = PairPlan(
-        query_starts=_joined([_held(p).starts[:n] for p, n in zip(pieces, counts, strict=True)]),
+        query_starts=_concatenate([each.vectors.starts[: each.num_queries] for each in paired]),
         query_lengths=query_lengths,
-        pair_queries=pair_queries,
-        document_starts=document_starts,
-        document_lengths=document_lengths,
-        write_from=ragged_arange(begins[placed], sizes, ends),
-        write_to=ragged_arange(run.starts[placed], sizes, ends),
-        num_from_store=sum(
-            len(piece.cached_documents) for piece in pieces if piece.cached_documents is not None
-        ),
+        pair_queries=_concatenate(pair_queries),
+        document_starts=_concatenate(document_starts),
+        document_lengths=all_document_lengths,
+        write_from=ragged_arange(begins[is_stored], sizes, ends),
+        write_to=ragged_arange(finished.starts[is_stored], sizes, ends),
+        num_from_store=num_from_store,
         max_query_length=int(query_lengths.max(initial=0)),
-        max_document_length=int(document_lengths.max(initial=0)),
+        max_document_length=int(all_document_lengths.max(initial=0)),
     )
-    return Variant(params, run.slots[documents], tokens, plan)
+    return Variant(params, finished.step_rows[is_document], tokens, plan)
 
 
-def _run(pieces: Sequence[RowSlice], rows: Sequence[Ints], bases: Sequence[int]) -> _Run:
-    parts: list[tuple[Ints, NDArray[np.bool_], Ints, Ints, Ints]] = []
-    for piece, mine, base in zip(pieces, rows, bases, strict=False):
-        held = _held(piece)
-        places = piece.step_rows if piece.ends is None else piece.step_rows[piece.finished]
-        parts.append(
-            (
-                places,
-                mine < piece.request.num_queries,
-                _queries_of(piece, mine) + base,
-                held.starts[mine],
-                held.lengths[mine],
-            )
-        )
-    slots, queries, against, starts, lengths = zip(*parts, strict=True)
-    return _Run(_joined(slots), _joined(queries), _joined(against), _joined(starts), _joined(lengths))
+def _paired_slices(slices: Sequence[RowSlice]) -> list[_PairedSlice]:
+    first_queries = accumulate((row_slice.request.num_queries for row_slice in slices), initial=0)
+    paired = []
+    for row_slice, first_query in zip(slices, first_queries, strict=False):
+        pairs, vectors = row_slice.request.pairs, row_slice.cached
+        if pairs is None or vectors is None:
+            raise ValueError("only a request with pairs and room in the vector cache can be scored")
+        rows = row_slice.rows if row_slice.ends is None else row_slice.rows[row_slice.finished]
+        paired.append(_PairedSlice(row_slice, pairs, vectors, rows, first_query))
+    return paired
 
 
-def _held(piece: RowSlice) -> CachedVectors:
-    assert piece.cached is not None, "a request with pairs is scheduled with places"
-    return piece.cached
-
-
-def _queries_of(piece: RowSlice, rows: Ints) -> Ints:
-    """The query of each of these documents, within the request; anything for rows that are none."""
-    pairs = piece.request.pairs
-    assert pairs is not None
-    return pairs.take(rows - piece.request.num_queries, mode="wrap") if len(pairs) else rows
+def _finished_rows(paired: Sequence[_PairedSlice]) -> _FinishedRows:
+    step_rows = [
+        each.row_slice.step_rows
+        if each.row_slice.ends is None
+        else each.row_slice.step_rows[each.row_slice.finished]
+        for each in paired
+    ]
+    return _FinishedRows(
+        _concatenate(step_rows),
+        _concatenate([each.rows < each.num_queries for each in paired]),
+        _concatenate([each.queries_of(each.rows) for each in paired]),
+        _concatenate([each.vectors.starts[each.rows] for each in paired]),
+        _concatenate([each.vectors.lengths[each.rows] for each in paired]),
+    )
 
 
 _Array = TypeVar("_Array", Ints, NDArray[np.bool_])
 
 
-def _joined(parts: Sequence[_Array]) -> _Array:
+def _concatenate(parts: Sequence[_Array]) -> _Array:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _kept(pieces: Sequence[RowSlice], rows: Sequence[Ints], tokens: Ints) -> Ints:
-    """Of all these rows' tokens in the step, those whose vectors count."""
+def _kept_tokens(paired: Sequence[_PairedSlice], tokens: Ints) -> Ints:
+    """Of the tokens of all rows that end, those whose vectors take part in a score."""
     flags: list[Ints] = []
-    for piece, mine in zip(pieces, rows, strict=True):
-        request = piece.request
+    for each in paired:
+        request, rows = each.row_slice.request, each.rows
         if request.token_mask is None:
-            flags.append(np.ones(int(request.lengths[mine].sum()), dtype=np.int32))
+            flags.append(np.ones(int(request.lengths[rows].sum()), dtype=np.int32))
+            continue
+        index = consecutive_tokens(rows, request.lengths, request.starts)
+        if index is None:
+            flags.append(request.token_mask[tokens_of(rows, request.lengths, request.starts)])
         else:
-            where = neighbours(mine, request.lengths, request.starts)
-            if where is None:
-                flags.append(request.token_mask[tokens_of(mine, request.lengths, request.starts)])
-            else:
-                flags.append(request.token_mask[where])
-    kept: Ints = tokens[_joined(flags) != 0]
+            flags.append(request.token_mask[index])
+    kept: Ints = tokens[_concatenate(flags) != 0]
     return kept

@@ -1,4 +1,4 @@
-"""From the scheduler's shares to a `PoolPlan`: every integer of a step, in NumPy."""
+"""From scheduled rows to a `PoolPlan`: every integer of a step, in NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.scheduler.pairs import pair_variant
-from penstock.scheduler.ragged import neighbours, ragged_arange, tokens_of
+from penstock.scheduler.ragged import consecutive_tokens, ragged_arange, tokens_of
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import (
     CarryPlan,
@@ -24,130 +24,128 @@ from penstock.types import (
 )
 
 
-def build_plan(shares: Sequence[ScheduledRows], block_size: int = 0) -> PoolPlan:
-    """Lay the rows of all shares out as one ragged run, ordered by length and then by context or keys."""
-    pieces = [_piece(share) for share in shares]
-    lengths = np.concatenate([piece.lengths for piece in pieces])
-    context = _joined(pieces, "context")
-    keys = _attended(_joined(pieces, "keys"), lengths)
-    if context is not None and keys is not None:
-        raise ValueError("a row that may be cut has no key limit: its tokens attend to all before them")
-    if context is not None and not context.any() and not _keeps(shares):
-        context = None  # rows might have been cut, but all run whole
-    token_ids = np.concatenate([piece.token_ids for piece in pieces])
-    type_ids, skip, adapters = (_joined(pieces, name) for name in ("type_ids", "skip", "adapters"))
-    second = context if keys is None else keys
-    order = slot_of = np.arange(len(lengths), dtype=np.int32)
+def build_plan(scheduled: Sequence[ScheduledRows], block_size: int = 0) -> PoolPlan:
+    """Lay all scheduled rows out as one ragged run, ordered by length and then by cached tokens or key
+    limit."""
+    parts = [_step_part(entry) for entry in scheduled]
+    lengths = np.concatenate([part.lengths for part in parts])
+    num_rows = [len(part.lengths) for part in parts]
+    num_cached = _concatenate([part.begins for part in parts], num_rows)
+    keys = _key_limits(_concatenate([part.keys for part in parts], num_rows), lengths)
+    if num_cached is not None and keys is not None:
+        raise ValueError("a row that may be chunked has no key limit: its tokens attend to all before them")
+    if num_cached is not None and not num_cached.any() and not _uses_blocks(scheduled):
+        num_cached = None  # rows might have been chunked, but all run whole
+    token_ids = np.concatenate([part.token_ids for part in parts])
+    type_ids = _concatenate([part.type_ids for part in parts], [len(part.token_ids) for part in parts])
+    skip = _concatenate([part.skip for part in parts], num_rows)
+    adapters = _concatenate([part.adapters for part in parts], num_rows, absent=-1)
+    second = num_cached if keys is None else keys
+    order = step_row_of = np.arange(len(lengths), dtype=np.int32)
     cu_lengths = cumulative(lengths)
-    if second is not None or (lengths[1:] < lengths[:-1]).any():  # not in order as they come
+    if second is not None or (lengths[1:] < lengths[:-1]).any():  # not in order yet
         order = np.lexsort((lengths,) if second is None else (second, lengths)).astype(np.int32)
-        slot_of = np.empty_like(order)
-        slot_of[order] = np.arange(len(order), dtype=np.int32)
-        source = cu_lengths[:-1][order]  # where each row begins in the joined pieces
+        step_row_of = np.empty_like(order)
+        step_row_of[order] = np.arange(len(order), dtype=np.int32)
+        starts = cu_lengths[:-1][order]  # of each row in the concatenated parts
         lengths = lengths[order]
-        context, keys, skip, adapters = (
-            None if each is None else each[order] for each in (context, keys, skip, adapters)
+        num_cached, keys, skip, adapters = (
+            None if each is None else each[order] for each in (num_cached, keys, skip, adapters)
         )
         cu_lengths = cumulative(lengths)
-        where = ragged_arange(source, lengths, cu_lengths)
-        token_ids, type_ids = token_ids[where], None if type_ids is None else type_ids[where]
-    first = cu_lengths[:-1] if context is None else cu_lengths[:-1] - context
-    slices = _slices(shares, slot_of)
+        tokens = ragged_arange(starts, lengths, cu_lengths)
+        token_ids, type_ids = token_ids[tokens], None if type_ids is None else type_ids[tokens]
+    origin = cu_lengths[:-1] if num_cached is None else cu_lengths[:-1] - num_cached
+    slices = _slices(scheduled, step_row_of)
     return PoolPlan(
         token_ids=token_ids,
-        positions=np.arange(len(token_ids), dtype=np.int32) - np.repeat(first, lengths),
+        positions=np.arange(len(token_ids), dtype=np.int32) - np.repeat(origin, lengths),
         cu_lengths=cu_lengths,
         lengths=lengths,
         type_ids=type_ids,
         skip=skip,
         adapters=adapters,
-        groups=_groups(lengths, cu_lengths, context, keys),
+        groups=_groups(lengths, cu_lengths, num_cached, keys),
         slices=slices,
         variants=_variants(slices, lengths, cu_lengths),
-        kv=None if context is None else _kv_plan(shares, order, lengths, context, block_size),
+        kv=None if num_cached is None else _kv_plan(scheduled, order, lengths, num_cached, block_size),
         limits=None if keys is None else _limits(lengths, cu_lengths, keys),
     )
 
 
-def _keeps(shares: Sequence[ScheduledRows]) -> bool:
-    return any(table is not None for share in shares for table in share.tables)
+def _uses_blocks(scheduled: Sequence[ScheduledRows]) -> bool:
+    return any(table is not None for entry in scheduled for table in entry.tables)
 
 
-class _Piece(NamedTuple):
-    """The tokens of one share, compact: only what this step runs, however large the request."""
+class _StepPart(NamedTuple):
+    """What one request runs in a step: only the step's tokens, however large the request."""
 
     token_ids: Ints
     lengths: Ints
-    context: Ints | None
+    begins: Ints | None
     type_ids: Ints | None
     skip: Ints | None
     keys: Ints | None
     adapters: Ints | None
 
 
-def _piece(share: ScheduledRows) -> _Piece:
-    request, rows = share.request, share.rows
-    if share.begins is None and request.num_rows == 1:
+def _step_part(entry: ScheduledRows) -> _StepPart:
+    request, rows = entry.request, entry.rows
+    if entry.begins is None and request.num_rows == 1:
         whole = (request.token_ids, request.lengths, None, request.type_ids, request.skip, request.key_limits)
-        return _Piece(*whole, request.adapters)
+        return _StepPart(*whole, request.adapters)
     lengths, starts = request.lengths[rows], request.starts[rows]
-    if share.begins is not None and share.ends is not None:
-        lengths, starts = share.ends - share.begins, starts + share.begins
-    where: Ints | slice | None = None
-    if share.begins is None:  # then nothing may have to be gathered
-        where = neighbours(rows, request.lengths, request.starts)
-    if where is None:
-        where = ragged_arange(starts, lengths, cumulative(lengths))
-    return _Piece(
-        request.token_ids[where],
+    if entry.begins is not None and entry.ends is not None:
+        lengths, starts = entry.ends - entry.begins, starts + entry.begins
+    tokens: Ints | slice | None = None
+    if entry.begins is None:  # a slice of whole rows needs no gather
+        tokens = consecutive_tokens(rows, request.lengths, request.starts)
+    if tokens is None:
+        tokens = ragged_arange(starts, lengths, cumulative(lengths))
+    return _StepPart(
+        request.token_ids[tokens],
         lengths,
-        share.begins,
-        None if request.type_ids is None else request.type_ids[where],
+        entry.begins,
+        None if request.type_ids is None else request.type_ids[tokens],
         None if request.skip is None else request.skip[rows],
         None if request.key_limits is None else request.key_limits[rows],
         None if request.adapters is None else request.adapters[rows],
     )
 
 
-def _attended(keys: Ints | None, lengths: Ints) -> Ints | None:
-    """How many leading tokens of each row are attended to; None where it is all of every row."""
+def _key_limits(keys: Ints | None, lengths: Ints) -> Ints | None:
+    """How many leading tokens of each row are attended to; None if every row attends to all."""
     if keys is None:
         return None
     keys = np.where(keys > 0, np.minimum(keys, lengths), lengths)
     return None if (keys == lengths).all() else keys
 
 
-_ABSENT = {"type_ids": 0, "skip": 0, "keys": 0, "context": 0, "adapters": -1}
-
-
-def _joined(pieces: Sequence[_Piece], name: str) -> Ints | None:
-    """Optional integers of all pieces; those that a piece lacks mean "none", and all lacking is None."""
-    parts: list[Ints | None] = [getattr(piece, name) for piece in pieces]
-    if all(part is None for part in parts):
+def _concatenate(arrays: Sequence[Ints | None], sizes: Sequence[int], absent: int = 0) -> Ints | None:
+    """Concatenate optional arrays, with `absent` in the place of missing ones; None if all are missing."""
+    if all(array is None for array in arrays):
         return None
-    sizes = (len(piece.token_ids if name == "type_ids" else piece.lengths) for piece in pieces)
     return np.concatenate(
         [
-            np.full(size, _ABSENT[name], dtype=np.int32) if part is None else part
-            for part, size in zip(parts, sizes, strict=True)
+            np.full(size, absent, dtype=np.int32) if array is None else array
+            for array, size in zip(arrays, sizes, strict=True)
         ]
     )
 
 
-def _slices(shares: Sequence[ScheduledRows], slot_of: Ints) -> tuple[RowSlice, ...]:
+def _slices(scheduled: Sequence[ScheduledRows], step_row_of: Ints) -> tuple[RowSlice, ...]:
     slices, at = [], 0
-    for share in shares:
-        end = at + len(share.rows)
-        slots = slot_of[at:end]
+    for entry in scheduled:
+        end = at + len(entry.rows)
         slices.append(
             RowSlice(
-                share.request,
-                share.rows,
-                slots,
-                share.begins,
-                share.ends,
-                share.cached,
-                share.cached_documents,
+                entry.request,
+                entry.rows,
+                step_row_of[at:end],
+                entry.begins,
+                entry.ends,
+                entry.cached,
+                entry.cached_documents,
             )
         )
         at = end
@@ -155,26 +153,26 @@ def _slices(shares: Sequence[ScheduledRows], slot_of: Ints) -> tuple[RowSlice, .
 
 
 def _groups(
-    lengths: Ints, cu_lengths: Ints, context: Ints | None, limited: Ints | None
+    lengths: Ints, cu_lengths: Ints, num_cached: Ints | None, limited: Ints | None
 ) -> tuple[LengthGroup, ...]:
     changes = lengths[1:] != lengths[:-1]
     if limited is not None:
         changes |= limited[1:] != limited[:-1]
         limited = np.where(limited < lengths, limited, 0)
-    if context is not None:
-        changes |= context[1:] != context[:-1]
+    if num_cached is not None:
+        changes |= num_cached[1:] != num_cached[:-1]
     if not len(lengths):
         return ()
     firsts = [0, *(np.flatnonzero(changes) + 1).tolist()]
     ends = [*firsts[1:], len(lengths)]
-    keys = cu_lengths if context is None else cumulative(lengths + context)
+    keys = cu_lengths if num_cached is None else cumulative(lengths + num_cached)
     return tuple(
         LengthGroup(
             first,
             end - first,
             int(lengths[first]),
             int(cu_lengths[first]),
-            0 if context is None else int(context[first]),
+            0 if num_cached is None else int(num_cached[first]),
             int(keys[first]),
             0 if limited is None else int(limited[first]),
         )
@@ -196,24 +194,23 @@ def _limits(lengths: Ints, cu_lengths: Ints, keys: Ints) -> KeyLimits:
 
 
 def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tuple[Variant, ...]:
-    """Rows by the finish they want. Rows that do not end in this step give their tokens, if those are
-    what is asked, and nothing else."""
+    """Rows by pooling parameters. A row that does not end in this step only gives per-token outputs."""
     by_params: dict[PoolingParams, list[Ints]] = {}
     paired: dict[PoolingParams, list[RowSlice]] = {}
-    whole = True
-    for piece in slices:
-        if piece.request.pairs is not None:
-            paired.setdefault(piece.request.params, []).append(piece)
+    all_rows_end = True
+    for row_slice in slices:
+        if row_slice.request.pairs is not None:
+            paired.setdefault(row_slice.request.params, []).append(row_slice)
             continue
-        for params in piece.request.all_params:
-            slots = piece.step_rows
-            if piece.ends is not None and not params.per_token:
-                slots = slots[piece.finished]
-                whole = whole and len(slots) == len(piece.step_rows)
-            by_params.setdefault(params, []).append(slots)
-    if len(by_params) == 1 and whole and not paired:
+        for params in row_slice.request.all_params:
+            rows = row_slice.step_rows
+            if row_slice.ends is not None and not params.per_token:
+                rows = rows[row_slice.finished]
+                all_rows_end = all_rows_end and len(rows) == len(row_slice.step_rows)
+            by_params.setdefault(params, []).append(rows)
+    if len(by_params) == 1 and all_rows_end and not paired:
         return (Variant(next(iter(by_params)), None),)
-    variants = [pair_variant(params, pieces, lengths, cu_lengths) for params, pieces in paired.items()]
+    variants = [pair_variant(params, each, lengths, cu_lengths) for params, each in paired.items()]
     for params, parts in by_params.items():
         rows = np.concatenate(parts)
         tokens = tokens_of(rows, lengths, cu_lengths) if params.reads_tokens else None
@@ -223,43 +220,45 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
 
 
 def _kv_plan(
-    shares: Sequence[ScheduledRows], order: Ints, lengths: Ints, context: Ints, block_size: int
+    scheduled: Sequence[ScheduledRows], order: Ints, lengths: Ints, num_cached: Ints, block_size: int
 ) -> KVPlan:
-    """Where keys and values are read from and kept, for the rows in the order of the step."""
-    unordered = [table for share in shares for table in (share.tables or (None,) * len(share.rows))]
-    totals = np.concatenate([share.request.lengths[share.rows] for share in shares])[order]
+    """Where keys and values are read from and written to, for the rows in the order of the step."""
+    unordered = [table for entry in scheduled for table in (entry.tables or (None,) * len(entry.rows))]
+    row_lengths = np.concatenate([entry.request.lengths[entry.rows] for entry in scheduled])[order]
     tables = [unordered[row] for row in order]
-    kept = np.array([table is not None for table in tables], dtype=bool)
-    blocks = np.zeros((len(tables), max((len(t) for t in tables if t), default=1)), dtype=np.int32)
-    for row in np.flatnonzero(kept):
-        table = tables[row]
-        assert table is not None
-        blocks[row, : len(table)] = table
-    keys = lengths + context
-    cu_keys, cu_lengths = cumulative(keys), cumulative(lengths)
-    write = np.where(kept, lengths, 0).astype(np.int32)
-    cut = np.flatnonzero(kept & ((keys < totals) | (context > 0))).astype(np.int32)
+    has_table = np.array([table is not None for table in tables], dtype=bool)
+    block_tables = np.zeros((len(tables), max((len(t) for t in tables if t), default=1)), dtype=np.int32)
+    for row, table in enumerate(tables):
+        if table is not None:
+            block_tables[row, : len(table)] = table
+    num_keys = lengths + num_cached
+    cu_keys, cu_lengths = cumulative(num_keys), cumulative(lengths)
+    num_written = np.where(has_table, lengths, 0).astype(np.int32)
+    chunked = np.flatnonzero(has_table & ((num_keys < row_lengths) | (num_cached > 0))).astype(np.int32)
     size = max(block_size, 1)
 
-    def slots(rows: Ints, places: Ints) -> Ints:
-        return blocks[rows, places // size] * size + places % size
+    def cache_slots(rows: Ints, positions: Ints) -> Ints:
+        return block_tables[rows, positions // size] * size + positions % size
 
     rows = np.arange(len(lengths), dtype=np.int32)
-    zeros = np.zeros_like(context)
-    old = ragged_arange(zeros, context, cumulative(context))
-    written = ragged_arange(context, write, cumulative(write))
-    write_tokens = ragged_arange(cu_lengths[:-1], write, cumulative(write))
-    write_slots = slots(np.repeat(rows, write), written)
+    cu_cached, cu_written = cumulative(num_cached), cumulative(num_written)
+    cached_positions = ragged_arange(np.zeros_like(num_cached), num_cached, cu_cached)
+    written_positions = ragged_arange(num_cached, num_written, cu_written)
+    write_tokens = ragged_arange(cu_lengths[:-1], num_written, cu_written)
+    write_slots = cache_slots(np.repeat(rows, num_written), written_positions)
     token_slots = np.full(cu_lengths[-1], -1, dtype=np.int32)
     token_slots[write_tokens] = write_slots
+    carry = None
+    if len(chunked):
+        carry = CarryPlan(chunked, block_tables[chunked, 0], (num_cached[chunked] > 0).astype(np.int32))
     return KVPlan(
         cu_keys=cu_keys,
-        max_keys=int(keys.max()),
-        new_key_at=ragged_arange(cu_keys[:-1] + context, lengths, cu_lengths),
-        cached_key_at=ragged_arange(cu_keys[:-1], context, cumulative(context)),
-        read_slots=slots(np.repeat(rows, context), old),
+        max_keys=int(num_keys.max()),
+        new_key_at=ragged_arange(cu_keys[:-1] + num_cached, lengths, cu_lengths),
+        cached_key_at=ragged_arange(cu_keys[:-1], num_cached, cu_cached),
+        read_slots=cache_slots(np.repeat(rows, num_cached), cached_positions),
         write_tokens=write_tokens,
         write_slots=write_slots,
         token_slots=token_slots,
-        carry=CarryPlan(cut, blocks[cut, 0], (context[cut] > 0).astype(np.int32)) if len(cut) else None,
+        carry=carry,
     )

@@ -23,7 +23,7 @@ def tokens_of(rows: Ints, lengths: Ints, starts: Ints) -> Ints:
     return runs(starts[rows], lengths[rows])
 
 
-def neighbours(rows: Ints, lengths: Ints, starts: Ints) -> slice | None:
+def consecutive_tokens(rows: Ints, lengths: Ints, starts: Ints) -> slice | None:
     """The tokens of these rows as a slice; None if the rows are not consecutive."""
     count = len(rows)
     if not count:

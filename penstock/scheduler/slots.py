@@ -15,7 +15,7 @@ from penstock.types import Ints, Join, SamplePlan, SamplerParams, SequenceIds
 
 
 class SlotTable:
-    """Slots with their sequences, their numbers, and the changes that the sampler has not been told of."""
+    """Slots with their sequences, their numbers, and the changes that the sampler has yet to apply."""
 
     def __init__(self, num_slots: int, max_length: int, max_blocks: int) -> None:
         def numbers() -> Ints:

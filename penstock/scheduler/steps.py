@@ -29,9 +29,7 @@ class StepRows(NamedTuple):
     slots: Ints
     begins: Ints  # the first token of each row
     counts: Ints  # tokens of each row
-    samples: NDArray[
-        np.bool_
-    ]  # whether the row has the last token of its sequence, so that it samples the next
+    samples: NDArray[np.bool_]  # whether it samples: the row has the last token of its sequence
     num_known: Ints  # tokens of the sequence that the CPU has read
     num_logprobs: Ints  # top tokens that the sequence asks for; -1: no log probabilities
     epochs: Ints
@@ -59,7 +57,7 @@ class SequenceMemory(NamedTuple):
 
 
 class SamplerChanges(NamedTuple):
-    """What the sampler has to be told before a step."""
+    """Changes that the sampler applies before a step."""
 
     leaves: tuple[int, ...] = ()
     joins: tuple[Join, ...] = ()

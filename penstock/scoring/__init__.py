@@ -1,1 +1,1 @@
-"""Scores of queries and documents, made on the device that has their vectors."""
+"""Scores of queries and documents, computed on the device that holds their vectors."""

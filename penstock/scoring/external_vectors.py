@@ -1,4 +1,4 @@
-"""Late interaction of vectors that the caller brings: to the device, compared, and only scores back."""
+"""Late interaction of vectors that the caller brings: they go to the device, and only scores come back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.types import Array, Comparison, Ints, cumulative
 
 @torch.inference_mode()
 def compare(comparison: Comparison, device: torch.device) -> Array:
-    """fp32 [documents, 1]. Waits for the device, so it is called from a thread that may."""
+    """fp32 [documents, 1]. It waits for the device, so it must not run on the engine loop's thread."""
 
     def sent(array: Array) -> torch.Tensor:
         writable = array if array.flags.writeable else array.copy()

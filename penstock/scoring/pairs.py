@@ -1,7 +1,7 @@
-"""Scores all pairs of a step beside the vectors that the step has made; only scores leave.
+"""Scores of all pairs of a step, computed beside the step's vectors; only scores are returned.
 
-Queries, and documents where they are kept, lie in a store on the device, so that what a later step needs
-of an earlier one is there. Its places are given out by `scheduler.vectors`.
+Queries, and documents if they are cached, are kept in a vector store on the device, where later steps read
+them. `scheduler.vector_cache` assigns the offsets.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class PairTensors:
 
 
 class PairScorer:
-    """Late interaction of token vectors, or a similarity of one vector a row."""
+    """Late interaction of token vectors, or a similarity of one vector per row."""
 
     def __init__(self, store: Tensor, *, late: bool, similarity: str) -> None:
-        self.store = store  # [places, dim]
+        self.store = store  # [capacity, dim]
         self.late = late
         self.similarity = similarity
 
     def __call__(self, vectors: Tensor, pairs: PairTensors) -> Tensor:
-        """vectors [n, dim] of the step's run → fp32 scores [pairs, 1]."""
+        """Score the pairs of a step from its vectors [n, dim] → fp32 [pairs, 1]."""
         vectors = vectors.to(self.store.dtype)
         if len(pairs.write_from):
             write = copy_rows if use_kernel(vectors) else copy_rows_reference
@@ -57,17 +57,17 @@ class PairScorer:
         which = pairs.pair_queries, pairs.document_starts, pairs.document_lengths
         if not stored or stored == total:
             return self._scores(self.store if stored else vectors, pairs, *which)[:, None]
-        own = total - stored
-        of_run = self._scores(vectors, pairs, *(each[:own] for each in which))
-        of_store = self._scores(self.store, pairs, *(each[own:] for each in which))
+        num_own = total - stored
+        of_run = self._scores(vectors, pairs, *(each[:num_own] for each in which))
+        of_store = self._scores(self.store, pairs, *(each[num_own:] for each in which))
         return torch.cat([of_run, of_store])[:, None]
 
     def _scores(
-        self, documents: Tensor, pairs: PairTensors, of: Tensor, starts: Tensor, lengths: Tensor
+        self, documents: Tensor, pairs: PairTensors, queries: Tensor, starts: Tensor, lengths: Tensor
     ) -> Tensor:
-        """Of pairs of a query and of a document that begins there and is so long."""
+        """Scores of pairs: the query of each, and the start and length of its document in `documents`."""
         if not self.late:
-            query = self.store.index_select(0, pairs.query_starts.index_select(0, of))
+            query = self.store.index_select(0, pairs.query_starts.index_select(0, queries))
             return similarity(query, documents.index_select(0, starts), self.similarity)
         return maxsim(
             self.store,
@@ -76,7 +76,7 @@ class PairScorer:
             pairs.query_lengths,
             starts,
             lengths,
-            of,
+            queries,
             max_query_length=pairs.plan.max_query_length,
             max_document_length=pairs.plan.max_document_length,
         )
@@ -86,7 +86,7 @@ SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 
 def similarity(query: Tensor, document: Tensor, kind: str) -> Tensor:
-    """[pairs, dim] twice → [pairs]. Distances are negative, so that more is always nearer."""
+    """[pairs, dim] twice → [pairs]. Distances are negated, so that larger always means nearer."""
     if kind == "cosine":
         return torch.nn.functional.cosine_similarity(query, document, dim=-1)
     if kind == "dot":

@@ -73,7 +73,7 @@ def main() -> None:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(EXIT_BAD_MODEL)
     if isinstance(profiled := core.runner, ProfiledRunner):
-        signal.signal(signal.SIGUSR2, lambda *_: profiled.again())
+        signal.signal(signal.SIGUSR2, lambda *_: profiled.profile_again())
     gc.collect()
     gc.freeze()  # these objects live as long as the process: later collections skip them
     server.serve(core, Ready(os.getpid(), msgspec.to_builtins(settings)), metrics.publish)

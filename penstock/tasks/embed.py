@@ -55,7 +55,7 @@ class ChunkedEmbeddings:
         return [TextChunks(*each) for each in zip(self.vectors, vectors, spans, chars, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class EmbedInChunks(TextTask[list[ChunkedEmbeddings]]):
     """Texts of any length: `mean` combines rows that fit, `late` pools parts of one row.
 

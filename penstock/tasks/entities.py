@@ -16,7 +16,7 @@ from penstock.types import PooledOutput, PoolingParams, Request, Task
 _PARAMS = PoolingParams(Task.TOKEN_CLASSIFY)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class FindEntities(ListTask[list[Entity]]):
     """The entities of each text, with their label, score and place."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.handle import EngineHandle
 from penstock.inputs.generation import (
-    DEFAULT_TOKENS,
+    DEFAULT_MAX_TOKENS,
     GenerationFields,
     GenerationInputs,
     GenerationJob,
@@ -55,7 +55,7 @@ class ChatPrompt:
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            more=self.template_kwargs,
+            template_kwargs=self.template_kwargs,
         )
         return inputs.rows(text, fields, self.add_special_tokens)
 
@@ -68,7 +68,7 @@ class Generate:
     fields: GenerationFields
     logprobs: int | None = None
     echo: bool = False
-    default_max_tokens: int | None = DEFAULT_TOKENS  # None: as many as fit
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: as many as fit
 
     async def prepare(
         self, model: TextModel, request_id: str, scheduling: Scheduling = DEFAULT_SCHEDULING

@@ -23,7 +23,7 @@ from penstock.tasks.token_embed import TokenEmbed
 from penstock.types import Array, PooledOutput, PoolingParams, Request, Task
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class MultiTask(TextTask[list[Any]]):
     """The rows of each output, in the order of `all_params`; `params` is the first of them."""
 

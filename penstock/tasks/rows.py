@@ -19,7 +19,7 @@ R = TypeVar("R")
 Matrix = NDArray[Any]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class TextTask(Generic[R]):
     """A task over texts or token ids. Subclasses say how the engine's values become the result."""
 

@@ -27,7 +27,7 @@ WINDOW_ROWS = 2048  # inputs that are tokenised and submitted together
 MAX_WINDOWS_IN_FLIGHT = 2  # the engine runs one while the next is tokenised
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: one is made for every request
 class Prepared(Generic[R_co]):
     """A request that can be submitted, and how its output becomes the task's result."""
 
@@ -54,7 +54,7 @@ class PoolingTask(Protocol[R]):
         """The result of the whole from those of its windows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Scheduling:
     """When a request runs: its priority (lower runs sooner), arrival and timeout."""
 

@@ -20,7 +20,7 @@ from penstock.types import PooledOutput, PoolingParams, Request, Task
 _PARAMS = PoolingParams(Task.SCORE)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Score:
     """How well each document answers its query, [pairs]."""
 

@@ -10,7 +10,7 @@ from penstock.tasks.rows import ListTask
 from penstock.types import PooledOutput, Request
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Sparse(ListTask[SparseRow]):
     """Token ids and weights of each text, heaviest first. `params.top_k` keeps the heaviest terms."""
 

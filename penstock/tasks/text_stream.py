@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.errors import DeadlineExceeded, EngineError, PenstockError
 from penstock.handle import EngineHandle, Unsubscribe
 from penstock.inputs.generation import GenerationJob
-from penstock.outputs.detokenizer import Decodes, detokenizer
+from penstock.outputs.detokenizer import TokenDecoder, detokenizer
 from penstock.outputs.stops import StopStrings
 from penstock.types import GeneratedTokens, Ints, Timings, TokenLogprobs
 
@@ -44,7 +44,7 @@ class TextDelta:
 class SequenceText:
     """The text of one sequence: detokenises, and looks for stop strings."""
 
-    def __init__(self, tokenizer: Decodes, job: GenerationJob, row: int) -> None:
+    def __init__(self, tokenizer: TokenDecoder, job: GenerationJob, row: int) -> None:
         prompt = job.prompts[row // job.n]
         self.row = row
         self.finished = False
@@ -135,7 +135,7 @@ def _logprobs(
 
 
 async def stream_text(
-    engine: EngineHandle, tokenizer: Decodes, job: GenerationJob
+    engine: EngineHandle, tokenizer: TokenDecoder, job: GenerationJob
 ) -> AsyncGenerator[list[TextDelta], None]:
     """Deltas of the job's sequences until all have finished. Closing it cancels what still runs."""
     sequences = [SequenceText(tokenizer, job, row) for row in range(job.num_rows)]

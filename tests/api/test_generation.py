@@ -393,7 +393,7 @@ class TestBadInput:
         with TestClient(build_app(make_state(folder, engine, tasks=(Task.EMBED,)))) as http:
             for path in ("/v1/completions", "/v1/chat/completions"):
                 status, error = refused(http, path)
-                assert status == 422 and "it has the tasks: embed" in error["message"]
+                assert status == 422 and "its tasks are: embed" in error["message"]
 
     def test_the_pooling_route_does_not_generate(self, http: TestClient) -> None:
         for task in ("generate", ["embed", "generate"]):

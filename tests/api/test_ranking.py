@@ -250,7 +250,7 @@ def test_a_model_without_scores_is_a_422(tmp_path: Path) -> None:
             "/v2/rerank": {"query": "a", "documents": ["b"]},
         }.items():
             refused = http.post(route, json=body)
-            assert refused.status_code == 422 and "it has: classify" in refused.text
+            assert refused.status_code == 422 and "its tasks are: classify" in refused.text
         tei = http.post("/rerank", json={"query": "a", "texts": ["b"]})
         assert tei.status_code == 422 and set(tei.json()) == {"error", "error_type"}
 

@@ -305,7 +305,7 @@ def test_usage_errors_are_reported_before_anything_is_loaded(
             (lines, "-o", output, "--model", "no/such/model"),
             "'no/such/model' is neither a folder nor a hub id",
         ),
-        ((lines, "-o", output, "--dimensions", 1000), "dimensions is 1000, but the model gives 384"),
+        ((lines, "-o", output, "--dimensions", 1000), "dimensions is 1000, but the model's vectors have 384"),
         ((lines, "-o", output, "--prompt-name", "query"), "has no prompt named 'query'"),
         ((lines, "-o", output, "--prompt-name", "a", "--prompt", "b"), "exclude each other"),
         ((lines, "-o", output, "--pooler-config", "{"), "--pooler-config is not valid JSON"),

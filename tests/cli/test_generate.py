@@ -189,7 +189,7 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path, monkeypatch:
 
 def test_serve_checks_its_chat_template_before_it_starts() -> None:
     message = error_of("serve", "--device", "null", "--chat-template", "no-such-file")
-    assert "neither a file nor a template" in message
+    assert "neither a file nor a Jinja template" in message
 
 
 def test_a_chat_template_is_a_text_a_file_or_a_name(tmp_path: Path) -> None:

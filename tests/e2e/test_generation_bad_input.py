@@ -89,7 +89,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 2**70}, "seed", ""),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"1000000": 1}}, "logit_bias", "1000000"),
-    ({"allowed_token_ids": []}, "allowed_token_ids", "no token could come"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "is empty"),
     ({"bad_words": [" "]}, "bad_words", "empty text"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ""),

@@ -140,7 +140,7 @@ def test_an_unsupported_task_is_a_422_that_names_the_supported_ones(
         (post(server, "/classify"), "embed, token_embed, score"),
     ):
         assert refused.status_code == 422
-        assert refused.json()["error"]["message"].endswith(f"it has: {has}")
+        assert refused.json()["error"]["message"].endswith(f"its tasks are: {has}")
     assert post(classifier, "/pooling", task="juggle").status_code == 400
     assert post(classifier, "/pooling", task="classify", dimensions=2).status_code == 400
     too_many = post(classifier, "/pooling", task="token_embed", dimensions=33)

@@ -56,7 +56,7 @@ def test_cuda_equals_the_cpu(folder: Path, dtype: str, least: float, mean: float
 
 
 @pytest.mark.parametrize("dtype", list(OutputDtype))
-def test_every_output_dtype_leaves_the_device(folder: Path, dtype: OutputDtype) -> None:
+def test_the_device_gives_every_output_dtype(folder: Path, dtype: OutputDtype) -> None:
     inputs = texts(40)
     with (
         Engine(str(folder), device="cpu") as cpu,
@@ -123,7 +123,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_rows_spread_over_steps_equal_whole_ones(decoder: Path, dtype: str, pooling: str) -> None:
+def test_rows_chunked_over_several_steps_equal_whole_rows(decoder: Path, dtype: str, pooling: str) -> None:
     rng = np.random.default_rng(2)
     inputs = [rng.integers(5, 100, n).tolist() for n in (1, 5, 64, 65, 130, 300, 500, 17)]
     options = {"device": "cuda", "dtype": dtype, "load_format": "dummy"}

@@ -186,7 +186,7 @@ def test_the_block_never_waits_and_is_replayed_with_other_tokens(block: SparseML
         assert torch.equal(out, wanted)
 
 
-def test_tokens_that_are_no_numbers_harm_no_others(block: SparseMLP) -> None:
+def test_nan_tokens_change_no_other_token(block: SparseMLP) -> None:
     x = draw(100, HIDDEN)
     good = block(x)
     x[37] = float("nan")

@@ -155,7 +155,7 @@ def test_real_weights_stay_near_the_cpu() -> None:
         assert decoders.cosine(cuda.embed(texts), expected) >= 0.99
 
 
-def test_layers_can_be_left_alone(tmp_path: Path) -> None:
+def test_excluded_layers_stay_unquantised(tmp_path: Path) -> None:
     options = {"device": "cuda", "quantization": "fp8", "unquantized_layers": (0, 5)}
     with Engine(str(write_encoder(tmp_path, "bert")), **options) as cuda:
         layers = cuda.local.engine.core.runner.model.layers  # type: ignore[attr-defined]

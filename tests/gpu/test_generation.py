@@ -21,7 +21,9 @@ GREEDY = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24}, {"kv_cache_gb": 1e-9}])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_likely_to_the_reference(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_generated_tokens_are_likely_under_the_reference_model(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     folder = write(name, tmp_path / name)
     with Engine(str(folder), device="cuda", dtype="bfloat16", **options) as used:
         for _ in range(2):

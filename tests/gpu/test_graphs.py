@@ -154,7 +154,7 @@ def test_replay_equals_eager_for_mixed_lengths(name: str, lengths: tuple[int, ..
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"])
-def test_every_pooling_method_ends_inside(bert: Path, pooling: str) -> None:
+def test_every_pooling_method_runs_inside_a_graph(bert: Path, pooling: str) -> None:
     options: dict[str, Any] = {"pooler_config": {"pooling_type": pooling}}
     with Engine(str(bert), device="cuda", dtype="bfloat16", **options) as engine:
         for lengths in ((5,), (16,), (3, 9, 40, 65), (16, 16, 16), (200, 3)):
@@ -162,7 +162,7 @@ def test_every_pooling_method_ends_inside(bert: Path, pooling: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", OutputDtype)
-def test_every_output_form_leaves_a_graph(engine: Engine, dtype: OutputDtype) -> None:
+def test_a_graph_gives_every_output_dtype(engine: Engine, dtype: OutputDtype) -> None:
     runner = runner_of(engine)
     plan = plan_of((5, 9, 40), PoolingParams(dtype=dtype))
     (mine,), (theirs,) = by_graph(runner, plan), eager(runner, plan)
@@ -178,12 +178,12 @@ def test_every_output_form_leaves_a_graph(engine: Engine, dtype: OutputDtype) ->
     assert all((flag == 1).all() and len(flag) == 3 for flag in finite)
 
 
-def test_segments_go_in(engine: Engine) -> None:
+def test_a_graph_takes_type_ids(engine: Engine) -> None:
     types = ints([0, 1] * 10)
     check(runner_of(engine), plan_of((12, 8), type_ids=types))
 
 
-def test_rubbish_in_the_padding_reaches_no_row(engine: Engine) -> None:
+def test_garbage_in_the_padding_changes_no_row(engine: Engine) -> None:
     """Memory that graphs and steps take next is filled with NaN between replays."""
     runner = runner_of(engine)
     plan = plan_of((7, 30, 41))
@@ -282,7 +282,7 @@ def leave(extra: int) -> None:
 
 
 @pytest.mark.parametrize("room", [1.2, 0.6])
-def test_a_capture_without_memory_loses_no_step_and_holds_nothing(tmp_path: Path, room: float) -> None:
+def test_a_capture_out_of_memory_loses_no_step_and_holds_nothing(tmp_path: Path, room: float) -> None:
     """Room for a step but not for a capture besides, or not even for the run before it: a step of 4,096
     tokens has some 512 MB between the two products of a layer, and a capture's memory is apart from all
     other."""
@@ -347,7 +347,7 @@ def piece(length: int, begin: int, end: int, first_block: int | None, params: Po
 
 @pytest.mark.parametrize("params", [PoolingParams(Task.TOKEN_EMBED), PoolingParams()])
 @pytest.mark.parametrize("window", [None, 20])
-def test_steps_of_cut_rows_replay_as_they_run(
+def test_chunked_steps_replay_as_they_run_eagerly(
     qwen: Path, params: PoolingParams, window: int | None, tmp_path: Path
 ) -> None:
     folder = qwen
@@ -371,7 +371,7 @@ def test_steps_of_cut_rows_replay_as_they_run(
         assert graphs is not None and any(key.max_cached_keys is not None for key in graphs.captured)
 
 
-def test_cut_rows_have_the_vectors_of_whole_ones_by_graphs_too(qwen: Path) -> None:
+def test_chunked_rows_equal_whole_rows_with_graphs(qwen: Path) -> None:
     draw = np.random.default_rng(3)
     inputs = [draw.integers(5, 100, n).tolist() for n in (1, 20, 48, 49, 100, 300, 500, 33, 260, 7)]
     whole_options = {name: CUT[name] for name in ("load_format", "device", "dtype")}
@@ -387,7 +387,7 @@ def test_cut_rows_have_the_vectors_of_whole_ones_by_graphs_too(qwen: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["mpnet", "deberta-v3"])
-def test_a_model_that_goes_by_length_falls_back(name: str, tmp_path: Path) -> None:
+def test_a_model_that_iterates_over_length_groups_runs_eagerly(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.parity.encoders import BACKBONES, CASES, make_rows, opened
 

@@ -85,7 +85,7 @@ def test_a_step_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_plain_rows_replay_in_a_graph_and_take_up_who_joins(filtered: bool) -> None:
+def test_a_sampling_graph_serves_sequences_that_join_later(filtered: bool) -> None:
     logits = torch.randn(4, VOCAB, device=CUDA, dtype=torch.bfloat16)
     slots = torch.tensor([0, 1, 2, 8], device=CUDA, dtype=torch.int32)  # the last only fills the graph
 
@@ -116,7 +116,7 @@ def test_plain_rows_replay_in_a_graph_and_take_up_who_joins(filtered: bool) -> N
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_thresholds_of_a_real_vocabulary(dtype: torch.dtype, spread: float) -> None:
+def test_thresholds_match_the_reference_on_a_real_vocabulary_size(dtype: torch.dtype, spread: float) -> None:
     torch.manual_seed(1)
     sampler = Sampler(VOCAB, 64, CUDA)
     for slot in range(64):

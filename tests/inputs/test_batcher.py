@@ -39,19 +39,19 @@ def encode_all(batches: list[list[str]]) -> tuple[list[object], Letters]:
     return asyncio.run(run()), letters
 
 
-def test_short_texts_are_encoded_at_once_and_long_ones_off_the_event_loop() -> None:
+def test_short_texts_are_encoded_inline_and_long_ones_off_the_event_loop() -> None:
     long = "x" * (MAX_INLINE_CHARS + 1)
     rows, letters = encode_all([["ab", "c"], [long]])
     assert [[row.tolist() for row in each] for each in rows] == [[[2], [1]], [[MAX_INLINE_CHARS + 1]]]  # type: ignore[attr-defined]
     assert letters.calls == [(True, 2), (False, 1)]
 
 
-def test_many_short_texts_are_long_together() -> None:
+def test_many_short_texts_together_count_as_a_long_input() -> None:
     _, letters = encode_all([["word " * 20] * 50])
     assert letters.calls == [(False, 50)]
 
 
-def test_long_texts_that_wait_together_are_encoded_together() -> None:
+def test_long_texts_that_wait_are_encoded_in_one_batch() -> None:
     long = "x" * (MAX_INLINE_CHARS + 1)
     rows, letters = encode_all([[long + "y" * n] for n in range(5)])
     assert [each[0].tolist() for each in rows] == [[MAX_INLINE_CHARS + 1 + n] for n in range(5)]  # type: ignore[index]
@@ -59,7 +59,7 @@ def test_long_texts_that_wait_together_are_encoded_together() -> None:
 
 
 @pytest.mark.parametrize("text", ["bad", "bad" + "x" * MAX_INLINE_CHARS])
-def test_a_bad_text_fails_its_own_call_only(text: str) -> None:
+def test_a_bad_text_fails_only_its_own_call(text: str) -> None:
     rows, _ = encode_all([["fine" * MAX_INLINE_CHARS], [text], ["fine" * MAX_INLINE_CHARS]])
     assert isinstance(rows[1], BadValue)
     assert len(rows[0]) == len(rows[2]) == 1  # type: ignore[arg-type]

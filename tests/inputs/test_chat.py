@@ -56,7 +56,7 @@ def test_templates_render_as_in_transformers(source: str, generation: bool) -> N
         conversations=[TALK], chat_template=source, add_generation_prompt=generation, bos_token="<s>", **more
     )
     template = ChatTemplate(source, {"bos_token": "<s>"})
-    assert template.render(TALK, add_generation_prompt=generation, more=more) == expected[0]
+    assert template.render(TALK, add_generation_prompt=generation, template_kwargs=more) == expected[0]
 
 
 @pytest.mark.parametrize("last", ["The answer", "The answer is ", "Warum?"])
@@ -72,7 +72,7 @@ def test_a_last_message_is_continued_as_in_transformers(source: str, last: str) 
     assert text == expected[0] and text.rstrip().endswith(last.strip())
 
 
-def test_parts_are_joined_or_handed_on_as_the_template_wants() -> None:
+def test_content_parts_are_joined_unless_the_template_loops_over_them() -> None:
     talk = [
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
         {"role": "assistant", "content": "three"},
@@ -80,14 +80,14 @@ def test_parts_are_joined_or_handed_on_as_the_template_wants() -> None:
     assert ChatTemplate(PARTS).render(talk) == "user:[one][two];assistant:[three];"
     assert "user\none\ntwo<|im_end|>" in ChatTemplate(TEMPLATE).render(talk)
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(BadValue, match="'image_url'; only text is taken"):
+    with pytest.raises(BadValue, match="'image_url'; only text parts are supported"):
         ChatTemplate(TEMPLATE).render(image)
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (LLAMA, "refuses these messages: no role tool"),
+        (LLAMA, "rejects these messages: no role tool"),
         ("{{ messages[9].content.x }}", "UndefinedError"),
         ("{{ messages + 1 }}", "TypeError"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
@@ -95,21 +95,21 @@ def test_parts_are_joined_or_handed_on_as_the_template_wants() -> None:
         ("{% for i in range(999999999) %}x{% endfor %}", "OverflowError"),
     ],
 )
-def test_what_a_template_stumbles_over_is_told(source: str, words: str) -> None:
+def test_errors_of_a_template_are_reported(source: str, words: str) -> None:
     with pytest.raises(BadValue, match=words) as caught:
         ChatTemplate(source, {"bos_token": "<s>"}).render([{"role": "tool", "content": "x"}])
     assert caught.value.status == 400 and caught.value.param == "messages"
 
 
-def test_contradictions_are_refused() -> None:
+def test_contradicting_options_are_rejected() -> None:
     template = ChatTemplate(TEMPLATE)
     with pytest.raises(BadValue, match="contradict"):
         template.render(TALK, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(BadValue, match="must not hold 'messages'"):
-        template.render(TALK, more={"messages": []})
+    with pytest.raises(BadValue, match="must not contain 'messages'"):
+        template.render(TALK, template_kwargs={"messages": []})
     with pytest.raises(BadValue, match="messages is empty"):
         template.render([])
-    with pytest.raises(BadValue, match="needs words"):
+    with pytest.raises(BadValue, match="needs text"):
         template.render(
             [{"role": "assistant", "content": " "}], add_generation_prompt=False, continue_final_message=True
         )
@@ -117,7 +117,7 @@ def test_contradictions_are_refused() -> None:
         ChatTemplate("{% if %}")
 
 
-def test_a_model_names_its_template_in_several_ways(tmp_path: Path) -> None:
+def test_a_template_is_found_in_every_file_that_may_hold_it(tmp_path: Path) -> None:
     settings = tmp_path / "tokenizer_config.json"
     with pytest.raises(BadValue, match="no chat template"):
         _ = ModelTemplate(tmp_path).template
@@ -133,6 +133,6 @@ def test_a_model_names_its_template_in_several_ways(tmp_path: Path) -> None:
     assert ModelTemplate(tmp_path, str(given)).template.render(hello) == "Gx"
     assert ModelTemplate(tmp_path, "I{{ messages[0].content }}").template.render(hello) == "Ix"
     with pytest.raises(
-        ConfigError, match="neither a file nor a template; it has templates named default, rag"
+        ConfigError, match="neither a file nor a Jinja template; the model's templates are: default, rag"
     ):
         _ = ModelTemplate(tmp_path, "nothing").template

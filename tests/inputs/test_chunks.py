@@ -11,7 +11,7 @@ import pytest
 from penstock.checkpoint.dense import DenseSpec
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.errors import BadValue, NotPossible
-from penstock.inputs.chunks import Chunker, ChunkOptions, divide, find_tokens, split_row
+from penstock.inputs.chunks import Chunker, ChunkOptions, divide, split_row, token_spans
 from penstock.inputs.processor import InputOptions
 from penstock.tasks.embed import EmbedInChunks
 from penstock.tasks.model import TextModel
@@ -56,7 +56,7 @@ def rows_of(request: Request) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_parts_of_a_row_fit_and_make_up_its_body(seed: int) -> None:
+def test_the_parts_of_a_split_row_fit_and_cover_its_body(seed: int) -> None:
     random = np.random.default_rng(seed)
     head, tail = random.integers(0, 3, size=2).tolist()
     limit = head + tail + int(random.integers(1, 9))
@@ -72,7 +72,7 @@ def test_the_parts_of_a_row_fit_and_make_up_its_body(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_late_chunks_make_up_all_that_is_pooled(seed: int) -> None:
+def test_late_chunks_cover_all_pooled_tokens(seed: int) -> None:
     random = np.random.default_rng(seed)
     pooled, before, body, after = random.integers(0, 20, size=4).tolist()
     first, end = pooled + before, pooled + before + body
@@ -86,7 +86,7 @@ def test_late_chunks_make_up_all_that_is_pooled(seed: int) -> None:
     assert (inside[:-1] == size).all() and inside[-1] <= size
 
 
-def test_mean_splits_only_what_is_too_long(folder: Path) -> None:
+def test_mean_chunking_splits_only_rows_that_are_too_long(folder: Path) -> None:
     request, chunks = prepare(make_model(folder), ["the water", LONG, "people"], "mean")
     assert chunks is not None
     assert chunks.counts.tolist() == [1, 4, 1]
@@ -96,32 +96,32 @@ def test_mean_splits_only_what_is_too_long(folder: Path) -> None:
     assert list(chain(*(row[1:-1] for row in rows_of(request)[1:5]))) == body
 
 
-def test_texts_that_fit_are_left_as_they_are(folder: Path) -> None:
+def test_texts_that_fit_are_not_chunked(folder: Path) -> None:
     params = PoolingParams(dimensions=4)
     task = EmbedInChunks(inputs=["the water"], params=params, chunking=ChunkOptions(chunking="mean"))
     request, chunks = asyncio.run(task.chunked_request(make_model(folder), "id"))
     assert chunks is None and request.params == params
 
 
-def test_every_part_carries_the_prompt_which_weighs_nothing(folder: Path) -> None:
+def test_every_part_repeats_the_prompt_which_has_no_weight(folder: Path) -> None:
     request, chunks = prepare(make_model(folder), LONG, "mean", prompt="search query: ")
     head = RUST.encode("search query: ").ids[:-1]
     assert chunks is not None and chunks.weights.sum() == 50
     assert all(row[: len(head)] == head and row[-1] == SEP for row in rows_of(request))
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(folder: Path) -> None:
-    with pytest.raises(BadValue, match="no room"):
+def test_a_prompt_that_leaves_no_room_is_rejected(folder: Path) -> None:
+    with pytest.raises(BadValue, match="shorten the prompt"):
         prepare(make_model(folder), LONG, "mean", prompt=" ".join(WORDS[:14]) + " ")
 
 
-def test_token_ids_are_split_as_they_are(folder: Path) -> None:
+def test_token_ids_are_split_without_special_tokens(folder: Path) -> None:
     request, chunks = prepare(make_model(folder), [list(range(5, 45))], "mean")
     assert chunks is not None and chunks.counts.tolist() == [3]
     assert list(chain(*rows_of(request))) == list(range(5, 45))
 
 
-def test_late_chunks_say_where_they_lie_in_the_text(folder: Path) -> None:
+def test_late_chunks_report_their_character_spans(folder: Path) -> None:
     text = "  The water, people GO to it"
     for prompt in (None, "search: "):
         chunker = make_model(folder)
@@ -140,27 +140,27 @@ def test_late_chunks_say_where_they_lie_in_the_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_late_chunks_of_a_cut_text_keep_their_places(folder: Path, side: str) -> None:
+def test_late_chunks_of_a_truncated_text_keep_their_offsets(folder: Path, side: str) -> None:
     _, chunks = prepare(make_model(folder), LONG, "late", 5, truncate_prompt_tokens=-1, truncation_side=side)
     assert chunks is not None and chunks.chars is not None
     words = " ".join(LONG[begin:end] for begin, end in chunks.chars.tolist()).split()
     assert words == (list(WORDS[:14]) if side == "right" else list(WORDS[36:50]))
 
 
-def test_prompts_that_the_model_leaves_out_belong_to_no_chunk(folder: Path) -> None:
+def test_a_prompt_that_is_not_pooled_belongs_to_no_chunk(folder: Path) -> None:
     chunker = make_model(folder, pooling=PoolingSpec(("mean",), include_prompt=False))
     _, chunks = prepare(chunker, "the water", "late", 1, prompt="search query: ")
     assert chunks is not None and chunks.spans is not None
     assert chunks.spans.tolist() == [[4, 5], [5, 7]]
 
 
-def test_token_ids_have_late_chunks_without_characters(folder: Path) -> None:
+def test_late_chunks_of_token_ids_have_no_character_spans(folder: Path) -> None:
     _, chunks = prepare(make_model(folder), [[5, 6, 7]], "late", 2)
     assert chunks is not None and chunks.spans is not None and chunks.chars is None
     assert chunks.spans.tolist() == [[0, 2], [2, 3]]
 
 
-def test_a_chunk_may_be_larger_than_any_text(folder: Path) -> None:
+def test_a_chunk_size_may_exceed_every_text(folder: Path) -> None:
     _, chunks = prepare(make_model(folder), "the water", "late", 2**70)
     assert chunks is not None and chunks.counts.tolist() == [1]
 
@@ -171,7 +171,7 @@ def test_an_empty_text_is_one_late_chunk(folder: Path) -> None:
     assert chunks.spans.tolist() == [[0, 2]] and chunks.chars.tolist() == [[0, 0]]
 
 
-def test_letters_that_grow_in_lower_case_do_not_shift_the_places(folder: Path) -> None:
+def test_letters_that_grow_in_lower_case_do_not_shift_the_offsets(folder: Path) -> None:
     text = "İİ to go"  # two letters that become four
     _, chunks = prepare(make_model(folder, lower_case=True), text, "late", 1)
     assert chunks is not None and chunks.chars is not None
@@ -194,14 +194,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_values_name_their_field(folder: Path, name: str) -> None:
+def test_errors_name_the_bad_field(folder: Path, name: str) -> None:
     options, param, words = REFUSED[name]
     with pytest.raises(BadValue, match=words) as caught:
         prepare(make_model(folder), LONG, **options)
     assert caught.value.param == param
 
 
-def test_other_tasks_have_no_chunks(folder: Path) -> None:
+def test_chunking_is_rejected_for_other_tasks(folder: Path) -> None:
     with pytest.raises(BadValue, match="token_embed"):
         Chunker(make_model(folder).processor).check(
             PoolingParams(Task.TOKEN_EMBED), InputOptions(), ChunkOptions(chunking="mean")
@@ -217,14 +217,14 @@ def test_other_tasks_have_no_chunks(folder: Path) -> None:
         (PoolingSpec(("mean",), dense=(DenseSpec("2_Dense", 8, 4, True, "tanh"),)), "Dense"),
     ],
 )
-def test_late_chunks_need_mean_pooling_and_nothing_after_it(
+def test_late_chunking_needs_mean_pooling_without_dense_modules(
     folder: Path, pooling: PoolingSpec, words: str
 ) -> None:
     with pytest.raises(NotPossible, match=words):
         prepare(make_model(folder, pooling=pooling), "the water", "late")
 
 
-def test_the_caller_may_say_where_the_chunks_are(folder: Path) -> None:
+def test_the_caller_may_give_the_spans_of_chunks(folder: Path) -> None:
     text = "the water, people go"
     spans = [(0, 10), (11, 20)]
     _, chunks = prepare(make_model(folder), ["oil", text], "late", chunk_spans=[[(0, 3)], spans])
@@ -237,13 +237,13 @@ def test_the_caller_may_say_where_the_chunks_are(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_spans_that_cover_the_text_make_up_the_row(seed: int) -> None:
+def test_spans_that_cover_the_text_cover_the_row(seed: int) -> None:
     random = np.random.default_rng(seed)
     ends = np.cumsum(random.integers(1, 6, size=12))
     chars = ints([0, 0, *chain(*zip([0, *ends[:-1]], ends, strict=True)), 0, 0]).reshape(-1, 2)
     edges = [0, *sorted(random.choice(ends[:-1], size=3, replace=False).tolist()), int(ends[-1])]
     wanted = ints(list(chain(*pairwise(edges)))).reshape(-1, 2)
-    spans = find_tokens(0, wanted, chars, 0, (1, 13), 14)
+    spans = token_spans(0, wanted, chars, 0, (1, 13), 14)
     assert spans[0, 0] == 0 and spans[-1, 1] == 14
     assert (spans[1:, 0] == spans[:-1, 1]).all()
     assert chars[spans[:-1, 1] - 1, 1].tolist() == edges[1:-1]
@@ -261,12 +261,12 @@ def test_spans_that_cover_the_text_make_up_the_row(seed: int) -> None:
         ([[(3, 4)]], "no token ends from 3 to 4"),
     ],
 )
-def test_spans_that_cannot_be_are_refused(folder: Path, spans: Any, words: str) -> None:
+def test_invalid_spans_are_rejected(folder: Path, spans: Any, words: str) -> None:
     with pytest.raises(BadValue, match=words) as caught:
         prepare(make_model(folder), "the water", "late", chunk_spans=spans)
     assert caught.value.param == "chunk_spans"
 
 
-def test_token_ids_have_no_spans(folder: Path) -> None:
+def test_spans_are_rejected_for_token_ids(folder: Path) -> None:
     with pytest.raises(BadValue, match="token ids"):
         prepare(make_model(folder), [[5, 6]], "late", chunk_spans=[[(0, 1)]])

@@ -1,4 +1,4 @@
-"""Masks let through exactly what the grammar allows, for every kind of vocabulary."""
+"""Masks allow exactly what the grammar allows, for every kind of vocabulary."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def allowed(constraint: Constraint) -> list[int]:
 
 
 def walk(model: Model, grammar: Grammar, seed: int, most: int = 300) -> str:
-    """A random way through the grammar; the end is taken as soon as it is allowed, half of the time."""
+    """A random walk through the grammar. Where the end is allowed, it is taken half of the time."""
     draw = random.Random(seed)
     constraint, ids = model.constraints(grammar), []
     for _ in range(most):
@@ -70,7 +70,7 @@ def walk(model: Model, grammar: Grammar, seed: int, most: int = 300) -> str:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_schema_gives_texts_that_follow_it(model: Model, seed: int) -> None:
+def test_text_generated_under_a_schema_follows_it(model: Model, seed: int) -> None:
     text = walk(model, constraints.json_schema(SCHEMA, "x"), seed)
     value = json.loads(text)
     assert value.keys() == {"name", "count", "kind"}
@@ -78,22 +78,22 @@ def test_a_schema_gives_texts_that_follow_it(model: Model, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_expressions_and_choices(model: Model, seed: int) -> None:
+def test_text_follows_a_regular_expression_or_a_choice(model: Model, seed: int) -> None:
     expression = r"[A-Z]{2}-\d{3}(é|日){1,2}"
     assert re.fullmatch(expression, walk(model, Grammar("regex", expression), seed))
     options = ["yes", "no", 'a "quoted" one', "日本"]
     assert walk(model, constraints.choice(options, "x"), seed) in options
 
 
-def test_grammars_of_both_notations(model: Model) -> None:
+def test_grammars_are_read_in_lark_and_gbnf(model: Model) -> None:
     lark = Grammar("lark", 'start: "(" start ")" | "x"')
-    gbnf = constraints.written('root ::= "(" root ")" | "x"', "guided_grammar")
+    gbnf = constraints.lark_or_gbnf('root ::= "(" root ")" | "x"', "guided_grammar")
     for grammar in (lark, gbnf):
         text = walk(model, grammar, 5)
         assert text.count("(") == text.count(")") and text.strip("()") == "x"
 
 
-def test_a_forbidden_token_is_an_error_and_rows_do_not_share_their_way(model: Model) -> None:
+def test_a_forbidden_token_is_an_error_and_rows_do_not_share_state(model: Model) -> None:
     grammar = constraints.choice(["yes", "no"], "x")
     first, second = model.constraints(grammar), model.constraints(grammar)
     before = allowed(second)
@@ -105,7 +105,7 @@ def test_a_forbidden_token_is_an_error_and_rows_do_not_share_their_way(model: Mo
         second.accept(wrong)
 
 
-def test_the_mask_has_a_bit_for_every_token(model: Model) -> None:
+def test_the_mask_has_one_bit_per_token(model: Model) -> None:
     mask = model.constraints(constraints.JSON_OBJECT).mask()
     assert mask.dtype == np.uint32 and len(mask) == -(-model.vocabulary // 32)
 
@@ -121,9 +121,7 @@ BAD: list[Any] = [
 
 
 @pytest.mark.parametrize("grammar", BAD, ids=[f"{g.kind} {g.text[:20]}" for g in BAD])
-def test_what_cannot_be_compiled_is_refused_with_and_without_a_vocabulary(
-    grammar: Grammar, tmp_path: Path
-) -> None:
+def test_a_bad_grammar_is_rejected_with_and_without_a_vocabulary(grammar: Grammar, tmp_path: Path) -> None:
     with pytest.raises(BadValue) as caught:
         constraints.check(grammar)
     assert caught.value.status == 400 and len(caught.value.message) < 700
@@ -133,13 +131,13 @@ def test_what_cannot_be_compiled_is_refused_with_and_without_a_vocabulary(
             model.constraints(grammar)
 
 
-def test_a_model_needs_an_end(tmp_path: Path) -> None:
+def test_structured_output_needs_a_model_with_an_end_token(tmp_path: Path) -> None:
     folder = tokenizer_folder("byte bpe", tmp_path)
-    with pytest.raises(NotPossible, match="ends a text"):
+    with pytest.raises(NotPossible, match="needs an end token"):
         GrammarCompiler(folder / "tokenizer.json", 500, [])
 
 
-def test_without_the_library_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(NotPossible, match=r"penstock\[structured\]"):
         constraints.check(Grammar("regex", "never seen before"))

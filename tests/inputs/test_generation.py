@@ -1,4 +1,4 @@
-"""Bodies' parameters become `SamplerParams`, or a refusal that names the field and what would do."""
+"""Generation fields become `SamplerParams`, or an error that names the field and the accepted values."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def sampling(text: GenerationInputs, prompt: int = 3, **given: Any) -> SamplerPa
     return text.sampling(fields(**given), [ints([1] * prompt)], JobOptions(**how))
 
 
-def test_nothing_said_is_plain_sampling(text: GenerationInputs) -> None:
+def test_default_fields_give_plain_sampling(text: GenerationInputs) -> None:
     eos = text.tokenizer.token_id("<|im_end|>")
     assert sampling(text) == SamplerParams(max_tokens=16, eos_token_ids=(eos,))
 
 
-def test_everything_said_arrives(text: GenerationInputs) -> None:
+def test_every_field_reaches_the_sampler(text: GenerationInputs) -> None:
     got = sampling(
         text, max_tokens=9, min_tokens=2, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=11,
         presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"5": 200, "7": -1},
@@ -71,16 +71,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": -2.1}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty is 0"),
     ({"n": 0}, "n is 0"),
-    ({"min_tokens": 17}, "min_tokens is 17, above max_tokens, 16"),
+    ({"min_tokens": 17}, "min_tokens is 17, above max_tokens; use 0 to 16"),
     ({"min_tokens": -1}, "min_tokens is -1"),
     ({"logprobs": 21}, "logprobs is 21; use 0 to 20"),
     ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
     ({"logit_bias": {"x": 1}}, "the key 'x'"),
-    ({"logit_bias": {"99999": 1}}, "logit_bias holds 99999"),
-    ({"allowed_token_ids": []}, "no token could come"),
-    ({"allowed_token_ids": [-1]}, "allowed_token_ids holds -1"),
-    ({"stop_token_ids": [10**9]}, "stop_token_ids holds"),
-    ({"bad_words": [" "]}, "bad_words holds an empty text"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias has 99999"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids has -1"),
+    ({"stop_token_ids": [10**9]}, "stop_token_ids has"),
+    ({"bad_words": [" "]}, "bad_words has an empty text"),
     ({"seed": 2**63}, "64 bits"),
     ({"guided_regex": "a(b"}, "the regular expression cannot be used"),
     ({"guided_json": "{"}, "guided_json is not valid JSON"),
@@ -95,7 +95,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:30] for _, words in BAD])
-def test_bad_values_are_refused_with_a_reason(
+def test_bad_values_are_rejected_with_a_reason(
     text: GenerationInputs, given: dict[str, Any], words: str
 ) -> None:
     if any(name.startswith(("guided", "structured", "response")) for name in given):
@@ -114,7 +114,7 @@ def test_stop_strings_are_checked(text: GenerationInputs, stop: Any) -> None:
     assert caught.value.param == "stop"
 
 
-def test_what_means_the_same_is_the_same(text: GenerationInputs) -> None:
+def test_equivalent_values_give_equal_parameters(text: GenerationInputs) -> None:
     assert sampling(text, top_k=-1).top_k == 0
     assert sampling(text, temperature=0.001).temperature == 0.01
     assert sampling(text, temperature=0).temperature == 0
@@ -122,7 +122,7 @@ def test_what_means_the_same_is_the_same(text: GenerationInputs) -> None:
     assert text.job("r", [ints([1])], fields(stop="x")).stops == ("x",)
 
 
-def test_room_is_used_where_no_number_is_given(text: GenerationInputs) -> None:
+def test_without_max_tokens_the_remaining_room_is_used(text: GenerationInputs) -> None:
     assert sampling(text, prompt=LIMIT - 5, default_max_tokens=None).max_tokens == 5
     assert sampling(text, prompt=LIMIT - 5).max_tokens == 5
     assert sampling(text, default_max_tokens=None).max_tokens == LIMIT - 3
@@ -130,12 +130,12 @@ def test_room_is_used_where_no_number_is_given(text: GenerationInputs) -> None:
         sampling(text, prompt=LIMIT)
 
 
-def test_echo_alone_makes_one_token_and_scores_the_prompt(text: GenerationInputs) -> None:
+def test_echo_with_zero_tokens_samples_one_and_scores_the_prompt(text: GenerationInputs) -> None:
     got = sampling(text, max_tokens=0, echo=True, logprobs=1)
     assert (got.max_tokens, got.logprobs, got.prompt_logprobs) == (1, 1, 1)
 
 
-def test_a_models_own_settings_are_the_defaults(tmp_path: Path) -> None:
+def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
     own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 40, "eos_token_id": [5, 7]}
     text = made(tmp_path, config={"eos_token_id": 9}, **own)
     got = sampling(text, default_max_tokens=None)
@@ -144,7 +144,7 @@ def test_a_models_own_settings_are_the_defaults(tmp_path: Path) -> None:
     assert sampling(text, temperature=1.0, top_k=0).top_k == 0 and sampling(text).max_tokens == 16
 
 
-def test_bad_words_are_meant_with_and_without_a_space(text: GenerationInputs) -> None:
+def test_bad_words_match_with_and_without_a_leading_space(text: GenerationInputs) -> None:
     encode = text.tokenizer.encode
     bare, spaced = (ids.tolist() for ids in encode(["water", " water"], add_special_tokens=False))
     words = sampling(text, bad_words=["water"]).bad_token_ids
@@ -164,7 +164,7 @@ def test_prompts_are_texts_or_ids(text: GenerationInputs, tmp_path: Path) -> Non
         assert len(rows) == count and rows[0].tolist() == one.tolist()
     for bad, words in (
         ([], "prompt is empty"),
-        ([99999], "prompt holds 99999"),
+        ([99999], "prompt has 99999"),
         ("", "no tokens"),
         ([[]], "no tokens"),
         (["a", 1], "prompt 1 is not a text"),
@@ -178,7 +178,7 @@ def test_prompts_are_texts_or_ids(text: GenerationInputs, tmp_path: Path) -> Non
 
 
 def test_a_prompt_has_no_end_token(tmp_path: Path) -> None:
-    """Tokenizers of embedders put one behind every text."""
+    """Tokenizers of embedders append one to every text."""
     from tokenizers import Tokenizer as Rust
     from tokenizers import processors
 
@@ -194,7 +194,7 @@ def test_a_prompt_has_no_end_token(tmp_path: Path) -> None:
     assert ending.rows("the", fields())[0].tolist() == text.rows("the", fields())[0].tolist()
 
 
-def test_long_prompts_are_cut_where_asked_for(text: GenerationInputs) -> None:
+def test_long_prompts_are_truncated_on_request(text: GenerationInputs) -> None:
     ids = [i % 50 for i in range(300)]
     assert text.rows(ids, fields(truncate_prompt_tokens=10))[0].tolist() == ids[-10:]
     assert text.rows(ids, fields(truncate_prompt_tokens=10, truncation_side="right"))[0].tolist() == ids[:10]
@@ -238,7 +238,7 @@ def test_rows_share_a_request_unless_seeds_or_stops_differ(text: GenerationInput
         ({"guided_regex": "[a-z]+"}, "regex", "[a-z]+"),
     ],
 )
-def test_structured_outputs_have_many_spellings(
+def test_every_spelling_of_structured_output_gives_its_grammar(
     text: GenerationInputs, given: dict[str, Any], kind: str, part: str
 ) -> None:
     pytest.importorskip("llguidance")
@@ -246,5 +246,5 @@ def test_structured_outputs_have_many_spellings(
     assert isinstance(grammar, Grammar) and grammar.kind == kind and part in grammar.text
 
 
-def test_text_is_no_format(text: GenerationInputs) -> None:
+def test_response_format_text_is_no_constraint(text: GenerationInputs) -> None:
     assert sampling(text, response_format={"type": "text"}).grammar is None

@@ -1,4 +1,4 @@
-"""GritLM's instruction: left out of the mean, found on the CPU for the whole batch."""
+"""GritLM's instruction is left out of the mean and found on the CPU for the whole batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reference(tokenizer: Tokenizer, instruction: str) -> int:
     return len(tokenizer.encode([instruction])[0])
 
 
-def test_the_instruction_ends_behind_its_mark_wherever_that_stands(tokenizer: Tokenizer) -> None:
+def test_the_instruction_ends_after_its_mark_anywhere_in_the_row(tokenizer: Tokenizer) -> None:
     instructions = [f"<|user|>\nFind a paper\n{MARK}", MARK, f"<|user|>\nx\n{MARK}"]
     rows = tokenizer.encode([i + "some text" for i in instructions])
     rows.append(tokenizer.encode(["no mark at all"])[0])
@@ -46,7 +46,7 @@ def test_the_instruction_ends_behind_its_mark_wherever_that_stands(tokenizer: To
     assert skip.tolist() == expected
 
 
-def test_a_mark_that_is_all_there_is_leaves_one_token(tokenizer: Tokenizer) -> None:
+def test_a_row_that_ends_with_the_mark_keeps_one_token(tokenizer: Tokenizer) -> None:
     (row,) = tokenizer.encode([MARK])
     assert InstructionEnd(tokenizer, MARK)(row, np.array([len(row)], dtype=np.int32)).tolist() == [
         len(row) - 1
@@ -60,7 +60,7 @@ def test_a_mark_never_spans_two_rows(tokenizer: Tokenizer) -> None:
     assert InstructionEnd(tokenizer, MARK)(row, lengths).tolist() == [1, 1]
 
 
-def test_any_batch_gives_each_row_what_it_gets_alone(tokenizer: Tokenizer) -> None:
+def test_a_row_gets_the_same_result_alone_and_in_a_batch(tokenizer: Tokenizer) -> None:
     find = InstructionEnd(tokenizer, MARK)
     random = np.random.default_rng(0)
     texts = [

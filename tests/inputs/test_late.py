@@ -64,7 +64,7 @@ def words(made: LateRows) -> list[str]:
     return [" ".join(RUST.id_to_token(int(i)) for i in row) for row in made.rows]
 
 
-def test_queries_are_marked_and_filled_up_with_masks(tokenizer: Tokenizer) -> None:
+def test_queries_are_marked_and_padded_with_mask_tokens(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer).queries(["the water", " the oil was first, now ", ""])
     assert words(made) == [
         "[CLS] query the water [SEP] [MASK] [MASK] [MASK]",
@@ -75,18 +75,18 @@ def test_queries_are_marked_and_filled_up_with_masks(tokenizer: Tokenizer) -> No
     assert made.token_mask is None
 
 
-def test_masks_that_are_attended_to_limit_nothing(tokenizer: Tokenizer) -> None:
+def test_attended_mask_tokens_need_no_key_limit(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, attend=True).queries(["the water"])
     assert made.key_limits is None and made.lengths.tolist() == [8]
 
 
-def test_queries_without_expansion_are_only_cut(tokenizer: Tokenizer) -> None:
+def test_queries_without_expansion_are_only_truncated(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, expand_to=None).queries(["the water", "the oil was first, now"])
     assert words(made) == ["[CLS] query the water [SEP]", "[CLS] query the oil was first , [SEP]"]
     assert made.key_limits is None
 
 
-def test_expansion_may_be_a_floor_below_the_length_that_queries_are_cut_to(tokenizer: Tokenizer) -> None:
+def test_expansion_may_be_shorter_than_the_query_length(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, expand_to=5, query_length=7).queries(
         ["", "oil was first", "the oil was first, now"]
     )
@@ -98,12 +98,12 @@ def test_expansion_may_be_a_floor_below_the_length_that_queries_are_cut_to(token
     assert made.key_limits is not None and made.key_limits.tolist() == [3, 6, 7]
 
 
-def test_queries_may_lose_the_skip_list_too(tokenizer: Tokenizer) -> None:
+def test_the_skip_list_may_apply_to_queries(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, skip_queries=True, expand_to=None).queries(["oil, now"])
     assert made.token_mask is not None and made.token_mask.tolist() == [1, 1, 1, 0, 1, 1]
 
 
-def test_documents_are_marked_cut_and_lose_their_skip_list(tokenizer: Tokenizer) -> None:
+def test_documents_are_marked_truncated_and_masked_by_the_skip_list(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer).documents(["oil, water.", "the oil was first there now"])
     assert words(made) == [
         "[CLS] document oil , water . [SEP]",
@@ -115,15 +115,15 @@ def test_documents_are_marked_cut_and_lose_their_skip_list(tokenizer: Tokenizer)
     assert inputs(tokenizer).documents(["oil"]).token_mask is None
 
 
-def test_the_caller_may_cut_at_another_length(tokenizer: Tokenizer) -> None:
+def test_the_caller_may_truncate_documents_to_another_length(tokenizer: Tokenizer) -> None:
     late, text = inputs(tokenizer), "the oil was first there now"
     assert words(late.documents([text], 5)) == ["[CLS] document the oil [SEP]"]
     assert words(late.documents([text], -1)) == ["[CLS] document the oil was first there now [SEP]"]
-    with pytest.raises(BadValue, match="above the model's limit of 16"):
+    with pytest.raises(BadValue, match="use -1, or 1 to 16"):
         late.documents([text], 17)
 
 
-def test_without_a_length_of_their_own_long_documents_are_refused(tokenizer: Tokenizer) -> None:
+def test_long_documents_are_rejected_if_the_model_names_no_length(tokenizer: Tokenizer) -> None:
     late = inputs(tokenizer, document_length=None)
     assert late.documents(["oil " * 13]).lengths.tolist() == [16]
     with pytest.raises(BadValue, match="input 1 has 17 tokens, but the model takes at most 16"):
@@ -131,7 +131,7 @@ def test_without_a_length_of_their_own_long_documents_are_refused(tokenizer: Tok
     assert late.documents(["oil " * 14], -1).lengths.tolist() == [16]
 
 
-def test_models_without_markers(tokenizer: Tokenizer) -> None:
+def test_models_without_markers_add_none(tokenizer: Tokenizer) -> None:
     late = inputs(tokenizer, query_marker="", document_marker="", query_length=5, expand_to=5)
     assert words(late.queries(["oil", "the oil was first"])) == [
         "[CLS] oil [SEP] [MASK] [MASK]",
@@ -140,14 +140,14 @@ def test_models_without_markers(tokenizer: Tokenizer) -> None:
     assert words(late.documents(["oil"])) == ["[CLS] oil [SEP]"]
 
 
-def test_prompts_of_the_models_table_go_before_the_text(tokenizer: Tokenizer) -> None:
+def test_prompts_from_the_prompt_table_precede_the_text(tokenizer: Tokenizer) -> None:
     late = model(tokenizer, prompts={"query": "find ", "document": "passage "}).late
     assert late is not None
     assert words(late.queries(["oil"]))[0].startswith("[CLS] query find oil [SEP] [MASK]")
     assert words(late.documents(["oil"])) == ["[CLS] document passage oil [SEP]"]
 
 
-def test_a_skip_word_that_is_no_token_stands_for_the_unknown_one(tokenizer: Tokenizer) -> None:
+def test_a_skip_word_that_is_no_token_becomes_the_unknown_token(tokenizer: Tokenizer) -> None:
     made = inputs(tokenizer, skip_words=("nosuchword",)).documents(["oil ☃"])
     assert made.token_mask is not None and made.token_mask.tolist() == [1, 1, 1, 0, 1]
     assert (
@@ -156,21 +156,21 @@ def test_a_skip_word_that_is_no_token_stands_for_the_unknown_one(tokenizer: Toke
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"query_marker": "[Q] "}, r"marker '\[Q\] ' is not a token"),
-        ({"expansion_token": None}, "expanded with a mask token"),
-        ({"expansion_token": "<mask>"}, "expanded with <mask>"),
+        ({"expansion_token": None}, "expands queries with a mask token"),
+        ({"expansion_token": "<mask>"}, "expands queries with <mask>"),
     ],
 )
-def test_tokens_that_the_tokenizer_lacks_are_named(
-    tokenizer: Tokenizer, changes: dict[str, Any], said: str
+def test_the_error_names_a_token_that_the_tokenizer_lacks(
+    tokenizer: Tokenizer, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ModelLoadError, match=said):
+    with pytest.raises(ModelLoadError, match=message):
         inputs(tokenizer, **changes)
 
 
-def test_the_input_type_says_which_of_both_a_text_is(tokenizer: Tokenizer) -> None:
+def test_the_input_type_selects_query_or_document_rows(tokenizer: Tokenizer) -> None:
     processor = model(tokenizer, prompts={"query": "find ", "document": "passage "})
     params = PoolingParams(Task.TOKEN_EMBED)
 
@@ -186,14 +186,14 @@ def test_the_input_type_says_which_of_both_a_text_is(tokenizer: Tokenizer) -> No
     assert tokens("oil", add_special_tokens=False, prompt="") == "oil document"
 
 
-def test_token_ids_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
+def test_token_ids_are_not_changed(tokenizer: Tokenizer) -> None:
     request = model(tokenizer).prepare("id", [[5, 6, 7]], PoolingParams(Task.TOKEN_EMBED))
     assert (
         request.token_ids.tolist() == [5, 6, 7] and request.token_mask is None and request.key_limits is None
     )
 
 
-def test_a_request_carries_keys_and_kept_tokens(tokenizer: Tokenizer) -> None:
+def test_a_request_carries_key_limits_and_the_token_mask(tokenizer: Tokenizer) -> None:
     processor, params = model(tokenizer), PoolingParams(Task.TOKEN_EMBED)
     query = processor.prepare("q", ["oil"], params, InputOptions(input_type="query"))
     assert query.key_limits is not None and query.key_limits.tolist() == [4]

@@ -1,4 +1,4 @@
-"""Pairs as rows: as the tokenizers library joins and cuts them, whatever the lengths."""
+"""Pair rows equal those of the tokenizers library, whatever the lengths."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ words = st.lists(st.sampled_from(WORDS[:30]), max_size=12).map(" ".join)
     documents=st.lists(words, min_size=1, max_size=6),
     cut=st.integers(7, 16),
 )
-def test_rows_are_those_of_the_tokenizers_own_pairs(
+def test_pair_rows_equal_those_of_the_tokenizer(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: Callable[[], Rust],
     queries: list[str],
@@ -86,12 +86,12 @@ def test_rows_are_those_of_the_tokenizers_own_pairs(
     assert request.pairs is None and not request.reuse_prefix
 
 
-def test_models_without_segments_are_not_told_of_any(tmp_path: Path) -> None:
+def test_models_without_segments_get_no_type_ids(tmp_path: Path) -> None:
     processor = make(tmp_path, num_segments=1)
     assert prepare_pairs(processor, "r", [("a", "b")], SCORE).type_ids is None
 
 
-def test_the_left_side_may_be_cut_instead(cross: InputProcessor) -> None:
+def test_pairs_may_be_truncated_on_the_left(cross: InputProcessor) -> None:
     pairs = [("a", "one two three four" * 1 + " time water oil word find look see")]
     left = prepare_pairs(
         cross, "r", pairs, SCORE, PairOptions(truncate_prompt_tokens=8, truncation_side="left")
@@ -100,7 +100,7 @@ def test_the_left_side_may_be_cut_instead(cross: InputProcessor) -> None:
     assert left.token_ids[-5:-1].tolist() == whole.tolist()
 
 
-def test_a_template_reads_as_one_text(tmp_path: Path) -> None:
+def test_a_templated_pair_tokenises_like_one_text(tmp_path: Path) -> None:
     processor = make(tmp_path, score=ScoreSpec(template=("Query: {query}\nSentence: {document}",)))
     pairs = [("the water", "{query} is long"), ("oil", "")]
     request = prepare_pairs(processor, "r", pairs, SCORE)
@@ -110,7 +110,7 @@ def test_a_template_reads_as_one_text(tmp_path: Path) -> None:
     assert rows_of(cut)[0] == [*rows_of(request)[0][:7], 3]
 
 
-def test_what_follows_the_document_stays_when_it_is_cut(tmp_path: Path) -> None:
+def test_the_text_after_a_truncated_document_is_kept(tmp_path: Path) -> None:
     template = ("find {instruction} {query} in", "a {document}", "one way")
     processor = make(tmp_path, score=ScoreSpec(template=template, instruction="the", closed=False))
     encode = processor.tokenizer.encode
@@ -123,11 +123,11 @@ def test_what_follows_the_document_stays_when_it_is_cut(tmp_path: Path) -> None:
     )
     water = encode(["a water"], add_special_tokens=False)[0].tolist()
     assert row == [2, *before, *water, *water[1:] * 3, *after] and len(row) == 12
-    told = prepare_pairs(processor, "r", [("oil", "a")], SCORE, PairOptions(instruction="long"))
-    assert encode(["long"], add_special_tokens=False)[0][0] in told.token_ids
+    instructed = prepare_pairs(processor, "r", [("oil", "a")], SCORE, PairOptions(instruction="long"))
+    assert encode(["long"], add_special_tokens=False)[0][0] in instructed.token_ids
 
 
-def test_embedders_have_their_queries_first(tmp_path: Path) -> None:
+def test_embedders_get_query_rows_first(tmp_path: Path) -> None:
     prompts = {"query": "query ", "document": "passage "}
     processor = make(tmp_path, tasks=(Task.EMBED, Task.SCORE), score=None, prompts=prompts, max_model_len=40)
     pairs = [("oil", "water"), ("time", "long water"), ("oil", "see")]
@@ -135,22 +135,22 @@ def test_embedders_have_their_queries_first(tmp_path: Path) -> None:
     texts = ["query oil", "query time", "passage water", "passage long water", "passage see"]
     assert rows_of(request) == [row.tolist() for row in processor.tokenizer.encode(texts)]
     assert request.pairs is not None and request.pairs.tolist() == [0, 1, 0] and request.num_queries == 2
-    assert request.params.normalize is None  # that would be said of vectors, not of scores
+    assert request.params.normalize is None  # it applies to vectors, not to scores
 
 
-def test_only_models_that_can_score_do(tmp_path: Path) -> None:
+def test_models_without_scores_are_rejected(tmp_path: Path) -> None:
     assert score_kind(make_spec(score=ScoreSpec(), tasks=(Task.CLASSIFY, Task.SCORE))) == "cross"
     assert score_kind(make_spec(tasks=(Task.EMBED, Task.SCORE))) == "bi"
-    with pytest.raises(NotPossible, match="cannot score pairs; it has: classify"):
+    with pytest.raises(NotPossible, match="cannot score pairs; its tasks are: classify"):
         score_kind(make_spec(tasks=(Task.CLASSIFY, Task.EMBED)))
 
 
-def test_causal_rerankers_may_stand_on_cached_prefixes(tmp_path: Path) -> None:
+def test_causal_rerankers_may_reuse_cached_prefixes(tmp_path: Path) -> None:
     processor = make(tmp_path, is_causal=True, tasks=(Task.SCORE,))
     assert prepare_pairs(processor, "r", [("a", "b")], SCORE).reuse_prefix
 
 
-def test_sides_must_fit_each_other() -> None:
+def test_query_and_document_counts_must_match() -> None:
     assert make_pairs("a", ["b", "c"]) == [("a", "b"), ("a", "c")]
     assert make_pairs(["a", "b"], ["c", "d"]) == [("a", "c"), ("b", "d")]
     for queries, documents in ((["a", "b"], ["c"]), ([], ["c"]), ("a", []), ("a", [3]), ([None], ["a"])):
@@ -158,7 +158,7 @@ def test_sides_must_fit_each_other() -> None:
             make_pairs(queries, documents)  # type: ignore[arg-type]
 
 
-def test_a_thousand_documents_repeat_the_query_without_encoding_it_again(
+def test_a_query_is_encoded_once_for_a_thousand_documents(
     cross: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []

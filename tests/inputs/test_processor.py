@@ -49,7 +49,7 @@ def test_texts_become_one_request_with_a_row_each(processor: InputProcessor) -> 
 
 
 @pytest.mark.parametrize("inputs", ["the water", ["the water"], ("the water",), np.array(["the water"])])
-def test_one_text_may_come_bare_or_in_any_sequence(processor: InputProcessor, inputs: Any) -> None:
+def test_one_text_may_be_given_bare_or_in_any_sequence(processor: InputProcessor, inputs: Any) -> None:
     assert rows(prepare(processor, inputs)) == [RUST.encode("the water").ids]
 
 
@@ -58,7 +58,7 @@ def test_special_tokens_may_be_left_out(processor: InputProcessor) -> None:
     assert row == RUST.encode("the water").ids[1:-1]
 
 
-def test_a_text_without_any_token_is_refused_by_number(processor: InputProcessor) -> None:
+def test_a_text_without_tokens_is_rejected_with_its_index(processor: InputProcessor) -> None:
     with pytest.raises(BadValue, match="input 1 has no tokens"):
         prepare(processor, ["the", ""], add_special_tokens=False)
 
@@ -74,15 +74,15 @@ def test_a_text_without_any_token_is_refused_by_number(processor: InputProcessor
         ([np.array([5]), [np.int64(6)]], [[5], [6]]),
     ],
 )
-def test_token_ids_are_taken_as_they_are(processor: InputProcessor, inputs: Any, wanted: Any) -> None:
+def test_token_ids_are_not_changed(processor: InputProcessor, inputs: Any, wanted: Any) -> None:
     request = prepare(processor, inputs)
     assert rows(request) == wanted
     assert request.token_ids.dtype == np.int32
 
 
 @pytest.mark.parametrize("inputs", [[-1], [[5], [VOCABULARY]], [2**31 - 1]])
-def test_token_ids_out_of_range_are_refused_with_the_range(processor: InputProcessor, inputs: Any) -> None:
-    with pytest.raises(BadValue, match=rf"out of range; the model knows 0 to {VOCABULARY - 1}") as caught:
+def test_token_ids_out_of_range_are_rejected_with_the_range(processor: InputProcessor, inputs: Any) -> None:
+    with pytest.raises(BadValue, match=rf"token ids are 0 to {VOCABULARY - 1}") as caught:
         prepare(processor, inputs)
     assert caught.value.param == "input"
 
@@ -100,7 +100,9 @@ def test_token_ids_out_of_range_are_refused_with_the_range(processor: InputProce
         np.array([2**63 + 5], dtype=np.uint64),
     ],
 )
-def test_token_ids_beyond_32_bits_are_refused_and_do_not_wrap(processor: InputProcessor, inputs: Any) -> None:
+def test_token_ids_beyond_32_bits_are_rejected_and_do_not_wrap(
+    processor: InputProcessor, inputs: Any
+) -> None:
     with pytest.raises(BadValue, match=r"32 bits|out of range"):
         prepare(processor, inputs)
 
@@ -130,53 +132,55 @@ def test_token_ids_beyond_32_bits_are_refused_and_do_not_wrap(processor: InputPr
         [[[1]]],
     ],
 )
-def test_inputs_of_the_wrong_type_are_refused(processor: InputProcessor, inputs: Any) -> None:
+def test_inputs_of_the_wrong_type_are_rejected(processor: InputProcessor, inputs: Any) -> None:
     with pytest.raises(BadValue) as caught:
         prepare(processor, inputs)
     assert caught.value.param == "input"
 
 
-@pytest.mark.parametrize(("inputs", "said"), [([], "empty"), ([[]], "no tokens"), ([[1], []], "no tokens")])
-def test_empty_inputs_are_refused(processor: InputProcessor, inputs: Any, said: str) -> None:
-    with pytest.raises(BadValue, match=said):
+@pytest.mark.parametrize(
+    ("inputs", "message"), [([], "empty"), ([[]], "no tokens"), ([[1], []], "no tokens")]
+)
+def test_empty_inputs_are_rejected(processor: InputProcessor, inputs: Any, message: str) -> None:
+    with pytest.raises(BadValue, match=message):
         prepare(processor, inputs)
 
 
-def test_an_empty_text_is_refused_where_the_caller_says_so() -> None:
+def test_an_empty_text_is_rejected_if_the_caller_disallows_it() -> None:
     assert split_inputs(["a", ""]) == (["a", ""], [])
     with pytest.raises(BadValue, match="input 1 is an empty text"):
         split_inputs(["a", ""], allow_empty_text=False)
 
 
-def test_a_text_that_is_no_unicode_is_refused(processor: InputProcessor) -> None:
+def test_a_text_that_is_not_valid_unicode_is_rejected(processor: InputProcessor) -> None:
     with pytest.raises(BadValue, match="cannot be encoded"):
         prepare(processor, ["fine", "half a \ud83d"])
 
 
-def test_a_text_over_the_limit_is_refused_with_both_lengths(processor: InputProcessor) -> None:
+def test_a_text_over_the_limit_is_rejected_with_both_lengths(processor: InputProcessor) -> None:
     with pytest.raises(BadValue, match="input 1 has 22 tokens, but the model takes at most 16"):
         prepare(processor, ["the", "the " * 20])
 
 
 @pytest.mark.parametrize(("side", "kept"), [("right", slice(0, 8)), ("left", slice(-8, None))])
-def test_a_cut_text_keeps_its_special_tokens(processor: InputProcessor, side: str, kept: slice) -> None:
+def test_a_truncated_text_keeps_its_special_tokens(processor: InputProcessor, side: str, kept: slice) -> None:
     text = "one two can go see the first people now or many"
     (row,) = rows(prepare(processor, text, truncate_prompt_tokens=10, truncation_side=side))
     assert row == [CLS, *RUST.encode(text).ids[1:-1][kept], SEP]
 
 
-def test_minus_one_cuts_at_the_models_limit(processor: InputProcessor) -> None:
+def test_minus_one_truncates_to_the_models_limit(processor: InputProcessor) -> None:
     (row,) = rows(prepare(processor, "the " * 20, truncate_prompt_tokens=-1))
     assert len(row) == 16 and row[-1] == SEP
 
 
-def test_token_ids_are_cut_without_regard_to_special_tokens(processor: InputProcessor) -> None:
+def test_token_ids_are_truncated_without_regard_to_special_tokens(processor: InputProcessor) -> None:
     ids = list(range(5, 30))
     assert rows(prepare(processor, ids, truncate_prompt_tokens=4)) == [ids[:4]]
     assert rows(prepare(processor, ids, truncate_prompt_tokens=4, truncation_side="left")) == [ids[-4:]]
 
 
-def test_a_prompt_stands_before_every_text_but_not_before_token_ids(tokenizer: Tokenizer) -> None:
+def test_a_prompt_precedes_every_text_but_no_token_ids(tokenizer: Tokenizer) -> None:
     spec = make_spec(vocab_size=VOCABULARY, prompts={"q": "query: "}, default_prompt_name="q")
     processor = InputProcessor(spec, tokenizer)
     assert rows(prepare(processor, ["the", "water"])) == [
@@ -186,7 +190,7 @@ def test_a_prompt_stands_before_every_text_but_not_before_token_ids(tokenizer: T
     assert rows(prepare(processor, [7, 8])) == [[7, 8]]
 
 
-def test_lower_casing_models_see_lower_case(tmp_path: Path) -> None:
+def test_lower_casing_models_get_lower_case_text(tmp_path: Path) -> None:
     wordpiece_tokenizer(lowercase=False).save(str(tmp_path / "tokenizer.json"))
     spec = make_spec(vocab_size=VOCABULARY, lower_case=True)
     processor = InputProcessor(spec, Tokenizer(tmp_path))
@@ -198,7 +202,7 @@ def excluding(tokenizer: Tokenizer, **changes: Any) -> InputProcessor:
     return InputProcessor(make_spec(vocab_size=VOCABULARY, pooling=pooling, **changes), tokenizer)
 
 
-def test_a_model_that_leaves_the_prompt_out_skips_its_tokens_and_what_stands_before(
+def test_a_model_that_leaves_the_prompt_out_skips_it_and_the_tokens_before(
     tokenizer: Tokenizer,
 ) -> None:
     processor = excluding(tokenizer)
@@ -223,7 +227,7 @@ def test_at_least_one_token_of_a_row_is_pooled(tokenizer: Tokenizer) -> None:
     assert request.skip is not None and request.skip.tolist() == [2]
 
 
-def test_the_skipped_prompt_is_counted_in_the_case_that_the_model_sees(tmp_path: Path) -> None:
+def test_the_skipped_prompt_is_counted_after_lower_casing(tmp_path: Path) -> None:
     wordpiece_tokenizer(lowercase=False).save(str(tmp_path / "tokenizer.json"))
     processor = excluding(Tokenizer(tmp_path), lower_case=True)
     request = prepare(processor, ["the"], prompt="Searching Query: ")
@@ -232,18 +236,18 @@ def test_the_skipped_prompt_is_counted_in_the_case_that_the_model_sees(tmp_path:
 
 
 def test_a_task_that_the_model_lacks_is_not_possible(processor: InputProcessor) -> None:
-    with pytest.raises(NotPossible, match="no task 'classify'; it has: embed"):
+    with pytest.raises(NotPossible, match="no task 'classify'; its tasks are: embed"):
         processor.prepare("id", "the", PoolingParams(task=Task.CLASSIFY))
 
 
 @pytest.mark.parametrize("dimensions", [0, -4, 9])
-def test_dimensions_outside_the_models_are_refused(processor: InputProcessor, dimensions: int) -> None:
+def test_dimensions_beyond_the_models_are_rejected(processor: InputProcessor, dimensions: int) -> None:
     with pytest.raises(BadValue, match=f"dimensions is {dimensions}") as caught:
         processor.prepare("id", "the", PoolingParams(dimensions=dimensions))
     assert caught.value.param == "dimensions"
 
 
 @pytest.mark.parametrize("dimensions", [1, 8])
-def test_dimensions_up_to_the_models_are_taken(processor: InputProcessor, dimensions: int) -> None:
+def test_dimensions_up_to_the_models_are_accepted(processor: InputProcessor, dimensions: int) -> None:
     request = processor.prepare("id", "the", PoolingParams(dimensions=dimensions))
     assert request.params.dimensions == dimensions

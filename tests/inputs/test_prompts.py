@@ -12,7 +12,7 @@ PROMPTS = {"query": "query: ", "passage": "passage: ", "empty": ""}
 INSTRUCT = {"web": "Instruct: Given a web search query, find passages\nQuery: "}
 
 
-def test_without_prompts_nothing_is_put_before_a_text() -> None:
+def test_a_model_without_prompts_adds_none() -> None:
     assert choose_prompt(make_spec()) == ""
 
 
@@ -27,7 +27,7 @@ def test_a_prompt_is_chosen_by_name(name: str, text: str) -> None:
     assert choose_prompt(spec, prompt_name=name) == text
 
 
-def test_an_unknown_prompt_name_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_prompt_name_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(BadValue, match="'qurey'; it has: empty, passage, query") as caught:
         choose_prompt(make_spec(prompts=PROMPTS), prompt_name="qurey")
     assert caught.value.param == "prompt_name"
@@ -36,12 +36,12 @@ def test_an_unknown_prompt_name_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("text", ["find: ", ""])
-def test_a_prompt_of_the_callers_own_replaces_the_default(text: str) -> None:
+def test_a_prompt_from_the_caller_replaces_the_default(text: str) -> None:
     spec = make_spec(prompts=PROMPTS, default_prompt_name="query")
     assert choose_prompt(spec, prompt=text) == text
 
 
-def test_an_instruction_takes_the_place_of_the_one_in_the_models_template() -> None:
+def test_an_instruction_replaces_the_one_in_the_models_template() -> None:
     spec = make_spec(prompts=PROMPTS | INSTRUCT)
     assert choose_prompt(spec, instruction=r"Find \1 code") == "Instruct: Find \\1 code\nQuery: "
 
@@ -66,13 +66,11 @@ def test_an_instruction_is_not_possible_without_a_template() -> None:
         ({}, "query", ""),
     ],
 )
-def test_an_input_type_finds_the_models_own_prompt(
-    prompts: dict[str, str], input_type: str, text: str
-) -> None:
+def test_an_input_type_selects_the_models_prompt(prompts: dict[str, str], input_type: str, text: str) -> None:
     assert choose_prompt(make_spec(prompts=prompts), input_type=input_type) == text
 
 
-def test_an_unknown_input_type_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_input_type_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(BadValue, match="use one of query, search_query") as caught:
         choose_prompt(make_spec(prompts=PROMPTS), input_type="qurey")
     assert caught.value.param == "input_type"
@@ -86,12 +84,12 @@ def test_an_unknown_input_type_is_refused_with_the_known_ones() -> None:
         {"instruction": "a", "prompt_name": "query"},
     ],
 )
-def test_two_ways_of_naming_a_prompt_exclude_each_other(given: dict[str, Any]) -> None:
+def test_only_one_way_of_choosing_a_prompt_may_be_used(given: dict[str, Any]) -> None:
     with pytest.raises(BadValue, match="exclude each other"):
         choose_prompt(make_spec(prompts=PROMPTS), **given)
 
 
-def test_an_adapter_is_named_or_goes_with_its_prompt() -> None:
+def test_an_adapter_is_named_or_follows_from_the_prompt() -> None:
     spec = make_spec(
         prompts={"retrieval.query": "q: ", "separation": ""}, adapters=("retrieval.query", "separation")
     )

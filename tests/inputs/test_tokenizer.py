@@ -45,7 +45,7 @@ def test_truncation_and_padding_saved_in_the_file_are_switched_off(tmp_path: Pat
     assert [len(row) for row in tokenizer.encode(["the " * 9, "the"])] == [11, 3]
 
 
-def test_a_batch_is_encoded_as_its_texts_are(tmp_path: Path) -> None:
+def test_a_batch_is_encoded_like_its_texts(tmp_path: Path) -> None:
     tokenizer = saved(tmp_path, wordpiece_tokenizer())
     texts = ["the water", "", "one two", "ждать 的"]
     batch = [row.tolist() for row in tokenizer.encode(texts)]
@@ -61,8 +61,8 @@ def test_lower_casing_comes_first_and_leaves_special_tokens_alone(tmp_path: Path
         assert tokenizer.encode([text])[0].tolist() == reference.encode(text).ids
 
 
-def test_lower_casing_goes_letter_by_letter_as_tokenizers_do(tmp_path: Path) -> None:
-    """Python's own lower() would end a Greek word on another letter than the model was trained on."""
+def test_lower_casing_works_letter_by_letter_as_in_tokenizers(tmp_path: Path) -> None:
+    """Python's lower() would end a Greek word with a letter that the model was not trained on."""
     vocabulary = {"[UNK]": 0, "σασ": 1, "σας": 2}
     rust = RustTokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer = saved(tmp_path, rust)
@@ -71,7 +71,7 @@ def test_lower_casing_goes_letter_by_letter_as_tokenizers_do(tmp_path: Path) -> 
     assert tokenizer.encode(["ΣΑΣ"])[0].tolist() == [1]
 
 
-def test_ids_are_read_back_as_text(tmp_path: Path) -> None:
+def test_ids_decode_to_the_text(tmp_path: Path) -> None:
     tokenizer = saved(tmp_path, wordpiece_tokenizer())
     ids = tokenizer.encode(["the water"])[0].tolist()
     assert tokenizer.decode(ids) == "[CLS] the water [SEP]"
@@ -79,7 +79,7 @@ def test_ids_are_read_back_as_text(tmp_path: Path) -> None:
     assert tokenizer.token_strings([*ids, 10**6]) == ["[CLS]", "the", "water", "[SEP]", None]
 
 
-def test_added_tokens_count_in_the_vocabulary(tmp_path: Path) -> None:
+def test_added_tokens_count_towards_the_vocabulary(tmp_path: Path) -> None:
     rust = wordpiece_tokenizer()
     before = rust.get_vocab_size()
     rust.add_tokens(["brandnew"])

@@ -1,4 +1,4 @@
-"""Vectors that a caller brings: every form gives the same arrays, and what is wrong is told by its place."""
+"""Vectors given by the caller: every form gives the same arrays, and errors name the bad value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def packed(matrix: Any, dtype: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_numbers_base64_and_arrays_are_the_same(dtype: str) -> None:
+def test_numbers_base64_and_arrays_give_equal_vectors(dtype: str) -> None:
     plain = make_comparison("a", [QUERY], DOCUMENTS, dtype=dtype)
     coded = make_comparison(
         "b", [packed(QUERY, dtype)], [packed(d, dtype) for d in DOCUMENTS], dtype=dtype, dim=2
@@ -35,34 +35,34 @@ def test_numbers_base64_and_arrays_are_the_same(dtype: str) -> None:
     assert plain.documents.dtype == dtype
 
 
-def test_as_many_queries_as_documents_are_pairs() -> None:
+def test_as_many_queries_as_documents_are_paired() -> None:
     made = make_comparison("a", [QUERY] * 3, DOCUMENTS)
     assert made.pairs.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"queries": []}, "queries is empty"),
         ({"documents": []}, "documents is empty"),
         ({"queries": [QUERY, QUERY]}, "2 queries for 3 documents"),
-        ({"documents": [[[1.0, 2.0, 3.0]]]}, "2 and 3 numbers"),
-        ({"documents": [[[1.0, 2.0], [3.0]]]}, "documents 0 has rows of different lengths"),
-        ({"documents": [[["x", "y"]]]}, "documents 0 is not a matrix of numbers"),
-        ({"documents": [[[1.0, float("nan")]]]}, "documents 0 holds values that are not finite"),
-        ({"documents": ["AAAA"]}, "documents 0 is base64, which needs dim"),
-        ({"documents": ["no!"], "dim": 2}, "documents 0 is not valid base64"),
-        ({"documents": ["AAAA"], "dim": 2}, "3 bytes, which are no rows of 2 float32"),
+        ({"documents": [[[1.0, 2.0, 3.0]]]}, "2 and 3 values"),
+        ({"documents": [[[1.0, 2.0], [3.0]]]}, r"documents\[0\] has rows of different lengths"),
+        ({"documents": [[["x", "y"]]]}, r"documents\[0\] is not a matrix of numbers"),
+        ({"documents": [[[1.0, float("nan")]]]}, r"documents\[0\] has values that are not finite"),
+        ({"documents": ["AAAA"]}, r"documents\[0\] is base64; set dim"),
+        ({"documents": ["no!"], "dim": 2}, r"documents\[0\] is not valid base64"),
+        ({"documents": ["AAAA"], "dim": 2}, "3 bytes, which is not a multiple of 2 float32"),
         ({"dim": 0}, "dim is 0"),
-        ({"queries": [[[]]], "documents": [[[]]]}, "vectors have no numbers"),
+        ({"queries": [[[]]], "documents": [[[]]]}, "vectors have no values"),
         ({"dtype": "int4"}, "dtype 'int4' is unknown"),
-        ({"dtype": "int8"}, "queries 0 holds fractions"),
-        ({"dtype": "int8", "queries": [[[300, 1]]], "documents": [[[1, 1]]]}, "beyond int8"),
+        ({"dtype": "int8"}, r"queries\[0\] has fractions"),
+        ({"dtype": "int8", "queries": [[[300, 1]]], "documents": [[[1, 1]]]}, "outside int8"),
         ({"query_scales": [[1.0]]}, "query_scales must have one number for each vector"),
         ({"query_scales": [[1.0, -1.0]]}, "not negative"),
     ],
 )
-def test_what_is_wrong_is_told(change: dict[str, Any], says: str) -> None:
+def test_a_bad_value_is_rejected_with_a_message_that_names_it(change: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"queries": [QUERY], "documents": DOCUMENTS} | change
-    with pytest.raises(BadValue, match=says):
+    with pytest.raises(BadValue, match=message):
         make_comparison("a", given.pop("queries"), given.pop("documents"), **given)

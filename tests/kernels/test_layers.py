@@ -189,7 +189,7 @@ def test_the_pooler_gives_the_same_with_kernels(method: str, request: pytest.Fix
 def test_sparse_weights_are_the_same_with_kernels(reduce: str, request: pytest.FixtureRequest) -> None:
     layer = Linear(torch.randn(40, 8), torch.randn(40))
     spec = SparseSpec(kind="splade", reduce=reduce, logs=1)
-    splade = Splade(TaskHead("all", layer, 40), spec, logits=40 * 12)
+    splade = Splade(TaskHead("all", layer, 40), spec, max_logits=40 * 12)
     batch, hidden = ordered_batch([2, 3, 3, 5, 20]), torch.randn(33, 8)
     variant = Variant(PoolingParams(task=Task.SPARSE, top_k=10), None)
     plain = splade(hidden, batch, variant, None)

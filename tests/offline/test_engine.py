@@ -162,7 +162,7 @@ def test_an_unknown_output_type_is_refused_with_the_known_ones(engine: Engine) -
 def test_a_task_that_the_model_does_not_have_is_not_possible(engine: Engine) -> None:
     from penstock.types import PoolingParams, Task
 
-    with pytest.raises(NotPossible, match="it has: embed"):
+    with pytest.raises(NotPossible, match="its tasks are: embed"):
         engine.local.text.processor.check(PoolingParams(task=Task.SPARSE))
 
 

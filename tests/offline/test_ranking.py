@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_refused(engine: Engine, tmp_path: Path) -> None:
         engine.score(QUERY, DOCUMENTS, colour="red")
     with pytest.raises(BadValue, match="at most 64"):
         engine.score(QUERY, ["water " * 80])
-    with pytest.raises(NotPossible, match="no place for an instruction"):
+    with pytest.raises(NotPossible, match="takes no instruction"):
         engine.score(QUERY, DOCUMENTS, instruction="be kind")
     with (
         Engine(str(write_cross_encoder(tmp_path / "three", labels=3)), device="cpu") as moods,

@@ -20,7 +20,7 @@ def test_span_means_equal_a_plain_loop(seed: int) -> None:
     np.testing.assert_allclose(span_means(values, spans), wanted, atol=1e-6)
 
 
-def test_neighbouring_spans_share_no_token() -> None:
+def test_adjacent_spans_share_no_token() -> None:
     values = np.arange(6, dtype=np.float32)[:, None]
     np.testing.assert_allclose(
         span_means(values, ints([0, 2, 2, 3, 3, 6]).reshape(-1, 2)).ravel(), [0.5, 2, 4]
@@ -28,7 +28,7 @@ def test_neighbouring_spans_share_no_token() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_texts_are_the_weighted_means_of_their_chunks(seed: int) -> None:
+def test_a_texts_vector_is_the_weighted_mean_of_its_chunks(seed: int) -> None:
     random = np.random.default_rng(seed)
     counts = ints(random.integers(1, 5, size=7).tolist())
     total = int(counts.sum())

@@ -1,4 +1,4 @@
-"""The incremental text is the whole text, in pieces that end between characters."""
+"""Incremental detokenisation gives the whole text in pieces that end between characters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pieces(
 
 
 @pytest.mark.parametrize("text", HARD)
-def test_pieces_join_to_what_the_tokenizer_decodes(tokenizer: Tokenizer, text: str) -> None:
+def test_the_pieces_concatenate_to_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode([text], add_special_tokens=False)[0].tolist()
     got = pieces(tokenizer, ids)
     whole = tokenizer.decode(ids, skip_special_tokens=True)
@@ -83,7 +83,7 @@ def _byte_level(factory: pytest.TempPathFactory) -> Tokenizer:
     return _KEPT["byte bpe"]
 
 
-def test_bytes_that_never_make_a_character_do_not_wait_for_ever(tokenizer: Tokenizer) -> None:
+def test_bytes_that_never_make_a_character_are_not_held_forever(tokenizer: Tokenizer) -> None:
     half = "<0xE6>" if not tokenizer.byte_level else None
     number = (
         tokenizer.token_id(half)
@@ -101,7 +101,7 @@ def test_unknown_ids_have_no_text(tokenizer: Tokenizer) -> None:
     assert "".join(pieces(tokenizer, [tokenizer.max_token_id + 3])) == ""
 
 
-def test_the_work_of_a_token_does_not_grow_with_the_text(tokenizer: Tokenizer) -> None:
+def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer: Tokenizer) -> None:
     """Counted, not timed: how many ids are decoded for each token."""
     ids = (tokenizer.encode([" ".join(TEXTS)], add_special_tokens=False)[0].tolist() * 20)[:3000]
     seen: list[int] = []
@@ -123,7 +123,7 @@ def test_the_work_of_a_token_does_not_grow_with_the_text(tokenizer: Tokenizer) -
     assert time.monotonic() - began < 20
 
 
-def test_a_byte_token_is_its_byte_and_a_word_has_its_space(tmp_path: Path) -> None:
+def test_a_byte_token_gives_its_byte_and_a_word_its_space(tmp_path: Path) -> None:
     pieces_of_bytes = Tokenizer(tokenizer_folder("sentence bpe", tmp_path / "s"))
     number = pieces_of_bytes.token_id("<0xE6>")
     word = pieces_of_bytes.encode(["the water"], add_special_tokens=False)[0].tolist()[-1]

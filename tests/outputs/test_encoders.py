@@ -6,13 +6,13 @@ import numpy as np
 import orjson
 import pytest
 
-from penstock.outputs.encoders import LARGE, Endianness, LargeRow, as_bytes, encode_rows
+from penstock.outputs.encoders import MIN_LARGE_BYTES, Endianness, LargeRow, as_bytes, encode_rows
 from penstock.types import Array, OutputDtype
 
 VALUES = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
 
 
-def test_numbers_are_the_rows_themselves() -> None:
+def test_numbers_are_encoded_as_the_rows() -> None:
     assert [row.tolist() for row in encode_rows(VALUES, "float", OutputDtype.FLOAT32)] == VALUES.tolist()
 
 
@@ -22,7 +22,7 @@ def test_half_precision_is_widened_to_numbers_without_loss() -> None:
     assert [row.tolist() for row in rows] == half.astype(np.float32).tolist()
 
 
-def test_bfloat16_bits_become_the_numbers_they_stand_for() -> None:
+def test_bfloat16_bits_become_their_numbers() -> None:
     bits = (VALUES.view(np.uint32) >> 16).astype(np.uint16)
     rows = np.stack(encode_rows(bits, "float", OutputDtype.BFLOAT16))
     np.testing.assert_array_equal(rows.view(np.uint32), VALUES.view(np.uint32) & 0xFFFF0000)
@@ -38,7 +38,7 @@ def test_integers_stay_integers(dtype: OutputDtype) -> None:
 
 @pytest.mark.parametrize(("endianness", "order"), [("little", "<"), ("big", ">")])
 @pytest.mark.parametrize("kind", ["f4", "f2", "u2", "i1", "u1"])
-def test_bytes_and_base64_read_back_in_the_order_that_was_asked_for(
+def test_bytes_and_base64_have_the_requested_byte_order(
     endianness: Endianness, order: str, kind: str
 ) -> None:
     values: Array = (
@@ -70,7 +70,7 @@ def whole(row: LargeRow) -> bytes:
 @pytest.mark.parametrize("dtype", list(OutputDtype))
 @pytest.mark.parametrize("endianness", ["native", "little", "big"])
 @pytest.mark.parametrize("shape", [(700, 257), (3, 5), (1, 1), (0, 4), (65537,)])
-def test_a_large_row_in_pieces_is_what_it_is_at_once(
+def test_a_large_row_encodes_the_same_in_pieces_as_at_once(
     dtype: OutputDtype, endianness: Endianness, shape: tuple[int, ...]
 ) -> None:
     values = np.random.default_rng(1).integers(0, 100, shape).astype(dtype.numpy)
@@ -86,14 +86,14 @@ def test_a_large_row_in_pieces_is_what_it_is_at_once(
     assert numbers.size is None
 
 
-def test_no_piece_of_a_large_row_holds_others_up_for_long() -> None:
+def test_no_piece_of_a_large_row_is_large() -> None:
     values = np.random.default_rng(1).standard_normal((1024, 1024)).astype(np.float32)
     for encoding, most in (("base64", 1 << 19), ("bytes", 1 << 19), ("float", 1 << 18)):
         pieces = list(LargeRow(values, encoding, OutputDtype.FLOAT32).pieces())  # type: ignore[arg-type]
         assert max(len(piece) for piece in pieces) <= most
 
 
-def test_answers_are_encoded_at_once_up_to_a_size_and_in_pieces_beyond() -> None:
-    row = np.zeros(LARGE // 4 // 2, dtype=np.float32)
+def test_only_large_answers_are_encoded_in_pieces() -> None:
+    row = np.zeros(MIN_LARGE_BYTES // 4 // 2, dtype=np.float32)
     assert isinstance(encode_rows([row], "base64", OutputDtype.FLOAT32)[0], str)
     assert all(isinstance(each, LargeRow) for each in encode_rows([row, row], "base64", OutputDtype.FLOAT32))

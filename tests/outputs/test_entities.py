@@ -39,7 +39,7 @@ def found(aggregation: Any, values: Any = FOUND) -> list[Entity]:
     return entities
 
 
-def test_none_lists_the_labelled_tokens() -> None:
+def test_aggregation_none_lists_the_labelled_tokens() -> None:
     assert [(e.label, e.text) for e in found("none")] == [
         ("B-PER", "Ada"),
         ("I-PER", "Love"),
@@ -47,7 +47,7 @@ def test_none_lists_the_labelled_tokens() -> None:
     ]
 
 
-def test_simple_joins_neighbours_of_one_tag() -> None:
+def test_aggregation_simple_merges_neighbours_with_the_same_tag() -> None:
     person, place = found("simple")
     assert (person.label, person.text, person.start, person.end) == ("PER", "Ada Love", 0, 8)
     assert person.score == pytest.approx(0.85)
@@ -55,18 +55,18 @@ def test_simple_joins_neighbours_of_one_tag() -> None:
 
 
 @pytest.mark.parametrize(("aggregation", "score"), [("first", 0.85), ("max", 0.85)])
-def test_a_word_has_one_label(aggregation: str, score: float) -> None:
+def test_word_aggregations_choose_one_label_per_word(aggregation: str, score: float) -> None:
     person, _ = found(aggregation)
     assert person.text == "Ada Lovelace"
     assert person.score == pytest.approx(score)
 
 
-def test_a_new_beginning_is_a_new_entity() -> None:
+def test_a_begin_label_starts_a_new_entity() -> None:
     values = scores(*[("B-PER", 0.9)] * 7)
     assert [e.text for e in found("simple", values)] == ["Ada", "Love", "lace", "in", "London"]
 
 
-def test_entities_do_not_reach_over_texts() -> None:
+def test_entities_do_not_span_texts() -> None:
     values = scores(*[("I-PER", 0.9)] * 4)
     texts = ["Ada", "Bob"]
     chars = ints([0, 2, 2, 3, 0, 2, 2, 3]).reshape(-1, 2)
@@ -74,6 +74,6 @@ def test_entities_do_not_reach_over_texts() -> None:
     assert [e.text for e in first] == ["Ada"] and [e.text for e in second] == ["Bob"]
 
 
-def test_texts_of_special_tokens_alone_have_none() -> None:
+def test_texts_of_only_special_tokens_have_no_entities() -> None:
     chars = ints([0, 0, 0, 0]).reshape(-1, 2)
     assert find_entities([""], FOUND[:2], ints([2]), chars, ints([-1, -1]), LABELS) == [[]]

@@ -15,14 +15,14 @@ VECTORS[4, :5] = [1.5, -2.5, 0.0, -0.0, 127.0]
 
 
 @pytest.mark.parametrize("dtype", OutputDtype)
-def test_every_cast_equals_the_device_s(dtype: OutputDtype) -> None:
+def test_every_cast_equals_the_poolers(dtype: OutputDtype) -> None:
     wanted = heads.cast(torch.from_numpy(VECTORS), dtype).numpy()
     got = cast(VECTORS, dtype)
     assert got.dtype == wanted.dtype == dtype.numpy
     np.testing.assert_array_equal(got, wanted)
 
 
-def test_unit_vectors_equal_the_device_s() -> None:
+def test_normalised_vectors_equal_the_poolers() -> None:
     np.testing.assert_allclose(unit(VECTORS), heads.unit(torch.from_numpy(VECTORS)).numpy(), atol=1e-7)
 
 
@@ -30,7 +30,7 @@ def test_unit_vectors_equal_the_device_s() -> None:
     ("dimensions", "normalize", "normalizes", "length"),
     [(None, None, True, 1), (None, None, False, None), (8, None, False, 1), (8, False, True, None)],
 )
-def test_cut_vectors_are_renormalised_unless_the_caller_declines(
+def test_truncated_vectors_are_renormalised_unless_the_caller_declines(
     dimensions: int | None, normalize: bool | None, normalizes: bool, length: int | None
 ) -> None:
     out = finish(VECTORS[:3], PoolingParams(dimensions=dimensions, normalize=normalize), normalizes)

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two forms and vLLM's third."""
+"""Log probabilities in the two formats of OpenAI and that of vLLM."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ def name(number: int) -> str:
     return {5: "a", 6: "�", 7: "bc", 8: "�", 9: "d"}[number]
 
 
-def test_lists_of_a_completion() -> None:
+def test_a_completion_gets_four_lists() -> None:
     scores = CompletionLogprobs(name)
     lists = concat_logprobs([scores.unscored(7), scores.scored(IDS, VALUES)])
     assert lists["tokens"] == ["bc", "a", "�"] and lists["text_offset"] == [0, 2, 3]
     assert lists["token_logprobs"] == [None, -0.1, LOWEST]  # the digits of a float32
     assert lists["top_logprobs"] == [None, {"a": -0.1, "bc": -2.5}, {"�": -1.0, "d": -0.3}]
-    assert scores.scored(IDS[:1], VALUES[:1])["text_offset"] == [4]  # it goes on where it was
+    assert scores.scored(IDS[:1], VALUES[:1])["text_offset"] == [4]  # offsets continue
 
 
-def test_no_tokens_have_empty_lists() -> None:
+def test_no_tokens_give_empty_lists() -> None:
     none = CompletionLogprobs(name).scored(IDS[:0], VALUES[:0])
     assert set(map(len, none.values())) == {0}
 
 
 @pytest.mark.parametrize("top", [0, 1, 2])
-def test_objects_of_a_chat(top: int) -> None:
+def test_a_chat_gets_one_object_per_token(top: int) -> None:
     first, second = chat_content(IDS, VALUES, name, lambda number: bytes([number]), top)
     assert (first["token"], first["logprob"], first["bytes"]) == ("a", -0.1, [5])
     assert [entry["token"] for entry in first["top_logprobs"]] == ["a", "bc"][:top]
     assert [entry["bytes"] for entry in second["top_logprobs"]] == [[9], [6]][:top]
 
 
-def test_entries_of_a_prompt() -> None:
+def test_a_prompt_gets_one_entry_per_token() -> None:
     nothing, first, second = prompt_entries(IDS, VALUES, np.array([1, 40], dtype=np.int32), name)
     assert nothing is None and first is not None and second is not None
     assert first == {

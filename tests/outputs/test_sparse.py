@@ -11,7 +11,7 @@ from tests.helpers import ints, make_request
 LEXICAL = PoolingParams(Task.SPARSE, lexical=True)
 
 
-def test_listed_terms_lose_what_is_absent_or_too_light() -> None:
+def test_absent_and_light_terms_are_dropped() -> None:
     values = np.array([[[7, 2.0], [3, 0.5], [-1, 0]], [[-1, 0]] * 3, [[0, 9.0], [2, 8.0], [1, 7.0]]], "f4")
     request = make_request("a", [2, 2, 2], params=PoolingParams(Task.SPARSE))
     rows = [row.as_dict() for row in sparse_rows(request, values, ints([]), None, 0.0)]
@@ -20,7 +20,7 @@ def test_listed_terms_lose_what_is_absent_or_too_light() -> None:
     assert rows == [{7: 2.0}, {}, {0: 9.0}]
 
 
-def test_lexical_weights_are_the_loops() -> None:
+def test_lexical_weights_equal_a_plain_loop() -> None:
     draw = np.random.default_rng(0)
     lengths = draw.integers(1, 40, 50).astype(np.int32)
     ids = draw.integers(0, 30, lengths.sum()).astype(np.int32)
@@ -39,12 +39,12 @@ def test_lexical_weights_are_the_loops() -> None:
         at += int(length)
 
 
-def test_rows_of_special_tokens_alone_are_empty() -> None:
+def test_rows_of_only_special_tokens_have_no_terms() -> None:
     rows, ids, weights = lexical_terms(ints([0, 2, 0]), ints([2, 1]), np.ones(3, "f4"), ints([0, 2]))
     assert len(rows) == len(ids) == len(weights) == 0
 
 
-def test_token_strings_stand_beside_their_ids() -> None:
+def test_terms_carry_their_token_strings() -> None:
     request = make_request("a", [1, 1], params=PoolingParams(Task.SPARSE))
     values = np.array([[[7, 2.0], [-1, 0]], [[5, 1.5], [7, 0.5]]], "f4")
     rows = sparse_rows(request, values, ints([]), None, 0.0)
@@ -53,6 +53,6 @@ def test_token_strings_stand_beside_their_ids() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_least_weight_that_no_weight_has_is_refused(weight: float) -> None:
+def test_a_bad_min_weight_is_rejected(weight: float) -> None:
     with pytest.raises(BadValue, match="min_weight"):
         check_min_weight(weight)

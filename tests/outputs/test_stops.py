@@ -1,4 +1,4 @@
-"""Stop strings are found however the text is cut, and nothing of them is shown."""
+"""Stop strings are found however the text is split, and no part of them is shown."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def through(stops: list[str], pieces: list[str], include: bool = False) -> tuple
     return "".join(shown), None, shown
 
 
-def test_a_stop_across_borders_is_found_and_not_shown() -> None:
+def test_a_stop_string_across_pieces_is_found_and_not_shown() -> None:
     assert through(["</end>"], ["one <", "/e", "nd> two"])[:2] == ("one ", "</end>")
     assert through(["</end>"], ["one <", "/e", "nd> two"], include=True)[:2] == ("one </end>", "</end>")
 
 
-def test_what_may_begin_a_stop_is_held_and_then_given() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_and_then_released() -> None:
     assert through(["STOP"], ["a ST", "AY"])[2] == ["a ", "STAY", ""]
     assert through(["STOP"], ["a ST"])[2] == ["a ", "ST"]
 
 
-def test_nothing_is_held_without_reason() -> None:
+def test_text_that_cannot_begin_a_stop_string_is_not_held() -> None:
     assert through(["\n\n"], ["one", " two", "\n", "three"])[2] == ["one", " two", "", "\nthree", ""]
 
 
@@ -50,7 +50,7 @@ signs = st.text(alphabet="abc", max_size=14)
     st.lists(signs),
     st.booleans(),
 )
-def test_the_cut_of_the_text_does_not_matter(stops: list[str], pieces: list[str], include: bool) -> None:
+def test_the_split_into_pieces_does_not_matter(stops: list[str], pieces: list[str], include: bool) -> None:
     whole = "".join(pieces)
     text, stop, _ = through(stops, pieces, include)
     assert (text, stop) == through(stops, [*whole], include)[:2]

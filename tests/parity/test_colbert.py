@@ -240,7 +240,7 @@ def test_scores_equal_the_references(name: str, options: dict[str, Any], tmp_pat
 
 def test_a_late_model_refuses_an_instruction(tmp_path: Path) -> None:
     LATE["stanford"].write(tmp_path)
-    with engine(tmp_path) as ours, pytest.raises(NotPossible, match="no place for an instruction"):
+    with engine(tmp_path) as ours, pytest.raises(NotPossible, match="takes no instruction"):
         ours.score("a", ["b"], instruction="find")
 
 

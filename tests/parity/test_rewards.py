@@ -85,7 +85,7 @@ def test_steps_are_judged_at_their_tags_with_and_without_chunked_prefill(tmp_pat
                 np.testing.assert_allclose(steps, values[at].softmax(-1), rtol=1e-4, atol=1e-5)
             raw = engine.reward(rows, use_activation=False)
             np.testing.assert_allclose(raw[1], expected[1], rtol=1e-4, atol=1e-4)
-            with pytest.raises(BadValue, match="input 1 holds no step tag"):
+            with pytest.raises(BadValue, match="input 1 has no step tag"):
                 engine.reward([[5, tag], [5, 6]])
 
 

@@ -29,7 +29,7 @@ def pool(hidden: Tensor, params: PoolingParams, normalize: bool = False) -> Tens
     return out
 
 
-def test_float32_leaves_as_it_is() -> None:
+def test_float32_output_is_unchanged() -> None:
     vectors = vectors_of(16)
     assert torch.equal(cast(vectors, OutputDtype.FLOAT32), vectors)
 
@@ -97,13 +97,13 @@ def test_packed_bits_are_those_of_sentence_transformers(precision: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", OutputDtype)
-def test_each_type_leaves_as_the_array_type_it_promises(dtype: OutputDtype) -> None:
+def test_each_output_dtype_gives_its_documented_array_type(dtype: OutputDtype) -> None:
     out = cast(vectors_of(24), dtype).numpy()
     assert out.dtype == dtype.numpy
     assert out.shape == (20, 3 if dtype.is_packed else 24)
 
 
-def test_unit_gives_length_one_and_leaves_zero_alone() -> None:
+def test_unit_gives_length_one_and_keeps_zero_vectors() -> None:
     vectors = vectors_of(16) * 37
     vectors[3] = 0
     lengths = unit(vectors).norm(dim=1)
@@ -132,13 +132,13 @@ def test_a_cut_vector_is_renormalised_unless_the_caller_declines(normalize: bool
     torch.testing.assert_close(raw, hidden[:, :5])
 
 
-def test_a_cut_comes_before_the_bits_are_packed() -> None:
+def test_vectors_are_cut_before_their_bits_are_packed() -> None:
     hidden = vectors_of(16)
     out = cast(pool(hidden, PoolingParams(dimensions=8)), OutputDtype.UBINARY)
     np.testing.assert_array_equal(out.numpy(), np.packbits(hidden[:, :8].numpy() > 0, axis=-1))
 
 
-def test_each_variant_holds_its_own_rows_in_its_own_form() -> None:
+def test_each_variant_gets_its_own_rows_and_parameters() -> None:
     hidden = vectors_of(16, rows=5)
     variants = (
         Variant(PoolingParams(), np.array([4, 0], dtype=np.int32)),
@@ -150,7 +150,7 @@ def test_each_variant_holds_its_own_rows_in_its_own_form() -> None:
     torch.testing.assert_close(cut, hidden[[1, 3, 2], :2])
 
 
-def test_several_methods_are_joined_in_their_order() -> None:
+def test_several_methods_are_concatenated_in_order() -> None:
     hidden = vectors_of(4, rows=6)
     spec = make_spec(pooling=PoolingSpec(methods=("cls", "max", "mean")))
     (out,) = Pooler(spec, {}, [])(
@@ -162,7 +162,7 @@ def test_several_methods_are_joined_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("act", ["identity", "tanh", "relu", "gelu", "sigmoid", "silu"])
-def test_dense_layers_apply_their_activation_inside_and_the_residual_outside(act: str) -> None:
+def test_dense_heads_add_the_residual_after_the_activation(act: str) -> None:
     pooled, weight, bias = vectors_of(6), vectors_of(6, rows=6, seed=1), vectors_of(6, rows=1, seed=2)[0]
     function = torch.nn.Identity() if act == "identity" else getattr(torch.nn.functional, act)
     inner = function(pooled @ weight.T + bias)

@@ -63,7 +63,7 @@ def test_every_method_that_a_model_may_name_exists_and_is_tested() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @given(ragged())
 @settings(max_examples=60, deadline=None)
-def test_a_method_equals_its_loop_on_ragged_rows(
+def test_a_method_equals_a_plain_loop_over_ragged_rows(
     method: str, shape: tuple[list[int], list[int] | None, int, int]
 ) -> None:
     lengths, skip, width, seed = shape
@@ -85,7 +85,7 @@ def test_half_precision_hidden_states_are_accumulated_in_fp32(method: str) -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_row_is_pooled_alike_alone_and_among_neighbours(method: str) -> None:
+def test_a_row_pools_to_the_same_vector_alone_and_in_a_batch(method: str) -> None:
     hidden = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
     together = METHODS[method](hidden, batch_of([10, 4, 16]))
     alone = METHODS[method](hidden[10:14], batch_of([4]))

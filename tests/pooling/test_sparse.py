@@ -52,7 +52,7 @@ def weights_of(logits: Tensor, reduce: str, logs: int) -> Tensor:
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 @pytest.mark.parametrize("logs", [1, 2])
 @pytest.mark.parametrize("rows", [None, [7, 0, 3, 2, 6]])
-def test_tiles_of_any_size_give_the_terms_of_the_whole(
+def test_any_tile_size_gives_the_same_terms(
     tile: int, reduce: Literal["max", "sum"], logs: int, rows: list[int] | None
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -86,7 +86,7 @@ def test_terms_without_weight_are_marked_absent() -> None:
     np.testing.assert_allclose(out[0], expected, rtol=1e-6)
 
 
-def test_what_is_not_finite_reaches_the_output() -> None:
+def test_values_that_are_not_finite_reach_the_output() -> None:
     hidden = torch.ones(sum(LENGTHS), 1)
     hidden[-1] = float("nan")
     splade = Splade(TaskHead("all", Linear(torch.ones(9, 1), None), 9), SparseSpec("splade"))

@@ -33,7 +33,7 @@ def alive() -> None:
         MemoryError(),
     ],
 )
-def test_what_is_a_lack_of_memory_is_called_so(error: Exception) -> None:
+def test_every_out_of_memory_error_is_recognised(error: Exception) -> None:
     assert isinstance(diagnose(error, dead), DeviceOutOfMemory)
 
 
@@ -45,20 +45,20 @@ def test_what_is_a_lack_of_memory_is_called_so(error: Exception) -> None:
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     ],
 )
-def test_a_device_that_does_not_answer_any_more_has_failed(error: Exception) -> None:
+def test_a_device_that_no_longer_answers_has_failed(error: Exception) -> None:
     found = diagnose(error, dead)
     assert isinstance(found, DeviceFailed)
     assert found.message.startswith("the device failed: ") and "\n" not in found.message
     assert diagnose(error, alive) is None, "a device that goes on leaves the fault to the step"
 
 
-def test_other_errors_are_the_steps_own() -> None:
+def test_other_errors_are_faults_of_the_step() -> None:
     assert diagnose(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), dead) is None
     with pytest.raises(RuntimeError, match="shapes"), typed_faults(torch.device("cpu")):
         raise RuntimeError("shapes")
 
 
-def test_the_tensors_of_a_step_that_did_not_fit_are_let_go() -> None:
+def test_the_tensors_of_a_step_that_ran_out_of_memory_are_freed() -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
 
     def step() -> None:
@@ -73,7 +73,7 @@ def test_the_tensors_of_a_step_that_did_not_fit_are_let_go() -> None:
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
-def test_a_runner_names_the_faults_of_its_steps() -> None:
+def test_a_runner_translates_the_faults_of_its_steps() -> None:
     with Engine(device="cpu") as engine:
         runner = engine.local.engine.core.runner
         assert isinstance(runner, ModelRunner)

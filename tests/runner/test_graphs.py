@@ -116,7 +116,7 @@ def replayed(runner: ModelRunner, graphs: Graphs, plan: PoolPlan) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [size + more for size in TOKENS for more in (-1, 0, 1)])
-def test_the_smallest_size_that_holds_a_step_is_taken(tokens: int) -> None:
+def test_a_step_gets_the_smallest_bucket_that_holds_it(tokens: int) -> None:
     bucket = bucket_of(tokens, 1, tokens)
     if tokens > TOKENS[-1]:
         assert bucket is None
@@ -143,12 +143,12 @@ def test_any_step_fits_its_bucket_and_no_bucket_is_much_larger() -> None:
     assert found > 500
 
 
-def test_buckets_are_few() -> None:
+def test_most_combinations_of_sizes_share_a_bucket() -> None:
     pairs = {bucket_of(t, r, n) for t in TOKENS for r in ROWS for n in MAX_LENGTHS if r <= t and n <= t}
     assert len(pairs) < len(TOKENS) * len(ROWS) * len(MAX_LENGTHS) / 2
 
 
-def test_one_long_row_among_many_short_ones_is_not_padded() -> None:
+def test_a_step_of_very_different_lengths_has_no_bucket() -> None:
     assert bucket_of(8000, 1000, 4000) is None
     assert bucket_of(8000, 1000, 60) == Bucket(8192, 1024, 64)
     assert bucket_of(100, 2000, 1) is None
@@ -157,7 +157,7 @@ def test_one_long_row_among_many_short_ones_is_not_padded() -> None:
 
 @pytest.mark.parametrize("types", [False, True])
 @pytest.mark.parametrize("skip", [False, True])
-def test_a_layout_holds_the_step_and_leaves_the_rest_empty(types: bool, skip: bool) -> None:
+def test_a_layout_writes_the_step_and_pads_the_rest(types: bool, skip: bool) -> None:
     plan = plan_of(
         5, 3, 9, type_ids=[1] * 17 if types else None, skip=[2, 1, 3] if skip else None, first_token=7
     )
@@ -182,7 +182,7 @@ def test_a_layout_holds_the_step_and_leaves_the_rest_empty(types: bool, skip: bo
     assert all(start % 4 == 0 for start, _ in parts) and layout.size <= max_layout_size()
 
 
-def test_groups_of_an_unknown_step_cannot_be_walked_over() -> None:
+def test_iterating_over_the_groups_of_an_unknown_step_raises() -> None:
     assert not NoGroups()
     with pytest.raises(RuntimeError, match="equal length"):
         list(NoGroups())
@@ -194,10 +194,10 @@ def test_groups_of_an_unknown_step_cannot_be_walked_over() -> None:
     "lengths",
     [(1,), (16,), (17,), (3, 9, 1), (40,) * 5, (1, 2, 64, 65), (500, 1), (512,), (100,) * 9, (20, 1) * 64],
 )
-def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
+def test_a_replay_equals_the_eager_step_whatever_the_padding_holds(
     method: str, lengths: tuple[int, ...], narrowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MIN_TRIMMED_SIZE", narrowed)
+    monkeypatch.setattr(module, "MIN_PRUNED_SIZE", narrowed)
     runner, graphs = make_runner(method)
     for first in (1, 50, 400):  # the graph of the first step serves the others
         plan = plan_of(*lengths, first_token=first)
@@ -211,10 +211,10 @@ def test_a_replay_equals_the_plain_step_whatever_lies_in_the_padding(
 
 @pytest.mark.parametrize("method", ["cls", "last"])
 @pytest.mark.parametrize("skip", [False, True])
-def test_a_large_graph_ends_with_the_tokens_that_are_read(
+def test_a_large_graph_prunes_its_last_layer_to_the_tokens_that_are_read(
     method: str, skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MIN_TRIMMED_SIZE", 512 * Model.hidden_size)
+    monkeypatch.setattr(module, "MIN_PRUNED_SIZE", 512 * Model.hidden_size)
     runner, graphs = make_runner(method)
     model: Any = runner.model
     for lengths in ((100,) * 9, (300, 20, 300, 300), (1, 1, 1, 590)):
@@ -233,7 +233,7 @@ def test_a_large_graph_ends_with_the_tokens_that_are_read(
     assert all(batch.output_tokens is None for batch in model.seen)
 
 
-def test_a_graph_serves_steps_of_other_shapes_of_its_bucket() -> None:
+def test_a_graph_serves_every_step_of_its_bucket() -> None:
     runner, graphs = make_runner()
     for lengths in ((20, 30), (5, 60, 7), (64, 64, 64, 64), (33,), (200,), (60, 61, 62, 63)):
         plan = plan_of(*lengths)
@@ -243,7 +243,7 @@ def test_a_graph_serves_steps_of_other_shapes_of_its_bucket() -> None:
 
 
 @pytest.mark.parametrize("dtype", OutputDtype)
-def test_every_output_leaves_in_its_own_form_with_flags(dtype: OutputDtype) -> None:
+def test_a_replay_gives_every_output_dtype_and_its_finite_flags(dtype: OutputDtype) -> None:
     runner, graphs = make_runner()
     plan = plan_of(3, 8, 5, params=PoolingParams(dtype=dtype))
     eager, result = runner._step(plan), replayed(runner, graphs, plan)
@@ -254,7 +254,7 @@ def test_every_output_leaves_in_its_own_form_with_flags(dtype: OutputDtype) -> N
 
 
 @pytest.mark.parametrize("task", [Task.TOKEN_EMBED, Task.CLASSIFY, Task.EMBED])
-def test_each_task_that_is_alone_is_finished_inside(task: Task) -> None:
+def test_a_step_of_one_task_is_pooled_inside_the_graph(task: Task) -> None:
     runner, graphs = make_runner()
     plan = plan_of(3, 8, 4, params=PoolingParams(task))
     key = graphs.key_of(plan)
@@ -263,7 +263,7 @@ def test_each_task_that_is_alone_is_finished_inside(task: Task) -> None:
     np.testing.assert_allclose(values, runner._step(plan).outputs[0], atol=1e-6)
 
 
-def test_mixed_steps_share_the_graph_of_the_model_alone() -> None:
+def test_mixed_steps_share_a_graph_that_ends_with_the_model() -> None:
     runner, graphs = make_runner()
     wants = (PoolingParams(), PoolingParams(dimensions=4), PoolingParams(Task.TOKEN_EMBED))
     requests = [make_request(str(i), [3, 8], params=params, skip=[1, 0]) for i, params in enumerate(wants)]
@@ -278,7 +278,7 @@ def test_mixed_steps_share_the_graph_of_the_model_alone() -> None:
     assert graphs.replays == 3
 
 
-def test_the_host_decides_by_the_bucket_alone() -> None:
+def test_a_captured_batch_has_the_shape_of_its_bucket() -> None:
     runner, graphs = make_runner()
     replayed(runner, graphs, plan_of(20, 30, 7))
     batch = runner.model.seen[-1]  # type: ignore[attr-defined]
@@ -286,7 +286,7 @@ def test_the_host_decides_by_the_bucket_alone() -> None:
     assert isinstance(batch.groups, NoGroups)
 
 
-def test_a_shape_is_captured_when_it_comes_again_and_waits_for_the_host() -> None:
+def test_a_shape_is_captured_once_it_repeats_and_waits_for_the_host() -> None:
     _, graphs = make_runner()
     plan = plan_of(20, 30)
     key = graphs.key_of(plan)
@@ -304,7 +304,7 @@ def test_a_shape_is_captured_when_it_comes_again_and_waits_for_the_host() -> Non
     assert [graphs.prepare(busy, other) is not None for _ in range(3)] == [False, True, True]
 
 
-def test_steps_whose_kernels_are_only_compiled_tell_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_only_precompile_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     _, graphs = make_runner()
     plan = plan_of(200, 300)
     key = graphs.key_of(plan)
@@ -320,7 +320,7 @@ def test_steps_whose_kernels_are_only_compiled_tell_no_times(monkeypatch: pytest
     assert graphs.prepare(key, plan) is not None
 
 
-def test_a_small_step_borrows_the_graph_of_a_roomier_shape_until_it_has_its_own() -> None:
+def test_a_small_step_uses_a_larger_graph_until_its_own_is_captured() -> None:
     runner, graphs = make_runner()
     roomy, small = plan_of(*[60] * 6), plan_of(40, 50, 60, 41, 30)  # 384 and 256 tokens, up to 16 rows
     replayed(runner, graphs, roomy)
@@ -336,7 +336,7 @@ def test_a_small_step_borrows_the_graph_of_a_roomier_shape_until_it_has_its_own(
     torch.testing.assert_close(results.outputs[0], runner._step(small).outputs[0])
 
 
-def test_a_graph_stands_in_only_for_what_it_has_room_for_and_finishes_alike() -> None:
+def test_a_larger_graph_serves_only_steps_that_fit_and_pool_the_same_way() -> None:
     _, graphs = make_runner()
     base = graphs.key_of(plan_of(40, 50, 60, 41, 30))
     assert base is not None and base.bucket == Bucket(256, 16, 64)
@@ -360,7 +360,7 @@ def test_a_graph_stands_in_only_for_what_it_has_room_for_and_finishes_alike() ->
 
 
 @pytest.mark.parametrize("method", ["last", "cls"])
-def test_a_graph_with_room_for_what_a_step_lacks_stands_in(method: str) -> None:
+def test_a_graph_with_type_ids_and_skip_serves_steps_without_them(method: str) -> None:
     runner, graphs = make_runner(method)
     replayed(runner, graphs, plan_of(*[60] * 6, skip=[7] * 6, type_ids=[1] * 360))
     (taken,) = graphs.captured
@@ -373,7 +373,7 @@ def test_a_graph_with_room_for_what_a_step_lacks_stands_in(method: str) -> None:
     torch.testing.assert_close(results.outputs[0], runner._step(plain).outputs[0])
 
 
-def test_a_large_step_does_not_borrow() -> None:
+def test_a_large_step_uses_no_larger_graph() -> None:
     runner, graphs = make_runner()
     replayed(runner, graphs, plan_of(*[60] * 16))  # 1,024 tokens
     key = graphs.key_of(plan_of(*[50] * 12))  # 640
@@ -381,7 +381,7 @@ def test_a_large_step_does_not_borrow() -> None:
     assert runner._replay(graphs, key, plan_of(*[50] * 12)) is None
 
 
-def test_captures_leave_most_of_the_time_to_steps() -> None:
+def test_a_pause_follows_every_capture() -> None:
     clock = Clock()
 
     def slow(work: Work) -> Any:
@@ -404,7 +404,7 @@ def test_captures_leave_most_of_the_time_to_steps() -> None:
     assert len(graphs.captured) == 2
 
 
-def test_a_capture_that_fails_is_not_tried_again_and_the_step_runs() -> None:
+def test_a_failed_capture_is_not_repeated_and_the_step_runs_eagerly() -> None:
     tries = []
 
     def broken(work: Work) -> Any:
@@ -421,7 +421,7 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_step_runs() -> None:
 
 
 @pytest.mark.parametrize("when", ["first run", "capture"])
-def test_a_capture_without_memory_keeps_nothing_and_the_step_runs(when: str) -> None:
+def test_a_capture_out_of_memory_holds_nothing_and_the_step_runs_eagerly(when: str) -> None:
     held: list[Any] = []
 
     def short(work: Work) -> Any:
@@ -448,7 +448,7 @@ def test_a_capture_without_memory_keeps_nothing_and_the_step_runs(when: str) -> 
     assert graphs._is_due(other)
 
 
-def test_graphs_give_their_memory_back_when_a_step_has_none() -> None:
+def test_graphs_are_dropped_when_a_step_runs_out_of_memory() -> None:
     runner, graphs = make_runner()
     plan = plan_of(5, 9)
     replayed(runner, graphs, plan)
@@ -466,7 +466,7 @@ def test_graphs_give_their_memory_back_when_a_step_has_none() -> None:
     assert outputs and all(output() is None for output in outputs)
 
 
-def test_a_model_that_needs_the_step_itself_is_asked_once() -> None:
+def test_a_model_that_cannot_be_captured_is_tried_once() -> None:
     asked = []
 
     def by_groups(work: Work) -> Any:
@@ -480,7 +480,7 @@ def test_a_model_that_needs_the_step_itself_is_asked_once() -> None:
     assert graphs._failures == MAX_FAILURES and not graphs.refused
 
 
-def test_no_more_than_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_graphs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_GRAPHS", 2)
     _, graphs = make_runner()
     with graphs.capture_on_first_use():
@@ -490,7 +490,7 @@ def test_no_more_than_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -
     assert len(graphs.captured) == 2
 
 
-def test_graphs_hold_no_more_than_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_memory_of_graphs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_OUTPUT_BYTES", 64 * 8 * 4 + 1)
     _, graphs = make_runner()
     with graphs.capture_on_first_use():
@@ -500,7 +500,7 @@ def test_graphs_hold_no_more_than_so_much_memory(monkeypatch: pytest.MonkeyPatch
     assert [key.bucket.tokens for key in graphs.captured] == [64, 128] and graphs.is_full
 
 
-def test_what_cannot_be_replayed_has_no_key() -> None:
+def test_a_step_that_cannot_be_replayed_has_no_key() -> None:
     _, graphs = make_runner()
     assert graphs.key_of(plan_of(4, 5, key_limits=[2, 5])) is None
     adapted = make_request("a", [3])
@@ -523,7 +523,7 @@ def cut_plan(remembered: int = 21) -> PoolPlan:
     return build_plan(shares, block_size=16)
 
 
-def test_a_cut_row_lies_in_the_layout_and_the_rest_is_kept_nowhere() -> None:
+def test_a_layout_writes_a_chunked_row_and_padding_is_written_to_no_cache_slot() -> None:
     plan = cut_plan()
     kv = plan.kv
     assert kv is not None
@@ -543,16 +543,16 @@ def test_a_cut_row_lies_in_the_layout_and_the_rest_is_kept_nowhere() -> None:
 
 
 @pytest.mark.parametrize(("remembered", "room"), [(0, 4096), (4096, 4096), (4097, 16384), (65536, 65536)])
-def test_remembered_keys_have_few_sizes(remembered: int, room: int) -> None:
+def test_cached_keys_have_few_bucket_sizes(remembered: int, room: int) -> None:
     assert cached_keys_of(remembered) == room
 
 
-def test_more_is_remembered_than_a_graph_has_room_for() -> None:
+def test_too_many_cached_keys_have_no_bucket() -> None:
     assert cached_keys_of(65537) is None
 
 
 @pytest.mark.parametrize(("method", "wanted"), [("last", True), ("mean", False)])
-def test_steps_with_memory_are_replayed_unless_sums_go_on(
+def test_steps_that_use_the_kv_cache_are_replayed_unless_they_carry_sums(
     method: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.runner.graphs.reads_in_place", lambda store: True)

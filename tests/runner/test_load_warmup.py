@@ -50,14 +50,14 @@ def warm_up(runner: Runner, monkeypatch: pytest.MonkeyPatch, able: bool = True) 
     return runner.steps
 
 
-def test_kernels_are_compiled_before_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_precompiled_before_the_first_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = (1, 17, 64)
     expected = [(True, length) for length in lengths] + [(False, length) for length in lengths]
     assert warm_up(Runner("cuda"), monkeypatch) == expected
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_first_graphs_have_room_for_instructions_where_texts_begin_with_them(skips: bool) -> None:
+@pytest.mark.parametrize("has_skip", [True, False])
+def test_warm_up_graphs_take_a_skip_where_the_model_has_instructions(has_skip: bool) -> None:
     plans: list[PoolPlan] = []
 
     class Launched(Runner):
@@ -68,18 +68,20 @@ def test_first_graphs_have_room_for_instructions_where_texts_begin_with_them(ski
 
     graphs: Any = SimpleNamespace(capture_on_first_use=nullcontext, captured={})
     runner: Any = Launched("cuda")
-    warmup.capture_graphs(runner, graphs, Task.EMBED, 64, 64, skips=skips)
-    assert plans and all((plan.skip is not None) == skips for plan in plans)
+    warmup.capture_graphs(runner, graphs, Task.EMBED, 64, 64, has_skip=has_skip)
+    assert plans and all((plan.skip is not None) == has_skip for plan in plans)
 
 
-def test_what_goes_wrong_ahead_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_during_precompilation_is_ignored_and_the_steps_still_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner = Runner("cuda")
     runner.broken_ahead = True
     assert warm_up(runner, monkeypatch) == [(True, 1), (False, 1), (False, 17), (False, 64)]
 
 
 @pytest.mark.parametrize(("device", "able"), [("cpu", True), ("cuda", False)])
-def test_where_nothing_can_be_compiled_ahead_steps_run_once(
+def test_steps_run_once_where_precompilation_is_unavailable(
     device: str, able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = warm_up(Runner(device), monkeypatch, able)

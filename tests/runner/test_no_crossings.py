@@ -97,7 +97,9 @@ def test_decoders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("method", ["last", "mean", "mean_sqrt_len"])
-def test_rows_that_go_on_over_steps(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_run_over_several_steps(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoders.FAMILIES["qwen3"].write(tmp_path)
     options: dict[str, Any] = {"max_num_batched_tokens": 48, "enable_chunked_prefill": True}
     options |= {"long_prefill_token_threshold": 13, "pooler_config": PoolerConfig(pooling_type=method)}

@@ -8,21 +8,21 @@ import pytest
 
 from penstock import Engine
 from penstock.errors import ConfigError
-from penstock.runner.profile import SKIP, ProfiledRunner
+from penstock.runner.profile import WARM_UP_STEPS, ProfiledRunner
 
 
 def names_in(trace: Path) -> list[str]:
     return [str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"]]
 
 
-def test_a_trace_holds_the_steps_after_the_first_and_what_they_ran(tmp_path: Path) -> None:
+def test_a_trace_holds_the_steps_after_the_warm_up_steps(tmp_path: Path) -> None:
     with (
         Engine(device="cpu") as plain,
         Engine(device="cpu", profile=str(tmp_path), profile_steps=3) as engine,
     ):
         runner = engine.local.engine.core.runner
         assert isinstance(runner, ProfiledRunner)
-        for number in range(SKIP):
+        for number in range(WARM_UP_STEPS):
             engine.embed([f"warm {number}"])
         assert not list(tmp_path.iterdir())
         for number in range(4):
@@ -34,27 +34,27 @@ def test_a_trace_holds_the_steps_after_the_first_and_what_they_ran(tmp_path: Pat
         assert sum(name.startswith("step: 1 rows") for name in names) >= 3
         assert any("linear" in name for name in names), "the step thread is in it"
         engine.embed(["not in a window"])
-        runner.again()
+        runner.profile_again()
         for number in range(3):
             engine.embed([f"again {number}"])
         assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_window_that_is_still_open_is_written_at_the_end(tmp_path: Path) -> None:
+def test_close_writes_a_window_that_is_still_open(tmp_path: Path) -> None:
     with Engine(device="cpu", profile=str(tmp_path / "new"), profile_steps=100) as engine:
         runner = engine.local.engine.core.runner
         assert isinstance(runner, ProfiledRunner)
-        runner.again()
+        runner.profile_again()
         engine.embed(["a"])
     assert len(list((tmp_path / "new").iterdir())) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_profile_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="profile"):
         Engine(device="cpu", profile=str(tmp_path / "file" / "sub"))
 
 
-def test_without_it_the_runner_is_the_plain_one() -> None:
+def test_the_runner_is_not_wrapped_without_the_profile_option() -> None:
     with Engine(device="cpu") as engine:
         assert not isinstance(engine.local.engine.core.runner, ProfiledRunner)

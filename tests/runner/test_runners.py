@@ -61,7 +61,7 @@ def test_integers_reach_a_cpu_in_order_and_without_a_copy() -> None:
     assert [tensor.tolist() for tensor in sent] == [[9, 2, 3], [4]]
 
 
-def test_results_leave_a_cpu_with_their_shape_and_type() -> None:
+def test_results_fetched_on_a_cpu_keep_their_shape_and_type() -> None:
     staging = Staging(torch.device("cpu"), depth=1)
     wide = torch.arange(12.0).view(3, 4)
     cut, bits = staging.fetch([wide[:, :2], wide.bfloat16().view(torch.uint16)])

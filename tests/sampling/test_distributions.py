@@ -78,7 +78,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return float((((got - wanted) ** 2 / wanted).sum() - freedom) / np.sqrt(2 * freedom))
 
 
-def test_noise_has_the_moments_of_a_gumbel_variable_and_no_end_in_sight() -> None:
+def test_noise_has_the_moments_of_a_gumbel_variable_and_is_finite() -> None:
     keys = torch.tensor([[1, 2, 0, 0], [1, 2, 1, 0]], dtype=torch.int32)
     noise = gumbel_reference(keys, torch.tensor([0, 0]), 1 << 20).double()
     assert noise.isfinite().all()
@@ -88,7 +88,7 @@ def test_noise_has_the_moments_of_a_gumbel_variable_and_no_end_in_sight() -> Non
     assert 11 < float(noise.max()) < 23
 
 
-def test_rows_without_a_seed_never_share_their_noise() -> None:
+def test_rows_without_a_seed_never_share_noise() -> None:
     sampler = Sampler(5000, 8, torch.device("cpu"), seed=0)
     seen = []
     for _ in range(3):

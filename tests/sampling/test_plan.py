@@ -34,7 +34,7 @@ def alone(request: int, steps: int) -> Driver:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_joins_and_leaves_give_the_tokens_of_rows_alone(data: st.DataObject) -> None:
+def test_a_sequence_samples_the_same_tokens_whoever_else_joins_and_leaves(data: st.DataObject) -> None:
     driver = Driver()
     for _ in range(data.draw(st.integers(1, 14))):
         waiting = [request for request in range(len(KINDS)) if request not in driver.slot_of]
@@ -58,7 +58,7 @@ def test_any_joins_and_leaves_give_the_tokens_of_rows_alone(data: st.DataObject)
     request=st.sampled_from([n for n, params in enumerate(KINDS) if params.temperature == 0]),
     steps=st.integers(1, 8),
 )
-def test_greedy_rows_take_the_likeliest_token_of_the_plainly_edited_logits(request: int, steps: int) -> None:
+def test_greedy_rows_take_the_likeliest_token_of_the_processed_logits(request: int, steps: int) -> None:
     history = alone(request, steps).history[request]
     inside = tuple(token for token in KINDS[request].eos_token_ids if token < VOCAB)
     params = msgspec.structs.replace(KINDS[request], eos_token_ids=inside)  # the reference knows no others
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-def test_rows_that_ask_for_nothing_cost_a_maximum_of_the_model_s_own_logits() -> None:
+def test_greedy_rows_without_processors_cost_one_maximum_of_the_logits() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     for slot in range(SLOTS):
         sampler.join(slot, SamplerParams(temperature=0), ints([1]))
@@ -98,14 +98,14 @@ def test_rows_that_ask_for_nothing_cost_a_maximum_of_the_model_s_own_logits() ->
     of_rows = {"_to_copy", "index", "index_add_", "index_copy_", "ones_like", "clamp_min"}
     checks = {"isneginf", "masked_fill_", "lt", "bitwise_not"}  # of the maximum, not of the logits
     assert set(seen.names) <= {"max"} | of_rows | checks
-    edits = sampler._edits
-    for empty in (edits.work, edits.masks, edits.counts.table):
+    processors = sampler._processors
+    for empty in (processors.work, processors.masks, processors.counts.table):
         assert empty.numel() == 0
-    assert edits.entries is None
+    assert processors.entries is None
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_nothing_is_sent_while_nobody_comes_or_goes(kind: int) -> None:
+def test_nothing_is_sent_while_no_sequence_joins_or_leaves(kind: int) -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     slots = ints([2, 0, 4])
     for slot in slots.tolist():
@@ -123,7 +123,7 @@ def test_nothing_is_sent_while_nobody_comes_or_goes(kind: int) -> None:
     assert sampler.uploads > before
 
 
-def test_only_the_rows_that_ask_are_copied() -> None:
+def test_only_rows_with_processors_are_copied_to_fp32() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     for slot in range(SLOTS):
         sampler.join(slot, SamplerParams(temperature=0), ints([1]))
@@ -133,23 +133,23 @@ def test_only_the_rows_that_ask_are_copied() -> None:
     with Recorder() as seen:
         sampler(logits, slots, torch.from_numpy(slots))
     assert seen.largest < 2 * VOCAB, "as wide as that one row"
-    assert sampler._edits.counts.table.numel() == 0
+    assert sampler._processors.counts.table.numel() == 0
 
 
-def test_counts_are_kept_for_rows_that_use_them_and_given_back() -> None:
+def test_token_counts_are_held_only_for_slots_with_penalties_and_freed() -> None:
     sampler = Sampler(VOCAB, 64, CPU)
     penal = SamplerParams(temperature=0, presence_penalty=1.0)
     for turn in range(40):
         slot = turn % 64
         sampler.join(slot, penal, ints([turn % VOCAB]))
         sampler(torch.zeros(1, VOCAB), ints([slot]), torch.tensor([slot]))
-        assert int((sampler._edits.counts.table[0] != 0).sum()) == (1 if turn % VOCAB == 0 else 2)
+        assert int((sampler._processors.counts.table[0] != 0).sum()) == (1 if turn % VOCAB == 0 else 2)
         sampler.leave(slot)
-    assert len(sampler._edits.counts.table) == len(sampler._edits.work) == 1
+    assert len(sampler._processors.counts.table) == len(sampler._processors.work) == 1
     assert sampler.plan.counts.used == 0
 
 
-def test_min_tokens_end_their_edits_when_they_are_reached() -> None:
+def test_stop_tokens_are_no_longer_forbidden_once_min_tokens_are_reached() -> None:
     plan = SlotPlan(VOCAB, 4, seed=0)
     plan.join(1, SamplerParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 0)
     plan.join(2, SamplerParams(temperature=0, min_tokens=3, eos_token_ids=(4,)), 3)
@@ -158,7 +158,7 @@ def test_min_tokens_end_their_edits_when_they_are_reached() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01])
-def test_a_row_does_not_end_before_its_min_tokens(temperature: float) -> None:
+def test_a_sequence_does_not_stop_before_its_min_tokens(temperature: float) -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     params = SamplerParams(temperature=temperature, min_tokens=2, eos_token_ids=(4,), stop_token_ids=(6,))
     sampler.join(1, params, ints([1]))
@@ -168,7 +168,7 @@ def test_a_row_does_not_end_before_its_min_tokens(temperature: float) -> None:
     assert got == [[9], [9], [4], [4]]
 
 
-def test_a_mask_says_what_may_come_next_and_agrees_with_allowed_ids() -> None:
+def test_a_mask_limits_the_next_token_together_with_allowed_ids() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     sampler.join(0, SamplerParams(temperature=0), ints([1]))
     sampler.join(1, SamplerParams(temperature=0, allowed_token_ids=(3, 4)), ints([1]))
@@ -182,11 +182,11 @@ def test_a_mask_says_what_may_come_next_and_agrees_with_allowed_ids() -> None:
     sampler.mask(0, None)
     sampler.mask(1, None)
     assert sampler(logits, slots, at).token_ids.tolist() == [36, 4]
-    with pytest.raises(ValueError, match=r"\(3,\) words; this vocabulary has \(2,\)"):
+    with pytest.raises(ValueError, match=r"\(3,\) words; this vocabulary needs \(2,\)"):
         sampler.mask(0, np.zeros(3, np.int32))
 
 
-def test_a_longer_bad_word_joins_without_loss_of_what_others_remember() -> None:
+def test_a_longer_bad_word_keeps_the_recorded_tokens_of_other_slots() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     bias = {5: 9.0, 6: 8.0}
     sampler.join(0, SamplerParams(temperature=0, bad_token_ids=((5, 5, 5),), logit_bias=bias), ints([5, 5]))
@@ -209,15 +209,15 @@ def test_logprobs_are_of_the_model_s_own_distribution(dtype: torch.dtype) -> Non
     slots = ints([2, 0, 3])
     got = sampler(logits, slots, torch.from_numpy(slots))
     assert got.logprob_rows is not None and got.logprob_rows.tolist() == [0, 2]
-    assert got.logprob_ids is not None and got.logprobs is not None and got.ranks is not None
+    assert got.logprobs is not None
     expected = logits.float().log_softmax(dim=1)
-    assert got.logprob_ids[:, 0].tolist() == [9, int(logits[2].argmax())]
+    assert got.logprobs.ids[:, 0].tolist() == [9, int(logits[2].argmax())]
     for place, row in enumerate((0, 2)):
-        wanted = expected[row][got.logprob_ids[place].long()]
+        wanted = expected[row][got.logprobs.ids[place].long()]
         torch.testing.assert_close(got.logprobs.values[place], wanted, atol=1e-4, rtol=0)
         assert (got.logprobs.values[place, 1:].diff() <= 0).all()
     assert got.logprobs.values.shape == (2, 1 + VOCAB)
-    assert got.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
+    assert got.logprobs.ranks.tolist() == [int((logits[0] >= logits[0, 9]).sum()), 1]
 
 
 @pytest.mark.parametrize(
@@ -236,26 +236,26 @@ def test_tokens_outside_the_vocabulary_are_refused(params: SamplerParams, words:
     sampler.plan.check_integrity()
 
 
-def test_a_slot_is_held_by_one_row() -> None:
+def test_a_slot_belongs_to_one_sequence() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     sampler.join(0, SamplerParams(), ints([1]))
-    with pytest.raises(ValueError, match="slot 0 is held by another row"):
+    with pytest.raises(ValueError, match="slot 0 is taken by another sequence"):
         sampler.join(0, SamplerParams(), ints([1]))
     with pytest.raises(ValueError, match=r"slot 4 is not in 0 … 3"):
         sampler.join(4, SamplerParams(), ints([1]))
-    with pytest.raises(ValueError, match="slot 1 is held by no row"):
+    with pytest.raises(ValueError, match="slot 1 is free"):
         sampler.leave(1)
-    with pytest.raises(ValueError, match=r"logits are \(1, 5\), not \(1, 37\)"):
+    with pytest.raises(ValueError, match=r"logits have shape \(1, 5\), not \(1, 37\)"):
         sampler(torch.zeros(1, 5), ints([0]), torch.tensor([0]))
 
 
-def test_the_plan_starts_without_torch() -> None:
+def test_the_slot_plan_does_not_import_torch() -> None:
     code = "import sys, penstock.sampling.plan\nprint('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "False"
 
 
-def test_a_step_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampling_step_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(VOCAB, len(KINDS), CPU, seed=1)
     slots, logits = np.arange(len(KINDS), dtype=np.int32), torch.randn(len(KINDS), VOCAB)
     at = torch.from_numpy(slots)

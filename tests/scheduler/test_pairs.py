@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.scheduler.plan import build_plan
-from penstock.scheduler.ragged import neighbours, tokens_of
+from penstock.scheduler.ragged import consecutive_tokens, tokens_of
 from penstock.scheduler.scheduler import Budget, ScheduledRows, Scheduler
 from penstock.scheduler.vector_cache import VectorCache
 from penstock.types import PairPlan, PoolingParams, Request, Task, Variant
@@ -106,11 +106,11 @@ def test_every_document_is_scored_once_against_its_query(late: bool, reuse: bool
 @pytest.mark.parametrize(
     "rows", [[], [2], [0, 1], [1, 0], [1, 2, 3], [0, 2, 1, 3], [0, 2], [0, 0], [3, 1, 2, 4]]
 )
-def test_rows_are_neighbours_where_a_slice_holds_just_their_tokens(rows: list[int]) -> None:
+def test_consecutive_rows_are_the_slice_of_their_tokens(rows: list[int]) -> None:
     lengths = np.array([3, 1, 4, 1, 5], dtype=np.int32)
     starts = (np.cumsum(lengths) - lengths).astype(np.int32)
     numbers, flat = np.array(rows, dtype=np.int32), np.arange(14)
-    found = neighbours(numbers, lengths, starts)
+    found = consecutive_tokens(numbers, lengths, starts)
     assert (found is not None) == (rows == list(range(rows[0], rows[0] + len(rows))) if rows else True)
     if found is not None:
         assert flat[found].tolist() == tokens_of(numbers, lengths, starts).tolist()

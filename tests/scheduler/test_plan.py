@@ -49,7 +49,7 @@ def rows_in_slots(plan: PoolPlan) -> dict[int, tuple[Request, int]]:
 
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_a_plan_holds_exactly_the_rows_of_its_shares(given_shares: list[ScheduledRows]) -> None:
+def test_a_plan_holds_exactly_the_scheduled_rows(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     placed = rows_in_slots(plan)
     wanted = [(share.request, int(row)) for share in given_shares for row in share.rows]
@@ -64,7 +64,7 @@ def test_a_plan_holds_exactly_the_rows_of_its_shares(given_shares: list[Schedule
 
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_segments_and_skips_follow_their_rows_and_are_zero_where_a_request_has_none(
+def test_type_ids_and_skips_follow_their_rows_and_default_to_zero(
     given_shares: list[ScheduledRows],
 ) -> None:
     plan = build_plan(given_shares)
@@ -101,7 +101,7 @@ def test_rows_are_ordered_by_length_and_groups_cover_them_all(given_shares: list
 
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_every_row_stands_in_the_variant_of_its_own_parameters(given_shares: list[ScheduledRows]) -> None:
+def test_every_row_is_in_the_variant_of_its_parameters(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     kinds = {share.request.params for share in given_shares}
     assert {variant.params for variant in plan.variants} == kinds
@@ -138,7 +138,7 @@ def test_rows_of_equal_length_keep_the_order_of_their_requests() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1], [7]])
-def test_a_single_row_is_a_plan_of_its_own(lengths: list[int]) -> None:
+def test_a_plan_may_hold_a_single_row(lengths: list[int]) -> None:
     plan = build_plan([ScheduledRows(make_request("a", lengths), ints([0]))])
     assert plan.token_ids.tolist() == list(range(1, lengths[0] + 1))
     assert plan.cu_lengths.tolist() == [0, lengths[0]]
@@ -146,7 +146,7 @@ def test_a_single_row_is_a_plan_of_its_own(lengths: list[int]) -> None:
 
 @given(shares())
 @settings(max_examples=200, deadline=None)
-def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[ScheduledRows]) -> None:
+def test_rows_with_a_key_limit_form_their_own_groups(given_shares: list[ScheduledRows]) -> None:
     plan = build_plan(given_shares)
     seen: dict[int, int] = {}
     for slot, (request, row) in rows_in_slots(plan).items():
@@ -169,19 +169,19 @@ def test_rows_with_a_key_limit_stand_in_groups_and_apart(given_shares: list[Sche
     assert plan.limits.max_keys == max(seen[slot] for slot in limited)
 
 
-def test_key_limits_that_are_no_limits_leave_no_trace() -> None:
+def test_key_limits_of_the_whole_row_are_dropped() -> None:
     plan = build_plan([ScheduledRows(make_request("a", [3, 5], key_limits=[3, 9]), ints([0, 1]))])
     assert plan.limits is None and all(group.key_limit == 0 for group in plan.groups)
 
 
-def test_a_row_that_may_be_cut_has_no_key_limit() -> None:
+def test_a_chunked_row_cannot_have_a_key_limit() -> None:
     request = make_request("a", [4], key_limits=[2])
     share = ScheduledRows(request, ints([0]), ints([0]), ints([4]), (None,))
     with pytest.raises(ValueError, match="no key limit"):
         build_plan([share], block_size=4)
 
 
-def test_rows_that_could_be_cut_but_run_whole_need_no_memory() -> None:
+def test_chunkable_rows_that_run_whole_do_not_use_the_kv_cache() -> None:
     whole = ScheduledRows(make_request("a", [4, 2]), ints([0, 1]), ints([0, 0]), ints([4, 2]), (None, None))
     cut = ScheduledRows(make_request("b", [9]), ints([0]), ints([0]), ints([3]), ([0, 1, 2],))
     alone, together = build_plan([whole], block_size=4), build_plan([whole, cut], block_size=4)

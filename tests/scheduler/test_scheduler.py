@@ -366,7 +366,9 @@ def test_rows_of_equal_tokens_share_the_blocks_of_their_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("adapters", [0]), ("adapters", [1]), ("type_ids", [1] * 17), ("keys", [9])], ids=str
+    ("name", "value"),
+    [("adapters", [0]), ("adapters", [1]), ("type_ids", [1] * 17), ("key_limits", [9])],
+    ids=str,
 )
 def test_rows_whose_hidden_states_differ_share_no_prefix_block(name: str, value: list[int]) -> None:
     scheduler = prefix_caching_scheduler(BlockPool(64, 4))

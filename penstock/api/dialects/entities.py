@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import InputFields
-from penstock.api.replies import list_reply, timed_encoding
+from penstock.api.replies import list_reply
 from penstock.api.run import run
 from penstock.outputs.entities import Aggregation
 from penstock.tasks.entities import FindEntities
@@ -23,6 +25,8 @@ async def entities(call: Call, body: EntitiesRequest) -> Reply:
         inputs=body.input, options=body.options(), aggregation=body.aggregation, allows_empty_text=False
     )
     result = await run(call, body, model, task)
-    with timed_encoding(call):
-        data = [{"index": index, "entities": row} for index, row in enumerate(result.value)]
-        return list_reply(call, body, result, "entities", data)
+
+    def data() -> list[dict[str, Any]]:
+        return [{"index": index, "entities": row} for index, row in enumerate(result.value)]
+
+    return list_reply(call, body, result, "entities", data)

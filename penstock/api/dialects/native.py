@@ -10,7 +10,7 @@ import orjson
 from penstock.api.embeddings import vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields, InputFields, agreed
-from penstock.api.replies import list_reply, sparse_terms, timed_encoding
+from penstock.api.replies import list_reply, sparse_terms
 from penstock.api.run import check_num_rows, run
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue
@@ -87,7 +87,8 @@ async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, task
         min_weight=body.min_weight or 0.0,
     )
     result = await run(call, body, model, task)
-    with timed_encoding(call):
+
+    def data() -> list[dict[str, Any]]:
         columns = [
             sparse_terms(model.text, column)
             if params.task is Task.SPARSE
@@ -95,11 +96,12 @@ async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, task
             for params, column in zip(task.all_params, result.value, strict=True)
         ]
         names = [each.value for each in tasks]
-        data = [
+        return [
             {"index": i, "object": "pooling", "data": dict(zip(names, row, strict=True))}
             for i, row in enumerate(zip(*columns, strict=True))
         ]
-        return list_reply(call, body, result, "pool", data)
+
+    return list_reply(call, body, result, "pool", data)
 
 
 def _task_params(body: PoolingRequest, task: Task) -> PoolingParams:
@@ -131,10 +133,12 @@ async def _sparse_reply(
         min_weight=min_weight,
     )
     result = await run(call, body, model, task)
-    with timed_encoding(call):
+
+    def data() -> list[dict[str, Any]]:
         rows = sparse_terms(model.text, result.value)
-        data = [{"object": kind, "index": index, field: terms} for index, terms in enumerate(rows)]
-        return list_reply(call, body, result, "pool" if kind == "pooling" else kind, data)
+        return [{"object": kind, "index": index, field: terms} for index, terms in enumerate(rows)]
+
+    return list_reply(call, body, result, "pool" if kind == "pooling" else kind, data)
 
 
 async def classify(call: Call, body: ClassifyRequest) -> Reply:
@@ -143,14 +147,16 @@ async def classify(call: Call, body: ClassifyRequest) -> Reply:
     params = PoolingParams(Task.CLASSIFY, normalize=agreed(body.normalize, body.use_activation))
     task = Classify(inputs=body.input, params=params, options=body.options(), allows_empty_text=False)
     result = await run(call, body, model, task)
-    with timed_encoding(call):
+
+    def data() -> list[dict[str, Any]]:
         labels, values = model.spec.labels, result.value
         best = values.argmax(axis=1).tolist()
-        data = [
+        return [
             {"index": i, "label": labels[best[i]], "probs": row, "num_classes": len(labels)}
             for i, row in enumerate(values)
         ]
-        return list_reply(call, body, result, "classify", data)
+
+    return list_reply(call, body, result, "classify", data)
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

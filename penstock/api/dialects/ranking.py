@@ -5,6 +5,7 @@ One HTTP request is one message to the engine, however many documents it has.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -12,7 +13,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from penstock.api.endpoint import Call, Reply
-from penstock.api.replies import json_reply, list_reply, timed_encoding
+from penstock.api.replies import json_reply, list_reply, record_phases
 from penstock.api.run import Result, Scheduled, run
 from penstock.errors import BadValue, PenstockError
 from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
@@ -100,33 +101,39 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
         _check_query(query, f"query {index}", "queries")
     pairs = make_pairs(queries, documents)
     result = await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
-    with timed_encoding(call):
-        data = [
+
+    def data() -> list[dict[str, Any]]:
+        return [
             {"index": index, "object": "score", "score": value} for index, value in enumerate(result.value)
         ]
-        return list_reply(call, body, result, "score", data)
+
+    return list_reply(call, body, result, "score", data)
 
 
 async def rerank(call: Call, body: RerankRequest) -> Reply:
     """Rank documents from best to worst."""
     result = await _ranked(call, body)
-    with timed_encoding(call):
-        head = result.head(body, "rerank")
-        meta = {"billed_units": {"search_units": _search_units(body)}}
-        return json_reply({**head, "results": _results(body, result), "usage": result.usage, "meta": meta})
+    began = time.monotonic()
+    head = result.head(body, "rerank")
+    meta = {"billed_units": {"search_units": _search_units(body)}}
+    reply = json_reply({**head, "results": _results(body, result), "usage": result.usage, "meta": meta})
+    record_phases(call, began)
+    return reply
 
 
 async def cohere_rerank(call: Call, body: CohereRerankRequest) -> Reply:
     """Rank documents from best to worst, in the shape of Cohere's v2 API."""
     result = await _ranked(call, body)
-    with timed_encoding(call):
-        meta = {
-            "api_version": {"version": "2"},
-            "billed_units": {"search_units": _search_units(body)},
-            "tokens": {"input_tokens": result.request.num_tokens},
-        }
-        name = result.head(body, "rerank")["id"]
-        return json_reply({"id": name, "results": _results(body, result), "meta": meta})
+    began = time.monotonic()
+    meta = {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": _search_units(body)},
+        "tokens": {"input_tokens": result.request.num_tokens},
+    }
+    name = result.head(body, "rerank")["id"]
+    reply = json_reply({"id": name, "results": _results(body, result), "meta": meta})
+    record_phases(call, began)
+    return reply
 
 
 def cohere_error(error: PenstockError) -> dict[str, Any]:

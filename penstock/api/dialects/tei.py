@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal
 
 import msgspec
 
 from penstock.api.dialects.ranking import run_pairs
 from penstock.api.endpoint import Call, Dialect, Reply
-from penstock.api.replies import json_reply, timed_encoding
+from penstock.api.replies import json_reply, record_phases
 from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockError, QueueFull
 from penstock.inputs.pair_options import PairOptions, make_pairs
 from penstock.inputs.pairs import score_kind
@@ -66,14 +67,13 @@ async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
     options = _options(body.truncate, body.truncation_direction)
     activate = False if body.raw_scores else None
     result = await run_pairs(call, body, make_pairs(body.query, body.texts), options, activate=activate)
-    with timed_encoding(call):
-        scores = result.value
-        rows: list[dict[str, Any]] = [
-            {"index": index, "score": scores[index]} for index in top_indices(scores)
-        ]
-        if body.return_text:
-            rows = [{**row, "text": body.texts[row["index"]]} for row in rows]
-        return json_reply(rows)
+    began, scores = time.monotonic(), result.value
+    rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in top_indices(scores)]
+    if body.return_text:
+        rows = [{**row, "text": body.texts[row["index"]]} for row in rows]
+    reply = json_reply(rows)
+    record_phases(call, began)
+    return reply
 
 
 async def similarity(call: Call, body: SimilarityRequest) -> Reply:
@@ -92,8 +92,10 @@ async def similarity(call: Call, body: SimilarityRequest) -> Reply:
     )
     pairs = make_pairs(body.inputs.source_sentence, body.inputs.sentences)
     result = await run_pairs(call, body, pairs, options, activate=None)
-    with timed_encoding(call):
-        return json_reply(result.value)
+    began = time.monotonic()
+    reply = json_reply(result.value)
+    record_phases(call, began)
+    return reply
 
 
 def _options(

@@ -1,6 +1,6 @@
-"""Edits of logits before they are sampled from: masks, bias, bad words, min tokens, penalties.
+"""Logits processors: masks, bias, bad words, min tokens, penalties.
 
-The order is vLLM's: what is not allowed, bad words, stops that come too early, bias, penalties.
+They apply in vLLM's order: allowed tokens, bad words, stop tokens before `min_tokens`, bias, penalties.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 
 from penstock.kernels.language import cdiv
 from penstock.kernels.sampling import apply_penalties_reference, edit_logits
-from penstock.sampling.penalties import Counts, grown
+from penstock.sampling.penalties import TokenCounts, with_rows
 from penstock.sampling.plan import Column, Need, SlotPlan, packed_bits
 from penstock.types import Ints, SamplerParams
 
 Send = Callable[[NDArray[np.int64] | Ints], Tensor]
-_NEVER = float("-inf")
+_MINUS_INFINITY = float("-inf")
 
 
-class Edits:
-    """The device's side of what changes logits. Everything here is empty until a row asks for it."""
+class LogitsProcessors:
+    """The device tables of the logits processors. A table is empty until a row asks for it."""
 
     def __init__(self, plan: SlotPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
-        self.counts = Counts(plan.vocab_size, device)
+        self.counts = TokenCounts(plan.vocab_size, device)
         self.masks = torch.zeros((0, cdiv(plan.vocab_size, 32)), dtype=torch.int32, device=device)
         self.work = torch.zeros((0, plan.vocab_size), device=device)
         self.tails = torch.zeros((plan.max_slots + 1, 1), dtype=torch.int32, device=device)
         self.entries: Tensor | None = None
         self._num_entries = 0
-        self._stale = False  # whether `entries` lag behind the plan
-        self._allowed: dict[int, Ints] = {}  # slot → packed bits that hold whatever a grammar says
-        self._masks: dict[int, Ints] = {}  # row → packed bits to be sent
-        self._tails: dict[int, Ints] = {}  # slot → tokens sampled before it joined
+        self._entries_are_stale = False  # whether `entries` are older than the plan's
+        self._allowed: dict[int, Ints] = {}  # slot → packed bits of its allowed ids, which a grammar narrows
+        self._pending_masks: dict[int, Ints] = {}  # mask row → packed bits to send
+        self._pending_tails: dict[int, Ints] = {}  # slot → tokens sampled before it joined
 
     def join(self, slot: int, need: Need, params: SamplerParams, prompt_ids: Ints, output_ids: Ints) -> None:
         row = self.plan.table[slot]
@@ -44,60 +44,63 @@ class Edits:
             self.counts.put(int(row[Column.COUNT_ROW]), prompt_ids, output_ids)
         if params.allowed_token_ids is not None:
             bits = self._allowed[slot] = packed_bits(params.allowed_token_ids, self.plan.vocab_size)
-            self._masks[int(row[Column.MASK_ROW])] = bits
+            self._pending_masks[int(row[Column.MASK_ROW])] = bits
         if need & Need.TAIL:
-            self._tails[slot] = output_ids
-        self._stale |= bool(need & Need.ENTRIES)
+            self._pending_tails[slot] = output_ids
+        self._entries_are_stale |= bool(need & Need.ENTRIES)
 
     def leave(self, slot: int, had_entries: bool) -> None:
-        self._stale |= had_entries  # its place may go to a row that has none
+        self._entries_are_stale |= had_entries  # the slot may go to a sequence that has none
         self._allowed.pop(slot, None)
-        self._tails.pop(slot, None)
+        self._pending_tails.pop(slot, None)
 
     def mask(self, slot: int, bits: Ints | None) -> bool:
-        """Whether the slot had none before, so that its settings have changed."""
+        """Set the slot's mask; True if it had none before, so that its settings have changed."""
         words = self.masks.shape[1]
         if bits is not None and bits.shape != (words,):
-            raise ValueError(f"a mask of {bits.shape} words; this vocabulary has ({words},)")
-        given = np.full(words, -1, np.int32) if bits is None else bits.view(np.int32)
+            raise ValueError(f"the mask has {bits.shape} words; this vocabulary needs ({words},)")
+        bits_to_send = np.full(words, -1, np.int32) if bits is None else bits.view(np.int32)
         if slot in self._allowed:
-            given = given & self._allowed[slot]
-        first = bool(self.plan.table[slot, Column.MASK_ROW] < 0)
-        self._masks[self.plan.add_mask(slot)] = given
-        return first
+            bits_to_send = bits_to_send & self._allowed[slot]
+        is_first = bool(self.plan.table[slot, Column.MASK_ROW] < 0)
+        self._pending_masks[self.plan.add_mask(slot)] = bits_to_send
+        return is_first
 
     def flush(self, send: Send) -> None:
-        """What joined since the last step; nothing is sent if nobody did."""
+        """Send what joined since the last step; if nothing did, send nothing."""
         self.counts.flush(self.plan.counts.size, send)
-        self.work = _room(self.work, self.plan.works.size)
-        if self._masks:
-            self.masks = grown(self.masks, self.plan.masks.size)
-            rows = np.fromiter(self._masks, np.int32)
-            sent = send(np.column_stack((rows, np.stack(list(self._masks.values())))))
+        self.work = _at_least(self.work, self.plan.works.size)
+        if self._pending_masks:
+            self.masks = with_rows(self.masks, self.plan.masks.size)
+            rows = np.fromiter(self._pending_masks, np.int32)
+            sent = send(np.column_stack((rows, np.stack(list(self._pending_masks.values())))))
             self.masks.index_copy_(0, sent[:, 0].long(), sent[:, 1:])
-            self._masks.clear()
-        if self._stale:
+            self._pending_masks.clear()
+        if self._entries_are_stale:
             entries = self.plan.entries()
-            self.entries, self._num_entries, self._stale = send(entries.data), entries.num_entries, False
+            self.entries, self._num_entries = send(entries.data), entries.num_entries
+            self._entries_are_stale = False
 
     def flush_tails(self, positions: Tensor, send: Send) -> None:
-        """After positions are there: the ring is indexed by them."""
+        """Send last tokens, after the positions: the ring is indexed by them."""
         longest = self.plan.longest_word
         if longest > self.tails.shape[1]:
             self.tails = _wider(self.tails, positions, 1 << (longest - 1).bit_length())
-        if self._tails:
+        if self._pending_tails:
             ring = self.tails.shape[1]
-            rows = np.zeros((len(self._tails), 1 + ring), np.int32)
-            for row, (slot, tokens) in zip(rows, self._tails.items(), strict=True):
+            rows = np.zeros((len(self._pending_tails), 1 + ring), np.int32)
+            for row, (slot, tokens) in zip(rows, self._pending_tails.items(), strict=True):
                 row[0] = slot
                 last = tokens[-ring:]
                 row[1 + np.arange(len(tokens) - len(last), len(tokens)) % ring] = last
             sent = send(rows)
             self.tails.index_copy_(0, sent[:, 0].long(), sent[:, 1:])
-            self._tails.clear()
+            self._pending_tails.clear()
 
-    def by_kernel(self, logits: Tensor, slots: Tensor, table: Tensor, positions: Tensor, need: Need) -> None:
-        """Into `work`."""
+    def apply_by_kernel(
+        self, logits: Tensor, slots: Tensor, table: Tensor, positions: Tensor, need: Need
+    ) -> None:
+        """Write edited logits to `work`."""
         edit_logits(
             logits,
             slots,
@@ -111,18 +114,20 @@ class Edits:
             tails=self.tails if need & Need.TAIL else None,
         )
 
-    def by_torch_(self, x: Tensor, slot: int, position: int) -> None:
-        """One row [vocab], fp32, in place; `position` tokens were sampled before."""
+    def apply_by_torch_(self, x: Tensor, slot: int, position: int) -> None:
+        """Edit one row [vocab], fp32, in place; `position` tokens were sampled before."""
         row, params = self.plan.table[slot], self.plan.held[slot]
         if row[Column.MASK_ROW] >= 0:
-            x.masked_fill_(~_unpacked(self.masks[int(row[Column.MASK_ROW])])[: len(x)], _NEVER)
+            x.masked_fill_(~_unpacked(self.masks[int(row[Column.MASK_ROW])])[: len(x)], _MINUS_INFINITY)
         for word in params.bad_token_ids:
             if word and len(word) - 1 <= position:
-                x[word[-1]] = torch.where(self._follows(slot, position, word[:-1]), _NEVER, x[word[-1]])
+                x[word[-1]] = torch.where(
+                    self._follows(slot, position, word[:-1]), _MINUS_INFINITY, x[word[-1]]
+                )
         if position < params.min_tokens:
             for token in (*params.stop_token_ids, *params.eos_token_ids):
                 if token < len(x):
-                    x[token] = _NEVER
+                    x[token] = _MINUS_INFINITY
         for token, bias in params.logit_bias.items():
             x[token] += bias
         if row[Column.COUNT_ROW] >= 0:
@@ -132,15 +137,15 @@ class Edits:
                 apply_penalties_reference(x[None], counts[None], *(x.new_full((1,), p) for p in penalties))[0]
             )
 
-    def note(self, table: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, need: Need) -> None:
-        """Plain-torch form: counts the tokens, and remembers them; `positions` [rows] are those before."""
+    def record(self, table: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, need: Need) -> None:
+        """Count and record sampled tokens, in plain torch; `positions` [rows] are those before the step."""
         if need & Need.COUNTS:
             self.counts.add(table[slots, Column.COUNT_ROW], tokens)
         if need & Need.TAIL:
             self.tails[slots, positions.long() % self.tails.shape[1]] = tokens
 
     def _follows(self, slot: int, position: int, prefix: tuple[int, ...]) -> Tensor:
-        """Whether the last tokens are these."""
+        """Whether the slot's last tokens are `prefix`."""
         same = torch.ones((), dtype=torch.bool, device=self.device)
         for back, token in enumerate(reversed(prefix)):
             same = same & (self.tails[slot, (position - 1 - back) % self.tails.shape[1]] == token)
@@ -152,15 +157,15 @@ def _unpacked(words: Tensor) -> Tensor:
     return ((words[:, None] >> torch.arange(32, device=words.device)) & 1).bool().view(-1)
 
 
-def _room(work: Tensor, rows: int) -> Tensor:
-    """Nothing in it outlives a step, so nothing is copied."""
+def _at_least(work: Tensor, rows: int) -> Tensor:
+    """A buffer of at least `rows` rows; contents do not outlive a step, so nothing is copied."""
     if rows <= len(work):
         return work
     return torch.empty((1 << (rows - 1).bit_length(), work.shape[1]), device=work.device)
 
 
 def _wider(tails: Tensor, positions: Tensor, ring: int) -> Tensor:
-    """The rings of last tokens, each token at its position in the longer ring."""
+    """The rings of last tokens with each token moved to its position in the longer ring."""
     old = tails.shape[1]
     back = positions[:, None].long() - 1 - torch.arange(old, device=tails.device)  # [slots, old]
     out = tails.new_zeros((len(tails), ring))

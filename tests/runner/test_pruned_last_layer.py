@@ -34,7 +34,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_method_reads_the_tokens_that_it_says(method: str, skip: bool) -> None:
+def test_a_pooling_method_reads_only_the_tokens_that_read_tokens_names(method: str, skip: bool) -> None:
     for lengths in (LENGTHS, (9, 9, 70, 80), (3,)):
         plan = plan_of(skip=skip, lengths=lengths)
         hidden = torch.randn(plan.num_tokens, 8)
@@ -60,7 +60,7 @@ def test_a_method_reads_the_tokens_that_it_says(method: str, skip: bool) -> None
     indirect=["runner"],
     ids=list(FAMILIES),
 )
-def test_every_family_gives_the_same_from_fewer_tokens(runner: ModelRunner, task: Task) -> None:
+def test_every_family_gives_the_same_output_with_a_pruned_last_layer(runner: ModelRunner, task: Task) -> None:
     plan = plan_of(PoolingParams(task))
     (got,), tokens = seen(runner, plan)
     assert plan.skip is not None
@@ -76,7 +76,7 @@ def test_every_family_gives_the_same_from_fewer_tokens(runner: ModelRunner, task
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_every_method_gives_the_same(method: str, skip: bool) -> None:
+def test_every_pooling_method_gives_the_same_output_with_a_pruned_last_layer(method: str, skip: bool) -> None:
     made = make_runner("BertModel", method, {})
     try:
         plan = plan_of(PoolingParams(), PoolingParams(dimensions=16), skip=skip)
@@ -91,7 +91,7 @@ def test_every_method_gives_the_same(method: str, skip: bool) -> None:
 
 
 @pytest.mark.parametrize("method", ["mean", "mean_sqrt_len", "max"])
-def test_a_row_of_which_nothing_is_read_stays_what_it_was(method: str) -> None:
+def test_a_row_whose_tokens_are_all_skipped_pools_to_zeros(method: str) -> None:
     plan = replace(plan_of(), skip=np.where(plan_of().lengths == 9, 9, 0).astype(np.int32))
     found = read_tokens(method, plan)
     if method == "max":
@@ -106,7 +106,7 @@ def test_a_row_of_which_nothing_is_read_stays_what_it_was(method: str) -> None:
 
 
 @pytest.mark.parametrize("runner", [("BertModel", "cls", {})], indirect=True)
-def test_whoever_wants_all_tokens_has_them(runner: ModelRunner) -> None:
+def test_the_last_layer_is_not_pruned_if_a_variant_reads_all_tokens(runner: ModelRunner) -> None:
     plan = plan_of(PoolingParams(), PoolingParams(Task.TOKEN_EMBED))
     (vectors, tokens), count = seen(runner, plan)
     assert count == plan.num_tokens == 2 * len(tokens) and len(vectors) == len(LENGTHS)
@@ -114,13 +114,13 @@ def test_whoever_wants_all_tokens_has_them(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("runner", [("BertForSequenceClassification", "mean", {})], indirect=True)
-def test_two_ways_of_choosing_tokens_are_not_narrowed(runner: ModelRunner) -> None:
+def test_the_last_layer_is_not_pruned_if_variants_use_different_methods(runner: ModelRunner) -> None:
     plan = plan_of(PoolingParams(), PoolingParams(Task.CLASSIFY))
     assert seen(runner, plan)[1] == plan.num_tokens
 
 
 @pytest.mark.parametrize("runner", [("BertModel", "cls", {})], indirect=True)
-def test_rows_that_the_pooler_picks_are_those_of_the_whole_step(runner: ModelRunner) -> None:
+def test_variants_with_row_indices_select_the_same_rows_after_pruning(runner: ModelRunner) -> None:
     """Two requests of different wishes: each has an index of its rows."""
     both = plan_of(PoolingParams(), PoolingParams(dimensions=8), skip=False)
     assert all(variant.index is not None for variant in both.variants)
@@ -132,7 +132,7 @@ def test_rows_that_the_pooler_picks_are_those_of_the_whole_step(runner: ModelRun
 
 
 @pytest.mark.parametrize("runner", [("BertModel", "last", {})], indirect=True)
-def test_what_is_not_few_or_not_whole_is_left_as_it_is(
+def test_small_cached_adapted_or_dense_steps_are_not_pruned(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(skip=False)
@@ -142,5 +142,5 @@ def test_what_is_not_few_or_not_whole_is_left_as_it_is(
     assert not runner._output_plan(replace(plan, kv=SimpleNamespace()))  # type: ignore[arg-type]
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
     assert not runner._output_plan(plan)  # too small for the launches
-    monkeypatch.setattr(model_runner, "MIN_TRIMMED_SIZE_EAGER", plan.num_tokens * SIZES["hidden_size"])
+    monkeypatch.setattr(model_runner, "MIN_PRUNED_SIZE_EAGER", plan.num_tokens * SIZES["hidden_size"])
     assert runner._output_plan(plan)

@@ -1,6 +1,6 @@
 """On CUDA, too, a last layer that is finished for the needed tokens alone gives the same answers.
 
-pytest -m gpu tests/gpu/test_needed.py
+pytest -m gpu tests/gpu/test_pruned_last_layer.py
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "moe_inter
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", CASES)
-def test_fewer_tokens_give_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "MIN_TRIMMED_SIZE_EAGER", 0)  # so small a step is not worth it
+def test_a_pruned_last_layer_gives_the_same_output(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "MIN_PRUNED_SIZE_EAGER", 0)  # so small a step is not worth it
     architecture, method = CASES[name]
     config: dict[str, Any] = FAMILIES[architecture] | WIDE
     runner = make_runner(architecture, method, config, torch.device("cuda"), dtype)
