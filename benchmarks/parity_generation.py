@@ -61,7 +61,7 @@ def measured(name: str, folder: Path, model: Any, rows: list[list[int]]) -> Row:
         agreeing += int((logits.argmax(dim=-1) == new).sum())
         likely = logits.log_softmax(dim=-1).gather(1, new[:, None])
         assert found.logprobs is not None
-        difference = max(difference, float((likely - torch.from_numpy(found.logprobs)).abs().max()))
+        difference = max(difference, float((likely - torch.from_numpy(found.logprobs.values)).abs().max()))
     return Row(name, len(rows), sum(len(found.token_ids) for found in made), agreeing, difference)
 
 

@@ -54,7 +54,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": "many"}, "max_tokens", "Expected"),
     ({"max_tokens": 1.5}, "max_tokens", "Expected"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "above max_tokens"),
-    ({"min_tokens": -1}, "min_tokens", "negative"),
+    ({"min_tokens": -1}, "min_tokens", "use 0 or more"),
     ({"stop": ""}, "stop", "empty text"),
     ({"stop": ["x", ""]}, "stop", "empty text"),
     ({"stop": [str(i) for i in range(70)]}, "stop", "70 texts"),

@@ -100,5 +100,5 @@ def test_vectors_in_the_request_are_compared(reranker: Server) -> None:
     assert answer["id"] == "maxsim-mine" and response.headers["x-request-id"] == "mine"
     body["documents"] = [[[1.0]]]
     refused = reranker.http.post("/v1/maxsim", json=body)
-    assert refused.status_code == 400 and "1 and 4 numbers" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "1 and 4 values" in refused.json()["error"]["message"]
     assert reranker.post("/v1/maxsim", queries=[]).status_code == 400

@@ -63,5 +63,5 @@ def test_several_outputs_of_the_same_rows_come_from_one_forward() -> None:
 
 
 def test_a_document_cache_is_refused_for_models_that_score_pairs_in_one_row(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="keeps no vectors of documents"):
+    with pytest.raises(ConfigError, match="needs a model that scores by vectors"):
         Engine(str(write_cross_encoder(tmp_path)), device="cpu", document_cache_gb=0.1)

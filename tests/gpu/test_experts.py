@@ -5,6 +5,7 @@ pytest -m gpu tests/gpu/test_experts.py
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,7 @@ def test_a_model_generates_in_graphs_as_it_does_without(options: dict[str, Any],
 @pytest.mark.parametrize("stored", [True, False])
 def test_made_experts_are_held_once_and_in_fp8(stored: bool) -> None:
     """Of a checkpoint in blocks, and of one that is quantised as it is read."""
+    gc.collect()  # frees the models of earlier tests
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -286,7 +288,8 @@ def test_a_made_checkpoint_in_blocks_serves(tmp_path: Path) -> None:
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
         got = used.generate([[5, 6, 7], list(range(5, 300))], params)
     for row in got:
-        assert len(row.token_ids) == 8 and row.logprobs is not None and np.isfinite(row.logprobs).all()
+        assert len(row.token_ids) == 8 and row.logprobs is not None
+        assert np.isfinite(row.logprobs.values).all()
 
 
 def test_plans_change_with_the_count_of_tokens() -> None:

@@ -22,9 +22,11 @@ from penstock.kernels.quantize import Quantized, dequantize, quantize_rows, quan
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, GatedMLP
+from penstock.runner.inputs import pool_arrays, pool_batch
+from penstock.runner.model_runner import ModelRunner
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
-from penstock.types import Request
+from penstock.types import PoolPlan, Request
 from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert
 from tests.gpu import decoders
 
@@ -192,12 +194,13 @@ def test_a_step_never_waits_and_can_be_captured(tmp_path: Path) -> None:
             torch.cuda.set_sync_debug_mode("default")
         np.testing.assert_allclose(future.result().outputs[0], expected, atol=1e-3)
         with torch.inference_mode():
-            batch, _, _ = runner._prepare(plan)  # type: ignore[attr-defined]
-            eager = runner.model(batch)  # type: ignore[attr-defined]
+            assert isinstance(runner, ModelRunner) and isinstance(plan, PoolPlan)
+            batch = pool_batch(plan, None, None, iter(runner.staging.send(pool_arrays(plan, None))))
+            eager = runner.model(batch)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                captured = runner.model(batch)  # type: ignore[attr-defined]
+                captured = runner.model(batch)
             graph.replay()
             torch.cuda.synchronize()
             assert row_cosines(captured, eager).min() > 0.9999

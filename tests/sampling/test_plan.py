@@ -223,10 +223,10 @@ def test_logprobs_are_of_the_model_s_own_distribution(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (SamplerParams(logit_bias={VOCAB: 1.0}), "logit_bias has token 37"),
-        (SamplerParams(allowed_token_ids=(-1,)), "allowed_token_ids has token -1"),
+        (SamplerParams(logit_bias={VOCAB: 1.0}), "logit_bias has token id 37"),
+        (SamplerParams(allowed_token_ids=(-1,)), "allowed_token_ids has token id -1"),
         (SamplerParams(allowed_token_ids=()), "allowed_token_ids is empty"),
-        (SamplerParams(bad_token_ids=((1, 99),)), "bad_words has token 99"),
+        (SamplerParams(bad_token_ids=((1, 99),)), "bad_words has token id 99"),
     ],
 )
 def test_tokens_outside_the_vocabulary_are_refused(params: SamplerParams, words: str) -> None:
