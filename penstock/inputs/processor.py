@@ -313,8 +313,13 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def _are_ints(row: Any) -> bool:
+    """Whether all values are integers; the types of a decoded list are compared without a Python loop."""
+    return set(map(type, row)) <= {int} or all(_is_int(value) for value in row)
+
+
 def _ids(row: Any, index: int) -> Ints:
-    if not isinstance(row, list | tuple | np.ndarray) or not all(_is_int(value) for value in row):
+    if not isinstance(row, list | tuple | np.ndarray) or not _are_ints(row):
         raise BadValue(f"input {index} is neither a text nor a list of token ids", param="input")
     try:
         wide = np.array(row, dtype=np.int64)
