@@ -16,7 +16,7 @@ from penstock.inputs.chunks import Chunker, ChunkOptions
 from penstock.inputs.processor import split_inputs
 from penstock.outputs.chunks import combine
 from penstock.tasks.model import TextModel
-from penstock.tasks.rows import MatrixTask, TextTask, split_windows
+from penstock.tasks.rows import MatrixTask, TextTask, concatenate, split_windows
 from penstock.tasks.run import Prepared
 from penstock.types import Chunks, Ints, PooledOutput, PoolingParams, Request
 
@@ -100,7 +100,7 @@ class EmbedInChunks(TextTask[list[ChunkedEmbeddings]]):
             yield replace(self, inputs=window, chunking=replace(self.chunking, chunk_spans=own))
 
     def merge(self, parts: Sequence[list[ChunkedEmbeddings]]) -> list[ChunkedEmbeddings]:
-        return [each for part in parts for each in part]
+        return concatenate(parts)
 
 
 def _finish(

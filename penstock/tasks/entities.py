@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +10,7 @@ from penstock.errors import BadValue
 from penstock.inputs.offsets import TokenOffsets, join_with_offsets, require_texts
 from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
 from penstock.tasks.model import TextModel
-from penstock.tasks.rows import ListTask
+from penstock.tasks.rows import TextTask, concatenate
 from penstock.tasks.run import Prepared
 from penstock.types import PooledOutput, PoolingParams, Request, Task
 
@@ -17,7 +18,7 @@ _PARAMS = PoolingParams(Task.TOKEN_CLASSIFY)
 
 
 @dataclass(kw_only=True, eq=False)
-class FindEntities(ListTask[list[Entity]]):
+class FindEntities(TextTask[list[list[Entity]]]):
     """The entities of each text, with their label, score and place."""
 
     params: PoolingParams = _PARAMS
@@ -39,6 +40,9 @@ class FindEntities(ListTask[list[Entity]]):
             model.processor, request_id, texts, located, self.params, self.options
         )
         return Prepared(request, partial(self._entities, model, request, offsets))
+
+    def merge(self, parts: Sequence[list[list[Entity]]]) -> list[list[Entity]]:
+        return concatenate(parts)
 
     def _entities(
         self, model: TextModel, request: Request, offsets: TokenOffsets, output: PooledOutput

@@ -17,14 +17,14 @@ from penstock.tasks.classify import Classify, TokenClassify
 from penstock.tasks.embed import Embed
 from penstock.tasks.model import TextModel
 from penstock.tasks.reward import Reward, StepRewards, rewards_steps
-from penstock.tasks.rows import TextTask
+from penstock.tasks.rows import RowTask, TextTask, concatenate
 from penstock.tasks.sparse import Sparse
 from penstock.tasks.token_embed import TokenEmbed
 from penstock.types import Array, PooledOutput, PoolingParams, Request, Task
 
 
 @dataclass(kw_only=True, eq=False)
-class MultiTask(TextTask[list[Any]]):
+class MultiTask(RowTask[list[Any]]):
     """The rows of each output, in the order of `all_params`; `params` is the first of them."""
 
     more: tuple[PoolingParams, ...] = ()
@@ -71,7 +71,7 @@ class MultiTask(TextTask[list[Any]]):
 
 def _merge_rows(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], list):
-        return [row for part in parts for row in part]
+        return concatenate(parts)
     return np.concatenate(parts)
 
 

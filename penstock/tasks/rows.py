@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +21,8 @@ Matrix = NDArray[Any]
 
 
 @dataclass(kw_only=True, eq=False)
-class TextTask(Generic[R]):
-    """A task over texts or token ids. Subclasses say how the engine's values become the result."""
+class TextTask(ABC, Generic[R]):
+    """A task over texts or token ids."""
 
     inputs: Inputs
     params: PoolingParams
@@ -36,12 +37,11 @@ class TextTask(Generic[R]):
     def check(self, model: TextModel) -> None:
         model.processor.check(self.params)
 
-    async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
-        request = await self.request(model, request_id)
-        return Prepared(request, partial(self.finish, model, request))
+    @abstractmethod
+    async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]: ...
 
     async def request(self, model: TextModel, request_id: str) -> Request:
-        """One row for each input, behind its prompt."""
+        """One row for each input, after its prompt."""
         processor, options = model.processor, self.options
         texts, rows = split_inputs(self.inputs, allow_empty_text=self.allows_empty_text)
         if texts is not None:
@@ -51,18 +51,26 @@ class TextTask(Generic[R]):
             self.check_lengths([len(row) for row in rows])
         return processor.join(request_id, rows, self.params, options, from_text=texts is not None)
 
-    def finish(self, model: TextModel, request: Request, output: PooledOutput) -> R:
-        raise NotImplementedError
-
     def windows(self, size: int) -> Iterator[TextTask[R]]:
         rows = split_windows(self.inputs, size)
         return (replace(self, inputs=window) for window in rows)
 
-    def merge(self, parts: Sequence[R]) -> R:
-        raise NotImplementedError
+    @abstractmethod
+    def merge(self, parts: Sequence[R]) -> R: ...
 
 
-class MatrixTask(TextTask[Matrix]):
+class RowTask(TextTask[R]):
+    """A task whose result follows from its request and the engine's values."""
+
+    async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
+        request = await self.request(model, request_id)
+        return Prepared(request, partial(self.finish, model, request))
+
+    @abstractmethod
+    def finish(self, model: TextModel, request: Request, output: PooledOutput) -> R: ...
+
+
+class MatrixTask(RowTask[Matrix]):
     """One vector for each input: [inputs, width]."""
 
     def finish(self, model: TextModel, request: Request, output: PooledOutput) -> Matrix:
@@ -72,11 +80,15 @@ class MatrixTask(TextTask[Matrix]):
         return np.concatenate(parts)
 
 
-class ListTask(TextTask[list[R]]):
+class ListTask(RowTask[list[R]]):
     """One item for each input."""
 
     def merge(self, parts: Sequence[list[R]]) -> list[R]:
-        return [row for part in parts for row in part]
+        return concatenate(parts)
+
+
+def concatenate(parts: Sequence[list[R]]) -> list[R]:
+    return [row for part in parts for row in part]
 
 
 def split_windows(inputs: Inputs, size: int) -> Iterator[Any]:
