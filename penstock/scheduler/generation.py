@@ -1,4 +1,4 @@
-"""Generation policy: which sequences prefill, decode, give way and end.
+"""Generation policy: which sequences prefill, decode, are preempted and finish.
 
 A sequence waits, gets a slot and the KV cache blocks of its prompt, prefills in chunks, and decodes one token
 per step. When no block is free the newest sequence is preempted: it keeps its slot, loses its blocks, and
@@ -344,7 +344,7 @@ class GenerationScheduler:
             keys = sequence.prefix_keys.extend(token_ids[:-1])
             cached = pool.match(keys[: (len(token_ids) - 1) // pool.block_size])
         needed = pool.blocks_for(len(token_ids)) - len(cached)
-        spare = min(len(self._running), pool.num_blocks // 64)  # so that it need not give way at once
+        spare = min(len(self._running), pool.num_blocks // 64)  # the new sequence must not be preempted at once
         rest = pool.allocate(needed) if needed + spare <= pool.available else None
         if rest is None:
             pool.release(cached)
