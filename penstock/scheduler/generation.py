@@ -344,7 +344,8 @@ class GenerationScheduler:
             keys = sequence.prefix_keys.extend(token_ids[:-1])
             cached = pool.match(keys[: (len(token_ids) - 1) // pool.block_size])
         needed = pool.blocks_for(len(token_ids)) - len(cached)
-        spare = min(len(self._running), pool.num_blocks // 64)  # the new sequence must not be preempted at once
+        # Spare blocks keep the new sequence from being preempted at once.
+        spare = min(len(self._running), pool.num_blocks // 64)
         rest = pool.allocate(needed) if needed + spare <= pool.available else None
         if rest is None:
             pool.release(cached)
