@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
 
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunking, ChunkOptions
-from penstock.inputs.processor import InputOptions
+from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions
 from penstock.outputs.encoders import EncodingFormat, Endianness
 from penstock.types import OutputDtype, PoolingParams, Task
 
@@ -33,17 +34,17 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     adapter: str | None = None
 
     def options(self) -> InputOptions:
-        return InputOptions(
-            add_special_tokens=self.add_special_tokens,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            truncation_side=self.truncation_side,
-            prompt_name=self.prompt_name,
-            prompt=self.prompt,
-            instruction=self.instruction,
-            input_type=self.input_type,
-            cache_salt=self.cache_salt,
-            adapter=self.adapter,
+        given = _option_values(self)
+        return (
+            DEFAULT_OPTIONS
+            if given == _DEFAULT_VALUES
+            else InputOptions(**dict(zip(_OPTIONS, given, strict=True)))
         )
+
+
+_OPTIONS = tuple(InputOptions.__dataclass_fields__)  # each is a field of the body under the same name
+_option_values = attrgetter(*_OPTIONS)
+_DEFAULT_VALUES = _option_values(DEFAULT_OPTIONS)  # what most requests have
 
 
 class VectorFields(InputFields, kw_only=True):
