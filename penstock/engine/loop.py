@@ -125,6 +125,8 @@ class EngineCore:
     def _add_generation(self, request: Request, sampling: SamplerParams) -> None:
         if self.generation is None:
             raise NotPossible("this engine does not generate")
+        if request.adapters is not None:  # generation plans carry none: running would be silently wrong
+            raise NotPossible("generation does not apply adapters; use a pooling task", param="adapter")
         if sampling.grammar is None:
             self.generation.add(request)
         elif self.grammars is None:

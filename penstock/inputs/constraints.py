@@ -121,9 +121,7 @@ def _source(grammar: Grammar) -> str:
 
 def _library() -> Any:
     if importlib.util.find_spec("llguidance") is None:
-        raise NotPossible(
-            "structured output needs llguidance on the server: pip install 'penstock[structured]'"
-        )
+        raise NotPossible("structured output needs llguidance on the server: pip install 'llguidance>=1.0'")
     import llguidance
 
     return llguidance

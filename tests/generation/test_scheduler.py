@@ -278,8 +278,18 @@ def test_sequences_with_different_adapters_share_no_prefix_block() -> None:
         request = generation_request(name, [list(range(20))], 3)
         request.adapters = None if adapters is None else ints(adapters)
         before = pool.hit_tokens
-        core.add(request)
+        core.generation.add(request)  # the engine itself refuses adapters
         run(core, answers)
         hits.append(pool.hit_tokens - before)
     assert hits == [0, 0, 0, 16]
     check_idle(core)
+
+
+def test_an_engine_refuses_to_generate_with_an_adapter() -> None:
+    """No generation plan carries adapters: running without one would be a plausible wrong answer."""
+    core = make_core(blocks=20)
+    request = generation_request("a", [[1, 2, 3]], 4)
+    request.adapters = ints([0])
+    with pytest.raises(NotPossible, match="generation does not apply adapters"):
+        core.add(request)
+    assert not core.busy

@@ -137,7 +137,7 @@ def test_structured_output_needs_a_model_with_an_end_token(tmp_path: Path) -> No
         GrammarCompiler(folder / "tokenizer.json", 500, [])
 
 
-def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(NotPossible, match=r"penstock\[structured\]"):
+    with pytest.raises(NotPossible, match=r"pip install 'llguidance"):
         constraints.check(Grammar("regex", "never seen before"))
