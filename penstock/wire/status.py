@@ -1,0 +1,84 @@
+"""The engine's status: a page of memory that the engine writes and every process of the server reads.
+
+Reading it costs no message and needs no answer from the engine, so it also works while the engine is busy or
+hangs. Each value is one aligned machine word: a reader never sees half of a value, but two values may belong
+to different moments. Times are of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What the page says. A new engine process starts with zeros."""
+
+    pid: int = 0  # of the engine process that serves; 0: none has served yet
+    heartbeat_s: float = 0.0  # the last turn of the engine's loop
+    launch_began_s: float = 0.0  # since when the loop has been launching a step; 0: it is not
+    step_began_s: float = 0.0  # launch of the oldest step in flight; 0: none is
+    queued_tokens: int = 0
+    queued_rows: int = 0
+    tokens_per_s: float = 0.0  # recent rate at which steps finish tokens; 0: not known yet
+
+
+_FIELDS = tuple(EngineStatus.__dataclass_fields__)
+_SIZE = 8 * len(_FIELDS)
+
+
+class StatusWriter:
+    """The engine's side. A value is written by `page[...]`, which costs about 100 ns."""
+
+    def __init__(self, path: Path) -> None:
+        self._values = _map(path, writable=True)
+        self._values[:] = 0.0
+
+    def publish(self, status: EngineStatus) -> None:
+        """Write every value; the process id last, so that a reader never takes old values for new ones."""
+        values = [float(getattr(status, name)) for name in _FIELDS]
+        self._values[1:] = values[1:]
+        self._values[0] = values[0]
+
+    def beat(self, now_s: float) -> None:
+        """Record one turn of the loop."""
+        self._values[1] = now_s
+
+    def launching(self, began_s: float) -> None:
+        """Record that the loop begins to launch a step, or with 0 that it no longer does."""
+        self._values[2] = began_s
+
+
+class StatusReader:
+    """The side of supervisor and API processes. The engine may be started again meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._values = _map(path, writable=False)
+
+    def read(self) -> EngineStatus:
+        pid, heartbeat_s, launch_began_s, step_began_s, tokens, rows, rate = self._values.tolist()
+        return EngineStatus(int(pid), heartbeat_s, launch_began_s, step_began_s, int(tokens), int(rows), rate)
+
+
+def create_status_page(path: Path) -> None:
+    """Create the page before any process maps it; only this user can open it."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, _SIZE)
+    finally:
+        os.close(descriptor)
+
+
+def _map(path: Path, *, writable: bool) -> NDArray[np.float64]:
+    descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return np.frombuffer(mmap.mmap(descriptor, _SIZE, access=access), dtype=np.float64)
+    finally:
+        os.close(descriptor)
