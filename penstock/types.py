@@ -93,10 +93,12 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cac
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A constraint on generated text: a JSON schema, a regular expression, or a grammar in Lark notation."""
+    """A constraint on generated text: a JSON schema, a regular expression, or a grammar in Lark or GBNF
+    notation."""
 
-    kind: Literal["json", "regex", "lark"]
+    kind: Literal["json", "regex", "lark", "gbnf"]
     text: str
+    param: str | None = None  # the field of the request that it comes from, which errors name
 
 
 class SamplerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -468,7 +468,7 @@ def grammar_of(fields: GenerationFields) -> Grammar | None:
         constraints.check(grammar)
     except BadValue as error:
         raise BadValue(error.message, param=_field(name)) from None
-    return grammar
+    return Grammar(grammar.kind, grammar.text, _field(name))
 
 
 def _constraining_format(given: ResponseFormat | None) -> ResponseFormat | None:
@@ -488,7 +488,7 @@ def _grammar(kind: str, value: Any, name: str) -> Grammar:
         return constraints.JSON_OBJECT
     if kind == "regex":
         return Grammar("regex", value)
-    return constraints.choice(value, name) if kind == "choice" else constraints.lark_or_gbnf(value, name)
+    return constraints.choice(value, name) if kind == "choice" else constraints.lark_or_gbnf(value)
 
 
 def _field(name: str) -> str:
