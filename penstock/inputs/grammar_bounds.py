@@ -121,7 +121,7 @@ def _resolve(schema: Any, pointer: str) -> Any:
 def _check_rules(text: str) -> None:
     plain = _LITERAL.sub(" ", text)
     found = list(_RULE.finditer(plain))
-    ends = [match.start() for match in found[1:]] + [len(plain)]
+    ends = [*(match.start() for match in found[1:]), len(plain)][: len(found)]
     bodies: dict[str, list[str]] = {}
     for match, end in zip(found, ends, strict=True):
         names = _NAME.findall(plain, match.end(), end)

@@ -26,7 +26,7 @@ from penstock.types import Grammar
 
 STACK_BYTES = 4 << 20  # for compiling; the engine's threads have more
 MAX_BYTES = 512 << 20  # for one grammar, beyond the vocabulary
-MAX_MASK_S = 0.5  # of CPU time, in which the engine would run no step
+MAX_MASK_S = 0.25  # of CPU time, in which the engine would run no step
 _START_S = 60.0
 _GRACE_S = 5.0  # for an answer after the time limit, which the kernel enforces in the process
 _SCRIPT = Path(__file__).with_name("grammar_worker.py")

@@ -143,8 +143,8 @@ def _check(tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
 
         try:
             lark = any_to_lark(request["gbnf"])
-        except Exception as error:  # the converter raises any exception on a bad grammar
-            return {"error": f"it is not valid GBNF: {error}", "num_bytes": 0}
+        except Exception as failure:  # the converter raises any exception on a bad grammar
+            return {"error": f"it is not valid GBNF: {failure}", "num_bytes": 0}
         source = llguidance.LLMatcher.grammar_from_lark(lark)
     error = _walk(llguidance.LLMatcher(tokenizer, source, log_level=0), request["max_mask_seconds"])
     num_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.engine import grammars
+from penstock.engine import build, grammars
 from penstock.engine.grammars import Compiled, Grammars
 from penstock.engine.loop import EngineCore
 from penstock.errors import BadValue, DeadlineExceeded, QueueFull
 from penstock.inputs.grammar_sandbox import GrammarTimeout, GrammarTooComplex
 from penstock.types import Grammar, Request
 from tests.generation.fakes import VOCABULARY, Answers, continued, generation_request, make_core, run
+from tests.text_models import text_spec, tokenizer_folder
 from tests.waiting import wait_until
 
 ROW = [3, 1, 4]
@@ -324,6 +326,22 @@ def test_an_invalid_request_is_refused_before_its_grammar_compiles(slow: Slow) -
         core.add(request)
     assert slow.compiled == []
     check_nothing_is_left(core)
+
+
+def test_a_grammar_that_crashes_the_library_fails_alone(tmp_path: Path) -> None:
+    """An engine of another version may send what the API's bounds refuse."""
+    pytest.importorskip("llguidance")
+    folder = tokenizer_folder("byte bpe", tmp_path)
+    core, answers = core_with(Slow()), Answers()
+    core.grammars = build._grammars(text_spec(folder, path=folder, eos_token_ids=(0,)))
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(2900))
+    crash = Grammar("lark", f'start: r0\n{rules}r2900: "a"', "guided_grammar")
+    core.add(generation_request("crash", [ROW], 10, grammar=crash))
+    core.add(generation_request("free", [[7]], 5))
+    until(core, answers, lambda: "crash" in answers.failed and ("free", 0) in answers.finished)
+    error = answers.failed["crash"].error
+    assert isinstance(error, BadValue) and error.param == "guided_grammar" and "too complex" in error.message
+    core.close()
 
 
 def test_closing_the_engine_ends_the_compiler_threads(slow: Slow) -> None:
