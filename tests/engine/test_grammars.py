@@ -333,7 +333,7 @@ def test_a_grammar_that_crashes_the_library_fails_alone(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     folder = tokenizer_folder("byte bpe", tmp_path)
     core, answers = core_with(Slow()), Answers()
-    core.grammars = build._grammars(text_spec(folder, path=folder, eos_token_ids=(0,)))
+    core.grammars = build._grammars(text_spec(folder, eos_token_ids=(0,)))
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(2900))
     crash = Grammar("lark", f'start: r0\n{rules}r2900: "a"', "guided_grammar")
     core.add(generation_request("crash", [ROW], 10, grammar=crash))
