@@ -26,8 +26,8 @@ class SlotTable:
         self.num_slots = num_slots
         self.token_ids: Ints = np.zeros((num_slots, max_length), dtype=np.int32)
         self.block_tables: Ints = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        self.stop_ids: Ints = np.full((num_slots, MAX_INLINE_STOPS), -1, dtype=np.int32)
-        self._more_stops: dict[int, frozenset[int]] = {}  # slot → all of them, where the row is too short
+        self.stop_ids: Ints = np.full((MAX_INLINE_STOPS, num_slots), -1, dtype=np.int32)
+        self._more_stops: dict[int, frozenset[int]] = {}  # slot → all of them, where the column is too short
         self.num_tokens = numbers()  # prompt and sampled tokens
         self.num_known = numbers()  # tokens that the CPU has read
         self.num_computed = numbers()  # tokens that have run or are in a step in flight
@@ -177,7 +177,7 @@ class SlotTable:
 
     def stopped(self, slots: Ints, token_ids: Ints) -> NDArray[np.bool_]:
         """Which sequences end with a stop token as their latest."""
-        stopped: NDArray[np.bool_] = (token_ids[:, None] == self.stop_ids[slots]).any(axis=1)
+        stopped: NDArray[np.bool_] = (self.stop_ids.take(slots, axis=1) == token_ids).any(axis=0)
         if self._more_stops:
             for row in np.flatnonzero(np.isin(slots, list(self._more_stops))).tolist():
                 stopped[row] = int(token_ids[row]) in self._more_stops[int(slots[row])]
@@ -216,8 +216,8 @@ class SlotTable:
 
     def _set_stop_ids(self, slot: int, params: SamplerParams) -> None:
         stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids))
-        self.stop_ids[slot] = -1
+        self.stop_ids[:, slot] = -1
         if len(stop_ids) > MAX_INLINE_STOPS:
             self._more_stops[slot] = frozenset(stop_ids)
         else:
-            self.stop_ids[slot, : len(stop_ids)] = stop_ids
+            self.stop_ids[: len(stop_ids), slot] = stop_ids
