@@ -56,7 +56,8 @@ class Slow:
         self.compiled.append(grammar.text)
         if grammar.text.startswith("huge"):
             raise GrammarTooComplex
-        if grammar.text.startswith("endless") and self.limits.append(max_s) is None:
+        if grammar.text.startswith("endless"):
+            self.limits.append(max_s)
             raise GrammarTimeout
         if grammar.text in self.gates:
             assert self.gates[grammar.text].wait(20)
