@@ -51,7 +51,7 @@ class StatusWriter:
         self._values[1] = now_s
 
     def launching(self, began_s: float) -> None:
-        """Record that the loop begins to launch a step, or with 0 that it no longer does."""
+        """Record that the loop begins to launch a step. It ends with the next `publish`, or with 0."""
         self._values[2] = began_s
 
 
