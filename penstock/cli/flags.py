@@ -351,7 +351,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         names=("--api-key-file",),
         panel=SERVER_PANEL,
         metavar="FILE",
-        default="",
+        default=None,
         convert=api_key_file,
         help="File of keys, one in each line. A client must send one of them, or that of --api-key.",
         default_text="none",
@@ -541,6 +541,8 @@ class ConfigFlags:
     def _flag_type(self, flag: Flag) -> Any:
         if (choices := self._choices(flag)) is not None:
             return choices | None if self.default(flag) is None else choices
+        if flag.default is None:
+            return str | None
         if flag.default is not _UNSET:
             return type(flag.default)
         kind = _kind(self._hints[flag.field])

@@ -35,6 +35,23 @@ class Gates:
         with self._closed("start"):
             yield
 
+    @contextmanager
+    def no_launch_returns(self) -> Iterator[None]:
+        """Keep the engine's loop in its next launch, as a graph capture does."""
+        with self._closed("launches"):
+            yield
+
+    @contextmanager
+    def engines_crash_at_start(self, how: str = "RuntimeError") -> Iterator[None]:
+        """Let every engine process die while it loads the model; `how` may be SIGKILL."""
+        with self._closed("crash-at-start", how):
+            yield
+
+    @contextmanager
+    def api_processes_crash_at_start(self) -> Iterator[None]:
+        with self._closed("crash-api-at-start"):
+            yield
+
     def finish_one_step(self) -> None:
         """Let one step pass the closed gate."""
         permit = self.folder / "permit"
@@ -46,9 +63,9 @@ class Gates:
         (self.folder / "device-failure").write_text(message)
 
     @contextmanager
-    def _closed(self, name: str) -> Iterator[None]:
+    def _closed(self, name: str, text: str = "") -> Iterator[None]:
         gate = self.folder / name
-        gate.touch()
+        gate.write_text(text)
         try:
             yield
         finally:

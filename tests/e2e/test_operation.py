@@ -25,7 +25,8 @@ ROUTE = "/v1/embeddings"
 
 
 def test_health_version_models_schema_and_pages_answer(http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "alive"}
+    assert http.get("/live").json() == {"status": "alive"}
+    assert http.get("/health").json() == {"status": "healthy"}
     assert http.get("/ready").json() == {"status": "ready"}
     assert http.get("/version").json()["version"]
     card = http.get("/v1/models").json()["data"][0]
@@ -191,7 +192,8 @@ def test_a_killed_engine_answers_503_with_a_reason_and_is_restarted(
             assert "engine" in failed.json()["error"]["message"]
             server.wait_for(lambda: "SIGKILL" in server.http.get("/ready").text)
             assert server.http.get("/ready").status_code == 503
-            assert server.http.get("/health").status_code == 200
+            assert server.http.get("/health").status_code == 503
+            assert server.http.get("/live").status_code == 200
         server.wait_ready()
         assert server.children(ENGINE) != [engine]
         assert server.post(ROUTE, input="a").status_code == 200

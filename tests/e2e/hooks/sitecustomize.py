@@ -1,12 +1,14 @@
 """Lets a test hold back the engine process of a server on the null device.
 
-Python imports this module at start-up when its folder is on PYTHONPATH. It wraps the null runner, in the
-engine process only. `tests.e2e.gates.Gates` creates and removes the files that it looks at.
+Python imports this module at start-up when its folder is on PYTHONPATH. It wraps the null runner in the
+engine process, and lets API processes crash at their start. `tests.e2e.gates.Gates` creates and removes the
+files that it looks at.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from concurrent.futures import Future
@@ -23,8 +25,13 @@ def install(folder: Path) -> None:
 
     init, launch = NullRunner.__init__, NullRunner.launch
     start, steps, permit, failure = (folder / name for name in ("start", "steps", "permit", "device-failure"))
+    launches, crash = folder / "launches", folder / "crash-at-start"
 
     def gated_init(self: NullRunner, *arguments: object, **options: object) -> None:
+        if crash.exists():
+            if crash.read_text() == "SIGKILL":  # as when memory runs out
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("crashed at the start, as the test wants")
         while start.exists():
             time.sleep(POLL_S)
         init(self, *arguments, **options)  # type: ignore[arg-type]
@@ -46,6 +53,8 @@ def install(folder: Path) -> None:
             message = failure.read_text()
             failure.unlink()
             raise DeviceFailed(message)
+        while launches.exists():
+            time.sleep(POLL_S)
         if not steps.exists():
             return launch(self, plan)
         held: Future[StepResult] = Future()
@@ -56,5 +65,9 @@ def install(folder: Path) -> None:
     NullRunner.launch = gated_launch  # type: ignore[method-assign]
 
 
-if "penstock.serving.engine_process" in sys.orig_argv and "PENSTOCK_TEST_GATES" in os.environ:
-    install(Path(os.environ["PENSTOCK_TEST_GATES"]))
+if "PENSTOCK_TEST_GATES" in os.environ:
+    gates = Path(os.environ["PENSTOCK_TEST_GATES"])
+    if "penstock.serving.engine_process" in sys.orig_argv:
+        install(gates)
+    elif "penstock.api.process" in sys.orig_argv and (gates / "crash-api-at-start").exists():
+        os._exit(7)
