@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 from threading import Thread
-from typing import NoReturn
 
 import msgspec
 
@@ -80,18 +79,20 @@ def setup_child_process() -> None:
         signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2}
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit_on_signal)  # unlike the default, this runs exit handlers
-
-
-def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    sys.exit(0)
 
 
 def follow_parent(parent: Parent | None) -> None:
     """Exit soon after the supervisor, however it ends, and remove the runtime folder if it could not."""
     if parent is None:
         return
+
+    def end(number: int, frame: object) -> None:
+        _remove_orphaned_folder(parent)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
     hold_lock(Path(parent.folder))
+    signal.signal(signal.SIGTERM, end)
     atexit.register(_remove_orphaned_folder, parent)
     Thread(target=_exit_when_orphaned, args=(parent,), name="parent", daemon=True).start()
 

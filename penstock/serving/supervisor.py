@@ -269,7 +269,7 @@ class Supervisor:
         try:
             connection.request("GET", "/ready")
             return connection.getresponse().status == 200
-        except OSError:
+        except (OSError, http.client.HTTPException):  # also half an answer of a process that was killed
             return False
         finally:
             connection.close()
