@@ -42,14 +42,9 @@ class Gates:
             yield
 
     @contextmanager
-    def engines_crash_at_start(self, how: str = "RuntimeError") -> Iterator[None]:
-        """Let every engine process die while it loads the model; `how` may be SIGKILL."""
-        with self._closed("crash-at-start", how):
-            yield
-
-    @contextmanager
-    def api_processes_crash_at_start(self) -> Iterator[None]:
-        with self._closed("crash-api-at-start"):
+    def engines_crash_at_start(self) -> Iterator[None]:
+        """Let every engine process raise an exception while it loads the model."""
+        with self._closed("crash-at-start"):
             yield
 
     def finish_one_step(self) -> None:
@@ -63,9 +58,9 @@ class Gates:
         (self.folder / "device-failure").write_text(message)
 
     @contextmanager
-    def _closed(self, name: str, text: str = "") -> Iterator[None]:
+    def _closed(self, name: str) -> Iterator[None]:
         gate = self.folder / name
-        gate.write_text(text)
+        gate.touch()
         try:
             yield
         finally:

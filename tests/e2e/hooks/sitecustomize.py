@@ -1,14 +1,12 @@
 """Lets a test hold back the engine process of a server on the null device.
 
-Python imports this module at start-up when its folder is on PYTHONPATH. It wraps the null runner in the
-engine process, and lets API processes crash at their start. `tests.e2e.gates.Gates` creates and removes the
-files that it looks at.
+Python imports this module at start-up when its folder is on PYTHONPATH. It wraps the null runner, in the
+engine process only. `tests.e2e.gates.Gates` creates and removes the files that it looks at.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from concurrent.futures import Future
@@ -29,8 +27,6 @@ def install(folder: Path) -> None:
 
     def gated_init(self: NullRunner, *arguments: object, **options: object) -> None:
         if crash.exists():
-            if crash.read_text() == "SIGKILL":  # as when memory runs out
-                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("crashed at the start, as the test wants")
         while start.exists():
             time.sleep(POLL_S)
@@ -65,9 +61,5 @@ def install(folder: Path) -> None:
     NullRunner.launch = gated_launch  # type: ignore[method-assign]
 
 
-if "PENSTOCK_TEST_GATES" in os.environ:
-    gates = Path(os.environ["PENSTOCK_TEST_GATES"])
-    if "penstock.serving.engine_process" in sys.orig_argv:
-        install(gates)
-    elif "penstock.api.process" in sys.orig_argv and (gates / "crash-api-at-start").exists():
-        os._exit(7)
+if "penstock.serving.engine_process" in sys.orig_argv and "PENSTOCK_TEST_GATES" in os.environ:
+    install(Path(os.environ["PENSTOCK_TEST_GATES"]))
