@@ -46,7 +46,7 @@ class StatusWriter:
 
     def publish(self, status: EngineStatus) -> None:
         """Write every value; the process id last, so that a reader never takes old values for new ones."""
-        _AFTER_PID.pack_into(self._values, 8, *_values_after_pid(status))
+        _AFTER_PID.pack_into(self._values.data, 8, *_values_after_pid(status))
         self._values[0] = status.pid
 
     def beat(self, now_s: float) -> None:
