@@ -182,7 +182,8 @@ def test_a_second_signal_ends_a_draining_server_at_once(gates: Gates, background
             server.wait_for_log("draining")
             server.process.send_signal(signal.SIGINT)
             assert server.process.wait(PATIENCE_S) == 128 + signal.SIGINT
-            assert isinstance(waiting.exception(PATIENCE_S), httpx.TransportError)
+            if not isinstance(waiting.exception(PATIENCE_S), httpx.TransportError):
+                assert waiting.result().status_code == 503  # the engine ended before the API process
         assert all(is_gone(pid) for pid in children) and not folder.exists()
 
 
