@@ -22,12 +22,14 @@ from penstock.api.body import sized
 from penstock.api.metrics import ApiMetrics
 from penstock.api.state import ServerState
 from penstock.errors import (
+    MAX_MESSAGE_CHARS,
     BadValue,
     BodyTooLarge,
     Cancelled,
     MethodNotAllowed,
     PenstockError,
     Unauthorized,
+    shortened,
 )
 
 log = logging.getLogger("penstock.api")
@@ -287,6 +289,7 @@ _MISSING = re.compile(r"missing required field `(.*?)`")
 
 def explain(text: str) -> tuple[str, str | None]:
     """The decoder's message as (message, field)."""
+    text = shortened(text, MAX_MESSAGE_CHARS)  # it repeats values, and the patterns below take their time
     place = _PLACE.search(text)
     field_name = place.group(1) if place else ""
     for pattern in (_UNKNOWN, _MISSING):

@@ -1,0 +1,106 @@
+"""Extreme numbers and values that cannot be sent back, on routes whose models the end-to-end servers lack."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from penstock.errors import MAX_MESSAGE_CHARS
+from tests.api.local_app import local_app
+from tests.checkpoints import write_cross_encoder, write_late, write_m3, write_token_classifier
+from tests.fuzz.cases import Schema, numeric_bodies
+
+EXTREMES = (2**64, -(2**64), 2**31, -1, 1e308)
+MODELS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
+    "sparse": (write_m3, ("/v1/sparse", "/pooling")),
+    "entities": (write_token_classifier, ("/v1/entities",)),
+    "reranker": (write_cross_encoder, ("/classify", "/rerank", "/score")),
+    "late": (write_late, ("/pooling", "/rerank")),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    write, routes = MODELS[request.param]
+    with local_app(write(tmp_path_factory.mktemp("models") / request.param)) as (http, _):
+        yield http, routes
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with local_app(write_cross_encoder(tmp_path_factory.mktemp("models") / "cross")) as (http, _):
+        yield http
+
+
+@pytest.mark.parametrize("value", EXTREMES)
+def test_an_extreme_number_in_any_field_is_no_5xx(
+    model: tuple[TestClient, tuple[str, ...]], value: float
+) -> None:
+    http, routes = model
+    schema = Schema(http.get("/openapi.json").json())
+    statuses, names = {}, set()
+    for path in routes:
+        assert http.post(path, json=schema.example(path, schema.bodies(path)[0])).status_code == 200
+        for name, body in numeric_bodies(schema, path, value):
+            statuses[path, json.dumps(body)] = http.post(path, json=body).status_code
+            names.add(name)
+    assert names >= {"priority", "timeout", "truncate_prompt_tokens"}
+    assert {each: status for each, status in statuses.items() if status >= 500} == {}
+
+
+def nested(levels: int) -> Any:
+    value: Any = "end"
+    for _ in range(levels):
+        value = {"more": value}
+    return value
+
+
+@pytest.mark.parametrize("route", ["/rerank", "/v1/rerank", "/v2/rerank"])
+@pytest.mark.parametrize("odd", [nested(300), 2**64, [[2**70]]], ids=["nested", "integer", "inside"])
+def test_a_document_that_no_reply_can_hold_is_a_400_if_it_should_be_returned(
+    reranker: TestClient, route: str, odd: Any
+) -> None:
+    body = {"query": "water", "documents": [{"text": "oil"}, {"text": "water", "odd": odd}]}
+    assert reranker.post(route, json=body).status_code == 200
+    refused = reranker.post(route, json=body | {"return_documents": True, "top_n": 1})
+    assert refused.status_code == 400
+    assert "documents 1 cannot be returned" in refused.text
+
+
+def test_a_nested_document_is_returned_as_it_came(reranker: TestClient) -> None:
+    document = {"text": "water", "deep": nested(250), "größe": [1.5, None, "日本"]}
+    body = {"query": "water", "documents": [document], "return_documents": True}
+    (result,) = reranker.post("/rerank", json=body).json()["results"]
+    assert result["document"] == document
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": LONG},
+        {"truncation_side": LONG},
+        {LONG: 1},
+        {"prompt_name": LONG},
+        {"input_type": LONG},
+        {"adapter": LONG},
+        {"truncate_prompt_tokens": 10**4000},
+        {"priority": -(10**4000)},
+    ],
+    ids=lambda body: next(iter(body))[:20],
+)
+def test_an_error_does_not_repeat_megabytes_that_it_was_sent(
+    reranker: TestClient, body: dict[str, Any]
+) -> None:
+    refused = reranker.post("/classify", json={"input": "water", **body})
+    error = refused.json()["error"]
+    assert 400 <= refused.status_code < 500
+    assert len(error["message"]) <= MAX_MESSAGE_CHARS
+    assert error["param"] and next(iter(body)).startswith(error["param"][:100])
