@@ -104,3 +104,13 @@ def test_an_error_does_not_repeat_megabytes_that_it_was_sent(
     assert 400 <= refused.status_code < 500
     assert len(error["message"]) <= MAX_MESSAGE_CHARS
     assert error["param"] and next(iter(body)).startswith(error["param"][:100])
+
+
+@pytest.mark.parametrize("route", ["/classify", "/rerank"])
+def test_a_long_cache_salt_is_refused_since_caches_keep_it(reranker: TestClient, route: str) -> None:
+    body = {"input": "water"} if route == "/classify" else {"query": "water", "documents": ["oil"]}
+    assert reranker.post(route, json={**body, "cache_salt": "s" * 1024}).status_code == 200
+    refused = reranker.post(route, json={**body, "cache_salt": "s" * 1025})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "cache_salt"
+    assert "1024" in refused.json()["error"]["message"]

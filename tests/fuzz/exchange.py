@@ -12,7 +12,7 @@ import httptools
 from tests.fuzz.cases import Case
 
 MAX_REPLY_S = 60.0  # a reply that takes longer counts as a hang
-MAX_ERROR_BYTES = 4096  # an error that is longer echoes what the client sent
+MAX_ERROR_BYTES = 16_384  # an error that is longer echoes what the client sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,12 @@ def _write_llama(folder: Path) -> Path:
 
 
 TARGETS = (
-    Target("minilm", 0.4, "/v1/embeddings", {"input": TEXT}),
+    Target("minilm", 0.35, "/v1/embeddings", {"input": TEXT}),
     Target(
         "llama", 0.25, "/v1/completions", {"prompt": TEXT, "max_tokens": 2, "temperature": 0}, _write_llama
     ),
     Target("reranker", 0.1, "/rerank", {"query": TEXT, "documents": ["water", "oil"]}, write_cross_encoder),
     Target("late", 0.1, "/rerank", {"query": TEXT, "documents": ["water", "oil"]}, write_late),
     Target("m3", 0.1, "/v1/sparse", {"input": TEXT}, write_m3),
-    Target("entities", 0.05, "/v1/entities", {"input": TEXT}, write_token_classifier),
+    Target("entities", 0.1, "/v1/entities", {"input": TEXT}, write_token_classifier),
 )

@@ -1,4 +1,4 @@
-"""A well-behaved client: one small request at a fixed pace, each answer checked against the first.
+"""A well-behaved client: one small request at a fixed pace, each answer checked against the idle server's.
 
 Runs as a process of its own, so that the load generator's interpreter does not delay it. It stops when its
 standard input ends and prints one JSON object.
@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ class ProbeResult:
     latencies_ms: list[float] = field(default_factory=list)
     num_wrong: int = 0
     wrong: list[str] = field(default_factory=list)  # the first few
+    reference: Any = None  # the right answer
 
     @property
     def p50_ms(self) -> float:
@@ -40,18 +41,21 @@ class ProbeResult:
 
 
 @contextmanager
-def probing(port: int, route: str, body: dict[str, Any]) -> Any:
-    """Probe a server while the block runs; the result is filled in when it ends."""
-    words = [sys.executable, "-m", "tests.fuzz.probe", str(port), route, json.dumps(body)]
+def probing(port: int, route: str, body: dict[str, Any], reference: Any = None) -> Iterator[ProbeResult]:
+    """Probe a server while the block runs; the result is filled in when it ends.
+
+    Without a `reference` the first answer is right.
+    """
+    given = [str(port), route, json.dumps(body), json.dumps(reference)]
+    words = [sys.executable, "-m", "tests.fuzz.probe", *given]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     result = ProbeResult()
     try:
         yield result
     finally:
         out, _ = process.communicate("")
-        found = json.loads(out)
-        result.latencies_ms, result.num_wrong = found["latencies_ms"], found["num_wrong"]
-        result.wrong = found["wrong"]
+        for name, value in json.loads(out).items():
+            setattr(result, name, value)
 
 
 def _ask(port: int, route: str, body: bytes) -> tuple[int, bytes]:
@@ -83,7 +87,7 @@ def main(words: Sequence[str]) -> None:
     for _ in range(NUM_WARMUP):
         status, answer = _ask(port, route, body)
         assert status == 200, answer
-    first = json.loads(answer)
+    result.reference = json.loads(words[3]) or json.loads(answer)
     due_s = time.monotonic()
     while True:
         due_s += PACE_S
@@ -93,7 +97,9 @@ def main(words: Sequence[str]) -> None:
         try:
             status, answer = _ask(port, route, body)
             wrong = (
-                "" if status == 200 and _equals(first, json.loads(answer)) else f"{status}: {answer[:200]!r}"
+                ""
+                if status == 200 and _equals(result.reference, json.loads(answer))
+                else f"{status}: {answer[:200]!r}"
             )
         except (OSError, http.client.HTTPException, ValueError) as error:
             wrong = repr(error)

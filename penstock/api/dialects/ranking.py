@@ -14,6 +14,7 @@ import orjson
 from numpy.typing import NDArray
 
 from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import CacheSalt
 from penstock.api.replies import json_reply, list_reply, record_phases
 from penstock.api.run import Result, Scheduled, run
 from penstock.errors import BadValue, PenstockError
@@ -42,7 +43,7 @@ class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     user: str | None = None
-    cache_salt: str = ""
+    cache_salt: CacheSalt = ""
 
     def options(self) -> PairOptions:
         return PairOptions(
