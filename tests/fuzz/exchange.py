@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import httptools
@@ -12,6 +13,7 @@ import httptools
 from tests.fuzz.cases import Case
 
 MAX_REPLY_S = 60.0  # a reply that takes longer counts as a hang
+SLOW_S = 1.0  # a reply that takes longer is listed, as it may be what slowed others
 MAX_ERROR_BYTES = 16_384  # an error that is longer echoes what the client sent
 
 
@@ -22,6 +24,7 @@ class Outcome:
     status: int | None
     fault: Literal["5xx", "closed", "hang", "echo", "not JSON"] | None = None
     detail: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 class _Reply:
@@ -59,6 +62,12 @@ class _Reply:
 
 async def exchange(port: int, case: Case, max_reply_s: float = MAX_REPLY_S) -> Outcome:
     """Send the case and judge the reply."""
+    began_s = time.monotonic()
+    outcome = await _exchange(port, case, max_reply_s)
+    return replace(outcome, seconds=time.monotonic() - began_s)
+
+
+async def _exchange(port: int, case: Case, max_reply_s: float) -> Outcome:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     reply = _Reply(case.method == "HEAD")
     try:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.exchange import Outcome
+from tests.fuzz.exchange import SLOW_S, Outcome
 from tests.fuzz.probe import ProbeResult
 
 MAX_SLOWDOWN = 3.0  # of another client's p99, against the idle server
 MAX_SHOWN = 20
+MAX_SLOWEST = 5
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Run:
     kinds: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, str]] = field(default_factory=list)
+    slowest: list[tuple[float, str, str, str]] = field(default_factory=list)  # seconds, kind, route, repeat
     idle: ProbeResult = field(default_factory=ProbeResult)
     busy: ProbeResult = field(default_factory=ProbeResult)
     memory_mb: tuple[int, int] = (0, 0)  # of all processes, before and after
@@ -33,6 +35,9 @@ class Run:
     def count(self, kind: str, route: str, outcome: Outcome, repeat: str = "") -> None:
         self.kinds[kind] += 1
         self.statuses["none" if outcome.status is None else f"{outcome.status // 100}xx"] += 1
+        if outcome.seconds >= SLOW_S:
+            self.slowest.append((round(outcome.seconds, 2), kind, route, repeat))
+            self.slowest = sorted(self.slowest, reverse=True)[:MAX_SLOWEST]
         if outcome.fault is not None:
             self.faults[outcome.fault] += 1
             detail = {"fault": outcome.fault, "kind": kind, "route": route, "detail": outcome.detail}
@@ -78,6 +83,7 @@ class Run:
             "memory_mb": list(self.memory_mb),
             "seconds": round(self.seconds),
             "examples": self.examples[:MAX_SHOWN],
+            "slowest": [each[:3] for each in self.slowest],
         }
 
 

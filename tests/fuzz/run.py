@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.e2e.server import API, ENGINE, Server, serving
 from tests.fuzz.cases import Case, Schema, as_case, make_case
-from tests.fuzz.exchange import exchange
+from tests.fuzz.exchange import SLOW_S, exchange
 from tests.fuzz.fleet import TARGETS, Target
 from tests.fuzz.probe import ProbeResult, probing
 from tests.fuzz.report import MAX_SHOWN, Run, save, table
@@ -148,7 +148,7 @@ def _send_all(
             case = make(number)
             outcome = await exchange(server.port, case)
             repeat = ""
-            if outcome.fault is not None:
+            if outcome.fault is not None or outcome.seconds >= SLOW_S:
                 file = work / f"{run.server}-{run.source}-{number}.http"
                 file.write_bytes(case.raw)
                 again = f"--seed {options.seed} --case {run.server}/{number}" if run.source == "own" else ""
@@ -182,6 +182,8 @@ def _memory_mb(server: Server) -> int:
 
 def _show(run: Run, server: Server, work: Path) -> None:
     print(table([run]).splitlines()[-1], f"in {run.seconds:.0f} s", flush=True)
+    for each in run.slowest:
+        print("  slow: " + json.dumps(each)[:1500], flush=True)
     for example in run.examples[:MAX_SHOWN]:
         print("  " + json.dumps(example)[:1500], flush=True)
     if run.examples:

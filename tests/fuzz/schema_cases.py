@@ -3,14 +3,16 @@ not."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-from tests.fuzz.exchange import MAX_REPLY_S, Outcome, judge
+from tests.fuzz.exchange import MAX_REPLY_S, SLOW_S, Outcome, judge
 
 Report = Callable[[str, str, Outcome, str], None]  # kind, route, outcome, how to repeat it
 
@@ -25,6 +27,7 @@ def run_schema_cases(url: str, num_cases: int, first_seed: int, report: Report) 
     def send(case: schemathesis.Case, kind: str) -> None:
         nonlocal sent
         sent += 1
+        began_s = time.monotonic()
         try:
             response = case.call(session=session, timeout=MAX_REPLY_S)
         except requests.Timeout:
@@ -34,7 +37,8 @@ def run_schema_cases(url: str, num_cases: int, first_seed: int, report: Report) 
         else:
             names = {name.lower().encode(): values[0].encode() for name, values in response.headers.items()}
             outcome = judge(response.status_code, response.content, names)
-        report(kind, case.path, outcome, "" if outcome.fault is None else case.as_curl_command()[:100_000])
+        outcome = replace(outcome, seconds=time.monotonic() - began_s)
+        report(kind, case.path, outcome, "" if _is_quiet(outcome) else case.as_curl_command()[:100_000])
 
     while sent < num_cases:
         share = -(-(num_cases - sent) // (2 * len(with_body)))
@@ -47,6 +51,10 @@ def run_schema_cases(url: str, num_cases: int, first_seed: int, report: Report) 
                 _run(operation, mode, first_seed + round_number, share if operation.body else 3, send)
         round_number += 1
     return sent
+
+
+def _is_quiet(outcome: Outcome) -> bool:
+    return outcome.fault is None and outcome.seconds < SLOW_S
 
 
 def _run(
