@@ -27,6 +27,7 @@ TOLERANCE = 1e-5  # of a component, whatever else is in the batch
 @dataclass(slots=True)
 class ProbeResult:
     latencies_ms: list[float] = field(default_factory=list)
+    due_s: list[float] = field(default_factory=list)  # when each request was due, by the monotonic clock
     num_wrong: int = 0
     wrong: list[str] = field(default_factory=list)  # the first few
     reference: Any = None  # the right answer
@@ -107,6 +108,7 @@ def main(words: Sequence[str]) -> None:
         result.latencies_ms.append(
             (now_s - due_s) * 1000
         )  # from when it was due: a stall delays all behind it
+        result.due_s.append(due_s)
         if wrong:
             result.num_wrong += 1
             result.wrong = [*result.wrong, wrong][:5]

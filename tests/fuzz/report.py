@@ -149,6 +149,7 @@ Meanwhile another client sends a small valid request every 50 ms and checks each
 
 {table(runs)}
 
+The idle figures come from quiet phases of the same run: three seconds after every six of fuzzing.
 "Left early" are requests whose client disconnected on purpose. Latency counts from when a request was due.
 """
     (folder / "fuzz.md").write_text(text)

@@ -25,11 +25,13 @@ from tests.e2e.server import API, ENGINE, Server, serving
 from tests.fuzz.cases import Case, Schema, as_case, make_case
 from tests.fuzz.exchange import SLOW_S, exchange
 from tests.fuzz.fleet import TARGETS, Target
+from tests.fuzz.pacing import Pacer
 from tests.fuzz.probe import ProbeResult, probing
 from tests.fuzz.report import MAX_SHOWN, Run, save, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-IDLE_S = 10.0
+IDLE_S = 5.0
+Attack = Callable[[Run, Pacer], None]
 NICENESS = 10  # of the load generator: it must not take the servers' cores
 
 
@@ -59,7 +61,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("own", "schemathesis"))
     parser.add_argument("--servers", nargs="*", choices=[each.name for each in TARGETS], help="default: all")
-    parser.add_argument("--rate", type=float, default=40.0, help="own cases a second")
+    parser.add_argument("--rate", type=float, default=50.0, help="cases a second, at most")
     parser.add_argument("--workers", type=int, default=3, help="own cases in flight")
     parser.add_argument("--case", help="repeat one case, as SERVER/NUMBER")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/fuzz.md and fuzz.json")
@@ -72,14 +74,14 @@ def _fuzz(
     """Measure the idle server, then fuzz it from each source."""
     before_fuzz = _probe_idle(server, target)
     schema = Schema(server.http.get("/openapi.json").json())
-    attacks: dict[str, Callable[[Run], None]] = {}
+    attacks: dict[str, Attack] = {}
     if options.only != "schemathesis":
         make = partial(make_case, schema, options.seed, target.name)
-        attacks["own"] = lambda run: _send_all(server, run, make, num_cases, options, work)
+        attacks["own"] = partial(_send_all, server, make, num_cases, options, work)
         if target.name == "llama" and find_spec("tests.fuzz.generation") is not None:
             bodies = _generation_cases(options.seed)
-            attacks["generation"] = lambda run: _send_all(
-                server, run, lambda _: next(bodies), num_cases, options, work
+            attacks["generation"] = partial(
+                _send_all, server, lambda _: next(bodies), num_cases, options, work
             )
     if options.only != "own":
         attacks["schemathesis"] = partial(
@@ -87,38 +89,38 @@ def _fuzz(
         )
     runs = []
     for source, attack in attacks.items():
-        run = Run(target.name, source)
+        run, pacer = Run(target.name, source), Pacer(options.rate)
         before = _memory_mb(server)
-        began = time.monotonic()
         probe = probing(server.port, target.route, target.body, before_fuzz.reference)
-        with probe as run.busy, _niced(attack, run):
+        with probe as probed, _niced(partial(attack, run, pacer)):
             pass
-        run.seconds = time.monotonic() - began
+        run.seconds = time.monotonic() - pacer.began_s
         run.memory_mb = before, _memory_mb(server)
+        run.idle, run.busy = pacer.split(probed)
         runs.append(run)
     after_fuzz = _probe_idle(server, target)
     for run in runs:
-        run.idle.latencies_ms = before_fuzz.latencies_ms + after_fuzz.latencies_ms
+        run.idle.latencies_ms += before_fuzz.latencies_ms + after_fuzz.latencies_ms
         _show(run, server, work)
     return runs
 
 
 def _probe_idle(server: Server, target: Target) -> ProbeResult:
-    """Probe the server while nobody else uses it, before and after: the machine may change in between."""
+    """Probe the server while nobody else uses it."""
     with probing(server.port, target.route, target.body) as idle:
         time.sleep(IDLE_S)
     return idle
 
 
 @contextmanager
-def _niced(attack: Callable[[Run], None], run: Run) -> Iterator[None]:
+def _niced(attack: Callable[[], None]) -> Iterator[None]:
     """Run the attack on a thread of low priority, and wait for it."""
     failed: list[BaseException] = []
 
     def body() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            attack(run)
+            attack()
         except BaseException as error:
             failed.append(error)
 
@@ -132,19 +134,19 @@ def _niced(attack: Callable[[Run], None], run: Run) -> Iterator[None]:
 
 def _send_all(
     server: Server,
-    run: Run,
     make: Callable[[int], Case],
     num_cases: int,
     options: argparse.Namespace,
     work: Path,
+    run: Run,
+    pacer: Pacer,
 ) -> None:
     """Send the cases at a steady rate, a few at a time."""
     numbers = iter(range(num_cases))
-    began_s = time.monotonic()
 
     async def worker() -> None:
         for number in numbers:
-            await asyncio.sleep(max(0.0, began_s + number / options.rate - time.monotonic()))
+            await asyncio.sleep(pacer.wait_s())
             case = make(number)
             outcome = await exchange(server.port, case)
             repeat = ""
@@ -167,10 +169,10 @@ def _generation_cases(seed: int) -> Iterator[Case]:
     return (as_case("generation", route, body) for route, body in bodies(seed))
 
 
-def _send_schema_cases(server: Server, num_cases: int, seed: int, run: Run) -> None:
+def _send_schema_cases(server: Server, num_cases: int, seed: int, run: Run, pacer: Pacer) -> None:
     from tests.fuzz.schema_cases import run_schema_cases
 
-    run_schema_cases(server.url, num_cases, seed, run.count)
+    run_schema_cases(server.url, num_cases, seed, pacer, run.count)
 
 
 def _memory_mb(server: Server) -> int:

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
 from tests.fuzz.exchange import MAX_REPLY_S, SLOW_S, Outcome, judge
+from tests.fuzz.pacing import Pacer
 
 Report = Callable[[str, str, Outcome, str], None]  # kind, route, outcome, how to repeat it
 
 
-def run_schema_cases(url: str, num_cases: int, first_seed: int, report: Report) -> int:
+def run_schema_cases(url: str, num_cases: int, first_seed: int, pacer: Pacer, report: Report) -> int:
     """Send at least `num_cases` over all routes, and return how many were sent."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
@@ -27,6 +28,7 @@ def run_schema_cases(url: str, num_cases: int, first_seed: int, report: Report) 
     def send(case: schemathesis.Case, kind: str) -> None:
         nonlocal sent
         sent += 1
+        time.sleep(pacer.wait_s())
         began_s = time.monotonic()
         try:
             response = case.call(session=session, timeout=MAX_REPLY_S)
