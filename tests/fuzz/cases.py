@@ -273,11 +273,9 @@ def _valid(schema: Schema, rng: Rng) -> Case:
 
 def _number(schema: Schema, rng: Rng) -> Case:
     path, body, example = _pick(schema, rng)
-    for _ in range(rng.randint(1, 2)):
-        name = rng.choice(list(body["properties"]))
-        found = schema.holding(body["properties"][name], rng.choice(NUMBERS))
-        if found:
-            example[name] = rng.choice(found)
+    numeric = [name for name, field in body["properties"].items() if schema.holding(field, 0)]
+    for name in rng.sample(numeric, k=min(len(numeric), rng.randint(1, 3))):
+        example[name] = rng.choice(schema.holding(body["properties"][name], rng.choice(NUMBERS)))
     return Case("number", path, _http(path, json.dumps(example).encode()))
 
 
