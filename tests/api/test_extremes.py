@@ -61,7 +61,7 @@ def nested(levels: int) -> Any:
 
 
 @pytest.mark.parametrize("route", ["/rerank", "/v1/rerank", "/v2/rerank"])
-@pytest.mark.parametrize("odd", [nested(300), 2**64, [[2**70]]], ids=["nested", "integer", "inside"])
+@pytest.mark.parametrize("odd", [2**64, [[-(2**70)]]])
 def test_a_document_that_no_reply_can_hold_is_a_400_if_it_should_be_returned(
     reranker: TestClient, route: str, odd: Any
 ) -> None:
@@ -72,8 +72,20 @@ def test_a_document_that_no_reply_can_hold_is_a_400_if_it_should_be_returned(
     assert "documents 1 cannot be returned" in refused.text
 
 
+@pytest.mark.parametrize("levels", [250, 300, 2000, 100_000])
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_deeply_nested_document_is_answered_or_refused(
+    reranker: TestClient, levels: int, returns: bool
+) -> None:
+    deep = '{"more":' * levels + "1" + "}" * levels
+    body = f'{{"query": "water", "documents": [{deep}], "return_documents": {json.dumps(returns)}}}'
+    assert reranker.post("/rerank", content=body).status_code == 400
+    with_text = body.replace("[{", '[{"text": "oil",', 1)
+    assert reranker.post("/rerank", content=with_text).status_code in (200, 400)
+
+
 def test_a_nested_document_is_returned_as_it_came(reranker: TestClient) -> None:
-    document = {"text": "water", "deep": nested(250), "größe": [1.5, None, "日本"]}
+    document = {"text": "water", "deep": nested(40), "größe": [1.5, None, "日本"]}
     body = {"query": "water", "documents": [document], "return_documents": True}
     (result,) = reranker.post("/rerank", json=body).json()["results"]
     assert result["document"] == document
