@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -32,11 +33,12 @@ from tests.fuzz.report import MAX_SHOWN, Run, save, table
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 IDLE_S = 5.0
 Attack = Callable[[Run, Pacer], None]
-NICENESS = 10  # of the load generator: it must not take the servers' cores
+NICENESS = 5  # of the load generator: it must not take the servers' cores
 
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the servers too
     work = Path(tempfile.mkdtemp(prefix="penstock-fuzz-"))
     targets = [each for each in TARGETS if not options.servers or each.name in options.servers]
     if options.case:
@@ -124,7 +126,7 @@ def _niced(attack: Callable[[], None]) -> Iterator[None]:
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=body)
+    thread = threading.Thread(target=body, daemon=True)
     thread.start()
     yield
     thread.join()
