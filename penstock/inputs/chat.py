@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.checkpoint.files import optional_json
-from penstock.errors import BadValue, ConfigError, shown
+from penstock.errors import BadValue, ConfigError
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "add_generation_prompt")  # not allowed in chat_template_kwargs
@@ -102,7 +102,7 @@ class ChatTemplate:
         for name in _RESERVED:
             if name in template_kwargs:
                 raise BadValue(
-                    f"chat_template_kwargs must not contain {shown(name)}", param="chat_template_kwargs"
+                    f"chat_template_kwargs must not contain {name!r}", param="chat_template_kwargs"
                 )
         adapted = [self._adapt(message, index) for index, message in enumerate(messages)]
         values = {"tools": None, "documents": None, **self.special, **template_kwargs}
@@ -145,13 +145,12 @@ def part_texts(content: Any, index: int) -> list[str]:
             text = part.get("refusal" if kind == "refusal" else "text")
             if not isinstance(text, str):
                 raise BadValue(
-                    f"messages[{index}].content has a part of type {shown(kind)} without text",
-                    param="messages",
+                    f"messages[{index}].content has a part of type {kind!r} without text", param="messages"
                 )
             texts.append(text)
         else:
             raise BadValue(
-                f"messages[{index}].content has a part of type {shown(kind)}; only text parts are supported",
+                f"messages[{index}].content has a part of type {kind!r}; only text parts are supported",
                 param="messages",
             )
     return texts

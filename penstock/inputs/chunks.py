@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.errors import BadValue, NotPossible, shown
+from penstock.errors import BadValue, NotPossible
 from penstock.inputs.offsets import text_offsets
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import EncodedText
@@ -39,9 +39,7 @@ class ChunkOptions:
                 "chunk_size and chunk_spans exclude each other; give only one", param="chunk_spans"
             )
         if self.chunk_size is not None and self.chunk_size < 1:
-            raise BadValue(
-                f"chunk_size is {shown(self.chunk_size)}; it must be at least 1", param="chunk_size"
-            )
+            raise BadValue(f"chunk_size is {self.chunk_size}; it must be at least 1", param="chunk_size")
 
 
 class Chunker:
