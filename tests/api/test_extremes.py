@@ -118,6 +118,11 @@ def test_an_error_does_not_repeat_megabytes_that_it_was_sent(
     assert error["param"] and next(iter(body)).startswith(error["param"][:100])
 
 
+def test_an_error_names_the_field_whatever_words_its_value_has(reranker: TestClient) -> None:
+    body = {"input": "water", "truncation_side": " - at `$.model`" * 3}
+    assert reranker.post("/classify", json=body).json()["error"]["param"] == "truncation_side"
+
+
 @pytest.mark.parametrize("route", ["/classify", "/rerank"])
 def test_a_long_cache_salt_is_refused_since_caches_keep_it(reranker: TestClient, route: str) -> None:
     body = {"input": "water"} if route == "/classify" else {"query": "water", "documents": ["oil"]}
