@@ -42,6 +42,33 @@ EXAMPLES: dict[str, Json] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4},
 }
 
+# Values that most models accept, so that a case gets beyond the checks at the door.
+ACCEPTED: dict[str, tuple[Json, ...]] = {
+    "truncate_prompt_tokens": (-1, 8),
+    "truncation_side": ("left",),
+    "dimensions": (8,),
+    "encoding_format": ("base64", "bytes"),
+    "embed_dtype": ("float16", "int8", "binary"),
+    "normalize": (True, False),
+    "use_activation": (True, False),
+    "chunking": ("mean", "late"),
+    "add_special_tokens": (False,),
+    "priority": (-1, 5),
+    "timeout": (30, 60.5),
+    "request_id": ("mine", "größer"),
+    "user": ("someone",),
+    "cache_salt": ("salt",),
+    "input_type": ("query", "document"),
+    "top_n": (1, 100),
+    "top_k": (1, 5),
+    "min_weight": (0.25,),
+    "return_documents": (True,),
+    "return_text": (True,),
+    "stream": (True,),
+    "n": (2,),
+    "stop": (["water"],),
+}
+
 NUMBERS: tuple[Json, ...] = (
     -1,
     0,
@@ -259,13 +286,18 @@ def _pick(schema: Schema, rng: Rng) -> tuple[str, Json, dict[str, Json]]:
     path = rng.choice(schema.posts)
     body = rng.choice(schema.bodies(path))
     example = schema.example(path, body)
+    known = [name for name in body["properties"] if name in ACCEPTED]
+    for name in rng.sample(known, k=min(len(known), rng.choice((0, 0, 1, 2)))):
+        example[name] = rng.choice(ACCEPTED[name])
     return path, body, example
 
 
 def _valid(schema: Schema, rng: Rng) -> Case:
     """Plausible values in some of the optional fields."""
     path, body, example = _pick(schema, rng)
-    for name in rng.sample(list(body["properties"]), k=min(len(body["properties"]), rng.randint(0, 4))):
+    for name in rng.sample(
+        list(body["properties"]), k=min(len(body["properties"]), rng.choice((0, 0, 1, 2)))
+    ):
         if name != "model":
             example[name] = schema.plausible(body["properties"][name], rng)
     return Case("valid", path, _http(path, json.dumps(example).encode()))
@@ -527,7 +559,7 @@ def _left(schema: Schema, rng: Rng) -> Case:
 
 
 _KINDS: dict[Callable[[Schema, Rng], Case], float] = {
-    _valid: 8,
+    _valid: 14,
     _number: 20,
     _any_type: 14,
     _token: 12,
