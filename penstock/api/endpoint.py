@@ -22,12 +22,14 @@ from penstock.api.body import sized
 from penstock.api.metrics import ApiMetrics
 from penstock.api.state import ServerState
 from penstock.errors import (
+    MAX_MESSAGE_CHARS,
     BadValue,
     BodyTooLarge,
     Cancelled,
     MethodNotAllowed,
     PenstockError,
     Unauthorized,
+    shortened,
 )
 
 log = logging.getLogger("penstock.api")
@@ -281,19 +283,19 @@ def _decode(decoder: msgspec.json.Decoder[Any], raw: bytes) -> Any:
         raise BadValue(f"the body is not valid JSON: {error}") from None
 
 
-_PLACE = re.compile(r" - at `\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _MISSING = re.compile(r"missing required field `(.*?)`")
 
 
 def explain(text: str) -> tuple[str, str | None]:
     """The decoder's message as (message, field)."""
-    place = _PLACE.search(text)
-    field_name = place.group(1) if place else ""
+    text = shortened(text, MAX_MESSAGE_CHARS)  # it repeats values
+    before, found_place, place = text.rpartition(" - at `$")  # the last one: a value may contain these words
+    message = before if found_place else text
+    field_name = place.removesuffix("`").removeprefix(".") if found_place else ""
     for pattern in (_UNKNOWN, _MISSING):
         if found := pattern.search(text):
             field_name = f"{field_name}.{found.group(1)}".strip(".")
-    message = _PLACE.sub("", text)
     if not field_name:
         return message, None
     name = re.split(r"[\[.]", field_name)[0]
