@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.api.app import build_app
+from penstock.api.process import http_config
 from penstock.api.state import ServedModel, ServerState
 from penstock.config import ServerConfig
 from penstock.tasks.model import TextModel
@@ -33,8 +33,7 @@ def listening(state: ServerState) -> Iterator[str]:
     """Serve from a thread of this process and yield the address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(build_app(state), http="httptools", lifespan="on", log_config=None)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(http_config(state, listener))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive())
