@@ -34,6 +34,7 @@ from penstock.errors import (
 
 MAX_PIPELINED = 64  # requests of one connection that wait for the answer of another
 ALWAYS_READ_BYTES = 1 << 16  # a body of this size is read even if the server holds as many bytes as it may
+MAX_DISCARDED_BYTES = 1 << 30  # that a client may still send after its answer, in time
 LINGER_S = 2.0  # for a client to read why its connection ends
 _STATUS_PREFIX = b"HTTP/1.1 "  # every answer begins with it
 
@@ -236,7 +237,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             if self._limit_met is None:
                 self.table.count("syntax")
-            self._stop(self._limit_met or BadValue("this is not a valid HTTP/1.1 request"))
+            self._stop(self._limit_met or BadValue("this is not a valid HTTP request"))
         else:
             if self._reads_head:
                 if was_in_head:
@@ -244,7 +245,7 @@ class Connection(HttpToolsProtocol):
             elif not self._has_progress:
                 self._count_overhead(len(data))
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep the connection if an answer is due: the client may still read."""
         self._has_ended = True
         if self._reads_head:
@@ -428,7 +429,7 @@ class Connection(HttpToolsProtocol):
     def discard(self, num_bytes: int) -> None:
         """Count bytes that nobody will read; disconnect a client that does not stop."""
         self._num_discarded += num_bytes
-        if self._num_discarded > max(self.limits.max_body_bytes, ALWAYS_READ_BYTES):
+        if self._num_discarded > MAX_DISCARDED_BYTES:
             self.transport.close()
 
     def linger(self) -> None:
@@ -448,7 +449,7 @@ class Connection(HttpToolsProtocol):
 
     def _check_body_time(self, now_s: float) -> None:
         limits, exchange = self.limits, self.cycle
-        received = exchange.num_body_bytes + self._num_discarded
+        received = exchange.num_body_bytes  # what is discarded earns no time
         if now_s - self._since_s <= limits.body_timeout_s + received / limits.min_body_rate:
             return
         self.table.count("body_timeout")

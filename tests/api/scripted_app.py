@@ -31,15 +31,23 @@ def make_state(
 @contextmanager
 def listening(state: ServerState) -> Iterator[str]:
     """Serve from a thread of this process and yield the address."""
+    with server_thread(state) as (url, _, _):
+        yield url
+
+
+@contextmanager
+def server_thread(state: ServerState) -> Iterator[tuple[str, uvicorn.Server, threading.Thread]]:
+    """Serve from a thread of this process; yield the address, the server and its thread."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(http_config(state, listener))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive())
     assert server.started
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield url, server, thread
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
