@@ -36,6 +36,7 @@ MAX_PIPELINED = 64  # requests of one connection that wait for the answer of ano
 ALWAYS_READ_BYTES = 1 << 16  # a body of this size is read even if the server holds as many bytes as it may
 MAX_DISCARDED_BYTES = 1 << 30  # that a client may still send after its answer, in time
 LINGER_S = 2.0  # for a client to read why its connection ends
+_FRAMING = (b"content-length", b"transfer-encoding")  # headers that tell where a body ends
 _STATUS_PREFIX = b"HTTP/1.1 "  # every answer begins with it
 
 
@@ -168,6 +169,23 @@ class _Detour:
         return self._connection.transport.is_closing()
 
 
+class _BodyReader:
+    """Passes one body on from a parser to its connection, and nothing else."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._is_complete = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_complete:
+            self._connection.on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_complete:
+            self._is_complete = True
+            self._connection.on_message_complete()
+
+
 class Connection(HttpToolsProtocol):
     """A client's connection. `check_time` is called once in a while and ends what takes too long."""
 
@@ -231,9 +249,8 @@ class Connection(HttpToolsProtocol):
         was_in_head = self._reads_head
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # it is answered as if no upgrade had been asked for
-            self._discards = True
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             if self._limit_met is None:
                 self.table.count("syntax")
@@ -463,6 +480,17 @@ class Connection(HttpToolsProtocol):
             close=True,
         )
         self._discards = True
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Answer as if no upgrade had been asked for. The parser takes the body for the new protocol's."""
+        framing = [b"%s: %s\r\n" % each for each in self.headers if each[0] in _FRAMING]
+        self.cycle.keep_alive = False
+        if not framing:
+            self._discards = True
+            return
+        self.cycle.more_body = True
+        self.parser = httptools.HttpRequestParser(_BodyReader(self))
+        self.data_received(b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest)))
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes

@@ -551,6 +551,9 @@ class TestRequests:
         client = connect(plain_url)
         client.head("GET", "/health", connection="upgrade", upgrade="h2c")
         assert client.answer()[0] == 200 and client.rest() == b""
+        client = connect(plain_url)
+        client.post(connection="upgrade", upgrade="h2c")
+        assert client.answer()[0] == 200 and client.rest() == b""
 
 
 def test_clients_in_threads_are_served_beside_slow_ones(
