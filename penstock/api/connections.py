@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import urllib.parse
 from collections import deque
+from collections.abc import Coroutine
 from typing import Any, cast
 
 import httptools
@@ -47,8 +48,20 @@ class _LimitMet(Exception):
 class Exchange(RequestResponseCycle):
     """A request and its answer."""
 
-    def __init__(self, connection: Connection, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, connection: Connection, *, expect_100_continue: bool, keep_alive: bool) -> None:
+        super().__init__(
+            scope=connection.scope,
+            transport=connection.transport,
+            flow=connection.flow,
+            logger=connection.logger,
+            access_logger=connection.access_logger,
+            access_log=False,  # see `send`
+            default_headers=connection.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=expect_100_continue,
+            keep_alive=keep_alive,
+            on_response=connection.on_response_complete,
+        )
         self.connection = connection
         self.failure: PenstockError | None = None  # raised to the application where it waits
         self.num_body_bytes = 0
@@ -128,13 +141,13 @@ class Exchange(RequestResponseCycle):
             self.message_event.clear()
         return {"type": "http.disconnect"}
 
-    async def send(self, message: ASGISendEvent) -> None:
+    def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
         if not self.response_started:
             if self.waiting_for_100_continue and self.more_body:
                 self.keep_alive = False  # nobody can tell whether the client will still send its body
             if self.connection.logs_access and message["type"] == "http.response.start":
                 self._log(message["status"])
-        await super().send(message)
+        return super().send(message)
 
     def _log(self, status: int) -> None:
         """Without the query, which may hold secrets."""
@@ -205,6 +218,7 @@ class Connection(HttpToolsProtocol):
         self.limits = table.limits
         self.address = ""  # that it counts for
         self.logs_access = self.access_log
+        self._asgi: Any = {"version": self.asgi_version, "spec_version": "2.3"}
         self.host: bytes | None = None
         self._waiting: deque[tuple[Exchange, ASGI3Application]] = deque()
         self._running: Exchange | None = None
@@ -215,6 +229,7 @@ class Connection(HttpToolsProtocol):
         self._has_ended = False  # the client sends no more
         self._head_bytes = 0
         self._chunk_bytes = 0
+        self._chunk_s = 0.0  # when the last data came
         self._has_progress = False  # in the last chunk: headers, content or the end of a body
         self._num_discarded = 0
         self._num_overhead = 0  # bytes of a body that are not content
@@ -245,6 +260,7 @@ class Connection(HttpToolsProtocol):
             self.discard(len(data))
             return
         self._chunk_bytes = len(data)
+        self._chunk_s = self.loop.time()
         self._has_progress = False
         was_in_head = self._reads_head
         try:
@@ -295,11 +311,13 @@ class Connection(HttpToolsProtocol):
     # --- the parser's side ------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.host = None
+        self.expect_100_continue = False
+        self.headers = []
         self._reads_head = True
         self._head_bytes = self._num_discarded = self._num_overhead = 0
-        self._since_s = self.loop.time()
-        self.host = None
+        self._since_s = self._chunk_s
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -328,24 +346,15 @@ class Connection(HttpToolsProtocol):
             self._check_head_bytes()
         self._reads_head = False
         self._has_progress = True
-        self._since_s = self.loop.time()
-        app = self._fill_scope()
+        self._since_s = self._chunk_s
+        app = self._make_scope()
         version = self.scope["http_version"]
         is_last = self.table.is_draining
         previous = self.cycle
         self.cycle = exchange = Exchange(
             self,
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
             expect_100_continue=self.expect_100_continue and version != "1.0",
             keep_alive=version != "1.0" and not is_last and self.parser.should_keep_alive(),
-            on_response=self.on_response_complete,
         )
         if previous is None or previous.response_complete:
             self._start(exchange, app)
@@ -365,7 +374,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._has_progress = True
-        self._since_s = self.loop.time()
+        self._since_s = self._chunk_s
         self.cycle.more_body = False
         self.cycle.message_event.set()
 
@@ -524,16 +533,24 @@ class Connection(HttpToolsProtocol):
 
     # --- answers ----------------------------------------------------------------------------------------
 
-    def _fill_scope(self) -> ASGI3Application:
-        """Complete the request's scope; return the application that answers it."""
-        scope = self.scope
-        scope["method"] = self.parser.get_method().decode("ascii")
-        scope["http_version"] = self.parser.get_http_version()
+    def _make_scope(self) -> ASGI3Application:
+        """Make the request's scope; return the application that answers it."""
         url = httptools.parse_url(self.url)
         path = url.path.decode("ascii")
-        scope["path"] = urllib.parse.unquote(path) if "%" in path else path
-        scope["raw_path"] = url.path
-        scope["query_string"] = url.query or b""
+        self.scope = {
+            "type": "http",
+            "asgi": self._asgi,
+            "http_version": self.parser.get_http_version(),
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme or "http",
+            "method": self.parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self.headers,
+        }
         error = None
         if self.table.hosts is not None and self.host is not None:
             error = self.table.hosts.check(self.host)
