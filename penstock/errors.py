@@ -157,6 +157,12 @@ class ServerFull(EngineError):
     retry_after_s: ClassVar[int] = 1
 
 
+class StartFailed(EngineError):
+    """A process of the server exited each time before it could serve."""
+
+    code = "start_failed"
+
+
 class DeviceOutOfMemory(EngineError):
     """A step needs more memory than the device has free; smaller steps may fit."""
 

@@ -41,7 +41,7 @@ BUFFERED_BYTES = Gauge(
 CONNECTION_LIMITS = Counter(
     "penstock_connection_limits", "Connections and requests that met a limit, by limit", ["limit"]
 )
-ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemin")
+ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemostrecent")
 
 
 PUBLISH_INTERVAL_S = 0.1
