@@ -84,9 +84,41 @@ class DeadlineExceeded(ClientError):
     code = "deadline_exceeded"
 
 
+class ReadTimeout(ClientError):
+    """The client sent its request too slowly."""
+
+    status = 408
+    kind = "timeout_error"
+    code = "read_timeout"
+
+
 class BodyTooLarge(ClientError):
     status = 413
     code = "body_too_large"
+
+
+class UrlTooLong(ClientError):
+    status = 414
+    code = "url_too_long"
+
+
+class UnsupportedEncoding(ClientError):
+    """The body is compressed in a way that the server does not read."""
+
+    status = 415
+    code = "unsupported_content_encoding"
+
+
+class UnknownHost(ClientError):
+    """The `Host` header names a host that this server does not answer for."""
+
+    status = 421
+    code = "unknown_host"
+
+
+class HeadersTooLarge(ClientError):
+    status = 431
+    code = "headers_too_large"
 
 
 class NotPossible(ClientError):
@@ -140,6 +172,14 @@ class EngineUnavailable(EngineError):
     status = 503
     code = "engine_unavailable"
     retry_after_s: ClassVar[int] = 2
+
+
+class ServerFull(EngineError):
+    """The server holds as many connections or bytes as it may; fewer are held in a moment."""
+
+    status = 503
+    code = "server_full"
+    retry_after_s: ClassVar[int] = 1
 
 
 class StartFailed(EngineError):

@@ -32,6 +32,15 @@ QUEUE_SECONDS = Histogram("penstock_queue_seconds", "Time from arrival to the fi
 IN_FLIGHT = Gauge("penstock_requests_in_flight", "Requests in flight", multiprocess_mode="livesum")
 REJECTED = Counter("penstock_rejected", "Requests refused because the server was full")
 CANCELLED = Counter("penstock_cancelled", "Requests whose client disconnected")
+CONNECTIONS = Gauge("penstock_connections", "Open connections", multiprocess_mode="livesum")
+BUFFERED_BYTES = Gauge(
+    "penstock_buffered_bytes",
+    "Bytes of request bodies and large answers that are held",
+    multiprocess_mode="livesum",
+)
+CONNECTION_LIMITS = Counter(
+    "penstock_connection_limits", "Connections and requests that met a limit, by limit", ["limit"]
+)
 ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemostrecent")
 
 

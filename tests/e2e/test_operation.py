@@ -81,6 +81,7 @@ def test_several_api_processes_share_one_engine(null_server: Server) -> None:
     headers = {"Authorization": "Bearer secret", "Connection": "close"}
     for _ in range(20):  # each new connection reaches either process
         answer = null_server.http.post(ROUTE, json={"input": "a"}, headers=headers)
+        assert answer.status_code == 200, answer.text
         assert len(answer.json()["data"][0]["embedding"]) == 384
 
 
