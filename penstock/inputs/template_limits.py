@@ -21,11 +21,12 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_TEMPLATE_CHARS = 1 << 20  # of a template's source
-MAX_RENDER_UNITS = 1 << 27  # characters; an item of a list counts as eight
-MAX_RENDER_S = 10.0
+MAX_RENDER_UNITS = 1 << 27  # characters; an item of a list counts as 64, a turn of a loop as 256
+MAX_RENDER_S = 5.0
 _MAX_DIGITS = 4096  # of a number
-_ITEM = 8
-_WIDE_FORMAT = re.compile(r"\d{5}|\*")  # a field of 10,000 characters or more, or as wide as an argument says
+_ITEM, _TURN = 64, 256
+# A field of 10,000 characters or more, or as wide as an argument says.
+_WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)|\{[^{}]*(\d{5}|\{)")
 
 
 class TemplateLimitExceeded(TemplateError):
@@ -63,7 +64,7 @@ def limited(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
 
 
 def _charge(units: int) -> None:
-    _budget.get().charge(units)
+    _budget.get().charge(max(0, units))
 
 
 def _size(value: Any) -> int:
@@ -95,7 +96,7 @@ def _charged(value: Any) -> Any:
 
 
 def _charge_format(form: str, values: Any) -> None:
-    if _WIDE_FORMAT.search(form):
+    if _WIDE_FORMAT.search(form.replace("{{", "").replace("}}", "")):
         raise TemplateLimitExceeded("it formats a field of 10,000 characters or more")
     num_fields = form.count("%") + form.count("{")
     _charge_text(values)
@@ -112,12 +113,12 @@ def _charge_call(owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[s
         old, new = str(values[0]), str(values[1])
         _charge(len(owner) + owner.count(old) * len(new))
     elif name == "join":
-        separator, items = (
-            (owner, values[0]) if isinstance(owner, str) and values else (values or ("",), owner)
-        )
-        if isinstance(items, list | tuple):
-            _charge(len(items) * len(str(separator if isinstance(separator, str) else separator[0])))
-            _charge_text(items)
+        items, separator = (values[0], owner) if isinstance(owner, str) else (owner, *values, "")[:2]
+        _charge(len(items) * len(str(separator)))
+        _charge_text(items)
+    elif name == "wordwrap" and isinstance(owner, str):
+        num_lines = owner.count("\n") + 1 + len(owner) // max(1, min(numbers, default=79))
+        _charge(num_lines * max((len(value) for value in values if isinstance(value, str)), default=1))
     elif name in ("format", "format_map") and isinstance(owner, str):
         _charge_format(owner, values)
     elif name == "expandtabs" and isinstance(owner, str):
@@ -144,7 +145,9 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if len(args) > skipped:
-            _charge_call(args[skipped], name, args[skipped + 1 :], kwargs)
+            owner = list(args[skipped]) if name == "join" else args[skipped]
+            args = (*args[:skipped], owner, *args[skipped + 1 :])
+            _charge_call(owner, name, args[skipped + 1 :], kwargs)
         return _charged(function(*args, **kwargs))
 
     return guarded
@@ -178,23 +181,27 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self.from_string(_with_charges(self.parse(source)))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" or (operator == "*" and isinstance(left, int) and isinstance(right, int)):
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            sizes = left.bit_length(), right.bit_length()
+            num_bits = sum(sizes) if operator == "*" else sizes[0] * abs(right)
+            if num_bits > 3 * _MAX_DIGITS:
+                raise TemplateLimitExceeded(f"it computes a number of more than {_MAX_DIGITS} digits")
+        elif operator == "+":
             _charge(_size(left) + _size(right))
         elif operator == "*":
             _charge(_size(left) * right if isinstance(right, int) else _size(right) * left)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * abs(right) > 4 * _MAX_DIGITS:
-                raise TemplateLimitExceeded(f"it computes a number of more than {_MAX_DIGITS} digits")
         elif operator == "%" and isinstance(left, str):
             _charge_format(left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        owner = getattr(obj, "__self__", None)
+        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the sandbox wraps `format`
         if isinstance(owner, str | bytes | int):
             name = getattr(obj, "__name__", "")
             if name in ("translate", "maketrans"):
                 raise TemplateLimitExceeded(f"it calls {name}, which is not supported")
+            if name == "join":
+                args = (_charged(list(*args)),)
             _charge_call(owner, name, args, kwargs)
         return _charged(super().call(context, obj, *args, **kwargs))
 
@@ -217,7 +224,7 @@ def _with_charges(tree: nodes.Template) -> nodes.Template:
     for body in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         assert isinstance(body, nodes.For | nodes.Macro | nodes.CallBlock)
         size = sum(len(text.data) for text in body.find_all(nodes.TemplateData))
-        turn = _method("turn", [nodes.Const(_ITEM + size)], body.lineno)
+        turn = _method("turn", [nodes.Const(_TURN + size)], body.lineno)
         body.body.insert(0, nodes.ExprStmt(turn, lineno=body.lineno))
     replaced = _replaced(tree)
     assert isinstance(replaced, nodes.Template)
