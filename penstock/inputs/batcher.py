@@ -19,7 +19,6 @@ from penstock.config import available_cpus
 from penstock.errors import BadValue
 from penstock.inputs.long_texts import RowLimit, max_chars, num_chars
 from penstock.inputs.tokenizer import EncodedText, Tokenizer
-from penstock.inputs.truncation import reject_long
 from penstock.types import Ints
 
 T = TypeVar("T")
@@ -53,7 +52,7 @@ class _Job:
         """The error of its newest rows if one is too long, so that the rest need not be tokenised."""
         if self.limit is not None and not self.limit.truncates:
             try:
-                reject_long(rows, self.limit.max_tokens, len(self.rows) - len(rows))
+                self.limit.reject_long(rows, len(self.rows) - len(rows))
             except BadValue as error:
                 return error
         return None

@@ -31,6 +31,7 @@ Encode = Callable[[list[str]], list[Ints]]  # without special tokens
 MAX_EXPANDED_CHARS = 32 << 20  # what a prompt, instruction or query adds to all texts of a request together
 MAX_WINDOW_CHARS = 1 << 17  # texts that are tokenised at once
 MAX_REQUEST_TOKENS = 16 << 20  # tokens of all rows of a request to a server
+_MIN_FIRST_CHARS = 8192  # that are tokenised first, even if few tokens are needed
 _PIECE_CHARS = 1 << 16
 _MAX_UNDIVIDED_CHARS = 1 << 18  # a longer run without a place to divide it is refused
 _CONTEXT_CHARS = 2053  # a prime number
@@ -51,12 +52,25 @@ class RowLimit:
     @property
     def max_whole_chars(self) -> int:
         """Shorter texts are tokenised whole. Nearly all texts that fit are, so they cost what they did."""
-        return 4 * self.max_tokens + 16_384
+        return 4 * self.max_tokens + 2 * _MIN_FIRST_CHARS
 
     @property
     def max_scanned_chars(self) -> int:
         """How much of a text is tokenised in search of enough tokens."""
         return max(_MAX_UNDIVIDED_CHARS, 2 * self.max_whole_chars)
+
+    def reject_long(self, rows: Sequence[Ints], first: int) -> None:
+        """Reject rows that are too long; `first` is the index of the first of them."""
+        for index, row in enumerate(rows, first):
+            if len(row) > self.max_tokens:
+                raise self.too_long(index, f"{len(row)}")
+
+    def too_long(self, index: int, count: str) -> BadValue:
+        return BadValue(
+            f"{self.name} {index} has {count} tokens, but the model takes at most {self.max_tokens}; shorten "
+            "it or set truncate_prompt_tokens to -1",
+            param=self.param,
+        )
 
 
 class Piece(NamedTuple):
@@ -81,17 +95,13 @@ def needed_pieces(encode: Encode, text: str, limit: RowLimit | None, index: int)
             param=limit.param,
         )
     if not limit.truncates:
-        raise BadValue(
-            f"{limit.name} {index} has more than {limit.max_tokens} tokens, and the model takes at most "
-            f"{limit.max_tokens}; shorten it or set truncate_prompt_tokens to -1",
-            param=limit.param,
-        )
+        raise limit.too_long(index, f"more than {limit.max_tokens}")
     return [found]
 
 
 def _first_or_last_tokens(encode: Encode, text: str, limit: RowLimit) -> Piece | None:
     """A part at one end of the text with more tokens than the limit; None if there are not so many."""
-    size, count = 2 * limit.max_tokens + 8192, limit.max_tokens + 1
+    size, count = 2 * limit.max_tokens + _MIN_FIRST_CHARS, limit.max_tokens + 1
     while size <= min(limit.max_scanned_chars, len(text) - _CONTEXT_CHARS):
         if limit.side == "right" or not limit.truncates:
             end = len(text[:size].rstrip())

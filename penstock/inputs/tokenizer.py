@@ -83,14 +83,17 @@ class Tokenizer:
         rows: list[Ints] = []
         for window in windows(texts):
             if max_chars(window) <= _max_whole_chars(limit):
-                rows += self._encode(window, add_special_tokens)
+                new = self._encode(window, add_special_tokens)
             else:
-                rows += [
+                new = [
                     self._encode_long(text, add_special_tokens, limit, len(rows) + at)
                     if len(text) > _max_whole_chars(limit)
                     else self._encode([text], add_special_tokens)[0]
                     for at, text in enumerate(window)
                 ]
+            if limit is not None and not limit.truncates:  # the rest need not be tokenised if one is too long
+                limit.reject_long(new, len(rows))
+            rows += new
         return rows
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[Ints]:
@@ -112,12 +115,12 @@ class Tokenizer:
         self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
     ) -> list[EncodedText]:
         """Token ids with their character offsets. Slower than `encode`."""
-        if num_chars(texts) <= _max_whole_chars(limit):
+        if limit is None or num_chars(texts) <= limit.max_whole_chars:
             return self._encode_located(texts, add_special_tokens)
         rows: list[EncodedText] = []
         for window in windows(texts):
             for text in window:
-                if len(text) > _max_whole_chars(limit):
+                if len(text) > limit.max_whole_chars:
                     rows.append(self._locate_long(text, add_special_tokens, limit, len(rows)))
                 else:
                     rows += self._encode_located([text], add_special_tokens)
@@ -137,22 +140,12 @@ class Tokenizer:
             for encoding in encodings
         ]
 
-    def _locate_long(
-        self, text: str, add_special_tokens: bool, limit: RowLimit | None, index: int
-    ) -> EncodedText:
-        parts: list[EncodedText] = []
-        num_words = 0
-        for start, end, _ in needed_pieces(self._encode_bare, text, limit, index):
-            (part,) = self._encode_located([text[start:end]], add_special_tokens=False)
-            parts.append(EncodedText(part.ids, part.offsets + start, part.words + num_words))
-            num_words += int(part.words.max(initial=-1)) + 1
-        if add_special_tokens:
-            before, after = (
-                EncodedText(ids, np.zeros((len(ids), 2), dtype=np.int32), np.full_like(ids, -1))
-                for ids in self.frame
-            )
-            parts = [before, *parts, after]
-        return EncodedText(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    def _locate_long(self, text: str, add_special_tokens: bool, limit: RowLimit, index: int) -> EncodedText:
+        ((start, end, _),) = needed_pieces(self._encode_bare, text, limit, index)
+        (found,) = self._encode_located([text[start:end]], add_special_tokens)
+        return EncodedText(
+            found.ids, np.where(found.words[:, None] < 0, 0, found.offsets + start), found.words
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)

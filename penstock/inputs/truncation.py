@@ -41,19 +41,13 @@ def truncate_rows(
     if all(len(row) <= limit for row in rows):
         return rows
     if cut_at is None:
-        reject_long(rows, model_limit)
+        index, row = next((i, row) for i, row in enumerate(rows) if len(row) > limit)
+        raise BadValue(
+            f"input {index} has {len(row)} tokens, but the model takes at most {model_limit}; shorten it or "
+            "set truncate_prompt_tokens to -1",
+            param="input",
+        )
     return [row if len(row) <= limit else _truncate(row, limit, frame, side) for row in rows]
-
-
-def reject_long(rows: list[Ints], model_limit: int, first: int = 0) -> None:
-    """Reject rows that are too long; `first` is the index of the first of them."""
-    for index, row in enumerate(rows, first):
-        if len(row) > model_limit:
-            raise BadValue(
-                f"input {index} has {len(row)} tokens, but the model takes at most {model_limit}; shorten it "
-                "or set truncate_prompt_tokens to -1",
-                param="input",
-            )
 
 
 def _truncate(row: Ints, limit: int, frame: tuple[int, int], side: Side) -> Ints:

@@ -107,7 +107,7 @@ async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, task
             for i, row in enumerate(zip(*columns, strict=True))
         ]
 
-    return list_reply(call, body, result, "pool", data)
+    return await list_reply(call, body, result, "pool", data)
 
 
 def _task_params(body: PoolingRequest, task: Task) -> PoolingParams:
@@ -144,7 +144,7 @@ async def _sparse_reply(
         rows = sparse_terms(model.text, result.value)
         return [{"object": kind, "index": index, field: terms} for index, terms in enumerate(rows)]
 
-    return list_reply(call, body, result, "pool" if kind == "pooling" else kind, data)
+    return await list_reply(call, body, result, "pool" if kind == "pooling" else kind, data)
 
 
 async def classify(call: Call, body: ClassifyRequest) -> Reply:
@@ -162,7 +162,7 @@ async def classify(call: Call, body: ClassifyRequest) -> Reply:
             for i, row in enumerate(values)
         ]
 
-    return list_reply(call, body, result, "classify", data)
+    return await list_reply(call, body, result, "classify", data)
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -109,7 +109,7 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
             {"index": index, "object": "score", "score": value} for index, value in enumerate(result.value)
         ]
 
-    return list_reply(call, body, result, "score", data)
+    return await list_reply(call, body, result, "score", data)
 
 
 async def rerank(call: Call, body: RerankRequest) -> Reply:
