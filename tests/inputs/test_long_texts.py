@@ -227,5 +227,5 @@ for query in ("the water " * 5000, "the water " * 1000):
     assert "adds 102400000 characters" in said[0] and "tokens" in said[1] and said[2] == "128 rows"
     assert "has more than 512 tokens" in said[3] and said[4] == "1 rows"
     assert all("shorten it" in words or words == "1 rows" for words in said[3:-2])
-    assert "query adds" in said[-2] and "document 0 has 4" in said[-1]
+    assert "query adds" in said[-2] and "document 0 has " in said[-1]
     assert grown < 200
