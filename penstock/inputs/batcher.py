@@ -123,10 +123,10 @@ class BatchTokenizer:
 
     def _encode_slice(self, batch: _Slice) -> list[_Rows]:
         """The rows of each call, or its error: a bad text fails only its own call."""
-        kinds = {job.add_special_tokens for job, _ in batch}
-        if len(kinds) == 1:
+        special = batch[0][0].add_special_tokens
+        if all(job.add_special_tokens == special for job, _ in batch):
             try:
-                rows = self.tokenizer.encode([text for _, texts in batch for text in texts], *kinds)
+                rows = self.tokenizer.encode([text for _, texts in batch for text in texts], special)
             except Exception:
                 return [self._encode(job, texts) for job, texts in batch]
             ends = np.cumsum([len(texts) for _, texts in batch]).tolist()

@@ -153,13 +153,17 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-@pass_context
-def _written(context: Context, value: Any) -> Any:
-    """What the template writes. It needs the context only to keep Jinja from writing constants early."""
+def _charge_written(value: Any) -> None:
     if isinstance(value, str):
         _charge(len(value))
     else:
         _charge_text(value)
+
+
+@pass_context
+def _written(context: Context, value: Any) -> Any:
+    """What the template writes. It takes the context so that Jinja does not write constants early."""
+    _charge_written(value)
     return value
 
 
@@ -194,7 +198,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             _charge_format(left, right)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the sandbox wraps `format`
         if isinstance(owner, str | bytes | int):
             name = getattr(obj, "__name__", "")
@@ -212,7 +216,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def concat_texts(self, *values: Any) -> str:
         for value in values:
-            _written(None, value)
+            _charge_written(value)
         return "".join(map(str, values))
 
     def slice_of(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
@@ -227,8 +231,9 @@ def _with_charges(tree: nodes.Template) -> nodes.Template:
         turn = _method("turn", [nodes.Const(_TURN + size)], body.lineno)
         body.body.insert(0, nodes.ExprStmt(turn, lineno=body.lineno))
     replaced = _replaced(tree)
-    assert isinstance(replaced, nodes.Template)
-    return replaced.set_environment(tree.environment) if tree.environment is not None else replaced
+    assert isinstance(replaced, nodes.Template) and tree.environment is not None
+    replaced.set_environment(tree.environment)
+    return replaced
 
 
 def _replaced(node: nodes.Node) -> nodes.Node:

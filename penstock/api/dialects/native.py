@@ -203,7 +203,11 @@ def _tokenize_reply(model: ServedModel, body: TokenizeRequest, rows: list[Ints],
     answers = []
     for row in rows:
         tokens = row if len(row) <= _MAX_LOOP_IDS else orjson.Fragment(_long_json(row))
-        answer = {"count": len(row), "max_model_len": model.spec.max_model_len, "tokens": tokens}
+        answer: dict[str, Any] = {
+            "count": len(row),
+            "max_model_len": model.spec.max_model_len,
+            "tokens": tokens,
+        }
         if body.return_token_strs:
             ids, places = np.unique(row, return_inverse=True)
             strings = model.text.tokenizer.token_strings(ids.tolist())
