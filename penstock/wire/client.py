@@ -38,6 +38,7 @@ from penstock.wire.messages import (
 )
 from penstock.wire.router import Subscribers
 from penstock.wire.shared_memory import MappedMemory, SharedMemoryInfo
+from penstock.wire.status import StatusReader
 
 log = logging.getLogger("penstock.client")
 
@@ -46,9 +47,13 @@ class EngineClient(EngineHandle):
     """The connection to one engine process."""
 
     def __init__(
-        self, address: str, explain_unavailable: Callable[[], str] = lambda: "the engine is starting"
+        self,
+        address: str,
+        explain_unavailable: Callable[[], str] = lambda: "the engine is starting",
+        status: StatusReader | None = None,
     ) -> None:
         """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503."""
+        self.status = status  # what the engine publishes beside its messages, if anything
         self._address = address
         self._explain_unavailable = explain_unavailable
         self._subscribers = Subscribers()

@@ -31,6 +31,7 @@ from penstock.wire.messages import (
 )
 from penstock.wire.router import OutcomeRouter
 from penstock.wire.shared_memory import Region, open_shared_memory
+from penstock.wire.status import EngineStatus, StatusWriter
 
 
 class EngineServer:
@@ -40,8 +41,9 @@ class EngineServer:
     STALE_METRICS_POLL_MS = 100  # while the published metrics are out of date
     FAILURE_DELIVERY_S = 0.2  # for API processes to read why requests failed, before the connection closes
 
-    def __init__(self, address: str, shared_bytes: int = 0) -> None:
+    def __init__(self, address: str, shared_bytes: int = 0, status: StatusWriter | None = None) -> None:
         self.memory = open_shared_memory(shared_bytes)
+        self._status = status
         self._context = zmq.Context(
             io_threads=4
         )  # so that several API processes get large outputs in parallel
@@ -81,6 +83,7 @@ class EngineServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
         metrics_are_current = True
+        self._publish_status()
         while core.device_failure is None and (not self._stopping or core.busy):
             if self._wake_receiver.fileno() in dict(poller.poll(self._poll_timeout_ms(metrics_are_current))):
                 self._drain_wakeups()
@@ -89,6 +92,7 @@ class EngineServer:
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
+            self._publish_status()
         if core.device_failure is None:  # otherwise threads of the core may wait for the device forever
             core.close()
         else:
@@ -96,6 +100,19 @@ class EngineServer:
         self._context.destroy(linger=2000)
         if self.memory is not None:
             self.memory.close()
+
+    def _publish_status(self) -> None:
+        """Tell other processes that the loop turns, and how much waits. Called once a turn."""
+        if self._status is not None:
+            core = self._core
+            self._status.publish(
+                EngineStatus(
+                    pid=self._ready.pid,
+                    heartbeat_s=core.clock(),
+                    queued_tokens=core.scheduler.queue.num_tokens,
+                    queued_rows=core.scheduler.queue.num_rows,
+                )
+            )
 
     def _poll_timeout_ms(self, metrics_are_current: bool) -> int:
         idle_ms = self.IDLE_POLL_MS if metrics_are_current else self.STALE_METRICS_POLL_MS
