@@ -7,13 +7,12 @@ that are long by themselves run on threads of their own.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
-
-import numpy as np
 
 from penstock.config import available_cpus
 from penstock.errors import BadValue
@@ -124,13 +123,13 @@ class BatchTokenizer:
     def _encode_slice(self, batch: _Slice) -> list[_Rows]:
         """The rows of each call, or its error: a bad text fails only its own call."""
         special = batch[0][0].add_special_tokens
-        if all(job.add_special_tokens == special for job, _ in batch):
+        if len(batch) > 1 and all(job.add_special_tokens == special for job, _ in batch):
             try:
                 rows = self.tokenizer.encode([text for _, texts in batch for text in texts], special)
             except Exception:
                 return [self._encode(job, texts) for job, texts in batch]
-            ends = np.cumsum([len(texts) for _, texts in batch]).tolist()
-            return [rows[end - len(texts) : end] for (_, texts), end in zip(batch, ends, strict=True)]
+            left = iter(rows)
+            return [list(itertools.islice(left, len(texts))) for _, texts in batch]
         return [self._encode(job, texts) for job, texts in batch]
 
     def _encode(self, job: _Job, texts: list[str]) -> _Rows:
