@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
-from penstock.errors import ModelNotFound, QueueFull
+from penstock.errors import ModelNotFound, QueueFull, shown
 from penstock.handle import EngineHandle
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
@@ -45,7 +45,8 @@ class ServerState:
             return next(iter(self.models.values()))
         if name not in self.models:
             raise ModelNotFound(
-                f"model {name!r} is not served here; this server has: {', '.join(self.models)}", param="model"
+                f"model {shown(name)} is not served here; this server has: {', '.join(self.models)}",
+                param="model",
             )
         return self.models[name]
 

@@ -180,7 +180,7 @@ def part_texts(content: Any, index: int) -> list[str]:
 def _up_to_last_message(text: str, message: Message) -> str:
     """The prompt up to the end of the last message's text, so that the model continues it."""
     content = message.get("content")
-    last = "" if content is None else part_texts(content, -1)[-1]
+    last = "" if not content else part_texts(content, -1)[-1]
     words = last.strip()
     if not words:
         raise BadValue(

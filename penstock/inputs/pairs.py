@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.checkpoint.score import ScoreSpec
 from penstock.checkpoint.spec import ModelSpec
-from penstock.errors import BadValue, NotPossible
+from penstock.errors import BadValue, NotPossible, shown
 from penstock.inputs.lists import list_scores, prepare_lists
 from penstock.inputs.long_texts import (
     ExpandedTexts,
@@ -122,7 +122,7 @@ def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairO
     processor.check(params)
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         if (value := getattr(options, name)) is not None and value < 1:
-            raise BadValue(f"{name} is {value}; it must be at least 1", param=name)
+            raise BadValue(f"{name} is {shown(value)}; it must be at least 1", param=name)
     truncation_limit(options.truncate_prompt_tokens, processor.spec.max_model_len)
     score = processor.spec.score
     accepts_instruction = (

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.errors import BadValue, ModelLoadError, NotPossible
+from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded
@@ -106,11 +106,14 @@ class InputProcessor:
                 f"dimensions does not apply to task {params.task.value!r}; leave it out", param="dimensions"
             )
         if params.dimensions < 1:
-            raise BadValue(f"dimensions is {params.dimensions}; it must be at least 1", param="dimensions")
+            raise BadValue(
+                f"dimensions is {shown(params.dimensions)}; it must be at least 1", param="dimensions"
+            )
         width = self.spec.width(params.task)
         if params.dimensions > width:
             raise BadValue(
-                f"dimensions is {params.dimensions}, but the model's vectors have {width}; use 1 to {width}",
+                f"dimensions is {shown(params.dimensions)}, but the model's vectors have {width}; use 1 to "
+                f"{width}",
                 param="dimensions",
             )
 
@@ -121,7 +124,7 @@ class InputProcessor:
         if params.task is not Task.SPARSE:
             raise BadValue(f"top_k does not apply to task {params.task.value!r}; leave it out", param="top_k")
         if top_k is not None and not 1 <= top_k <= MAX_TOP_K:
-            raise BadValue(f"top_k is {top_k}; use 1 to {MAX_TOP_K}", param="top_k")
+            raise BadValue(f"top_k is {shown(top_k)}; use 1 to {MAX_TOP_K}", param="top_k")
         if params.normalize is not None:
             raise BadValue("normalize does not apply to task 'sparse'; leave it out", param="normalize")
         if params.dtype is not OutputDtype.FLOAT32:

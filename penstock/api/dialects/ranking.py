@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import msgspec
+import orjson
 from numpy.typing import NDArray
 
 from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import CacheSalt
 from penstock.api.replies import json_reply, list_reply, record_phases
 from penstock.api.run import Result, Scheduled, check_num_rows, run
 from penstock.errors import BadValue, PenstockError
@@ -42,7 +44,7 @@ class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     user: str | None = None
-    cache_salt: str = ""
+    cache_salt: CacheSalt = ""
 
     def options(self) -> PairOptions:
         return PairOptions(
@@ -114,17 +116,21 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
 
 async def rerank(call: Call, body: RerankRequest) -> Reply:
     """Rank documents from best to worst."""
+    documents = _returned_documents(body)
     result = await _ranked(call, body)
     began = time.monotonic()
     head = result.head(body, "rerank")
     meta = {"billed_units": {"search_units": _search_units(body)}}
-    reply = json_reply({**head, "results": _results(body, result), "usage": result.usage, "meta": meta})
+    reply = json_reply(
+        {**head, "results": _results(body, result.value, documents), "usage": result.usage, "meta": meta}
+    )
     record_phases(call, began)
     return reply
 
 
 async def cohere_rerank(call: Call, body: CohereRerankRequest) -> Reply:
     """Rank documents from best to worst, in the shape of Cohere's v2 API."""
+    documents = _returned_documents(body)
     result = await _ranked(call, body)
     began = time.monotonic()
     meta = {
@@ -133,7 +139,7 @@ async def cohere_rerank(call: Call, body: CohereRerankRequest) -> Reply:
         "tokens": {"input_tokens": result.request.num_tokens},
     }
     name = result.head(body, "rerank")["id"]
-    reply = json_reply({"id": name, "results": _results(body, result), "meta": meta})
+    reply = json_reply({"id": name, "results": _results(body, result.value, documents), "meta": meta})
     record_phases(call, began)
     return reply
 
@@ -163,14 +169,31 @@ async def _ranked(call: Call, body: RerankRequest) -> Result[Scores]:
     return await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
 
 
-def _results(body: RerankRequest, result: Result[Scores]) -> list[dict[str, Any]]:
-    scores = result.value
+def _returned_documents(body: RerankRequest) -> list[Any] | None:
+    """The documents as the reply holds them, if it does. What it cannot hold is refused before it runs."""
+    if not body.return_documents:
+        return None
+    return [_returned(document, index) for index, document in enumerate(body.documents)]
+
+
+def _returned(document: Document, index: int) -> Any:
+    if isinstance(document, str):
+        return {"text": document}
+    try:
+        return orjson.Fragment(orjson.dumps(document))
+    except TypeError as error:  # nested too deeply, or an integer of more than 64 bits
+        raise BadValue(
+            f"documents {index} cannot be returned: {error}; simplify it or leave return_documents out",
+            param="documents",
+        ) from None
+
+
+def _results(body: RerankRequest, scores: Scores, documents: list[Any] | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index in top_indices(scores, body.top_n):
         row = {"index": index, "relevance_score": scores[index]}
-        if body.return_documents:
-            document = body.documents[index]
-            row["document"] = {"text": document} if isinstance(document, str) else document
+        if documents is not None:
+            row["document"] = documents[index]
         rows.append(row)
     return rows
 
