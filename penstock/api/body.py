@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -16,6 +16,7 @@ Piece = bytes | memoryview
 
 _PLACEHOLDER = secrets.token_hex(16)  # of a large row in the encoded JSON; no client can guess it
 _QUOTED = f'"{_PLACEHOLDER}"'.encode()
+_MAX_ITEMS = 128  # more of them are encoded one by one
 PIECE_BYTES = 1 << 18  # that are sent at once
 _MIN_PIECE_BYTES = 1 << 16  # smaller pieces are sent together
 
@@ -30,7 +31,10 @@ def json_body(content: Any) -> Body:
         large.append(value)
         return _PLACEHOLDER
 
-    raw = orjson.dumps(content, defer, orjson.OPT_SERIALIZE_NUMPY)
+    if isinstance(content, dict) and len(content.get("data", ())) > _MAX_ITEMS:
+        items = [orjson.Fragment(_encode(item, defer)) for item in content["data"]]
+        content = {**content, "data": items}  # one by one, so that other threads run in between
+    raw = _encode(content, defer)
     if not large:
         return raw
     first, *others = raw.split(_QUOTED)
@@ -38,6 +42,10 @@ def json_body(content: Any) -> Body:
     for row, text in zip(large, others, strict=True):
         body += [row, text]
     return body
+
+
+def _encode(content: Any, defer: Callable[[Any], str]) -> bytes:
+    return orjson.dumps(content, defer, orjson.OPT_SERIALIZE_NUMPY)
 
 
 async def sized(body: Body) -> tuple[int, Iterator[Piece]]:

@@ -18,6 +18,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs import constraints
 from penstock.inputs.chat import ModelTemplate, special_tokens
+from penstock.inputs.long_texts import RowLimit
 from penstock.inputs.processor import split_inputs
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
@@ -220,7 +221,9 @@ class GenerationInputs:
         except BadValue as error:
             raise BadValue(error.message.replace("input", "prompt"), param="prompt") from None
         if texts is not None:
-            rows = self.tokenizer.encode(texts, add_special_tokens)
+            truncates = fields.truncate_prompt_tokens is not None
+            limit = RowLimit(self.spec.max_model_len, truncates, fields.truncation_side, "prompt", "prompt")
+            rows = self.tokenizer.encode(texts, add_special_tokens, limit)
             if add_special_tokens and self.tokenizer.suffix:  # trailing special tokens would end the text
                 rows = [row[: len(row) - self.tokenizer.suffix] for row in rows]
         else:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import CacheSalt
 from penstock.api.replies import json_reply, list_reply, record_phases
-from penstock.api.run import Result, Scheduled, run
+from penstock.api.run import Result, Scheduled, check_num_rows, run
 from penstock.errors import BadValue, PenstockError
+from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
 from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
 from penstock.outputs.ranking import check_top_n, top_indices
 from penstock.tasks.score import Score
@@ -98,6 +99,7 @@ class CohereRerankRequest(RerankRequest, kw_only=True):
 async def score(call: Call, body: ScoreRequest) -> Reply:
     """Score how well each document answers its query."""
     first, second = (_listed(side) for side in body.sides())
+    check_num_rows(call, max(len(first), len(second)), "documents")
     queries, documents = _texts(first, "queries"), _texts(second, "documents")
     for index, query in enumerate(queries):
         _check_query(query, f"query {index}", "queries")
@@ -109,7 +111,7 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
             {"index": index, "object": "score", "score": value} for index, value in enumerate(result.value)
         ]
 
-    return list_reply(call, body, result, "score", data)
+    return await list_reply(call, body, result, "score", data)
 
 
 async def rerank(call: Call, body: RerankRequest) -> Reply:
@@ -154,6 +156,7 @@ async def run_pairs(
     call: Call, body: PairBody, pairs: list[Pair], options: PairOptions, *, activate: bool | None
 ) -> Result[Scores]:
     """Score pairs. Scores stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
+    options = replace(options, max_request_tokens=MAX_REQUEST_TOKENS)
     task = Score(pairs=pairs, params=PoolingParams(Task.SCORE, normalize=activate), options=options)
     return await run(call, body, call.state.model(body.model), task, rows_name="documents")
 
@@ -161,6 +164,7 @@ async def run_pairs(
 async def _ranked(call: Call, body: RerankRequest) -> Result[Scores]:
     check_top_n(body.top_n)
     _check_query(body.query, "query", "query")
+    check_num_rows(call, len(body.documents), "documents")
     pairs = make_pairs(body.query, _texts(body.documents, "documents"))
     return await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
 
