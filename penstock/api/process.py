@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from penstock.api.admission import Admission
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_max_model_len
@@ -28,10 +29,12 @@ from penstock.wire.status import StatusReader
 def build_state(launch: ApiLaunch) -> ServerState:
     spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
     status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
+    engine = EngineClient(launch.address, partial(engine_reason, Path(launch.state_file)), status)
     model = ServedModel(
         text=TextModel(spec, chat_template=launch.server.chat_template),
-        engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file)), status),
+        engine=engine,
         created_s=int(time.time()),
+        admission=Admission(status, lambda: engine.engine_settings),
     )
     return ServerState(launch.server, {spec.name: model}, launch.index)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.api.admission import Admission
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
-from penstock.errors import ModelNotFound, QueueFull
+from penstock.errors import ModelNotFound, TooManyRequests
 from penstock.handle import EngineHandle
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
@@ -21,6 +22,7 @@ class ServedModel:
     text: TextModel
     engine: EngineHandle
     created_s: int
+    admission: Admission = field(default_factory=Admission)
 
     @property
     def spec(self) -> ModelSpec:
@@ -52,7 +54,9 @@ class ServerState:
     def admit(self) -> None:
         """Count a request in, before any work is spent on it; `release` counts it out."""
         if self.in_flight >= self.config.max_concurrent_requests:
-            raise QueueFull(f"{self.in_flight} requests are in flight, which is the limit; try again shortly")
+            raise TooManyRequests(
+                f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
+            )
         self.in_flight += 1
 
     def release(self) -> None:
