@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from http_load import start
 from texts import natural_texts
 
+PHASES = ("tokenize", "queue", "device", "total")
 MAX_CHARS = 100  # of a text: about 25 tokens
 
 
@@ -31,6 +32,7 @@ class Client:
 
     bodies: Iterator[bytes]
     seconds: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)  # as the server reports them, in ms
     statuses: dict[int, int] = field(default_factory=dict)
 
     def run(self, address: tuple[str, int], until: float, pause_s: float = 0.0) -> None:
@@ -43,6 +45,7 @@ class Client:
             self.statuses[response.status] = self.statuses.get(response.status, 0) + 1
             if response.status == 200:
                 self.seconds.append(time.perf_counter() - began)
+                self.phases.append({name: float(response.getheader(f"x-{name}-ms") or 0) for name in PHASES})
             else:
                 time.sleep(float(response.getheader("retry-after") or 1))
             time.sleep(pause_s)
@@ -72,6 +75,9 @@ def measure(address: tuple[str, int], options: argparse.Namespace) -> None:
     thread.start()
     single.run(address, began + options.seconds, options.pause)
     thread.join()
+    print("slowest single rows, ms by client and server:")
+    for seconds, phases in sorted(zip(single.seconds, single.phases, strict=True), key=lambda e: -e[0])[:5]:
+        print(f"{1000 * seconds:.0f}: " + ", ".join(f"{name} {phases[name]:.0f}" for name in PHASES))
     rows_per_s = len(large.seconds) * options.rows / (time.perf_counter() - began)
     print(f"single rows: {single.statuses}, large requests: {large.statuses}")
     print("| alone p50 / p99 ms | beside p50 / p99 / max ms | large rows/s | large p50 s |")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.errors import QueueTooSlow
 
 MAX_RETRY_AFTER_S = 60
+ADMITTED_SHARE = 0.8  # of the longest wait: estimates err, and a request that expires has waited for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Backlog:
 
 
 def check_wait(wait_s: float, max_wait_s: float) -> None:
-    """`QueueTooSlow` if a request would wait longer than it may; 0 sets no limit."""
-    if max_wait_s and wait_s > max_wait_s:
+    """`QueueTooSlow` if a request would wait about as long as it may, or longer; 0 sets no limit."""
+    if max_wait_s and wait_s > ADMITTED_SHARE * max_wait_s:
         error = QueueTooSlow(
             f"the request would wait about {wait_s:.1f} s to start, and {max_wait_s:g} s is the limit; "
             "try again later"
@@ -46,5 +47,5 @@ def check_wait(wait_s: float, max_wait_s: float) -> None:
 
 
 def retry_after_s(wait_s: float, max_wait_s: float) -> int:
-    """Whole seconds until the wait will have come down to its bound."""
-    return min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s - max_wait_s)))
+    """Whole seconds until requests will be admitted again, if none is before."""
+    return min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s - ADMITTED_SHARE * max_wait_s)))
