@@ -7,6 +7,7 @@ be wrong, so the engine checks again with the real number.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from penstock.wire.status import StatusReader
 
 _FIRST_RATIO = 0.25  # tokens in a byte of the body, as in English; rather too few: the engine checks again
 _FIRST_BYTES = 4096  # of the bodies that this first ratio counts for
+_TRUST_S = 0.005  # small requests that follow one that was admitted are not checked for this long
 _FADE = 0.95  # weight of what was known before, at each request
 
 
@@ -49,13 +51,18 @@ class Admission:
     """The door of one engine. Without a status page, as with a local engine, it is always open."""
 
     def __init__(
-        self, status: StatusReader | None = None, settings: Callable[[], Mapping[str, Any]] = dict
+        self,
+        status: StatusReader | None = None,
+        settings: Callable[[], Mapping[str, Any]] = dict,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`settings` gives the engine's resolved settings; none while the engine is not ready."""
         self._status = status
         self._settings = settings
         self._ratios: defaultdict[str, TokenRatio] = defaultdict(TokenRatio)
         self._tokenising = [0, 0]  # estimated tokens of requests that are tokenised: small, large
+        self._clock = clock
+        self._trusted_until_s = [0.0, 0.0]  # pooling, generation
 
     def admit(self, kind: str, num_bytes: int, num_rows: int = 1, *, generates: bool = False) -> Admitted:
         """Count a request in, or raise `QueueFull`. Call `tokenised` when it is ready to be submitted.
@@ -70,7 +77,7 @@ class Admission:
                     admitted.estimated_tokens > settings["max_num_batched_tokens"]
                     or num_rows > settings["max_num_seqs"]
                 )
-                if self._status.has_backlog or any(self._tokenising):
+                if admitted.is_large or self._clock() >= self._trusted_until_s[generates]:
                     self._check(admitted, settings, generates)
         self._tokenising[admitted.is_large] += admitted.estimated_tokens
         return admitted
@@ -90,7 +97,8 @@ class Admission:
         return error
 
     def _check(self, admitted: Admitted, settings: Mapping[str, Any], generates: bool) -> None:
-        assert self._status is not None
+        if self._status is None or not (any(self._tokenising) or self._status.has_backlog):
+            return
         status, (small, large) = self._status.read(), self._tokenising
         published = status.prompt_backlog if generates else status.backlog
         backlog = Backlog(
@@ -105,3 +113,5 @@ class Admission:
             error.retry_after_s = retry_after_s(backlog.wait_s(is_large=True), 0)
             raise error
         check_wait(backlog.wait_s(is_large=admitted.is_large or generates), settings["max_queue_seconds"])
+        if not admitted.is_large:
+            self._trusted_until_s[generates] = self._clock() + _TRUST_S

@@ -11,6 +11,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ class EngineStatus:
 
 
 _FIELDS = tuple(EngineStatus.__dataclass_fields__)
-_KINDS = tuple(type(field.default) for field in EngineStatus.__dataclass_fields__.values())  # int or float
+_IS_INT = tuple(isinstance(field.default, int) for field in EngineStatus.__dataclass_fields__.values())
 _SIZE = 8 * len(_FIELDS)
 _QUEUED = tuple(_FIELDS.index(name) for name in ("queued_tokens", "queued_prompt_tokens"))
 
@@ -80,7 +81,11 @@ class StatusReader:
         self._values = _map(path, writable=False)
 
     def read(self) -> EngineStatus:
-        return EngineStatus(*(kind(value) for kind, value in zip(_KINDS, self._values.tolist(), strict=True)))
+        values: list[Any] = [
+            int(value) if is_int else value
+            for value, is_int in zip(self._values.tolist(), _IS_INT, strict=True)
+        ]
+        return EngineStatus(*values)
 
     @property
     def has_backlog(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,28 @@ def test_a_refusal_of_the_engine_tells_when_to_come_back(served: Served) -> None
     assert answer.status_code == 429 and answer.headers["retry-after"] == "26"
 
 
-def admission(tmp_path: Path, status: EngineStatus) -> Admission:
+def admission(tmp_path: Path, status: EngineStatus, clock: Callable[[], float] | None = None) -> Admission:
+    """An admission whose every look at the clock comes a second after the one before."""
     create_status_page(tmp_path / "page")
     StatusWriter(tmp_path / "page").publish(status)
-    return Admission(StatusReader(tmp_path / "page"), lambda: SETTINGS)
+    return Admission(StatusReader(tmp_path / "page"), lambda: SETTINGS, clock or itertools.count().__next__)
+
+
+def test_a_small_request_right_behind_one_that_was_admitted_is_not_checked_and_later_ones_are(
+    tmp_path: Path,
+) -> None:
+    now_s = 100.0
+    door = admission(tmp_path, EngineStatus(pid=1, queued_tokens=1, tokens_per_s=1000), lambda: now_s)
+    door.admit("Embed", 100)
+    StatusWriter(tmp_path / "page").publish(SLOW)
+    door.admit("Embed", 100)
+    with pytest.raises(QueueTooSlow):
+        door.admit("Embed", 40_000)
+    with pytest.raises(QueueTooSlow):
+        Admission(StatusReader(tmp_path / "page"), lambda: SETTINGS).admit("Embed", 100)
+    now_s += 0.01
+    with pytest.raises(QueueTooSlow):
+        door.admit("Embed", 100)
 
 
 def test_requests_that_are_still_tokenised_count_as_waiting(tmp_path: Path) -> None:
