@@ -277,10 +277,10 @@ class EngineCore:
         plan, generation = step.plan, self.generation
         self._fair_share.succeeded(step.generates, plan.num_tokens, step.estimate_s, result.device_s)
         self._recovery.step_succeeded(step)
-        if not step.generates:
-            self._measure_throughput(step)
         outcomes: list[Outcome] = []
         if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
+            if step.left_backlog or self._throughput.had_backlog:  # otherwise there is nothing to learn
+                self._measure_throughput(step)
             outcomes += self.pending.deliver(step, plan, result)
         elif isinstance(plan, GeneratePlan) and isinstance(result, SampledResult) and generation is not None:
             outcomes += generation.collect(plan, result)
@@ -342,18 +342,9 @@ class EngineCore:
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
-            is_alone = not self._in_flight
+            is_alone, left_backlog = not self._in_flight, self.scheduler.queue.num_rows > 0
             self._in_flight.append(
-                InFlightStep(
-                    plan,
-                    scheduled,
-                    future,
-                    now,
-                    is_alone,
-                    is_suspect,
-                    estimate_s,
-                    left_backlog=bool(len(self.scheduler.queue)),
-                )
+                InFlightStep(plan, scheduled, future, now, is_alone, is_suspect, estimate_s, left_backlog)
             )
             future.add_done_callback(lambda _: self.wake())
 

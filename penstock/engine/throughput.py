@@ -19,7 +19,7 @@ class Throughput:
         self._tokens = 0.0
         self._seconds = 0.0
         self._last_s = 0.0
-        self._had_backlog = False
+        self.had_backlog = False  # work waited behind the last tokens that were recorded
 
     @property
     def tokens_per_s(self) -> float:
@@ -29,7 +29,7 @@ class Throughput:
     def record(self, tokens: int, *, began_s: float, now_s: float, has_backlog: bool) -> None:
         """Count tokens that left the queue since `began_s`, or since the last call if work waited then.
         `has_backlog`: whether more work waited behind these tokens."""
-        had_backlog, self._had_backlog = self._had_backlog, has_backlog
+        had_backlog, self.had_backlog = self.had_backlog, has_backlog
         earliest_s = began_s - _MAX_PAUSE_S if had_backlog else began_s
         since_s, self._last_s = max(self._last_s, earliest_s), now_s
         if not (had_backlog or has_backlog) or now_s <= since_s:

@@ -228,10 +228,10 @@ class Scheduler:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be chunked."""
         if self.isolated:
             scheduled = self._fill_isolated()
-        elif self.queue.is_mixed:
-            scheduled = self._fill_mixed()
+        elif not self.queue.has_large:
+            scheduled = self._fill_small()
         else:
-            scheduled = self._fill_one_kind()
+            scheduled = self._fill_mixed() if self.queue.is_mixed else self._fill_large()
         self._free_blocks(self._finished)
         self._finished = []
         return scheduled
@@ -244,16 +244,25 @@ class Scheduler:
         self._remove_finished_isolated()
         return scheduled
 
-    def _fill_one_kind(self) -> list[ScheduledRows]:
-        """A step while only small or only large requests wait."""
+    def _fill_small(self) -> list[ScheduledRows]:
+        """A step while only small requests wait, or while steps are not shared."""
+        scheduled: list[ScheduledRows] = []
+        num_visited = self._fill(self.queue.of_kind(large=False), self._step_room(), scheduled)
+        if scheduled:
+            self.queue.remove_finished(num_visited)
         self._small_lead = 0
-        has_large, scheduled, room = self.queue.has_large, list[ScheduledRows](), self._step_room()
-        if has_large and self._num_short_steps:
+        return scheduled
+
+    def _fill_large(self) -> list[ScheduledRows]:
+        """A step while only large requests wait."""
+        scheduled, room = list[ScheduledRows](), self._step_room()
+        if self._num_short_steps:
             self._num_short_steps -= 1
             room.tokens = min(room.tokens, self.max_shared_tokens)
-        num_visited = self._fill(self.queue.of_kind(large=has_large), room, scheduled)
+        num_visited = self._fill(self.queue.of_kind(large=True), room, scheduled)
         if scheduled:
-            self.queue.remove_finished(num_visited, large=has_large)
+            self.queue.remove_finished(num_visited, large=True)
+        self._small_lead = 0
         return scheduled
 
     def _fill_mixed(self) -> list[ScheduledRows]:
