@@ -40,6 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_queued_tokens: int | None = None
+    max_queue_seconds: float = 5.0  # until a request starts; 0: no limit
     pipeline_depth: int | None = None  # steps in flight
     threads: int | None = None  # CPU threads of the engine
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -113,6 +114,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     load_format: str
     seed: int
+    max_queue_seconds: float = 0.0  # until a request starts; 0: no limit
+    shares_steps: bool = True  # small requests have a share of each step while large ones run
     unquantized_layers: tuple[int, ...] = ()
     model_impl: str = "penstock"
     chunked: bool = False
@@ -182,6 +185,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=_given(config.max_num_seqs, 256 if on_cpu else 1024),
         max_queued_tokens=_given(config.max_queued_tokens, 1_000_000 if on_cpu else 50_000_000),
+        max_queue_seconds=_queue_seconds(config.max_queue_seconds),
         pipeline_depth=_given(config.pipeline_depth, 1 if on_cpu else 2),
         threads=_given(config.threads, machine.cpus),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
@@ -331,6 +335,15 @@ def _kv_cache(size_gb: float | None, on_cpu: bool, generates: bool) -> int:
     if size_gb is None and generates and not on_cpu:
         return 0
     return int((size_gb or (1 if on_cpu else 8)) * 2**30)
+
+
+def _queue_seconds(seconds: float) -> float:
+    if not 0 <= seconds <= 86_400:
+        raise ConfigError(
+            f"max_queue_seconds is {seconds}; use seconds up to 86400, or 0 for no limit",
+            param="max_queue_seconds",
+        )
+    return seconds
 
 
 def _document_cache(size_gb: float) -> int:

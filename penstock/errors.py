@@ -129,10 +129,25 @@ class NotPossible(ClientError):
 
 
 class QueueFull(ClientError):
+    """Too many tokens wait already."""
+
     status = 429
     kind = "rate_limit_error"
     code = "queue_full"
-    retry_after_s: ClassVar[int] = 1
+    reason: ClassVar[str] = "tokens"  # label of the metric that counts refusals
+    retry_after_s: int = 1
+
+
+class TooManyRequests(QueueFull):
+    """Too many requests are in flight."""
+
+    reason = "requests"
+
+
+class QueueTooSlow(QueueFull):
+    """The request would wait, or has waited, longer than `--max-queue-seconds`."""
+
+    reason = "wait"
 
 
 class Cancelled(ClientError):

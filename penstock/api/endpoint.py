@@ -78,6 +78,7 @@ class Call:
     state: ServerState
     metrics: ApiMetrics
     began_s: float
+    body_bytes: int = 0
     request_id: str | None = None
     tokenize_s: float = 0.0
     queue_s: float = 0.0
@@ -231,6 +232,7 @@ class Endpoint:
         try:
             if self.decoder is None:
                 return await unless_gone(self.handler(call), receive)
+            call.body_bytes = len(raw)
             if self.other is not None and self.other_decoder is not None and self.other.claims(raw):
                 call.error_shape = self.other.error_shape
                 work = self.other.handler(call, _decode(self.other_decoder, raw))

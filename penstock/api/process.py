@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 import uvicorn
 
+from penstock.api.admission import Admission
 from penstock.api.app import build_app
 from penstock.api.connection_table import MAX_REFUSED, ConnectionTable
 from penstock.api.connections import Connection
@@ -44,15 +45,17 @@ log = logging.getLogger("penstock.api")
 def build_state(launch: ApiLaunch) -> ServerState:
     spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
     status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
+    engine = EngineClient(
+        launch.address,
+        partial(engine_reason, Path(launch.state_file)),
+        status,
+        HangLimits.for_refusing(launch.server.engine_hang_timeout_s, launch.server.engine_step_timeout_s),
+    )
     model = ServedModel(
         text=TextModel(spec, chat_template=launch.server.chat_template),
-        engine=EngineClient(
-            launch.address,
-            partial(engine_reason, Path(launch.state_file)),
-            status,
-            HangLimits.for_refusing(launch.server.engine_hang_timeout_s, launch.server.engine_step_timeout_s),
-        ),
+        engine=engine,
         created_s=int(time.time()),
+        admission=Admission(status, lambda: engine.engine_settings),
     )
     return ServerState(launch.server, {spec.name: model}, launch.index)
 

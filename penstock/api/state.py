@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.api.admission import Admission
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
-from penstock.errors import ModelNotFound, QueueFull, ServerFull, shown
+from penstock.errors import ModelNotFound, ServerFull, TooManyRequests, shown
 from penstock.handle import EngineHandle
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
@@ -21,6 +22,7 @@ class ServedModel:
     text: TextModel
     engine: EngineHandle
     created_s: int
+    admission: Admission = field(default_factory=Admission)
 
     @property
     def spec(self) -> ModelSpec:
@@ -76,7 +78,9 @@ class ServerState:
     def check_room(self) -> None:
         """Refuse a request if as many as allowed are in flight."""
         if self.in_flight >= self.config.max_concurrent_requests:
-            raise QueueFull(f"{self.in_flight} requests are in flight, which is the limit; try again shortly")
+            raise TooManyRequests(
+                f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
+            )
 
     def release(self) -> None:
         self.in_flight -= 1

@@ -263,6 +263,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         why_unused_offline="the engine takes as many texts as this command reads",
     ),
     Flag(
+        field="max_queue_seconds",
+        panel=SCHEDULING,
+        min=0,
+        help="Maximum number of seconds that a request waits to start. The server answers 429 where it would "
+        "wait longer; 0 sets no limit.",
+        why_unused_offline="a call in this process waits for as long as it takes",
+    ),
+    Flag(
         field="enable_chunked_prefill",
         panel=SCHEDULING,
         help="Split long rows of causal models into chunks that run in successive steps.",

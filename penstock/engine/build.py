@@ -42,6 +42,7 @@ def build_core(
         share_identical=settings.share_identical,
         generation=generation,
     )
+    core.max_queue_s = settings.max_queue_seconds
     if generation is not None:
         core.grammars = _grammars(spec)
     return core
@@ -53,6 +54,7 @@ def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, num_vectors
         max_rows=settings.max_num_seqs,
         max_queued_tokens=settings.max_queued_tokens,
         max_output_bytes=settings.step_output_bytes,
+        is_shared=settings.shares_steps,
     )
     chunking = vector_cache = None
     if settings.chunked:
