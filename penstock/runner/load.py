@@ -14,6 +14,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.errors import ConfigError
 from penstock.runner.base import BLOCK_SIZE, Runner
+from penstock.runner.cpu_memory import limit_primitive_caches
 from penstock.types import Task
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
 
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     watch = Stopwatch()
+    if settings.device == "cpu":
+        limit_primitive_caches()  # before the first product
     with watch.timed("imports"):
         import torch
 
