@@ -32,22 +32,23 @@ from urllib.parse import urlsplit
 from cpu_embed import cpu_name
 from soak import ask, await_ready, processes, resident_mib, start_server
 
-MAX_ROWS, MAX_LENGTH = 256, 512
 RESULTS = Path(__file__).parent / "results"
 
 
-def random_rows(draw: random.Random) -> list[list[int]]:
+def random_rows(draw: random.Random, max_rows: int, max_length: int) -> list[list[int]]:
     """Row counts and lengths by powers of two, so that a small batch is as likely as a large one."""
-    rows = round(MAX_ROWS ** draw.random())
-    longest = round(MAX_LENGTH ** draw.random())
+    rows = round(max_rows ** draw.random())
+    longest = round(max_length ** draw.random())
     return [[draw.randrange(1000, 20_000) for _ in range(draw.randint(1, longest))] for _ in range(rows)]
 
 
-def client(url: str, seed: int, stop: threading.Event, counts: Counter[str]) -> None:
+def client(
+    options: argparse.Namespace, url: str, seed: int, stop: threading.Event, counts: Counter[str]
+) -> None:
     draw, address = random.Random(seed), urlsplit(url)
     connection = HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=300)
     while not stop.is_set():
-        rows = random_rows(draw)
+        rows = random_rows(draw, options.max_rows, options.max_length)
         body = json.dumps({"input": rows, "encoding_format": "base64"}).encode()
         try:
             connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
@@ -68,7 +69,8 @@ def measure(options: argparse.Namespace, url: str, server: int) -> dict[str, Any
     engine, stop, counts = engine_pid(server), threading.Event(), Counter[str]()
     samples = [(0.0, resident_mib(engine))]
     clients = [
-        threading.Thread(target=client, args=(url, seed, stop, counts)) for seed in range(options.clients)
+        threading.Thread(target=client, args=(options, url, seed, stop, counts))
+        for seed in range(options.clients)
     ]
     for each in clients:
         each.start()
@@ -125,7 +127,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             before = mark * 60
         rate = result["requests"]["tokens"] / (result["minutes"] * 60)
         lines.append(
-            f"| {name} | {samples[0][1]:,.0f} | {' | '.join(cells)} | {growth_mib(result):+,.0f} | {rate:,.0f} |"
+            f"| {name} | {samples[0][1]:,.0f} | {' | '.join(cells)} "
+            f"| {growth_mib(result):+,.0f} | {rate:,.0f} |"
         )
     return "\n".join(lines)
 
@@ -136,6 +139,8 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=4, help="connections")
+    parser.add_argument("--max-rows", type=int, default=256, help="of a request")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between samples")
     parser.add_argument("--bound-mib", type=float, default=64.0, help="allowed growth")
     parser.add_argument("--model", help="folder; the default model if not set")

@@ -1,7 +1,7 @@
 """Bounds on the memory of an engine that computes on a CPU.
 
-The matrix library generates code for every shape of product and caches it. A step's number of tokens is part of
-the shape, so under mixed load nearly every step adds entries. Objects that live long among a step's large
+The matrix library generates code for every shape of product and caches it. A step's number of tokens is part
+of the shape, so under mixed load nearly every step adds entries. Objects that live long among a step's large
 tensors also leave holes in the heap, whose pages are returned to the system here.
 """
 
@@ -11,6 +11,8 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 # An entry takes about 0.6 MB. A model has four or five shapes of product for each number of tokens, so single
 # texts of up to about 100 tokens always find theirs. Creating one takes about 0.3 ms.
@@ -18,6 +20,7 @@ MAX_CACHED_PRIMITIVES = 512
 # torch's own cache in front of it holds descriptors of 0.3 MB each and saves no measurable time.
 MAX_CACHED_DESCRIPTORS = 16
 TRIM_INTERVAL_S = 30.0
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 _LIMITS = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": MAX_CACHED_PRIMITIVES,
@@ -33,6 +36,14 @@ def limit_primitive_caches() -> None:
     """
     for name, capacity in _LIMITS.items():
         os.environ.setdefault(name, str(capacity))
+
+
+def total_memory_bytes() -> int:
+    """The memory of this machine, or of the container if it may use less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # "max" is no number: there is no limit
+        total = min(total, int(_CONTAINER_LIMIT.read_text()))
+    return total
 
 
 class HeapTrimmer:
