@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {"types", "errors", "content", "free_ranges", "kvcache"},
     "inputs": BASE | {"checkpoint"},
     "outputs": {"types", "errors"},
-    "weights": BASE,
+    "weights": BASE | {"checkpoint"},
     "kernels": {"types", "errors"},
     "layers": {"types", "errors", "kvcache", "weights", "kernels"},
     "scoring": BASE | {"checkpoint", "weights", "kernels", "layers"},
