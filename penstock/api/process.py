@@ -31,7 +31,7 @@ def build_state(launch: ApiLaunch) -> ServerState:
         engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file))),
         created_s=int(time.time()),
     )
-    return ServerState(launch.server, {spec.name: model}, launch.index)
+    return ServerState(launch.server, {spec.name: model})
 
 
 def tokenizer_threads(cpus: int, processes: int) -> int:
