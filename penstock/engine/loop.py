@@ -118,6 +118,11 @@ class EngineCore:
         return sum(step.plan.num_rows for step in self._in_flight)
 
     @property
+    def num_comparisons(self) -> int:
+        """Comparisons that wait or run."""
+        return len(self._comparisons)
+
+    @property
     def can_fill_step(self) -> bool:
         """Whether enough tokens wait to fill a step that could be launched now."""
         enough = self.scheduler.queue.num_tokens >= self.scheduler.budget.max_tokens

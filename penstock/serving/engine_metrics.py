@@ -67,6 +67,12 @@ SCORE_ASKED = Gauge(
     multiprocess_mode="livesum",
 )
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
+COMPARISONS = Gauge(
+    "penstock_comparisons",
+    "Comparisons of given vectors that wait or run",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 
 GRAPHS = Gauge(
     "penstock_graphs",
@@ -103,6 +109,7 @@ class EngineMetrics:
         self.queued_rows = QUEUED_ROWS.labels(model)
         self.queued_tokens = QUEUED_TOKENS.labels(model)
         self.running_rows = RUNNING_ROWS.labels(model)
+        self.comparisons = COMPARISONS.labels(model)
         self.graphs = GRAPHS.labels(model)
         self.graph_steps = GRAPH_STEPS.labels(model)
         self.shared_rows = SHARED_ROWS.labels(model)
@@ -134,6 +141,7 @@ class EngineMetrics:
         self.queued_rows.set(queue.num_rows + (0 if generation is None else generation.waiting))
         self.queued_tokens.set(queue.num_tokens + (0 if generation is None else generation.queued_tokens))
         self.running_rows.set(core.running)
+        self.comparisons.set(core.num_comparisons)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
             decode = getattr(core.runner, "decode", None)
             sets = [graphs] if decode is None else [graphs, decode]
