@@ -136,6 +136,8 @@ class Comparisons:
 
 def _outcome(running: _Running, now_s: float) -> Outcome:
     comparison = running.comparison
+    if running.scores.cancelled():
+        return Failure(comparison.id, RowFailed("the comparison was cancelled by the engine"))
     error = running.scores.exception()
     if isinstance(error, PenstockError):
         return Failure(comparison.id, error)

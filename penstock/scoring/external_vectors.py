@@ -171,6 +171,8 @@ def _score_divided(
     which, width = int(comparison.pairs[index]), comparison.queries.shape[1]
     first_query, end_query = spans.query_starts[which : which + 2].tolist()
     first_document, end_document = spans.document_starts[index : index + 2].tolist()
+    if first_query == end_query or first_document == end_document:
+        return 0.0
     shape = tile_shape(end_query - first_query, end_document - first_document, width, limits)
     is_wide_int8 = comparison.queries.dtype == np.int8 and width > EXACT_INT8_DIM
     kind = torch.float64 if is_wide_int8 else torch.float32
