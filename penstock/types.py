@@ -237,7 +237,7 @@ class Comparison:
         """What it costs: products of values. Each pair of vectors costs at least as much as a narrow one."""
         query_lengths = self.query_lengths.astype(np.float64).take(self.pairs, mode="clip")
         vector_pairs = float(query_lengths @ self.document_lengths.astype(np.float64))
-        return vector_pairs * max(self.queries.shape[1], MIN_PRODUCT_WIDTH)
+        return vector_pairs * max(int(self.queries.shape[1]), MIN_PRODUCT_WIDTH)
 
 
 @dataclass(frozen=True, slots=True)

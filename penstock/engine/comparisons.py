@@ -41,17 +41,16 @@ class Comparisons:
 
     def __init__(self, limits: ComparisonLimits | None = None) -> None:
         self._limits = limits or ComparisonLimits()
+        self.ids: set[str] = set()  # of those that wait or run
         self._waiting: dict[str, _Waiting] = {}  # in order of arrival
         self._waiting_bytes = 0
         self._waiting_operations = 0.0
         self._running: _Running | None = None
+        # No deadline is earlier; every turn of the loop asks, so it is kept. None: there is none.
+        self._next_deadline_s: float | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting) + (self._running is not None)
-
-    def __contains__(self, comparison_id: str) -> bool:
-        is_running = self._running is not None and self._running.comparison.id == comparison_id
-        return is_running or comparison_id in self._waiting
+        return len(self.ids)
 
     def add(self, comparison: Comparison) -> None:
         """Join the queue; `QueueFull` if too much waits."""
@@ -66,7 +65,11 @@ class Comparisons:
                 "products; try again shortly"
             )
         self._waiting[comparison.id] = entry
+        self.ids.add(comparison.id)
         self._waiting_bytes, self._waiting_operations = num_bytes, num_operations
+        deadline_s, earliest_s = comparison.deadline_s, self._next_deadline_s
+        if deadline_s is not None and (earliest_s is None or deadline_s < earliest_s):
+            self._next_deadline_s = deadline_s
 
     def _take(self, comparison_id: str) -> Comparison | None:
         """Remove a comparison from the queue."""
@@ -98,24 +101,32 @@ class Comparisons:
         if running is None or not running.scores.done():
             return []
         self._running = None
+        self.ids.discard(running.comparison.id)
         return [_outcome(running, now_s)]
 
     def expire(self, now_s: float) -> list[Outcome]:
         """Drop the comparisons whose deadline has passed."""
+        if self._next_deadline_s is None or now_s < self._next_deadline_s:
+            return []
         expired = [each for each in self._all() if each.deadline_s is not None and each.deadline_s <= now_s]
         outcomes: list[Outcome] = []
         for comparison in expired:
             self.cancel(comparison.id)
             why = f"not finished {now_s - comparison.arrival_s:.3f} s after arrival"
             outcomes.append(Failure(comparison.id, DeadlineExceeded(why)))
+        deadlines = (each.deadline_s for each in self._all() if each.deadline_s is not None)
+        self._next_deadline_s = min(deadlines, default=None)
         return outcomes
 
     def next_deadline_s(self) -> float | None:
-        return min((each.deadline_s for each in self._all() if each.deadline_s is not None), default=None)
+        return self._next_deadline_s
 
     def cancel(self, comparison_id: str) -> bool:
         """Drop a comparison; False if there is none of this id. A running one ends after a part."""
         running = self._running
+        if comparison_id not in self.ids:
+            return False
+        self.ids.remove(comparison_id)
         if running is not None and running.comparison.id == comparison_id:
             running.scores.cancel()
             self._running = None

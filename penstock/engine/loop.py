@@ -154,7 +154,7 @@ class EngineCore:
         return []
 
     def _check_id(self, request_id: str) -> None:
-        if request_id in self.pending or request_id in self._comparisons or self.generates(request_id):
+        if request_id in self.pending or request_id in self._comparisons.ids or self.generates(request_id):
             raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
 
     def _add_generation(self, request: Request, sampling: SamplerParams) -> None:

@@ -253,7 +253,12 @@ def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Reques
             sampling=header.sampling,
         )
         start = end if header.optional is None else _read_optional(request, header.optional, ints, end)
-        if not _lengths_fit(request, header.num_tokens):
+        fits = (
+            ints.item(tokens_start - 1) == header.num_tokens  # of most requests, which have one row
+            if header.num_rows == 1
+            else _lengths_fit(request, header.num_tokens)
+        )
+        if not fits:
             raise ValueError("the lengths of its rows do not add up to its tokens")
         requests.append(request)
     if start != len(ints):
@@ -263,8 +268,6 @@ def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Reques
 
 def _lengths_fit(request: Request, num_tokens: int) -> bool:
     lengths = request.lengths
-    if len(lengths) == 1:  # most requests have one row
-        return bool(lengths[0] == num_tokens) and len(request.token_ids) == num_tokens
     total = int(request.starts[-1]) + int(lengths[-1]) if len(lengths) else 0
     return total == num_tokens == len(request.token_ids) and (not total or int(lengths.min()) >= 0)
 
