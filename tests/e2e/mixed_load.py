@@ -50,7 +50,7 @@ class Case:
 def _cases() -> Iterator[Case]:
     for seed in range(NUM_DISTINCT):
         draw = np.random.default_rng(seed)
-        yield Case("embed", "/v1/embeddings", {"input": [_text(1000 * seed + row, 50) for row in range(128)]})
+        yield Case("embed", "/v1/embeddings", {"input": [_text(1000 * seed + row, 40) for row in range(48)]})
         documents = [_text(7000 + 100 * seed + row, 12) for row in range(8)]
         yield Case("rerank", "/score", {"queries": _text(seed, 5), "documents": documents})
         prompt = {"prompt": _text(9000 + seed, 6), "max_tokens": 80, "temperature": 0, "ignore_eos": True}

@@ -16,7 +16,7 @@ from tests.e2e.gates import Gates
 from tests.e2e.mixed_load import reference_cases, running_load, wait_until_idle
 from tests.e2e.server import API, Server, serving
 
-NUM_API_PROCESSES = 2
+NUM_API_PROCESSES = 3
 NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "3"))  # more of them for a long run
 SEED = int(os.environ.get("PENSTOCK_TEST_SEED", "0"))
 ROUTE = "/v1/embeddings"
@@ -40,7 +40,7 @@ def test_under_a_mixed_load_every_answer_is_right_or_a_typed_error(server: Serve
     cases, draw = reference_cases(server), random.Random(SEED)
     with running_load(server, cases, num_threads=8, seed=SEED) as load:
         for _ in range(NUM_KILLS):
-            load.wait_for_answers(4)  # few, so that a young process dies with work in the engine's queue
+            load.wait_for_answers(8)
             kill_one(server, draw)
         load.wait_for_answers(12)
     assert {"embed", "rerank", "generate", "maxsim"} <= set(load.counts)
