@@ -22,13 +22,15 @@ from penstock.errors import ModelLoadError
 from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, setup_child_process
 from penstock.tasks.model import TextModel
 from penstock.wire.client import EngineClient
+from penstock.wire.status import StatusReader
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
     spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
+    status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
     model = ServedModel(
         text=TextModel(spec, chat_template=launch.server.chat_template),
-        engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file))),
+        engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file)), status),
         created_s=int(time.time()),
     )
     return ServerState(launch.server, {spec.name: model})

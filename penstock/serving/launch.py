@@ -28,6 +28,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     log_level: str = "info"
     shared_memory_mb: int = 0
     metrics_folder: str | None = None  # where processes share their metrics; None: they do not
+    status_file: str | None = None  # the page of `wire.status`; None: nobody reads it
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -48,6 +49,7 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     listen_fd: int
     state_file: str
     index: int
+    status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
 
 
 def setup_child_process() -> None:

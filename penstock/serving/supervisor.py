@@ -24,6 +24,7 @@ from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import ConfigError, ModelLoadError
 from penstock.serving.child import Child, engine_child
 from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, ApiLaunch, EngineLaunch, EngineState
+from penstock.wire.status import create_status_page
 
 log = logging.getLogger("penstock")
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2}
@@ -38,18 +39,37 @@ class Supervisor:
         self.spec = spec
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self._state_file = self._folder / "engine.json"
+        self._status_file = self._folder / "engine.status"
+        create_status_page(self._status_file)
         self._listener = listen(server.host, server.port)
         self.port: int = self._listener.getsockname()[1]
         metrics = self._folder / "metrics"
         metrics.mkdir()
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
         address = f"ipc://{self._folder}/engine"
-        launch = EngineLaunch(engine, spec, address, server.log_level, server.shared_memory_mb, str(metrics))
+        launch = EngineLaunch(
+            engine,
+            spec,
+            address,
+            server.log_level,
+            server.shared_memory_mb,
+            str(metrics),
+            str(self._status_file),
+        )
         self._engine = engine_child(engine.device) if spawned is None else spawned
         self._engine.config = msgspec.json.encode(launch)
         listen_fd = self._listener.fileno()
         api_launches = [
-            ApiLaunch(server, engine, spec, address, listen_fd, str(self._state_file), index)
+            ApiLaunch(
+                server,
+                engine,
+                spec,
+                address,
+                listen_fd,
+                str(self._state_file),
+                index,
+                str(self._status_file),
+            )
             for index in range(server.api_server_count)
         ]
         self._apis = [

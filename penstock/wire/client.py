@@ -39,6 +39,7 @@ from penstock.wire.messages import (
 )
 from penstock.wire.router import Subscribers
 from penstock.wire.shared_memory import MappedMemory, SharedMemoryInfo
+from penstock.wire.status import StatusReader
 
 log = logging.getLogger("penstock.client")
 LOST = "the engine process stopped while this request was in flight; it is being restarted, try again"
@@ -48,9 +49,13 @@ class EngineClient(EngineHandle):
     """The connection to one engine process."""
 
     def __init__(
-        self, address: str, explain_unavailable: Callable[[], str] = lambda: "the engine is starting"
+        self,
+        address: str,
+        explain_unavailable: Callable[[], str] = lambda: "the engine is starting",
+        status: StatusReader | None = None,
     ) -> None:
         """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503."""
+        self.status = status  # what the engine publishes beside its messages, if anything
         self._address = address
         self._explain_unavailable = explain_unavailable
         self._subscribers = Subscribers()

@@ -40,6 +40,7 @@ from penstock.wire.messages import (
 from penstock.wire.processes import Clients
 from penstock.wire.router import OutcomeRouter
 from penstock.wire.shared_memory import Region, open_shared_memory
+from penstock.wire.status import EngineStatus, StatusWriter
 
 log = logging.getLogger("penstock.engine")
 
@@ -51,8 +52,9 @@ class EngineServer:
     STALE_METRICS_POLL_MS = 100  # while the published metrics are out of date
     FAILURE_DELIVERY_S = 0.2  # for API processes to read why requests failed, before the connection closes
 
-    def __init__(self, address: str, shared_bytes: int = 0) -> None:
+    def __init__(self, address: str, shared_bytes: int = 0, status: StatusWriter | None = None) -> None:
         self.memory = open_shared_memory(shared_bytes)
+        self._status = status
         self._context = zmq.Context(
             io_threads=4
         )  # so that several API processes get large outputs in parallel
@@ -94,6 +96,7 @@ class EngineServer:
         self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         metrics_are_current = True
+        self._publish_status()
         while core.device_failure is None and (not self._stopping or core.busy):
             readable = dict(self._poller.poll(self._poll_timeout_ms(metrics_are_current)))
             if self._wake_receiver.fileno() in readable:
@@ -104,6 +107,7 @@ class EngineServer:
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
+            self._publish_status()
         if core.device_failure is None:  # otherwise threads of the core may wait for the device forever
             core.close()
         else:
@@ -112,6 +116,19 @@ class EngineServer:
         self._clients.close()
         if self.memory is not None:
             self.memory.close()
+
+    def _publish_status(self) -> None:
+        """Tell other processes that the loop turns, and how much waits. Called once a turn."""
+        if self._status is not None:
+            core = self._core
+            self._status.publish(
+                EngineStatus(
+                    pid=self._ready.pid,
+                    heartbeat_s=core.clock(),
+                    queued_tokens=core.scheduler.queue.num_tokens,
+                    queued_rows=core.scheduler.queue.num_rows,
+                )
+            )
 
     def _poll_timeout_ms(self, metrics_are_current: bool) -> int:
         idle_ms = self.IDLE_POLL_MS if metrics_are_current else self.STALE_METRICS_POLL_MS
