@@ -289,7 +289,7 @@ def served(
         ]
         for index in range(apis):
             server = ServerConfig(api_server_count=apis, log_level="warning")
-            own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state", index)
+            own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state")
             orders.append(([sys.executable, "-m", "penstock.api.process"], msgspec.json.encode(own)))
         started = []
         try:

@@ -48,7 +48,6 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     address: str
     listen_fd: int
     state_file: str
-    index: int
     status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
 
 

@@ -67,10 +67,9 @@ class Supervisor:
                 address,
                 listen_fd,
                 str(self._state_file),
-                index,
                 str(self._status_file),
             )
-            for index in range(server.api_server_count)
+            for _ in range(server.api_server_count)
         ]
         self._apis = [
             Child("penstock.api.process", msgspec.json.encode(api_launch), pass_fds=(listen_fd,))
