@@ -68,6 +68,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     port: int = 8000
     api_server_count: int = 1
     api_key: str | None = None
+    api_keys: tuple[str, ...] = ()  # further keys, of a file; a client sends any one of all keys
     max_body_bytes: int = 32 * 1024 * 1024
     max_rows: int = 2048  # inputs of one request
     max_concurrent_requests: int = 4096  # per API process; above it: status 429
@@ -75,8 +76,15 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     drain_s: float = 30.0
+    engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
+    engine_step_timeout_s: float = 600.0  # of one step; 0: no limit
     log_level: str = "info"
     access_log: bool = False
+
+    @property
+    def accepted_keys(self) -> tuple[str, ...]:
+        """The keys of which a client must send one; empty if clients need none."""
+        return (() if self.api_key is None else (self.api_key,)) + self.api_keys
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

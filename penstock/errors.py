@@ -117,6 +117,12 @@ class EngineUnavailable(EngineError):
     retry_after_s: ClassVar[int] = 2
 
 
+class StartFailed(EngineError):
+    """A process of the server exited each time before it could serve."""
+
+    code = "start_failed"
+
+
 class DeviceOutOfMemory(EngineError):
     """A step needs more memory than the device has free; smaller steps may fit."""
 

@@ -32,7 +32,7 @@ QUEUE_SECONDS = Histogram("penstock_queue_seconds", "Time from arrival to the fi
 IN_FLIGHT = Gauge("penstock_requests_in_flight", "Requests in flight", multiprocess_mode="livesum")
 REJECTED = Counter("penstock_rejected", "Requests refused because the server was full")
 CANCELLED = Counter("penstock_cancelled", "Requests whose client disconnected")
-ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemin")
+ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemostrecent")
 
 
 PUBLISH_INTERVAL_S = 0.1

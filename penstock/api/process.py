@@ -19,9 +19,16 @@ from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import available_cpus
 from penstock.errors import ModelLoadError
-from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, setup_child_process
+from penstock.serving.launch import (
+    EXIT_BAD_MODEL,
+    ApiLaunch,
+    follow_parent,
+    report_started,
+    setup_child_process,
+)
 from penstock.tasks.model import TextModel
 from penstock.wire.client import EngineClient
+from penstock.wire.liveness import HangLimits
 from penstock.wire.status import StatusReader
 
 
@@ -30,7 +37,12 @@ def build_state(launch: ApiLaunch) -> ServerState:
     status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
     model = ServedModel(
         text=TextModel(spec, chat_template=launch.server.chat_template),
-        engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file)), status),
+        engine=EngineClient(
+            launch.address,
+            partial(engine_reason, Path(launch.state_file)),
+            status,
+            HangLimits.for_refusing(launch.server.engine_hang_timeout_s, launch.server.engine_step_timeout_s),
+        ),
         created_s=int(time.time()),
     )
     return ServerState(launch.server, {spec.name: model})
@@ -44,6 +56,7 @@ def tokenizer_threads(cpus: int, processes: int) -> int:
 def main() -> None:
     setup_child_process()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
+    follow_parent(launch.parent)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are tokenised
     logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
@@ -70,6 +83,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
     listener = socket.socket(fileno=launch.listen_fd)
+    report_started(launch)
     uvicorn.Server(config).run(sockets=[listener])
 
 

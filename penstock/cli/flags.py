@@ -61,6 +61,44 @@ def chat_template(given: str) -> str:
     return Path(given).read_text(encoding="utf-8")
 
 
+def api_key(given: str) -> str:
+    """The value of --api-key, if an HTTP header can carry it. No message shows it."""
+    if not given or not all("!" <= character <= "~" for character in given):
+        raise ConfigError("--api-key takes visible ASCII characters, without spaces", param="api_key")
+    return given
+
+
+def api_key_file(given: str) -> tuple[str, ...]:
+    """The keys in the file of --api-key-file, one in each line."""
+    try:
+        lines = Path(given).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"--api-key-file {given!r} cannot be read: {reason}", param="api_keys") from None
+    keys = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not keys:
+        raise ConfigError(
+            f"--api-key-file {given!r} has no key; write one key in each line", param="api_keys"
+        )
+    for number, key in keys:
+        if not all("!" <= character <= "~" for character in key):
+            raise ConfigError(
+                f"--api-key-file {given!r}, line {number}: a key is visible ASCII characters, without spaces",
+                param="api_keys",
+            )
+    return tuple(key for _, key in keys)
+
+
+def hang_timeout(given: float) -> float:
+    """The value of --engine-hang-timeout."""
+    if 0 < given < 1:
+        raise ConfigError(
+            f"--engine-hang-timeout is {given:g}; use at least 1 second, or 0 for never",
+            param="engine_hang_timeout_s",
+        )
+    return given
+
+
 def _mebibytes(value: float) -> int:
     return int(value * 1024 * 1024)
 
@@ -303,8 +341,20 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         envvar="PENSTOCK_API_KEY",
         metavar="KEY",
-        help="Key that clients must send, as Authorization: Bearer KEY.",
+        convert=api_key,
+        help="Key that clients must send, as Authorization: Bearer KEY. Prefer the environment variable or "
+        "--api-key-file: other users of the machine can read command lines.",
         default_text="clients need no key",
+    ),
+    Flag(
+        field="api_keys",
+        names=("--api-key-file",),
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        default=None,
+        convert=api_key_file,
+        help="File of keys, one in each line. A client must send one of them, or that of --api-key.",
+        default_text="none",
     ),
     Flag(
         field="api_server_count",
@@ -349,7 +399,27 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="SECONDS",
         min=0,
-        help="Time to finish requests after SIGTERM.",
+        help="Time to finish requests after SIGTERM. A second signal ends the server at once.",
+    ),
+    Flag(
+        field="engine_hang_timeout_s",
+        names=("--engine-hang-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        convert=hang_timeout,
+        help="Replace an engine that gives no sign of life for this long, or 12 times as long while it "
+        "launches a step, which may compile kernels. Requests get 503 after a quarter of it. 0 never "
+        "replaces an engine.",
+    ),
+    Flag(
+        field="engine_step_timeout_s",
+        names=("--engine-step-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        help="Replace an engine of which one step takes longer than this, as on a device that hangs; 0 sets "
+        "no limit.",
     ),
     Flag(
         field="shared_memory_mb",
@@ -471,6 +541,8 @@ class ConfigFlags:
     def _flag_type(self, flag: Flag) -> Any:
         if (choices := self._choices(flag)) is not None:
             return choices | None if self.default(flag) is None else choices
+        if flag.default is None:
+            return str | None
         if flag.default is not _UNSET:
             return type(flag.default)
         kind = _kind(self._hints[flag.field])

@@ -66,6 +66,12 @@ SCORE_ASKED = Gauge(
     ["model", "kind"],
     multiprocess_mode="livesum",
 )
+OLDEST_STEP_SECONDS = Gauge(
+    "penstock_oldest_step_seconds",
+    "How long the oldest step in flight has been running; 0 when none is",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
 COMPARISONS = Gauge(
     "penstock_comparisons",
@@ -110,6 +116,7 @@ class EngineMetrics:
         self.queued_tokens = QUEUED_TOKENS.labels(model)
         self.running_rows = RUNNING_ROWS.labels(model)
         self.comparisons = COMPARISONS.labels(model)
+        self.oldest_step_seconds = OLDEST_STEP_SECONDS.labels(model)
         self.graphs = GRAPHS.labels(model)
         self.graph_steps = GRAPH_STEPS.labels(model)
         self.shared_rows = SHARED_ROWS.labels(model)
@@ -142,6 +149,7 @@ class EngineMetrics:
         self.queued_tokens.set(queue.num_tokens + (0 if generation is None else generation.queued_tokens))
         self.running_rows.set(core.running)
         self.comparisons.set(core.num_comparisons)
+        self.oldest_step_seconds.set(now - core.oldest_launch_s if core.oldest_launch_s else 0.0)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
             decode = getattr(core.runner, "decode", None)
             sets = [graphs] if decode is None else [graphs, decode]

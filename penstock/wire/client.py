@@ -1,8 +1,8 @@
 """The API process's side of the wire: an `EngineHandle` of an engine in another process. Free of torch.
 
 Requests that are submitted in one iteration of the event loop leave in one message; one that cannot be
-encoded fails alone. When the engine process exits, all pending requests fail at once. The connection returns
-by itself when a new engine listens; messages of an earlier engine are dropped.
+encoded fails alone. When the engine process exits or hangs, all pending requests fail at once. The connection
+returns by itself when a new engine listens; messages of an earlier engine are dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from penstock.errors import BadValue, EngineError, EngineUnavailable
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
 from penstock.types import Comparison, PooledOutput, Request, SequenceIds
+from penstock.wire.liveness import HangLimits, LivenessWatch
 from penstock.wire.messages import (
     BlocksReleased,
     Cancel,
@@ -48,13 +50,23 @@ LOST = "the engine process stopped while this request was in flight; it is being
 class EngineClient(EngineHandle):
     """The connection to one engine process."""
 
+    LIVENESS_INTERVAL_S = 0.25
+
     def __init__(
         self,
         address: str,
         explain_unavailable: Callable[[], str] = lambda: "the engine is starting",
         status: StatusReader | None = None,
+        hang_limits: HangLimits | None = None,
     ) -> None:
-        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503."""
+        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503.
+
+        An engine that exceeds `hang_limits` by its `status` counts as unavailable until it gives a sign of
+        life again.
+        """
+        self._watch = None if hang_limits is None else LivenessWatch(hang_limits)
+        self._hang = ""  # why the engine counts as hung; empty: it does not
+        self._liveness_timer: asyncio.TimerHandle | None = None
         self.status = status  # what the engine publishes beside its messages, if anything
         self._address = address
         self._explain_unavailable = explain_unavailable
@@ -69,11 +81,11 @@ class EngineClient(EngineHandle):
 
     @property
     def ready(self) -> bool:
-        return self._engine is not None
+        return self._engine is not None and not self._hang
 
     @property
     def unavailable_reason(self) -> str:
-        return self._explain_unavailable() if self._engine is None else ""
+        return self._explain_unavailable() if self._engine is None else self._hang
 
     @property
     def engine_settings(self) -> dict[str, Any]:
@@ -100,8 +112,11 @@ class EngineClient(EngineHandle):
         self._loop.add_reader(int(self._socket.getsockopt(zmq.FD)), self._on_readable)
         self._loop.add_reader(int(self._monitor.getsockopt(zmq.FD)), self._on_monitor)
         self._loop.call_soon(self._on_monitor)
+        self._check_liveness()
 
     def close(self) -> None:
+        if self._liveness_timer is not None:
+            self._liveness_timer.cancel()
         for socket in (self._socket, self._monitor):
             with contextlib.suppress(zmq.ZMQError):
                 self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
@@ -144,8 +159,8 @@ class EngineClient(EngineHandle):
         return unsubscribe
 
     def _check(self, request_id: str) -> None:
-        if self._engine is None:
-            raise EngineUnavailable(self._explain_unavailable())
+        if not self.ready:
+            raise EngineUnavailable(self.unavailable_reason)
         if request_id in self._subscribers:
             raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
 
@@ -205,6 +220,8 @@ class EngineClient(EngineHandle):
                 self._handle(decode_from_engine(header.buffer), [frame.buffer for frame in frames])
             except Exception as error:  # whose outcomes it had is not known: none may wait for ever
                 log.exception("a message of the engine could not be handled")
+                for request_id in self._subscribers.unfinished():
+                    self._cancel(request_id)
                 self._subscribers.fail_all(f"a message of the engine could not be read: {error}", EngineError)
 
     def _handle(self, message: Ready | Outcomes, frames: list[Any]) -> None:
@@ -269,8 +286,30 @@ class EngineClient(EngineHandle):
                 self._send_hello()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._on_readable()  # messages that it sent before
-                self._engine = None
+                self._engine, self._hang = None, ""
                 self._fail_all(LOST)
+
+    def _check_liveness(self) -> None:
+        """Once in a while: fail what waits for an engine that hangs, and serve again when it comes back."""
+        if self.status is None or self._watch is None:
+            return
+        self._liveness_timer = self._loop.call_later(self.LIVENESS_INTERVAL_S, self._check_liveness)
+        hang = self._watch.check(self.status.read(), time.monotonic())
+        if self._engine is None or hang == self._hang == "":
+            self._hang = ""
+        elif not hang:
+            log.warning("the engine responds again")
+            self._hang = ""
+        else:
+            is_new, self._hang = not self._hang, f"{hang}; try again shortly"
+            if is_new:
+                self._abandon_all()
+
+    def _abandon_all(self) -> None:
+        """Fail all pending requests. If the engine comes back, it drops their work."""
+        for request_id in self._subscribers.unfinished():
+            self._cancel(request_id)
+        self._fail_all(self._hang)
 
     def _send_hello(self) -> None:
         """Ask a new engine whether it is ready; it answers as soon as it is."""
