@@ -287,9 +287,9 @@ def served(
                 json.dumps({"launch": launch, "step_s": step_s}).encode(),
             )
         ]
-        for index in range(apis):
+        for _ in range(apis):
             server = ServerConfig(api_server_count=apis, log_level="warning")
-            own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state", index)
+            own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state")
             orders.append(([sys.executable, "-m", "penstock.api.process"], msgspec.json.encode(own)))
         started = []
         try:

@@ -265,6 +265,9 @@ class Request:
         return 0 if self.pairs is None else self.num_rows - len(self.pairs)
 
 
+MIN_PRODUCT_WIDTH = 32  # narrower vectors take about as long to compare
+
+
 @dataclass(slots=True, eq=False)
 class Comparison:
     """Late-interaction scoring of vectors given by the caller."""
@@ -278,6 +281,20 @@ class Comparison:
     query_scales: Array | None = None  # [query vectors], for int8 vectors
     document_scales: Array | None = None  # [document vectors]
     arrival_s: float = 0.0
+    deadline_s: float | None = None  # on the clock of `arrival_s`
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its arrays."""
+        arrays = (self.queries, self.documents, self.query_scales, self.document_scales)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
+    def num_operations(self) -> float:
+        """What it costs: products of values. Each pair of vectors costs at least as much as a narrow one."""
+        query_lengths = self.query_lengths.astype(np.float64).take(self.pairs, mode="clip")
+        vector_pairs = float(query_lengths @ self.document_lengths.astype(np.float64))
+        return vector_pairs * max(int(self.queries.shape[1]), MIN_PRODUCT_WIDTH)
 
 
 @dataclass(frozen=True, slots=True)

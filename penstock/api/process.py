@@ -57,7 +57,7 @@ def build_state(launch: ApiLaunch) -> ServerState:
         created_s=int(time.time()),
         admission=Admission(status, lambda: engine.engine_settings),
     )
-    return ServerState(launch.server, {spec.name: model}, launch.index)
+    return ServerState(launch.server, {spec.name: model})
 
 
 def tokenizer_threads(cpus: int, processes: int) -> int:

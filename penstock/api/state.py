@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,17 +48,18 @@ class BufferedBytes:
 class ServerState:
     config: ServerConfig
     models: dict[str, ServedModel]
-    index: int = 0  # of this API process
     in_flight: int = 0
     buffered: BufferedBytes = field(init=False)
+    # A successor of this process counts from 0 again, while the engine may still run our requests.
+    _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.buffered = BufferedBytes(self.config.max_buffered_bytes)
 
     def next_id(self) -> str:
-        """An id that no other request of this server has."""
-        return f"{self.index}-{next(self._numbers)}"
+        """An id that no other request of this server has, also not one of a process that has exited."""
+        return f"{self._name}-{next(self._numbers)}"
 
     def model(self, name: str | None) -> ServedModel:
         """The model of this name; without a name, the first."""

@@ -6,6 +6,7 @@ it in a process of its own, offline use in a thread; the code is the same.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from penstock.errors import (
     BadValue,
     DeadlineExceeded,
     DeviceFailed,
+    EngineError,
     NotPossible,
     PenstockError,
     QueueTooSlow,
@@ -47,6 +49,8 @@ from penstock.types import (
     StepPlan,
     StepResult,
 )
+
+log = logging.getLogger("penstock.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,11 @@ class EngineCore:
         return sum(step.plan.num_rows for step in self._in_flight)
 
     @property
+    def num_comparisons(self) -> int:
+        """Comparisons that wait or run."""
+        return len(self._comparisons)
+
+    @property
     def oldest_launch_s(self) -> float:
         """When the oldest step in flight was launched; 0 if none is in flight."""
         return self._in_flight[0].launched_s if self._in_flight else 0.0
@@ -135,8 +144,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Take on a request; `BadValue`, `NotPossible` or `QueueFull` if it cannot be."""
-        if request.id in self.pending or self.generates(request.id):
-            raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
+        self._check_id(request.id)
         if request.sampling is not None:
             self._add_generation(request, request.sampling)
         else:
@@ -161,6 +169,27 @@ class EngineCore:
         waiting = 0 if self.generation is None else self.generation.queued_tokens
         return Backlog(waiting, 0, self._prompt_throughput.tokens_per_s)
 
+    def submit(self, work: Request | Comparison) -> list[Outcome]:
+        """Take on a request or a comparison. Returns its failure if it is refused, and also if the code
+        raises anything unexpected: nothing in one request may stop the engine."""
+        try:
+            if isinstance(work, Comparison):
+                self.compare(work)
+            else:
+                self.add(work)
+        except PenstockError as error:
+            return [Failure(work.id, error)]
+        except Exception as error:
+            log.exception("a request could not be taken on")
+            self.cancel(work.id)
+            why = f"the engine cannot take on this request: {type(error).__name__}: {error}"
+            return [Failure(work.id, EngineError(why))]
+        return []
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self.pending or request_id in self._comparisons.ids or self.generates(request_id):
+            raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
+
     def _add_generation(self, request: Request, sampling: SamplerParams) -> None:
         if self.generation is None:
             raise NotPossible("this engine does not generate")
@@ -176,12 +205,18 @@ class EngineCore:
             self.grammars.begin(request, sampling.grammar, lambda: self.wake())
 
     def compare(self, comparison: Comparison) -> None:
-        """Score vectors that the caller brings; they wait for no step."""
-        self._comparisons.add(comparison, self.runner.compare(comparison), lambda: self.wake())
+        """Score vectors that the caller brings; `QueueFull` if too many wait. They wait for no step."""
+        self._check_id(comparison.id)
+        self._comparisons.add(comparison)
+        self._launch_comparison()
+
+    def _launch_comparison(self) -> None:
+        if self._comparisons.can_launch:
+            self._comparisons.launch(self.runner.compare, lambda: self.wake(), self.clock())
 
     def cancel(self, request_id: str) -> None:
         """Drop a request. Its rows in flight finish and are ignored."""
-        if self.pending.cancel(request_id):
+        if self.pending.cancel(request_id) or self._comparisons.cancel(request_id):
             return
         if self.grammars is not None:
             self.grammars.cancel(request_id)
@@ -198,7 +233,9 @@ class EngineCore:
         waiting = self.scheduler.queue.next_deadline_s()
         generating = None if self.generation is None else self.generation.next_deadline_s()
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
-        return min((d for d in (waiting, generating, compiling) if d is not None), default=None)
+        comparing = self._comparisons.next_deadline_s()
+        deadlines = (waiting, generating, compiling, comparing)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def step(self) -> list[Outcome]:
         """One turn of the loop: expire, admit, collect, launch."""
@@ -208,6 +245,7 @@ class EngineCore:
         outcomes += self._comparisons.collect(self.clock())
         if self.device_failure is not None:
             return outcomes + self._fail_all(self.device_failure)
+        self._launch_comparison()
         self._launch()
         return outcomes
 
@@ -240,6 +278,7 @@ class EngineCore:
                 outcomes.append(Failure(request.id, self._overdue_error()))
         for request, error in () if self.grammars is None else self.grammars.expire(now):
             outcomes.append(Failure(request.id, error))
+        outcomes += self._comparisons.expire(now)
         return outcomes + self._generation_failures()
 
     def _overdue_error(self) -> QueueTooSlow:

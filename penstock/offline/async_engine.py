@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -386,6 +387,7 @@ class AsyncEngine:
         comparison = comparison_from_arrays(
             next(self._ids), queries, documents, query_scales, document_scales
         )
+        comparison.arrival_s = time.monotonic()
         output = await self.local.engine.compare(comparison)
         return output.values[:, 0]
 

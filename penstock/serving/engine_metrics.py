@@ -79,6 +79,12 @@ OLDEST_STEP_SECONDS = Gauge(
     multiprocess_mode="livesum",
 )
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
+COMPARISONS = Gauge(
+    "penstock_comparisons",
+    "Comparisons of given vectors that wait or run",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 
 GRAPHS = Gauge(
     "penstock_graphs",
@@ -118,6 +124,7 @@ class EngineMetrics:
         self.large_wait = QUEUE_WAIT_SECONDS.labels(model, "large")
         self.prompt_wait = QUEUE_WAIT_SECONDS.labels(model, "prompt")
         self.running_rows = RUNNING_ROWS.labels(model)
+        self.comparisons = COMPARISONS.labels(model)
         self.oldest_step_seconds = OLDEST_STEP_SECONDS.labels(model)
         self.graphs = GRAPHS.labels(model)
         self.graph_steps = GRAPH_STEPS.labels(model)
@@ -154,6 +161,7 @@ class EngineMetrics:
         if generation is not None:
             self.prompt_wait.set(core.prompt_backlog.wait_s(is_large=True))
         self.running_rows.set(core.running)
+        self.comparisons.set(core.num_comparisons)
         self.oldest_step_seconds.set(now - core.oldest_launch_s if core.oldest_launch_s else 0.0)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
             decode = getattr(core.runner, "decode", None)

@@ -65,7 +65,6 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     address: str
     listen_fd: int
     state_file: str
-    index: int
     status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
     parent: Parent | None = None  # None: no supervisor
     started_file: str | None = None  # where the process says that it accepts connections

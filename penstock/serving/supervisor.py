@@ -95,12 +95,11 @@ class Supervisor:
                 address=address,
                 listen_fd=listen_fd,
                 state_file=str(self._state_file),
-                index=index,
                 status_file=str(status_file),
                 parent=parent,
                 started_file=str(started_file),
             )
-            for index, started_file in enumerate(self._started_files)
+            for started_file in self._started_files
         ]
         self._apis = [
             Child(
