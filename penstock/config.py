@@ -69,15 +69,35 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     port: int = 8000
     api_server_count: int = 1
     api_key: str | None = None
+    api_keys: tuple[str, ...] = ()  # further keys, of a file; a client sends any one of all keys
     max_body_bytes: int = 32 * 1024 * 1024
     max_rows: int = 2048  # inputs of one request
     max_concurrent_requests: int = 4096  # per API process; above it: status 429
+    max_connections: int = 8192  # per API process; above it: status 503
+    max_connections_per_address: int = 4096  # per API process, loopback excepted; 0: no limit
+    max_header_bytes: int = 64 * 1024  # request line and headers; above it: status 431
+    max_headers: int = 100
+    max_url_bytes: int = 8192  # above it: status 414
+    max_buffered_bytes: int = 1024 * 1024 * 1024  # bodies and large answers held by one API process
+    header_timeout_s: float = 20.0  # to send a request's headers
+    body_timeout_s: float = 30.0  # to send a body, besides its bytes at `min_body_rate`
+    min_body_rate: int = 8192  # bytes per second
+    write_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
+    idle_timeout_s: float = 75.0  # of a connection without a request
+    allowed_hosts: tuple[str, ...] = ()  # names that `Host` may have; "*": any
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     drain_s: float = 30.0
+    engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
+    engine_step_timeout_s: float = 600.0  # of one step; 0: no limit
     log_level: str = "info"
     access_log: bool = False
+
+    @property
+    def accepted_keys(self) -> tuple[str, ...]:
+        """The keys of which a client must send one; empty if clients need none."""
+        return (() if self.api_key is None else (self.api_key,)) + self.api_keys
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

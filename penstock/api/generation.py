@@ -13,6 +13,7 @@ import msgspec
 import orjson
 
 from penstock.api.endpoint import Call
+from penstock.api.fields import CacheSalt
 from penstock.api.replies import record_phases
 from penstock.api.run import scheduling_of
 from penstock.api.state import ServedModel
@@ -42,6 +43,7 @@ class TextFields(GenerationFields, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     user: str | None = None
+    cache_salt: CacheSalt = ""
 
     @property
     def usage_in_stream(self) -> StreamOptions:

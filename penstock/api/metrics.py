@@ -38,7 +38,16 @@ REJECTED = Counter(
 for _reason in (QueueFull, TooManyRequests, QueueTooSlow):
     REJECTED.labels(_reason.reason)  # shown from the start, with 0
 CANCELLED = Counter("penstock_cancelled", "Requests whose client disconnected")
-ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemin")
+CONNECTIONS = Gauge("penstock_connections", "Open connections", multiprocess_mode="livesum")
+BUFFERED_BYTES = Gauge(
+    "penstock_buffered_bytes",
+    "Bytes of request bodies and large answers that are held",
+    multiprocess_mode="livesum",
+)
+CONNECTION_LIMITS = Counter(
+    "penstock_connection_limits", "Connections and requests that met a limit, by limit", ["limit"]
+)
+ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemostrecent")
 
 
 PUBLISH_INTERVAL_S = 0.1

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.api.endpoint import Call
 from penstock.api.state import ServedModel
-from penstock.errors import BadValue, QueueFull
+from penstock.errors import BadValue, QueueFull, shown
 from penstock.inputs.processor import MAX_PRIORITY
 from penstock.tasks.run import PoolingTask, Prepared, Scheduling, finish, submit
 from penstock.types import PooledOutput, Request
@@ -88,7 +88,7 @@ def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
     """Priority and timeout of a body, checked; the operator's timeout where the caller gives none."""
     if abs(body.priority) > MAX_PRIORITY:
         raise BadValue(
-            f"priority is {body.priority}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
+            f"priority is {shown(body.priority)}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
         )
     timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
     if timeout_s is not None:

@@ -86,6 +86,7 @@ class EngineCore:
         self.clock = clock
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
+        self.before_launch: Callable[[float], None] = lambda now_s: None  # a launch may block for long
         self.generation = generation  # None: this engine only pools
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
@@ -120,6 +121,11 @@ class EngineCore:
     def running(self) -> int:
         """The number of rows in flight."""
         return sum(step.plan.num_rows for step in self._in_flight)
+
+    @property
+    def oldest_launch_s(self) -> float:
+        """When the oldest step in flight was launched; 0 if none is in flight."""
+        return self._in_flight[0].launched_s if self._in_flight else 0.0
 
     @property
     def can_fill_step(self) -> bool:
@@ -337,6 +343,7 @@ class EngineCore:
             estimate_s = self._fair_share.launched(
                 generates, plan.num_tokens, other_has_work=self._has_work(not generates)
             )
+            self.before_launch(now)
             try:
                 future = self.runner.launch(plan)
             except Exception as error:

@@ -41,7 +41,10 @@ from penstock.types import (
 __all__ = ["Constraint", "GenerationLimits", "GenerationScheduler"]
 
 _NOT_FINITE = "the model gave logits that are not finite"
-_ALL_FORBIDDEN = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
+_ALL_FORBIDDEN = (
+    "no token may follow: the grammar, allowed_token_ids, bad_words and min_tokens of the request leave none"
+)
+_ALL_MINUS_INFINITY = "no token may follow: the model gives −inf for all of them"
 
 
 class _Allocation(NamedTuple):
@@ -423,7 +426,7 @@ class GenerationScheduler:
             if sequence is None:  # another sequence of its request failed before
                 continue
             request_id, not_finite = sequence.request.id, code == -1
-            self._failures[request_id] = RowFailed(_NOT_FINITE if not_finite else _ALL_FORBIDDEN)
+            self._failures[request_id] = RowFailed(_NOT_FINITE) if not_finite else _nothing_follows(sequence)
             for other in self._unfinished[request_id] if not_finite else ():
                 self.pool.retract(other.blocks)
             self.cancel(request_id)
@@ -524,6 +527,13 @@ class GenerationScheduler:
             self._preempted.remove(sequence)
         self._prompt_logprobs.leave(sequence)
         self._slots.free(sequence)
+
+
+def _nothing_follows(sequence: SequenceState) -> PenstockError:
+    """Why no token could be sampled: the request forbids them all, or the model gives none."""
+    sampling = sequence.sampling
+    forbids = sampling.grammar or sampling.allowed_token_ids or sampling.bad_token_ids or sampling.min_tokens
+    return NotPossible(_ALL_FORBIDDEN) if forbids else RowFailed(_ALL_MINUS_INFINITY)
 
 
 def _insert(sequences: list[SequenceState], sequence: SequenceState) -> None:

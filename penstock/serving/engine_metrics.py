@@ -72,6 +72,12 @@ SCORE_ASKED = Gauge(
     ["model", "kind"],
     multiprocess_mode="livesum",
 )
+OLDEST_STEP_SECONDS = Gauge(
+    "penstock_oldest_step_seconds",
+    "How long the oldest step in flight has been running; 0 when none is",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
 
 GRAPHS = Gauge(
@@ -112,6 +118,7 @@ class EngineMetrics:
         self.large_wait = QUEUE_WAIT_SECONDS.labels(model, "large")
         self.prompt_wait = QUEUE_WAIT_SECONDS.labels(model, "prompt")
         self.running_rows = RUNNING_ROWS.labels(model)
+        self.oldest_step_seconds = OLDEST_STEP_SECONDS.labels(model)
         self.graphs = GRAPHS.labels(model)
         self.graph_steps = GRAPH_STEPS.labels(model)
         self.shared_rows = SHARED_ROWS.labels(model)
@@ -147,6 +154,7 @@ class EngineMetrics:
         if generation is not None:
             self.prompt_wait.set(core.prompt_backlog.wait_s(is_large=True))
         self.running_rows.set(core.running)
+        self.oldest_step_seconds.set(now - core.oldest_launch_s if core.oldest_launch_s else 0.0)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
             decode = getattr(core.runner, "decode", None)
             sets = [graphs] if decode is None else [graphs, decode]

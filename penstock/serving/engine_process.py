@@ -23,7 +23,13 @@ from penstock.engine.build import build_core
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
-from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, EngineLaunch, setup_child_process
+from penstock.serving.launch import (
+    EXIT_BAD_MODEL,
+    EXIT_DEVICE_FAILED,
+    EngineLaunch,
+    follow_parent,
+    setup_child_process,
+)
 from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
 from penstock.wire.status import StatusWriter
@@ -56,6 +62,7 @@ def main() -> None:
     if not config:  # the parent has exited before it had a configuration
         return
     launch = msgspec.json.decode(config, type=EngineLaunch)
+    follow_parent(launch.parent)
     if launch.metrics_folder is not None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = (
             launch.metrics_folder

@@ -1,7 +1,7 @@
 """The API process's side of the wire: an `EngineHandle` of an engine in another process. Free of torch.
 
 Requests that are submitted in one iteration of the event loop leave in one message. When the engine process
-exits, all pending requests fail at once. The connection returns by itself when a new engine listens.
+exits or hangs, all pending requests fail at once. The connection returns by itself when a new engine listens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from penstock.errors import EngineUnavailable
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
 from penstock.types import Comparison, PooledOutput, Request, SequenceIds
+from penstock.wire.liveness import HangLimits, LivenessWatch
 from penstock.wire.messages import (
     BlocksReleased,
     Cancel,
@@ -46,13 +48,23 @@ log = logging.getLogger("penstock.client")
 class EngineClient(EngineHandle):
     """The connection to one engine process."""
 
+    LIVENESS_INTERVAL_S = 0.25
+
     def __init__(
         self,
         address: str,
         explain_unavailable: Callable[[], str] = lambda: "the engine is starting",
         status: StatusReader | None = None,
+        hang_limits: HangLimits | None = None,
     ) -> None:
-        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503."""
+        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503.
+
+        An engine that exceeds `hang_limits` by its `status` counts as unavailable until it gives a sign of
+        life again.
+        """
+        self._watch = None if hang_limits is None else LivenessWatch(hang_limits)
+        self._hang = ""  # why the engine counts as hung; empty: it does not
+        self._liveness_timer: asyncio.TimerHandle | None = None
         self.status = status  # what the engine publishes beside its messages, if anything
         self._address = address
         self._explain_unavailable = explain_unavailable
@@ -67,11 +79,11 @@ class EngineClient(EngineHandle):
 
     @property
     def ready(self) -> bool:
-        return self._engine is not None
+        return self._engine is not None and not self._hang
 
     @property
     def unavailable_reason(self) -> str:
-        return self._explain_unavailable() if self._engine is None else ""
+        return self._explain_unavailable() if self._engine is None else self._hang
 
     @property
     def engine_settings(self) -> dict[str, Any]:
@@ -98,8 +110,11 @@ class EngineClient(EngineHandle):
         self._loop.add_reader(int(self._socket.getsockopt(zmq.FD)), self._on_readable)
         self._loop.add_reader(int(self._monitor.getsockopt(zmq.FD)), self._on_monitor)
         self._loop.call_soon(self._on_monitor)
+        self._check_liveness()
 
     def close(self) -> None:
+        if self._liveness_timer is not None:
+            self._liveness_timer.cancel()
         for socket in (self._socket, self._monitor):
             with contextlib.suppress(zmq.ZMQError):
                 self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
@@ -138,8 +153,8 @@ class EngineClient(EngineHandle):
         return unsubscribe
 
     def _check_ready(self) -> None:
-        if self._engine is None:
-            raise EngineUnavailable(self._explain_unavailable())
+        if not self.ready:
+            raise EngineUnavailable(self.unavailable_reason)
 
     def _enqueue(self, request: Request) -> None:
         if not self._outgoing:
@@ -226,11 +241,33 @@ class EngineClient(EngineHandle):
                 self._send_hello()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._on_readable()  # messages that it sent before
-                self._engine = None
+                self._engine, self._hang = None, ""
                 self._fail_all(
                     "the engine process stopped while this request was in flight; "
                     "it is being restarted, try again"
                 )
+
+    def _check_liveness(self) -> None:
+        """Once in a while: fail what waits for an engine that hangs, and serve again when it comes back."""
+        if self.status is None or self._watch is None:
+            return
+        self._liveness_timer = self._loop.call_later(self.LIVENESS_INTERVAL_S, self._check_liveness)
+        hang = self._watch.check(self.status.read(), time.monotonic())
+        if self._engine is None or hang == self._hang == "":
+            self._hang = ""
+        elif not hang:
+            log.warning("the engine responds again")
+            self._hang = ""
+        else:
+            is_new, self._hang = not self._hang, f"{hang}; try again shortly"
+            if is_new:
+                self._abandon_all()
+
+    def _abandon_all(self) -> None:
+        """Fail all pending requests. If the engine comes back, it drops their work."""
+        for request_id in self._subscribers.unfinished():
+            self._cancel(request_id)
+        self._fail_all(self._hang)
 
     def _send_hello(self) -> None:
         """Ask a new engine whether it is ready; it answers as soon as it is."""

@@ -177,11 +177,15 @@ class Subscribers:
 
     def fail_all(self, reason: str) -> int:
         """Fail every unfinished request, because the engine is gone. Returns how many there were."""
-        pending = [request_id for request_id, future in self._futures.items() if not future.done()]
-        pending += [request_id for request_id, each in self._listeners.items() if not each.finished]
+        pending = self.unfinished()
         for request_id in pending:
             self._fail(request_id, EngineUnavailable(reason))
         return len(pending)
+
+    def unfinished(self) -> list[str]:
+        """The requests that still await outcomes."""
+        pending = [request_id for request_id, future in self._futures.items() if not future.done()]
+        return pending + [request_id for request_id, each in self._listeners.items() if not each.finished]
 
     def _deliver_decoded(self, decoded: DecodedTokens) -> None:
         """One call per sequence. Callbacks are looked up only when sequences or listeners have changed."""

@@ -37,7 +37,7 @@ from penstock.wire.status import EngineStatus, StatusWriter
 class EngineServer:
     """Runs the core and the socket on one thread, which sleeps until a message arrives or a step finishes."""
 
-    IDLE_POLL_MS = 1000
+    IDLE_POLL_MS = 250  # also the longest time between two heartbeats of a loop that is well
     STALE_METRICS_POLL_MS = 100  # while the published metrics are out of date
     FAILURE_DELIVERY_S = 0.2  # for API processes to read why requests failed, before the connection closes
 
@@ -77,6 +77,8 @@ class EngineServer:
         if self.memory is not None:
             core.pending.allocate = self.memory.empty
             ready = msgspec.structs.replace(ready, shared=self.memory.info)
+        if self._status is not None:
+            core.before_launch = self._status.launching
         self._core, self._ready = core, ready
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         poller = zmq.Poller()
@@ -109,6 +111,7 @@ class EngineServer:
                 EngineStatus(
                     pid=self._ready.pid,
                     heartbeat_s=core.clock(),
+                    step_began_s=core.oldest_launch_s,
                     queued_tokens=backlog.num_tokens,
                     queued_rows=core.scheduler.queue.num_rows,
                     tokens_per_s=backlog.tokens_per_s,

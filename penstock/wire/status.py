@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ _FIELDS = tuple(EngineStatus.__dataclass_fields__)
 _IS_INT = tuple(isinstance(field.default, int) for field in EngineStatus.__dataclass_fields__.values())
 _SIZE = 8 * len(_FIELDS)
 _QUEUED = tuple(_FIELDS.index(name) for name in ("queued_tokens", "queued_prompt_tokens"))
+_AFTER_PID = struct.Struct(f"{len(_FIELDS) - 1}d")
+_values_after_pid = attrgetter(*_FIELDS[1:])
 
 
 class StatusWriter:
@@ -61,16 +65,15 @@ class StatusWriter:
 
     def publish(self, status: EngineStatus) -> None:
         """Write every value; the process id last, so that a reader never takes old values for new ones."""
-        values = [float(getattr(status, name)) for name in _FIELDS]
-        self._values[1:] = values[1:]
-        self._values[0] = values[0]
+        _AFTER_PID.pack_into(self._values.data, 8, *_values_after_pid(status))
+        self._values[0] = status.pid
 
     def beat(self, now_s: float) -> None:
         """Record one turn of the loop."""
         self._values[1] = now_s
 
     def launching(self, began_s: float) -> None:
-        """Record that the loop begins to launch a step, or with 0 that it no longer does."""
+        """Record that the loop begins to launch a step. It ends with the next `publish`, or with 0."""
         self._values[2] = began_s
 
 
