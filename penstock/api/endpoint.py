@@ -228,11 +228,11 @@ class Endpoint:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
         self.state.check_room()  # before the body, which nobody has to send in vain
         raw = await self._read(scope, receive)
+        call.body_bytes = len(raw)
         self.state.admit()
         try:
             if self.decoder is None:
                 return await unless_gone(self.handler(call), receive)
-            call.body_bytes = len(raw)
             if self.other is not None and self.other_decoder is not None and self.other.claims(raw):
                 call.error_shape = self.other.error_shape
                 work = self.other.handler(call, _decode(self.other_decoder, raw))
