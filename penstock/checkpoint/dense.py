@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.checkpoint.files import integer, read_json
+from penstock.checkpoint.files import positive_integer, read_json
 from penstock.errors import ModelLoadError
 
+MAX_FEATURES = 1 << 20
 ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid", "silu")
 
 
@@ -42,8 +43,8 @@ def read_dense(
         )
     return DenseSpec(
         folder=path,
-        in_features=integer(values, "in_features", file=file),
-        out_features=integer(values, "out_features", file=file),
+        in_features=positive_integer(values, "in_features", file=file, high=MAX_FEATURES),
+        out_features=positive_integer(values, "out_features", file=file, high=MAX_FEATURES),
         bias=bool(values.get("bias", True)),
         activation=named,
         residual=bool(values.get("use_residual", False)),

@@ -38,6 +38,8 @@ class ConfigKeys:
 
     hidden_size: tuple[str, ...] = ("hidden_size",)
     num_layers: tuple[str, ...] = ("num_hidden_layers",)
+    num_heads: tuple[str, ...] = ("num_attention_heads",)
+    intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
     trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
 
@@ -62,6 +64,9 @@ class Family:
     pooling: str = "mean"  # where no file names a method and tokens see the whole text
     causal_pooling: str = "last"  # the same where they see only what comes before
     positions_follow_padding: bool = False  # positions are counted from pad_token_id + 1
+    has_rotary_positions: bool = False
+    has_experts: bool = False
+    default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
     score_prompts: tuple[str, ...] = ()  # names in checkpoint/score.py that its rerankers were trained with
@@ -86,32 +91,44 @@ def _encoder(name: str, class_prefix: str, builder: str, **facts: Any) -> Family
 
 
 def _decoder(name: str, class_prefix: str, builder: str, **facts: Any) -> Family:
-    heads = {"heads": _DECODER_HEADS} | facts
-    return Family(name=name, class_prefix=class_prefix, builder=builder, is_decoder=True, **heads)
+    facts = {"heads": _DECODER_HEADS, "has_rotary_positions": True} | facts
+    return Family(name=name, class_prefix=class_prefix, builder=builder, is_decoder=True, **facts)
 
 
 _XLM_R_MARKERS = ("[QueryMarker]", "[DocumentMarker]")
 _GRITLM_MARK = "<|embed|>\n"
-_DISTILBERT_KEYS = ConfigKeys(hidden_size=("dim",), num_layers=("n_layers",))
+_DISTILBERT_KEYS = ConfigKeys(
+    hidden_size=("dim",),
+    num_layers=("n_layers",),
+    num_heads=("n_heads",),
+    intermediate_size=("hidden_dim",),
+)
 _GPT2_KEYS = ConfigKeys(
-    hidden_size=("n_embd",), num_layers=("n_layer",), max_positions=("n_positions", "n_ctx")
+    hidden_size=("n_embd",),
+    num_layers=("n_layer",),
+    num_heads=("n_head",),
+    intermediate_size=("n_inner",),
+    max_positions=("n_positions", "n_ctx"),
 )
 _NOMIC_KEYS = ConfigKeys(
     hidden_size=("hidden_size", "n_embd"),
     num_layers=("num_hidden_layers", "n_layer"),
+    num_heads=("num_attention_heads", "n_head"),
+    intermediate_size=("intermediate_size", "n_inner"),
     max_positions=("n_positions", "max_position_embeddings"),
     trained_positions="max_trained_positions",
 )
-_GEMMA_PROMPTS = ("bge-reranker-v2-gemma",)
+_GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
+_QWEN3: dict[str, Any] = {"score_prompts": ("qwen3-reranker",), "default_head_dim": 128}
 _RECORDS = (
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
-    _decoder("gemma", "Gemma", "decoder:gemma", score_prompts=_GEMMA_PROMPTS),
-    _decoder("gemma2", "Gemma2", "decoder:gemma2", score_prompts=_GEMMA_PROMPTS),
-    _decoder("gemma3", "Gemma3", "decoder:gemma3", score_prompts=_GEMMA_PROMPTS),
-    _decoder("gemma3_text", "Gemma3Text", "decoder:gemma3", score_prompts=_GEMMA_PROMPTS),
+    _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
+    _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
+    _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),
+    _decoder("gemma3_text", "Gemma3Text", "decoder:gemma3", **_GEMMA),
     _decoder(
         "GritLM",
         "GritLM",
@@ -121,16 +138,24 @@ _RECORDS = (
         embed_mark=_GRITLM_MARK,
         instruction_template="<|user|>\n{instruction}\n" + _GRITLM_MARK,
     ),
-    _decoder("gpt2", "GPT2", "gpt2:gpt2", keys=_GPT2_KEYS, heads=_DECODER_HEADS - {Task.REWARD}),
-    _encoder("gte", "Gte", "gte:gte"),
+    _decoder(
+        "gpt2",
+        "GPT2",
+        "gpt2:gpt2",
+        keys=_GPT2_KEYS,
+        heads=_DECODER_HEADS - {Task.REWARD},
+        has_rotary_positions=False,
+    ),
+    _encoder("gte", "Gte", "gte:gte", has_rotary_positions=True),
     _decoder(
         "JinaForRanking",
         "JinaForRanking",
         "decoder:jina_ranking",
         heads=frozenset({Task.SCORE}),
+        default_head_dim=128,
         is_listwise=True,
     ),
-    _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3"),
+    _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3", has_rotary_positions=True),
     _decoder("llama", "Llama", "decoder:llama"),
     _decoder(
         "llama_bidirec",
@@ -141,14 +166,14 @@ _RECORDS = (
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
     _decoder("mistral", "Mistral", "decoder:mistral"),
-    _encoder("modernbert", "ModernBert", "modernbert:modernbert"),
+    _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
-    _encoder("new", "New", "gte:new"),
-    _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS),
+    _encoder("new", "New", "gte:new", has_rotary_positions=True),
+    _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS, has_rotary_positions=True),
     _decoder("phi3", "Phi3", "decoder:phi3"),
     _decoder("qwen2", "Qwen2", "decoder:qwen2", score_prompts=("mxbai-rerank-v2",)),
-    _decoder("qwen3", "Qwen3", "decoder:qwen3", score_prompts=("qwen3-reranker",)),
-    _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", score_prompts=("qwen3-reranker",)),
+    _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3),
+    _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
     _encoder(
         "xlm-roberta",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from reprlib import Repr
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -13,6 +16,8 @@ from penstock.errors import ModelLoadError
 
 TRANSFORMER_MODULES = ("Transformer", "MLMTransformer")
 MASK_MODULE = "MultiVectorMask"
+MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 40 MB
+WEIGHT_INDEX = "model.safetensors.index.json"
 _KNOWN_MODULES = (
     *TRANSFORMER_MODULES,
     "Pooling",
@@ -23,6 +28,12 @@ _KNOWN_MODULES = (
     "LogitScore",
     MASK_MODULE,
 )
+
+
+log = logging.getLogger(__name__)
+_UNUSABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 class Module(NamedTuple):
@@ -74,15 +85,23 @@ def read_files(folder: Path, config: dict[str, Any], overrides: dict[str, Any]) 
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(file.read_bytes())
-    except FileNotFoundError:
-        raise ModelLoadError(f"{file.parent} is not a model folder: it has no {file.name}") from None
-    except msgspec.DecodeError as error:
-        raise ModelLoadError(f"{file} is not valid JSON: {error}") from None
+    if not file.is_file():  # a pipe would never end
+        raise ModelLoadError(f"{file.parent} is not a model folder: it has no {file.name}")
+    value = _decode(file)
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file} has to hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _decode(file: Path) -> Any:
+    try:
+        if (size := file.stat().st_size) > MAX_JSON_BYTES:
+            raise ModelLoadError(f"{file} has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
+        return msgspec.json.decode(file.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}") from None
+    except OSError as error:
+        raise ModelLoadError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def optional_json(file: Path) -> dict[str, Any]:
@@ -90,27 +109,84 @@ def optional_json(file: Path) -> dict[str, Any]:
 
 
 def integer(values: Mapping[str, Any], *keys: str, file: Path) -> int:
-    for key in keys:
-        if isinstance(values.get(key), int):
-            return int(values[key])
-    raise ModelLoadError(f"{file} has no integer {' or '.join(keys)}")
+    found = optional_integer(values, *keys)
+    if found is None:
+        raise ModelLoadError(f"{file} has no integer {' or '.join(keys)}")
+    return found
 
 
 def optional_integer(values: Mapping[str, Any], *keys: str) -> int | None:
-    return next((values[key] for key in keys if isinstance(values.get(key), int)), None)
+    return next((values[key] for key in keys if _is_integer(values.get(key))), None)
+
+
+def positive_integer(values: Mapping[str, Any], key: str, *, file: Path, high: int) -> int:
+    """The value of `key`, from 1 to `high`."""
+    value = values.get(key)
+    if not _is_integer(value) or not 1 <= value <= high:
+        raise ModelLoadError(
+            f"{file} has {key} = {shown(value)}; it has to be an integer from 1 to {high:,}", param="model"
+        )
+    return int(value)
+
+
+def mapping(values: Mapping[str, Any], key: str, *, file: Path) -> dict[str, Any]:
+    """The object under `key`; empty if there is none."""
+    value = values.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ModelLoadError(f"{file} has {key} = {shown(value)}; it has to be an object", param="model")
+    return value or {}
+
+
+@contextmanager
+def usable_values(folder: Path) -> Iterator[None]:
+    """Turn an error about a value of an unforeseen kind into one about the model in `folder`."""
+    try:
+        yield
+    except _UNUSABLE as error:
+        log.debug("%s cannot be used", folder, exc_info=True)
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelLoadError(f"a file in {folder} has a value that cannot be used: {reason}") from error
+
+
+def shown(value: Any) -> str:
+    """A value from a file in an error message, shortened."""
+    return _SHORT.repr(value)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, whether or not they exist; none if it names none."""
+    index = folder / WEIGHT_INDEX
+    if not index.is_file():
+        return [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ModelLoadError(f"{index} is not a weight index: its weight_map has to map names to files")
+    return [inside(folder, name, index) for name in sorted(set(names.values()))]
+
+
+def inside(folder: Path, name: str, file: Path) -> Path:
+    """The path `name`, which `file` gives relative to `folder`. It may not lead out of it."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ModelLoadError(f"{file} names {shown(name)}, which is outside of the model's folder")
+    return folder / path
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_modules(file: Path) -> tuple[Module, ...]:
     if not file.is_file():
         return ()
-    try:
-        rows = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]])
-    except msgspec.DecodeError as error:
-        raise ModelLoadError(f"{file} is not a list of modules: {error}") from None
+    rows = _decode(file)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ModelLoadError(f"{file} is not a list of modules")
     modules = tuple(
         Module(str(row.get("type", "")).rsplit(".", 1)[-1], str(row.get("path", ""))) for row in rows
     )
     for module in modules:
+        inside(file.parent, module.path, file)
         if module.kind not in _KNOWN_MODULES:
             raise ModelLoadError(
                 f"{file} has a module {module.kind!r}, which is not supported; "

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.families import Family
-from penstock.checkpoint.files import CheckpointFiles, integer, optional_json
+from penstock.checkpoint.files import CheckpointFiles, integer, optional_json, shown
+from penstock.errors import ModelLoadError
 
 _NO_LIMIT = 1_000_000  # tokenizers without a limit name a far larger number
 
@@ -16,7 +17,14 @@ def max_positions(family: Family, config: Mapping[str, Any], file: Path = Path("
     """The longest row that the weights allow."""
     positions = integer(config, *family.keys.max_positions, file=file)
     if family.positions_follow_padding:
-        positions -= int(config.get("pad_token_id", 1)) + 1
+        padding = config.get("pad_token_id", 1)
+        if not isinstance(padding, int) or isinstance(padding, bool) or not 0 <= padding < positions - 1:
+            raise ModelLoadError(
+                f"{file} has pad_token_id = {shown(padding)}; positions are counted from it, so it has to be "
+                f"an integer from 0 to {positions - 2}",
+                param="model",
+            )
+        positions -= padding + 1
     if family.keys.trained_positions is not None and config.get("rotary_scaling_factor") is not None:
         # Beyond the trained length, angles would depend on the length of each text.
         positions = min(positions, int(config.get(family.keys.trained_positions) or positions))
@@ -26,9 +34,19 @@ def max_positions(family: Family, config: Mapping[str, Any], file: Path = Path("
 def max_model_len(files: CheckpointFiles, positions: int) -> int:
     """The length that the model is meant for: that of sentence-transformers, else the tokenizer's, within
     what the weights allow."""
-    if isinstance(files.transformer.get("max_seq_length"), int):
-        return min(positions, int(files.transformer["max_seq_length"]))
-    length = optional_json(files.folder / "tokenizer_config.json").get("model_max_length")
+    length = files.transformer.get("max_seq_length")
+    if isinstance(length, int):
+        return min(
+            positions, _at_least_one(length, f"max_seq_length of the Transformer module in {files.folder}")
+        )
+    tokenizer = files.folder / "tokenizer_config.json"
+    length = optional_json(tokenizer).get("model_max_length")
     if isinstance(length, int) and length < _NO_LIMIT:
-        return min(positions, length)
+        return min(positions, _at_least_one(length, f"model_max_length in {tokenizer}"))
     return positions
+
+
+def _at_least_one(length: int, source: str) -> int:
+    if length < 1:
+        raise ModelLoadError(f"{source} is {length}; it has to be at least 1", param="model")
+    return length

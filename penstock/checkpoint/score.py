@@ -155,7 +155,11 @@ class _Vocabulary:
     @property
     def rust(self) -> Tokenizer:
         if self._rust is None:
-            self._rust = Tokenizer.from_file(str(tokenizer_file(self.folder)))
+            file = tokenizer_file(self.folder)
+            try:
+                self._rust = Tokenizer.from_file(str(file))
+            except Exception as error:  # the library raises plain Exception
+                raise ModelLoadError(f"{file} is not a tokenizer: {error}") from None
         return self._rust
 
     def number(self, text: str) -> int:

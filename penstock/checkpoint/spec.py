@@ -13,8 +13,16 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.checkpoint.adapters import adapter_names
-from penstock.checkpoint.families import Architecture, read_architecture
-from penstock.checkpoint.files import CheckpointFiles, optional_integer, read_files, read_json
+from penstock.checkpoint.families import Architecture, Family, find_architecture, read_architecture
+from penstock.checkpoint.files import (
+    CheckpointFiles,
+    mapping,
+    optional_integer,
+    read_files,
+    read_json,
+    shown,
+    usable_values,
+)
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.labels import label_count, label_names
@@ -23,6 +31,7 @@ from penstock.checkpoint.limits import max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, read_pooling
 from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
+from penstock.checkpoint.sizes import ModelSizes, read_sizes
 from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_sparse
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
@@ -94,6 +103,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def sizes(self) -> ModelSizes:
+        """The sizes of a native model's parts."""
+        family = find_architecture(self.architecture, self.config).family
+        return read_sizes(self.path / "config.json", family, self.config)
+
+    @property
     def score_kind(self) -> Literal["cross", "list", "bi", "late"] | None:
         """How queries and documents are scored: read together in pairs or as a list, by one vector each, or
         token by token."""
@@ -131,14 +146,15 @@ def describe(config: EngineConfig) -> ModelSpec:
     """Find the model and read everything that its files say."""
     folder = find(config.model, config.revision)
     native = config.model_impl != "transformers"
-    spec = read_spec(
-        folder,
-        config.served_model_name or served_name(config.model),
-        config.hf_overrides,
-        config.pooler_config,
-        config.score_template,
-        native=native,
-    )
+    with usable_values(folder):
+        spec = read_spec(
+            folder,
+            config.served_model_name or served_name(config.model),
+            config.hf_overrides,
+            config.pooler_config,
+            config.score_template,
+            native=native,
+        )
     return with_generation(spec, config.enable_generation) if native else _hidden_states_only(spec)
 
 
@@ -162,8 +178,10 @@ def read_spec(
             "supported",
             param="model",
         )
-    files = read_files(folder, config, overrides)
     family = architecture.family
+    if native:
+        read_sizes(config_file, family, config)
+    files = read_files(folder, config, overrides)
     hidden_size = files.integer(*family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
@@ -173,7 +191,6 @@ def read_spec(
     if late is not None and is_causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
     positions = max_positions(family, config, config_file)
-    table = files.sentence_transformers
     return ModelSpec(
         folder=str(folder),
         name=name,
@@ -187,13 +204,11 @@ def read_spec(
         embed_dim=pooling.dense[-1].out_features if pooling.dense else hidden_size * len(pooling.methods),
         token_dim=hidden_size if late is None else late.dim,
         vocab_size=files.integer("vocab_size"),
-        num_segments=int(config.get("type_vocab_size", family.default_num_segments)),
+        num_segments=_num_segments(config, family),
         pooling=pooling,
-        prompts={
-            str(key): str(text) for key, text in (table.get("prompts") or {}).items() if text is not None
-        },
-        default_prompt_name=table.get("default_prompt_name"),
-        similarity=table.get("similarity_fn_name") or "cosine",
+        prompts=_prompts(files),
+        default_prompt_name=_text(files, "default_prompt_name"),
+        similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=bool(files.transformer.get("do_lower_case", False)),
         tasks=_tasks(files, architecture, sparse, score) if late is None else _late_tasks(files),
         labels=label_names(architecture, config),
@@ -209,6 +224,26 @@ def read_spec(
         why_not_generate=why_not_generate(folder, architecture, config),
         generates_by_default=family.generates_by_default or (not files.modules and score is None),
     )
+
+
+def _num_segments(config: dict[str, Any], family: Family) -> int:
+    given = optional_integer(config, "type_vocab_size")
+    return family.default_num_segments if given is None else given
+
+
+def _text(files: CheckpointFiles, key: str) -> str | None:
+    """A string of config_sentence_transformers.json."""
+    value = files.sentence_transformers.get(key)
+    if value is not None and not isinstance(value, str):
+        file = files.folder / "config_sentence_transformers.json"
+        raise ModelLoadError(f"{file} has {key} = {shown(value)}; it has to be a string", param="model")
+    return value
+
+
+def _prompts(files: CheckpointFiles) -> dict[str, str]:
+    file = files.folder / "config_sentence_transformers.json"
+    texts = mapping(files.sentence_transformers, "prompts", file=file)
+    return {name: str(text) for name, text in texts.items() if text is not None}
 
 
 def with_generation(spec: ModelSpec, wanted: bool | None) -> ModelSpec:

@@ -61,6 +61,10 @@ def chat_template(given: str) -> str:
     return Path(given).read_text(encoding="utf-8")
 
 
+def _names(value: str) -> tuple[str, ...]:
+    return tuple(name for part in value.split(",") if (name := part.strip()))
+
+
 def api_key(given: str) -> str:
     """The value of --api-key, if an HTTP header can carry it. No message shows it."""
     if not given or not all("!" <= character <= "~" for character in given):
@@ -259,6 +263,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         why_unused_offline="the engine takes as many texts as this command reads",
     ),
     Flag(
+        field="max_queue_seconds",
+        panel=SCHEDULING,
+        min=0,
+        help="Maximum number of seconds that a request waits to start. The server answers 429 where it would "
+        "wait longer; 0 sets no limit.",
+        why_unused_offline="a call in this process waits for as long as it takes",
+    ),
+    Flag(
         field="enable_chunked_prefill",
         panel=SCHEDULING,
         help="Split long rows of causal models into chunks that run in successive steps.",
@@ -384,6 +396,97 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         default=32.0,
         convert=_mebibytes,
         help="Maximum size of a request's body in MiB. The server answers 413 beyond it.",
+    ),
+    Flag(
+        field="max_buffered_bytes",
+        names=("--max-buffered-mb",),
+        panel=SERVER_PANEL,
+        min=1,
+        default=1024.0,
+        convert=_mebibytes,
+        help="Maximum MiB of request bodies and large answers that one API process holds. It answers 503 "
+        "beyond it; bodies of up to 64 KiB are always read.",
+    ),
+    Flag(
+        field="max_connections",
+        panel=SERVER_PANEL,
+        min=1,
+        help="Maximum number of connections to one API process. It answers 503 and closes beyond it.",
+    ),
+    Flag(
+        field="max_connections_per_address",
+        panel=SERVER_PANEL,
+        min=0,
+        help="Maximum number of connections from one address (one /64 of IPv6) to one API process; 0 sets no "
+        "limit. Loopback is not limited.",
+    ),
+    Flag(
+        field="max_header_bytes",
+        panel=SERVER_PANEL,
+        min=256,
+        help="Maximum size of a request's URL and headers in bytes. The server answers 431 beyond it.",
+    ),
+    Flag(
+        field="max_headers",
+        panel=SERVER_PANEL,
+        min=1,
+        help="Maximum number of headers of a request. The server answers 431 beyond it.",
+    ),
+    Flag(
+        field="max_url_bytes",
+        panel=SERVER_PANEL,
+        min=64,
+        help="Maximum length of a request's URL in bytes. The server answers 414 beyond it.",
+    ),
+    Flag(
+        field="header_timeout_s",
+        names=("--header-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0.1,
+        help="Time for a client to send a request's headers. The server answers 408 and closes beyond it.",
+    ),
+    Flag(
+        field="body_timeout_s",
+        names=("--body-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0.1,
+        help="Time for a client to send a request's body, besides what its bytes take at --min-body-rate. "
+        "The server answers 408 and closes beyond it.",
+    ),
+    Flag(
+        field="min_body_rate",
+        panel=SERVER_PANEL,
+        metavar="BYTES",
+        min=1,
+        help="Slowest rate, in bytes per second, at which a body may arrive after --body-timeout.",
+    ),
+    Flag(
+        field="write_timeout_s",
+        names=("--write-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0.1,
+        help="Time after which a client that does not read its answer is disconnected.",
+    ),
+    Flag(
+        field="idle_timeout_s",
+        names=("--idle-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0.1,
+        help="Time after which a connection without a request is closed.",
+    ),
+    Flag(
+        field="allowed_hosts",
+        panel=SERVER_PANEL,
+        metavar="NAME,...",
+        default="",
+        convert=_names,
+        help="Names that requests may have in their Host header, besides addresses and names without a dot; "
+        "* accepts every name. Others get 421.",
+        default_text="on a loopback --host, none; on others, every name",
     ),
     Flag(
         field="default_timeout_s",

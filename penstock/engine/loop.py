@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from penstock.backlog import Backlog, check_wait
 from penstock.engine.comparisons import Comparisons
 from penstock.engine.dedup import Deduplicator
 from penstock.engine.fair_share import FairShare
@@ -20,6 +21,7 @@ from penstock.engine.grammars import Grammars
 from penstock.engine.inflight import InFlightStep
 from penstock.engine.pending import PendingRequests
 from penstock.engine.recovery.failed_steps import StepRecovery
+from penstock.engine.throughput import Throughput
 from penstock.errors import (
     BadValue,
     DeadlineExceeded,
@@ -27,6 +29,7 @@ from penstock.errors import (
     EngineError,
     NotPossible,
     PenstockError,
+    QueueTooSlow,
 )
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner
@@ -63,6 +66,7 @@ class StepStats:
 
 
 NextStep = tuple[StepPlan, list[ScheduledRows]]
+SHARED_STEP_S = 0.05  # a step of large requests takes about this long while small ones wait for it
 
 
 class EngineCore:
@@ -89,10 +93,14 @@ class EngineCore:
         self.before_launch: Callable[[float], None] = lambda now_s: None  # a launch may block for long
         self.generation = generation  # None: this engine only pools
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
+        self.max_queue_s = 0.0  # until a request starts; 0: no limit
         self.dedup = Deduplicator() if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
         self._recovery = StepRecovery(scheduler, self.pending, generation)
         self._fair_share = FairShare()
+        self._throughput = Throughput()  # of pooling
+        self._prompt_throughput = Throughput()  # of prompts that begin to generate
+        self._num_started_tokens = 0  # of prompts, when the last generation step was planned
         self._comparisons = Comparisons()
         self._in_flight: deque[InFlightStep] = deque()
 
@@ -140,7 +148,26 @@ class EngineCore:
         if request.sampling is not None:
             self._add_generation(request, request.sampling)
         else:
-            self.pending.add(request)
+            if self.max_queue_s and self.scheduler.queue.num_tokens:
+                is_large = self.scheduler.queue.is_large(request)
+                check_wait(self.backlog.wait_s(is_large=is_large), self.max_queue_s)
+            self.pending.add(request, self._start_by_s())
+
+    def _start_by_s(self) -> float | None:
+        """By when a request that is queued now must start."""
+        return self.clock() + self.max_queue_s if self.max_queue_s else None
+
+    @property
+    def backlog(self) -> Backlog:
+        """The pooling work that waits."""
+        queue, large = self.scheduler.queue, self.scheduler.queue.num_large_tokens
+        return Backlog(queue.num_tokens - large, large, self._throughput.tokens_per_s)
+
+    @property
+    def prompt_backlog(self) -> Backlog:
+        """The prompts that wait to generate."""
+        waiting = 0 if self.generation is None else self.generation.queued_tokens
+        return Backlog(waiting, 0, self._prompt_throughput.tokens_per_s)
 
     def submit(self, work: Request | Comparison) -> list[Outcome]:
         """Take on a request or a comparison. Returns its failure if it is refused, and also if the code
@@ -168,8 +195,9 @@ class EngineCore:
             raise NotPossible("this engine does not generate")
         if request.adapters is not None:  # generation plans carry none: running would be silently wrong
             raise NotPossible("generation does not apply adapters; use a pooling task", param="adapter")
+        check_wait(self.prompt_backlog.wait_s(is_large=True), self.max_queue_s)
         if sampling.grammar is None:
-            self.generation.add(request)
+            self.generation.add(request, start_by_s=self._start_by_s())
         elif self.grammars is None:
             raise NotPossible("this engine does not constrain its output")
         else:
@@ -241,12 +269,24 @@ class EngineCore:
         outcomes: list[Outcome] = []
         for request in self.scheduler.expire(now):
             outcomes += self.pending.fail(request.id, _deadline_error(request, now))
+        for request in self.scheduler.overdue(now) if self.max_queue_s else ():
+            outcomes += self.pending.fail(request.id, self._overdue_error())
         for request in () if self.generation is None else self.generation.expire(now):
             outcomes.append(Failure(request.id, _deadline_error(request, now)))
+        if self.generation is not None and self.max_queue_s:
+            for request in self.generation.overdue(now):
+                outcomes.append(Failure(request.id, self._overdue_error()))
         for request, error in () if self.grammars is None else self.grammars.expire(now):
             outcomes.append(Failure(request.id, error))
         outcomes += self._comparisons.expire(now)
+        for comparison in self._comparisons.overdue(now, self.max_queue_s) if self.max_queue_s else ():
+            outcomes.append(Failure(comparison.id, self._overdue_error()))
         return outcomes + self._generation_failures()
+
+    def _overdue_error(self) -> QueueTooSlow:
+        return QueueTooSlow(
+            f"waited {self.max_queue_s:g} s and did not start, which is the limit; try again shortly"
+        )
 
     def _generation_failures(self) -> list[Outcome]:
         failures = {} if self.generation is None else self.generation.take_failures()
@@ -261,7 +301,7 @@ class EngineCore:
             try:
                 if isinstance(constraints, PenstockError):
                     raise constraints
-                self.generation.add(request, constraints)
+                self.generation.add(request, constraints, self._start_by_s())
             except PenstockError as error:
                 outcomes.append(Failure(request.id, error))
         return outcomes
@@ -286,6 +326,8 @@ class EngineCore:
         self._recovery.step_succeeded(step)
         outcomes: list[Outcome] = []
         if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
+            if step.left_backlog or self._throughput.had_backlog:  # otherwise there is nothing to learn
+                self._measure_throughput(step)
             outcomes += self.pending.deliver(step, plan, result)
         elif isinstance(plan, GeneratePlan) and isinstance(result, SampledResult) and generation is not None:
             outcomes += generation.collect(plan, result)
@@ -294,6 +336,18 @@ class EngineCore:
             raise TypeError(f"a {type(plan).__name__} cannot give a {type(result).__name__}")
         self.observe(self._stats(step, result))
         return outcomes
+
+    def _measure_throughput(self, step: InFlightStep) -> None:
+        self._throughput.record(
+            step.plan.num_tokens,
+            began_s=step.launched_s,
+            now_s=self.clock(),
+            has_backlog=step.left_backlog and bool(len(self.scheduler.queue) or self._in_flight),
+        )
+        if rate := self._throughput.tokens_per_s:
+            max_tokens = self.scheduler.budget.max_tokens
+            tokens = max(int(rate * SHARED_STEP_S), max_tokens // 8)
+            self.scheduler.max_shared_tokens = min(max_tokens, tokens)
 
     def _stats(self, step: InFlightStep, result: StepResult) -> StepStats:
         plan = step.plan
@@ -336,9 +390,9 @@ class EngineCore:
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
-            is_alone = not self._in_flight
+            is_alone, left_backlog = not self._in_flight, self.scheduler.queue.num_rows > 0
             self._in_flight.append(
-                InFlightStep(plan, scheduled, future, now, is_alone, is_suspect, estimate_s)
+                InFlightStep(plan, scheduled, future, now, is_alone, is_suspect, estimate_s, left_backlog)
             )
             future.add_done_callback(lambda _: self.wake())
 
@@ -372,7 +426,14 @@ class EngineCore:
 
     def _generation_step(self, generation: GenerationScheduler) -> NextStep | None:
         # While isolated rows wait for blocks, no new sequence may take the blocks that others free.
-        plan = generation.schedule(self.clock(), admit=not self.scheduler.isolated)
+        now = self.clock()
+        plan = generation.schedule(now, admit=not self.scheduler.isolated)
+        if self.max_queue_s:
+            started = generation.num_started_tokens - self._num_started_tokens
+            self._num_started_tokens += started
+            self._prompt_throughput.record(
+                started, began_s=now, now_s=now, has_backlog=bool(generation.queued_tokens)
+            )
         return None if plan is None else (plan, [])
 
     def _has_work(self, generates: bool) -> bool:

@@ -150,6 +150,10 @@ class Deberta:
 def deberta(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Deberta:
     hidden = config["hidden_size"]
     require(config, attention_head_size=hidden // config["num_attention_heads"], pooler_hidden_size=hidden)
+    if config.get("relative_attention") and not _terms(config):
+        raise ModelLoadError(
+            "config.json has relative_attention, but no pos_att_type; it has to name c2p, p2c or both"
+        )
     if unknown := set(_terms(config)) - {"c2p", "p2c"}:
         raise ModelLoadError(
             f"config.json has pos_att_type {', '.join(sorted(unknown))}, which is not supported; "

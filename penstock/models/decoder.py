@@ -236,14 +236,14 @@ def qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     bias = bool(config.get("attention_bias"))
-    shape = replace(_qwen_shape(config, head_dim=128), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    shape = replace(_qwen_shape(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
     return _with_head(Decoder(build, shape), build, config, head)
 
 
 def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Qwen3 with experts in all or some layers."""
     bias = bool(config.get("attention_bias"))
-    shape = _qwen_shape(config, head_dim=128)
+    shape = _qwen_shape(config)
     plain, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     experts = ExpertShape(
         option(config, "num_experts", "num_local_experts"),
@@ -278,7 +278,7 @@ def gemma(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
     """The first Gemma, used by bge-reranker-v2-gemma."""
     bias = bool(config.get("attention_bias"))
     shape = replace(
-        _shape(config, None, lambda layer: False, head_dim=256),
+        _shape(config, None, lambda layer: False),
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         qkv_bias=bias,
         out_bias=bias,
@@ -292,7 +292,7 @@ def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     """Every other layer has a sliding window, and scores are soft-capped."""
     window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
     shape = replace(
-        _shape(config, window, lambda layer: layer % 2 == 0, head_dim=256, capped=True),
+        _shape(config, window, lambda layer: layer % 2 == 0, capped=True),
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
         softcap=config.get("attn_logit_softcapping"),
@@ -309,7 +309,7 @@ def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     window, bias = config.get("sliding_window", 4096), bool(config.get("attention_bias"))
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
     shape = replace(
-        _shape(config, window, lambda layer: (layer + 1) % every != 0, head_dim=256),
+        _shape(config, window, lambda layer: (layer + 1) % every != 0),
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         rope=rope_options(config, "rope_theta", default=1_000_000.0),
         local_rope=rope_options(
@@ -339,17 +339,16 @@ def _mistral_shape(config: Mapping[str, Any]) -> DecoderShape:
     return _shape(config, window, lambda layer: window is not None)
 
 
-def _qwen_shape(config: Mapping[str, Any], head_dim: int | None = None) -> DecoderShape:
+def _qwen_shape(config: Mapping[str, Any]) -> DecoderShape:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
-    return _shape(config, window, lambda layer: window is not None and layer >= first, head_dim)
+    return _shape(config, window, lambda layer: window is not None and layer >= first)
 
 
 def _shape(
     config: Mapping[str, Any],
     window: int | None,
     sliding: Callable[[int], bool],  # for layers that config.json does not list
-    head_dim: int | None = None,
     *,
     capped: bool = False,
 ) -> DecoderShape:
@@ -358,11 +357,6 @@ def _shape(
     _check(config, _REFUSED[1:] if capped else _REFUSED)
     hidden, heads, causal = config["hidden_size"], config["num_attention_heads"], config["is_causal"]
     kv_heads = config.get("num_key_value_heads") or heads
-    if heads % kv_heads:
-        raise ModelLoadError(
-            f"config.json has num_attention_heads = {heads}, which is no multiple of "
-            f"num_key_value_heads = {kv_heads}"
-        )
     slides = _sliding_layers(config, sliding)
     if any(slides) and not window:
         raise ModelLoadError("config.json has layers with sliding attention, but no sliding_window")
@@ -371,7 +365,7 @@ def _shape(
         layers=config["num_hidden_layers"],
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=config.get("head_dim") or head_dim or hidden // heads,
+        head_dim=config.get("head_dim") or hidden // heads,
         intermediate=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         positions=config["max_position_embeddings"],

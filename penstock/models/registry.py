@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.checkpoint.families import find_architecture
 from penstock.checkpoint.quantization import block_format
+from penstock.checkpoint.sizes import read_sizes
 from penstock.errors import ModelLoadError
 from penstock.types import Task
 
@@ -49,13 +51,16 @@ def build_model(
     generates: bool = False,
 ) -> Model:
     """Builder functions take (layer builder, config.json, head task or None). They find `is_causal` in the
-    configuration: the family's record settles it.
+    configuration, and `head_dim` where the family has a default: the family's record settles them.
 
     `splade` adds the masked-language head, which most checkpoints store without using it. `score_tokens` adds
     these rows of a decoder's language-model head, and `generates` adds all of it.
     """
     found = find_architecture(architecture, config)
+    sizes = read_sizes(Path("config.json"), found.family, config)
     config = {**config, "is_causal": found.family.is_causal(config)}
+    if found.family.default_head_dim is not None:
+        config["head_dim"] = sizes.head_dim
     head = found.head
     if (stored := block_format(config)) is not None:
         build.has_block_format = stored.covers

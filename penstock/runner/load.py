@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from penstock.checkpoint.files import usable_values
+from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelLoadError
 from penstock.runner.base import BLOCK_SIZE, Runner
+from penstock.runner.cpu_memory import limit_primitive_caches, total_memory_bytes
 from penstock.types import Task
 
 if TYPE_CHECKING:
@@ -99,6 +102,8 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
 
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     watch = Stopwatch()
+    if settings.device == "cpu":
+        limit_primitive_caches()  # before the first product
     with watch.timed("imports"):
         import torch
 
@@ -109,7 +114,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
-    with torch.inference_mode(), watch.timed("weights"):
+    with torch.inference_mode(), watch.timed("weights"), _buildable(spec, device):
         model = _model(spec, settings, dtype, device)
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
     pooler.scorer = _scorer(spec, settings, device)
@@ -205,7 +210,11 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     from penstock.weights.stream import open_weights
 
     _check_layers(spec, settings)
+    sizes = spec.sizes
+    check_memory(sizes, 1 if settings.quantization else dtype.itemsize, _total_bytes(device))
     weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
+    if settings.load_format != "dummy":
+        check_weight_files(spec.path, sizes)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
     tokens = () if spec.score is None else spec.score.tokens
@@ -217,6 +226,28 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
         score_tokens=tokens,
         generates=settings.generates,
     )
+
+
+def _total_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return total_memory_bytes()
+    import torch
+
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+@contextmanager
+def _buildable(spec: ModelSpec, device: torch.device) -> Iterator[None]:
+    """Turn the error of a model that cannot be built from its files into one that says so. Errors of a GPU
+    are left alone: they may be gone after a restart."""
+    try:
+        with usable_values(spec.path):
+            yield
+    except (RuntimeError, MemoryError) as error:
+        if device.type != "cpu":
+            raise
+        log.debug("%s cannot be built", spec.folder, exc_info=True)
+        raise ModelLoadError(f"the model in {spec.folder} cannot be built: {error}", param="model") from error
 
 
 _KV_SHARE = 0.8  # of the memory that the weights leave free; the rest is for activations
@@ -245,6 +276,16 @@ def make_cache(
     enough = needed * settings.max_num_seqs
     granted = settings.kv_cache_bytes or int(_KV_SHARE * torch.cuda.mem_get_info(device)[0])
     blocks = max(needed, min(enough, granted // block_bytes))
+    if blocks * block_bytes > (total := _total_bytes(device)):
+        raise ConfigError(
+            f"the KV cache of one row of max_model_len = {settings.max_model_len} tokens needs "
+            f"{needed * block_bytes / 2**30:,.1f} GiB, but the device has {total / 2**30:,.1f} GiB; "
+            "set a smaller --max-model-len"
+            if needed == blocks
+            else f"kv_cache_gb asks for {granted / 2**30:,.1f} GiB, but the device has "
+            f"{total / 2**30:,.1f} GiB; set a smaller --kv-cache-gb",
+            param="max_model_len" if needed == blocks else "kv_cache_gb",
+        )
     store = KVStore(layers, blocks * BLOCK_SIZE, kv_heads, dim, dtype, device)
     sums = torch.zeros(
         (blocks if settings.chunked else 0, model.hidden_size), dtype=torch.float32, device=device

@@ -22,6 +22,7 @@ from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import to_output
 from penstock.pooling.methods import read_tokens
+from penstock.runner.cpu_memory import HeapTrimmer
 from penstock.runner.decode import DecodeGraphs
 from penstock.runner.faults import typed_faults
 from penstock.runner.generator import GeneratedTensors, Generator, SampleTensors
@@ -82,6 +83,7 @@ class ModelRunner:
         self._depth = depth
         self._turn = 0
         self._no_hidden = torch.empty((0, model.hidden_size), device=device)  # of a step without tokens
+        self._trimmer = HeapTrimmer()  # of steps on a CPU
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-step")
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
@@ -210,7 +212,9 @@ class ModelRunner:
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         result = self._step(plan)
-        return result.timed(time.perf_counter() - began)
+        ended = time.perf_counter()
+        self._trimmer.after_step(ended)
+        return result.timed(ended - began)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Future[StepResult]:
         began = time.perf_counter()

@@ -6,7 +6,6 @@ that was never read are errors that name it.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.checkpoint.files import weight_files
 from penstock.errors import ModelLoadError
 
 _FP8 = torch.float8_e4m3fn
@@ -34,6 +34,10 @@ class WeightSource(ABC):
     @abstractmethod
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         """Read the tensor `name`, which must have this shape."""
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raise if the tensor `name` is known to be missing or to have another shape. Reads no values."""
+        return
 
     @abstractmethod
     def prefix_of(self, *names: str) -> str:
@@ -56,6 +60,8 @@ class WeightSource(ABC):
     def fuse(self, names: Sequence[str], rows: int | Sequence[int], *rest: int) -> Tensor:
         """Several tensors concatenated along the first axis, of `rows` rows each, or one count for each."""
         sizes = [rows] * len(names) if isinstance(rows, int) else list(rows)
+        for name, size in zip(names, sizes, strict=True):
+            self.check(name, (size, *rest))  # before the memory for all of them is allocated
         out = torch.empty((sum(sizes), *rest), dtype=self.dtype, device=self.device)
         for part, name, size in zip(out.split(sizes), names, sizes, strict=True):
             part.copy_(self.read_plain(name, (size, *rest)))
@@ -94,18 +100,23 @@ class SafetensorsSource(WeightSource):
     def has(self, name: str) -> bool:
         return name in self._tensors
 
-    def read(self, name: str, shape: Sequence[int]) -> Tensor:
+    def check(self, name: str, shape: Sequence[int]) -> None:
         if name not in self._tensors:
             raise ModelLoadError(f"{self._folder} has no tensor {name!r}, which this model needs")
+        shard, key = self._tensors[name]
+        stored = shard.get_slice(key).get_shape()
+        if tuple(stored) != tuple(shape):
+            raise ModelLoadError(
+                f"tensor {name!r} has shape {list(stored)}, but config.json asks for {list(shape)}"
+            )
+
+    def read(self, name: str, shape: Sequence[int]) -> Tensor:
+        self.check(name, shape)
         shard, key = self._tensors[name]
         try:
             tensor: Tensor = shard.get_tensor(key)
         except SafetensorError as error:
             raise ModelLoadError(f"tensor {name!r} in {self._folder} cannot be read: {error}") from None
-        if tuple(tensor.shape) != tuple(shape):
-            raise ModelLoadError(
-                f"tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
-            )
         self._unread.discard(name)
         return tensor
 
@@ -166,15 +177,8 @@ def open_weights(
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return [folder / name for name in names]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"{index} is not a weight index: {error}") from None
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+    if files := weight_files(folder):
+        return files
     if (folder / "pytorch_model.bin").is_file():
         raise ModelLoadError(
             f"{folder} has only pytorch_model.bin, a pickle, which is not supported; convert it to "

@@ -122,14 +122,18 @@ class EngineServer:
     def _publish_status(self) -> None:
         """Tell other processes that the loop turns, and how much waits. Called once a turn."""
         if self._status is not None:
-            core = self._core
+            core, backlog, prompts = self._core, self._core.backlog, self._core.prompt_backlog
             self._status.publish(
                 EngineStatus(
                     pid=self._ready.pid,
                     heartbeat_s=core.clock(),
                     step_began_s=core.oldest_launch_s,
-                    queued_tokens=core.scheduler.queue.num_tokens,
+                    queued_tokens=backlog.num_tokens,
                     queued_rows=core.scheduler.queue.num_rows,
+                    tokens_per_s=backlog.tokens_per_s,
+                    queued_large_tokens=backlog.large_tokens,
+                    queued_prompt_tokens=prompts.num_tokens,
+                    prompt_tokens_per_s=prompts.tokens_per_s,
                 )
             )
 

@@ -153,8 +153,14 @@ def test_transformers_runs_architectures_without_a_record(
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        ({"architectures": ["DistilBertModel"], "dim": 24, "n_layers": 3}, (24, 3, 64)),
-        ({"architectures": ["GPT2Model"], "n_embd": 40, "n_layer": 5, "n_positions": 20}, (40, 5, 20)),
+        (
+            {"architectures": ["DistilBertModel"], "dim": 24, "n_layers": 3, "n_heads": 4, "hidden_dim": 8},
+            (24, 3, 64),
+        ),
+        (
+            {"architectures": ["GPT2Model"], "n_embd": 40, "n_layer": 5, "n_head": 4, "n_positions": 20},
+            (40, 5, 20),
+        ),
         ({"architectures": ["NomicBertModel"], "n_positions": 30}, (32, 2, 30)),
         (
             {"architectures": ["NomicBertModel"], "rotary_scaling_factor": 2, "max_trained_positions": 50},

@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(penstock.__file__).parent
 
 # Package or top-level module → what it may import besides itself. A line never names a lower line.
-BASE = {"types", "config", "errors", "content", "free_ranges", "handle", "isolation"}
+BASE = {"types", "config", "errors", "content", "free_ranges", "handle", "isolation", "backlog"}
 CPU_PACKAGES = BASE | {"checkpoint", "kvcache", "scheduler", "inputs", "outputs"}
 # What an API process may load.
 CLIENT_PACKAGES = BASE | {"checkpoint", "inputs", "outputs", "buffered_metrics"}
@@ -32,13 +32,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "free_ranges": set(),
     "handle": {"types", "errors"},
     "isolation": set(),
+    "backlog": {"errors"},
     "buffered_metrics": set(),
     "checkpoint": BASE,
     "kvcache": {"types", "errors", "content"},
     "scheduler": {"types", "errors", "content", "free_ranges", "kvcache"},
     "inputs": BASE | {"checkpoint"},
     "outputs": {"types", "errors"},
-    "weights": BASE,
+    "weights": BASE | {"checkpoint"},
     "kernels": {"types", "errors"},
     "layers": {"types", "errors", "kvcache", "weights", "kernels"},
     "scoring": BASE | {"checkpoint", "weights", "kernels", "layers"},

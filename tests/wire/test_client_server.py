@@ -276,8 +276,8 @@ class TestUnreadableMessages:
     ) -> None:
         add = served.core.pending.add
 
-        def broken(request: Request) -> None:
-            add(request)
+        def broken(request: Request, start_by_s: float | None = None) -> None:
+            add(request, start_by_s)
             if request.id == "b":
                 raise KeyError("a defect")
 

@@ -1,0 +1,71 @@
+"""The memory of an engine on a CPU stays bounded, however many shapes its steps have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.runner import cpu_memory
+from penstock.runner.cpu_memory import HeapTrimmer, limit_primitive_caches
+from tests.checkpoints import write_bert
+from tests.waiting import PATIENCE_S
+
+CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+MIB_IN_USE = """
+import ctypes, sys
+from penstock import Engine
+
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Info
+engine = Engine(sys.argv[1], device="cpu", threads=1)
+for length in range(1, 261):
+    engine.embed([[7] * length], progress=False)
+    if length in (10, 130, 260):
+        info = mallinfo2()
+        print((info.uordblks + info.hblkhd) / 2**20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts glibc's heap")
+def test_memory_stops_growing_while_new_shapes_keep_coming(tmp_path: Path) -> None:
+    """A primitive takes 0.6 MB. Each length needs four, so 130 lengths fill the cache of 512. Without the
+    bound, the 130 lengths after that add 300 MB."""
+    folder = write_bert(tmp_path / "model", config={"max_position_embeddings": 264})
+    environment = {name: value for name, value in os.environ.items() if name not in CACHES}
+    ran = subprocess.run(
+        [sys.executable, "-c", MIB_IN_USE, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    few, full, later = map(float, ran.stdout.split())
+    assert full - few > 50, "no primitive was cached: this test measures nothing"
+    assert later - full < 50
+
+
+def test_the_caches_are_bounded_unless_the_environment_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHES[0], "77")
+    monkeypatch.setenv(CACHES[1], "placeholder")  # so that the original value is restored
+    monkeypatch.delenv(CACHES[1])
+    limit_primitive_caches()
+    assert os.environ[CACHES[0]] == "77"
+    assert os.environ[CACHES[1]] == str(cpu_memory.MAX_CACHED_DESCRIPTORS)
+
+
+def test_the_heap_is_trimmed_once_in_an_interval() -> None:
+    trims: list[float] = []
+    trimmer = HeapTrimmer(lambda: trims.append(0.0), interval_s=10.0)
+    start = trimmer._trimmed_s
+    for seconds in (1, 9, 10, 12, 19, 21):
+        trimmer.after_step(start + seconds)
+    assert len(trims) == 2
