@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from typing import IO, Any
 
 from penstock.errors import EngineUnavailable, NotPossible
 from penstock.inputs.constraints import source
+from penstock.isolation import isolated_python
 from penstock.types import Grammar
 
 STACK_BYTES = 4 << 20  # for compiling; the engine's threads have more
@@ -104,7 +104,7 @@ class _Process:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)],
+            isolated_python(str(_SCRIPT)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # the library prints there when it crashes
