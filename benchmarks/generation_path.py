@@ -207,7 +207,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     server._socket, server._core = down, core  # type: ignore[assignment]
     client = EngineClient("inproc://unused")
     client._socket, client._loop = up, asyncio.get_running_loop()  # type: ignore[assignment]
-    client._engine = Ready(1, {})
+    client._engine = Ready(1, {}, engine=server._number)
     app = make_app(config, client)
     body = {"prompt": [785, 3974], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
@@ -220,7 +220,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
             header, frame = up.sent.popleft()
             message = decode_to_engine(header)
             assert isinstance(message, Submit)
-            assert not server._submit(b"api", message, frame)
+            assert not server._submit(b"api", message, header, [frame])
             taken += len(message.requests)
 
     steps = 0

@@ -118,6 +118,17 @@ class Comparisons:
         self._next_deadline_s = min(deadlines, default=None)
         return outcomes
 
+    def overdue(self, now_s: float, max_queue_s: float) -> list[Comparison]:
+        """Remove and return the comparisons that have waited too long to start."""
+        found: list[Comparison] = []
+        for entry in self._waiting.values():
+            if entry.comparison.arrival_s + max_queue_s > now_s:
+                break  # later ones arrived later
+            found.append(entry.comparison)
+        for comparison in found:
+            self.cancel(comparison.id)
+        return found
+
     def next_deadline_s(self) -> float | None:
         return self._next_deadline_s
 

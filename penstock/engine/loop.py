@@ -279,6 +279,8 @@ class EngineCore:
         for request, error in () if self.grammars is None else self.grammars.expire(now):
             outcomes.append(Failure(request.id, error))
         outcomes += self._comparisons.expire(now)
+        for comparison in self._comparisons.overdue(now, self.max_queue_s) if self.max_queue_s else ():
+            outcomes.append(Failure(comparison.id, self._overdue_error()))
         return outcomes + self._generation_failures()
 
     def _overdue_error(self) -> QueueTooSlow:

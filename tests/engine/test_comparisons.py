@@ -116,6 +116,18 @@ class TestQueue:
         assert isinstance(failed, Failure) and failed.id == "runs"
         assert runner.started[0][1].cancelled() and runner.names == ["runs", "patient"]
 
+    def test_one_that_has_waited_too_long_to_start_is_refused(self) -> None:
+        core, _, clock = make_core()
+        core.max_queue_s = 5.0
+        for name in "abc":
+            core.compare(comparison(name, arrival_s=clock.now_s))
+            clock.now_s += 1
+        clock.now_s += 3
+        assert [(type(each), each.id) for each in core.step() if isinstance(each, Failure)] == [
+            (Failure, "b")
+        ]
+        assert core.num_comparisons == 2, "the one that runs goes on"
+
     def test_cancelling_ends_the_running_one_and_starts_the_next(self) -> None:
         core, runner, _ = make_core()
         for name in "abc":

@@ -276,7 +276,7 @@ class TestUnreadableMessages:
     ) -> None:
         add = served.core.pending.add
 
-        def broken(request: Request, start_by_s: float | None) -> None:
+        def broken(request: Request, start_by_s: float | None = None) -> None:
             add(request, start_by_s)
             if request.id == "b":
                 raise KeyError("a defect")
