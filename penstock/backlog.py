@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.errors import QueueTooSlow
 
@@ -11,8 +11,7 @@ MAX_RETRY_AFTER_S = 60
 ADMITTED_SHARE = 0.8  # of the longest wait: estimates err, and a request that expires has waited for nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
+class Backlog(NamedTuple):  # made in every turn of the engine's loop
     """Tokens that wait to run, and the rate at which they run.
 
     Small requests fit into one step, large ones run over several. While both wait, each kind has half of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from penstock.backlog import Backlog, check_wait
+from penstock.backlog import ADMITTED_SHARE, Backlog, check_wait
 from penstock.engine.comparisons import Comparisons
 from penstock.engine.dedup import Deduplicator
 from penstock.engine.fair_share import FairShare
@@ -35,6 +35,7 @@ from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner
 from penstock.scheduler.generation import GenerationScheduler
 from penstock.scheduler.plan import build_plan
+from penstock.scheduler.queue import UNBOUNDED
 from penstock.scheduler.scheduler import ScheduledRows, Scheduler
 from penstock.types import (
     Comparison,
@@ -100,6 +101,7 @@ class EngineCore:
         self._fair_share = FairShare()
         self._throughput = Throughput()  # of pooling
         self._prompt_throughput = Throughput()  # of prompts that begin to generate
+        self._num_fast_tokens = UNBOUNDED  # behind as many waiting tokens, no request waits too long
         self._num_started_tokens = 0  # of prompts, when the last generation step was planned
         self._comparisons = Comparisons()
         self._in_flight: deque[InFlightStep] = deque()
@@ -148,7 +150,7 @@ class EngineCore:
         if request.sampling is not None:
             self._add_generation(request, request.sampling)
         else:
-            if self.max_queue_s and self.scheduler.queue.num_tokens:
+            if self.scheduler.queue.num_tokens > self._num_fast_tokens:
                 is_large = self.scheduler.queue.is_large(request)
                 check_wait(self.backlog.wait_s(is_large=is_large), self.max_queue_s)
             self.pending.add(request, self._start_by_s())
@@ -345,6 +347,8 @@ class EngineCore:
             has_backlog=step.left_backlog and bool(len(self.scheduler.queue) or self._in_flight),
         )
         if rate := self._throughput.tokens_per_s:
+            if self.max_queue_s:
+                self._num_fast_tokens = int(rate * ADMITTED_SHARE * self.max_queue_s)
             max_tokens = self.scheduler.budget.max_tokens
             tokens = max(int(rate * SHARED_STEP_S), max_tokens // 8)
             self.scheduler.max_shared_tokens = min(max_tokens, tokens)

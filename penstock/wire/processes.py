@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Collection
+import selectors
 from dataclasses import dataclass
 
 
@@ -55,8 +55,9 @@ class Clients:
 
     def __init__(self) -> None:
         self._by_connection: dict[bytes, _Client] = {}
-        self._by_pidfd: dict[int, bytes] = {}
         self._without_pidfd: set[bytes] = set()
+        self._exits = selectors.DefaultSelector()  # one descriptor to poll, however many processes there are
+        self._fileno: int = self._exits.fileno()  # of epoll or kqueue
 
     def __contains__(self, connection: bytes) -> bool:
         return connection in self._by_connection
@@ -64,40 +65,45 @@ class Clients:
     def __len__(self) -> int:
         return len(self._by_connection)
 
-    def add(self, connection: bytes, name: str, pid: int) -> int | None:
-        """Take on a connection, unless its process has exited. Returns a descriptor to poll, if there is one;
-        it becomes readable when the process exits."""
+    def fileno(self) -> int:
+        """A descriptor that is readable while `exited` has something to tell."""
+        return self._fileno
+
+    @property
+    def must_ask(self) -> bool:
+        """Whether the exit of a process is noticed by asking only."""
+        return bool(self._without_pidfd)
+
+    def add(self, connection: bytes, name: str, pid: int) -> None:
+        """Take on a connection, unless its process has exited."""
         process = WatchedProcess.open(pid)
         if process is None:
-            return None
+            return
         self._by_connection[connection] = _Client(name, process)
         if process.pidfd is None:
             self._without_pidfd.add(connection)
         else:
-            self._by_pidfd[process.pidfd] = connection
-        return process.pidfd
+            self._exits.register(process.pidfd, selectors.EVENT_READ, connection)
 
     def connections_of(self, name: str) -> list[bytes]:
         return [connection for connection, client in self._by_connection.items() if client.name == name]
 
-    def exited(self, readable: Collection[object]) -> list[bytes]:
-        """The connections of processes that have exited, given the descriptors that are readable."""
-        gone = [self._by_pidfd[pidfd] for pidfd in self._by_pidfd.keys() & readable]
+    def exited(self) -> list[bytes]:
+        """The connections of processes that have exited; the caller removes them."""
+        gone = [key.data for key, _ in self._exits.select(0)]
         for connection in self._without_pidfd:
             if self._by_connection[connection].process.has_exited:
                 gone.append(connection)
         return gone
 
-    def pidfd(self, connection: bytes) -> int | None:
-        return self._by_connection[connection].process.pidfd
-
     def remove(self, connection: bytes) -> None:
         client = self._by_connection.pop(connection)
         self._without_pidfd.discard(connection)
         if client.process.pidfd is not None:
-            del self._by_pidfd[client.process.pidfd]
+            self._exits.unregister(client.process.pidfd)
         client.process.close()
 
     def close(self) -> None:
         for connection in list(self._by_connection):
             self.remove(connection)
+        self._exits.close()

@@ -12,7 +12,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -70,6 +70,7 @@ class EngineServer:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
         self._clients = Clients()
+        self._poller.register(self._clients.fileno(), zmq.POLLIN)
         self._number = secrets.randbits(32)  # tells API processes which engine a message comes from
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
         self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each connection
@@ -103,7 +104,8 @@ class EngineServer:
             readable = dict(self._poller.poll(self._poll_timeout_ms(metrics_are_current)))
             if self._wake_receiver.fileno() in readable:
                 self._drain_wakeups()
-            self._drop_exited_clients(readable)
+            if self._clients.fileno() in readable or self._clients.must_ask:
+                self._drop_exited_clients()
             self._send_outcomes(self._receive())
             self._send_outcomes(core.step())
             if not core.busy:
@@ -239,20 +241,16 @@ class EngineServer:
         if sender not in self._clients:
             for former in self._clients.connections_of(message.client):
                 self._drop_client(former)
-            pidfd = self._clients.add(sender, message.client, message.pid)
-            if pidfd is not None:
-                self._poller.register(pidfd, zmq.POLLIN)
+            self._clients.add(sender, message.client, message.pid)
         if sender in self._clients:  # or its process has exited
             self._socket.send_multipart([sender, encode(self._ready)])
 
-    def _drop_exited_clients(self, readable: Collection[object]) -> None:
-        for connection in self._clients.exited(readable):
+    def _drop_exited_clients(self) -> None:
+        for connection in self._clients.exited():
             self._drop_client(connection)
 
     def _drop_client(self, connection: bytes) -> None:
         """Cancel everything that a connection has submitted: nobody awaits it any more."""
-        if (pidfd := self._clients.pidfd(connection)) is not None:
-            self._poller.unregister(pidfd)
         self._clients.remove(connection)
         self._last_rows.pop(connection, None)
         abandoned = self._router.remove_owner(connection)

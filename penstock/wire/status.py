@@ -10,10 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +19,7 @@ from numpy.typing import NDArray
 from penstock.backlog import Backlog
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
+class EngineStatus(NamedTuple):  # one is made in every turn of the engine's loop
     """What the page says. A new engine process starts with zeros."""
 
     pid: int = 0  # of the engine process that serves; 0: none has served yet
@@ -48,11 +45,10 @@ class EngineStatus:
         return Backlog(self.queued_prompt_tokens, 0, self.prompt_tokens_per_s)
 
 
-_FIELDS = tuple(EngineStatus.__dataclass_fields__)
-_IS_INT = tuple(isinstance(field.default, int) for field in EngineStatus.__dataclass_fields__.values())
+_FIELDS = EngineStatus._fields
+_IS_INT = tuple(isinstance(value, int) for value in EngineStatus())
 _SIZE = 8 * len(_FIELDS)
 _AFTER_PID = struct.Struct(f"{len(_FIELDS) - 1}d")
-_values_after_pid = attrgetter(*_FIELDS[1:])
 _QUEUED = tuple(_FIELDS.index(name) for name in ("queued_tokens", "queued_prompt_tokens"))
 
 
@@ -65,7 +61,7 @@ class StatusWriter:
 
     def publish(self, status: EngineStatus) -> None:
         """Write every value; the process id last, so that a reader never takes old values for new ones."""
-        _AFTER_PID.pack_into(self._values.data, 8, *_values_after_pid(status))
+        _AFTER_PID.pack_into(self._values.data, 8, *status[1:])
         self._values[0] = status.pid
 
     def beat(self, now_s: float) -> None:

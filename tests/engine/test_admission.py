@@ -27,10 +27,10 @@ class Device:
         self.runner, self.clock = ManualRunner(), Clock()
         scheduler = Scheduler(Budget(tokens, 1000, 10**9, is_shared=True))
         self.core = EngineCore(self.runner, scheduler, clock=self.clock, share_identical=share_identical)
+        self.core.max_queue_s = MAX_QUEUE_S
         if measured:
             self.core.add(make_request("warm", [tokens] * 5))
             self.run_steps(6)
-        self.core.max_queue_s = MAX_QUEUE_S
 
     def run_steps(self, count: int) -> list[Outcome]:
         outcomes: list[Outcome] = []
