@@ -154,9 +154,18 @@ class Supervisor:
         """Whether the process has said that it serves. What it said stays when it exits."""
         if child is self._engine:
             return self._status.read().pid == pid
+        return self._reported(child)[0] == str(pid)
+
+    def _reported(self, api: Child) -> tuple[str, str]:
+        """What an API process has said last: its process id, and that of the engine it is connected to."""
         with contextlib.suppress(OSError):
-            return self._started_files[self._apis.index(child)].read_text() == str(pid)
-        return False
+            own, engine = self._started_files[self._apis.index(api)].read_text().split()
+            return own, engine
+        return "", ""
+
+    def _is_connected(self, api: Child) -> bool:
+        own, engine = (str(child.process.pid) if child.process else "" for child in (api, self._engine))
+        return self._reported(api) == (own, engine)
 
     def _on_ready(self) -> None:
         from penstock.serving.process_metrics import show_restarts
@@ -262,7 +271,9 @@ class Supervisor:
         return 128 + second
 
     def _answers_ready(self) -> bool:
-        """Whether `GET /ready` succeeds."""
+        """Whether every API process is connected to the engine, and `GET /ready` succeeds."""
+        if not all(map(self._is_connected, self._apis)):
+            return False
         host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "") else self.config.host
         connection = http.client.HTTPConnection(host, self.port, timeout=1.0)
         try:

@@ -63,7 +63,7 @@ def test_a_process_that_has_ever_served_is_restarted_for_as_long_as_it_takes(sup
 def test_a_process_has_served_once_it_says_so_itself(supervisor: Supervisor) -> None:
     api, engine = supervisor._apis[0], supervisor._engine
     assert not supervisor._can_serve(api, 7) and not supervisor._can_serve(engine, 7)
-    supervisor._started_files[0].write_text("7")
+    supervisor._started_files[0].write_text("7 0")
     StatusWriter(supervisor._runtime.path / "engine.status").publish(EngineStatus(pid=7))
     for child in (api, engine):
         assert supervisor._can_serve(child, 7) and not supervisor._can_serve(child, 8)
