@@ -20,7 +20,7 @@ import msgspec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import ConfigError, ModelLoadError, StartFailed
-from penstock.serving.child import Child, engine_child
+from penstock.serving.child import STANDBY, Child, engine_child
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     EXIT_DEVICE_FAILED,
@@ -50,6 +50,8 @@ class Supervisor:
         self.config = server
         self.spec = spec
         self._engine = engine_child(engine.device) if spawned is None else spawned
+        if uses_standby(server.standby_engine, engine.device):
+            self._engine.standby_arguments = (STANDBY,)
         self._profiling = engine.profile is not None
         self._watch = LivenessWatch(
             HangLimits.for_replacing(server.engine_hang_timeout_s, server.engine_step_timeout_s)
@@ -180,6 +182,7 @@ class Supervisor:
             time.monotonic() - self._started_s,
         )
         show_restarts()
+        self._engine.prepare_standby()
 
     def _on_child_exit(self, child: Child, code: int, pid: int) -> None:
         from prometheus_client.multiprocess import mark_process_dead
@@ -288,6 +291,14 @@ class Supervisor:
         draft = self._state_file.with_suffix(".part")
         draft.write_bytes(msgspec.json.encode(EngineState(state, detail, self._engine.num_restarts)))
         draft.replace(self._state_file)
+
+
+def uses_standby(asked: bool | None, device: str) -> bool:
+    """Whether a process stands by to replace the engine."""
+    if device == "null":  # nothing is slow to import
+        return False
+    has_gpu = device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists())
+    return has_gpu if asked is None else asked
 
 
 _OUT_OF_MEMORY = ". The system kills processes like this when memory runs out"
