@@ -91,7 +91,9 @@ class EngineCore:
         self.clock = clock
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
-        self.before_launch: Callable[[float], None] = lambda now_s: None  # a launch may block for long
+        self.mark_launch: Callable[[float], None] = lambda began_s: (
+            None
+        )  # it may block for long; 0: it is over
         self.generation = generation  # None: this engine only pools
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
         self.max_queue_s = 0.0  # until a request starts; 0: no limit
@@ -235,7 +237,7 @@ class EngineCore:
         waiting = self.scheduler.queue.next_deadline_s()
         generating = None if self.generation is None else self.generation.next_deadline_s()
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
-        comparing = self._comparisons.next_deadline_s()
+        comparing = self._comparisons.next_deadline_s() if self._comparisons else None
         deadlines = (waiting, generating, compiling, comparing)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -280,10 +282,15 @@ class EngineCore:
                 outcomes.append(Failure(request.id, self._overdue_error()))
         for request, error in () if self.grammars is None else self.grammars.expire(now):
             outcomes.append(Failure(request.id, error))
-        outcomes += self._comparisons.expire(now)
-        for comparison in self._comparisons.overdue(now, self.max_queue_s) if self.max_queue_s else ():
+        if self._comparisons:
+            outcomes += self._expire_comparisons(now)
+        return outcomes if self.generation is None else outcomes + self._generation_failures()
+
+    def _expire_comparisons(self, now_s: float) -> list[Outcome]:
+        outcomes = self._comparisons.expire(now_s)
+        for comparison in self._comparisons.overdue(now_s, self.max_queue_s) if self.max_queue_s else ():
             outcomes.append(Failure(comparison.id, self._overdue_error()))
-        return outcomes + self._generation_failures()
+        return outcomes
 
     def _overdue_error(self) -> QueueTooSlow:
         return QueueTooSlow(
@@ -388,12 +395,13 @@ class EngineCore:
             estimate_s = self._fair_share.launched(
                 generates, plan.num_tokens, other_has_work=self._has_work(not generates)
             )
-            self.before_launch(now)
+            self.mark_launch(now)
             try:
                 future = self.runner.launch(plan)
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
+            self.mark_launch(0.0)
             is_alone, left_backlog = not self._in_flight, self.scheduler.queue.num_rows > 0
             self._in_flight.append(
                 InFlightStep(plan, scheduled, future, now, is_alone, is_suspect, estimate_s, left_backlog)

@@ -50,6 +50,7 @@ class EngineServer:
 
     IDLE_POLL_MS = 250  # also the longest time between two heartbeats of a loop that is well
     STALE_METRICS_POLL_MS = 100  # while the published metrics are out of date
+    STATUS_INTERVAL_S = 0.002  # between two times that the status page is written
     FAILURE_DELIVERY_S = 0.2  # for API processes to read why requests failed, before the connection closes
 
     def __init__(self, address: str, shared_bytes: int = 0, status: StatusWriter | None = None) -> None:
@@ -74,6 +75,7 @@ class EngineServer:
         self._number = secrets.randbits(32)  # tells API processes which engine a message comes from
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
         self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each connection
+        self._publish_at_s, self._published_waits = 0.0, False  # of the status page
         self._stopping = False
 
     def wake(self) -> None:
@@ -95,7 +97,7 @@ class EngineServer:
             core.pending.allocate = self.memory.empty
             ready = msgspec.structs.replace(ready, shared=self.memory.info)
         if self._status is not None:
-            core.before_launch = self._status.launching
+            core.mark_launch = self._status.launching
         self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
         metrics_are_current = True
@@ -122,13 +124,17 @@ class EngineServer:
             self.memory.close()
 
     def _publish_status(self) -> None:
-        """Tell other processes that the loop turns, and how much waits. Called once a turn."""
-        if self._status is not None:
-            core, backlog, prompts = self._core, self._core.backlog, self._core.prompt_backlog
+        """Tell other processes that the loop turns, and how much waits. Called once a turn; the page is
+        written when it has become old, and when nothing waits any more."""
+        core = self._core
+        now_s, waits = core.clock(), core.scheduler.queue.num_tokens > 0
+        if self._status is not None and (now_s >= self._publish_at_s or waits is not self._published_waits):
+            self._publish_at_s, self._published_waits = now_s + self.STATUS_INTERVAL_S, waits
+            backlog, prompts = core.backlog, core.prompt_backlog
             self._status.publish(
                 EngineStatus(
                     pid=self._ready.pid,
-                    heartbeat_s=core.clock(),
+                    heartbeat_s=now_s,
                     step_began_s=core.oldest_launch_s,
                     queued_tokens=backlog.num_tokens,
                     queued_rows=core.scheduler.queue.num_rows,
