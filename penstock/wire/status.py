@@ -58,7 +58,7 @@ class StatusWriter:
     def __init__(self, path: Path) -> None:
         self._values = _map(path, writable=True)
         self._values[:] = 0.0
-        self._doubles: Any = memoryview(self._values)  # faster to write one value to
+        self._doubles: Any = self._values.data  # faster to write one value to
 
     def publish(self, status: EngineStatus) -> None:
         """Write every value; the process id last, so that a reader never takes old values for new ones."""
