@@ -1,7 +1,7 @@
 """Tokenisation for concurrent callers: short texts inline, longer ones in slices on a thread.
 
-No call waits for the whole of another: a slice holds a share of every call that waits, and calls with texts
-that are long by themselves run on threads of their own.
+No call waits for the whole of another: a slice serves the oldest call and those with the least to do, and
+calls with texts that are long by themselves run on threads of their own.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ class _Job:
     add_special_tokens: bool
     limit: RowLimit | None
     future: asyncio.Future[list[Ints]]
+    num_chars_left: int
     rows: list[Ints] = field(default_factory=list)
 
-    def take(self, max_chars: int) -> list[str]:
-        """The next texts: at least one, and at most `max_chars` characters."""
+    def take(self, max_chars: int, num_taken: int = 0) -> list[str]:
+        """The next texts, after `num_taken` of this slice: one, or at most `max_chars` characters."""
         taken: list[str] = []
         size = 0
-        for at in range(len(self.rows), len(self.texts)):
+        for at in range(len(self.rows) + num_taken, len(self.texts)):
             text = self.texts[at]
             size += len(text)
             if taken and size > max_chars:
                 break
             taken.append(text)
+            self.num_chars_left -= len(text)
         return taken
 
     def error_of(self, rows: list[Ints]) -> BadValue | None:
@@ -90,7 +92,7 @@ class BatchTokenizer:
         if longest > MAX_SLICE_CHARS or (limit is not None and longest > limit.max_whole_chars):
             return await self.call(partial(self.tokenizer.encode, texts, add_special_tokens, limit), size)
         loop = asyncio.get_running_loop()
-        job = _Job(texts, add_special_tokens, limit, loop.create_future())
+        job = _Job(texts, add_special_tokens, limit, loop.create_future(), size)
         self._waiting.append(job)
         if not self._running:
             self._start(loop)
@@ -117,14 +119,29 @@ class BatchTokenizer:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Encode the next slice: of every call that waits, its share."""
+        """Encode the next slice."""
         self._waiting = [job for job in self._waiting if not job.future.done()]
         self._running = bool(self._waiting)
         if self._running:
-            share = MAX_SLICE_CHARS // len(self._waiting)
-            batch = [(job, job.take(share)) for job in self._waiting]
+            batch = self._next_slice()
             done = loop.run_in_executor(self._thread, self._encode_slice, batch)
             done.add_done_callback(lambda result: self._finish(loop, batch, result))
+
+    def _next_slice(self) -> _Slice:
+        """Half for the call that has waited longest, and the rest for the calls with the least to do: a small
+        one waits for one slice, and a large one never starves."""
+        oldest, *others = self._waiting
+        first = oldest.take(MAX_SLICE_CHARS // 2)
+        batch, room = [(oldest, first)], MAX_SLICE_CHARS - sum(map(len, first))
+        for job in sorted(others, key=lambda job: job.num_chars_left):
+            if room <= 0:
+                break
+            taken = job.take(room)
+            batch.append((job, taken))
+            room -= sum(map(len, taken))
+        if room > 0 and (more := oldest.take(room, len(first))):
+            batch.append((oldest, more))
+        return batch
 
     def _encode_slice(self, batch: _Slice) -> list[_Rows]:
         """The rows of each call, or its error: a bad text fails only its own call."""
