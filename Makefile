@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test gpu-test docs check format lock audit sbom install clean
+.PHONY: serve test gpu-test chaos fuzz docs check format lock audit sbom install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -34,6 +34,19 @@ test: $(VENV)/.dev
 # Without a virtual environment: `make gpu-test VENV= PYTHON=python3`, where torch, Triton and pytest are installed.
 gpu-test: $(if $(VENV),$(VENV)/.dev)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.gpu.run $(ARGS)
+
+# Hostile requests to every route of a server for each kind of model, about 15 minutes. ARGS="--cases 500" sends
+# fewer, ARGS=--help lists the options. Fails if a promise is broken and says how to repeat each fault.
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	touch $@
+
+fuzz: $(if $(VENV),$(VENV)/.fuzz)
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.fuzz.run $(ARGS)
+
+# Kills, hangs, bombs and hostile clients, all at once, under a load whose every answer is checked; 10 minutes.
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos.run --minutes 10 $(ARGS)
 
 check: test
 

@@ -207,7 +207,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
     server._socket, server._core = down, core  # type: ignore[assignment]
     client = EngineClient("inproc://unused")
     client._socket, client._loop = up, asyncio.get_running_loop()  # type: ignore[assignment]
-    client._engine = Ready(1, {})
+    client._engine = Ready(1, {}, engine=server._number)
     app = make_app(config, client)
     body = {"prompt": [785, 3974], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
@@ -220,7 +220,7 @@ async def stages(folder: str, rows: int, tokens: int) -> dict[str, float]:
             header, frame = up.sent.popleft()
             message = decode_to_engine(header)
             assert isinstance(message, Submit)
-            assert not server._submit(b"api", message, frame)
+            assert not server._submit(b"api", message, header, [frame])
             taken += len(message.requests)
 
     steps = 0
@@ -287,9 +287,9 @@ def served(
                 json.dumps({"launch": launch, "step_s": step_s}).encode(),
             )
         ]
-        for index in range(apis):
+        for _ in range(apis):
             server = ServerConfig(api_server_count=apis, log_level="warning")
-            own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state", index)
+            own = ApiLaunch(server, config, spec, address, listener.fileno(), f"{work}/state")
             orders.append(([sys.executable, "-m", "penstock.api.process"], msgspec.json.encode(own)))
         started = []
         try:

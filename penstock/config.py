@@ -40,6 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_queued_tokens: int | None = None
+    max_queue_seconds: float = 5.0  # until a request starts; 0: no limit
     pipeline_depth: int | None = None  # steps in flight
     threads: int | None = None  # CPU threads of the engine
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -68,15 +69,35 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     port: int = 8000
     api_server_count: int = 1
     api_key: str | None = None
+    api_keys: tuple[str, ...] = ()  # further keys, of a file; a client sends any one of all keys
     max_body_bytes: int = 32 * 1024 * 1024
     max_rows: int = 2048  # inputs of one request
     max_concurrent_requests: int = 4096  # per API process; above it: status 429
+    max_connections: int = 8192  # per API process; above it: status 503
+    max_connections_per_address: int = 4096  # per API process, loopback excepted; 0: no limit
+    max_header_bytes: int = 64 * 1024  # request line and headers; above it: status 431
+    max_headers: int = 100
+    max_url_bytes: int = 8192  # above it: status 414
+    max_buffered_bytes: int = 1024 * 1024 * 1024  # bodies and large answers held by one API process
+    header_timeout_s: float = 20.0  # to send a request's headers
+    body_timeout_s: float = 30.0  # to send a body, besides its bytes at `min_body_rate`
+    min_body_rate: int = 8192  # bytes per second
+    write_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
+    idle_timeout_s: float = 75.0  # of a connection without a request
+    allowed_hosts: tuple[str, ...] = ()  # names that `Host` may have; "*": any
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
     drain_s: float = 30.0
+    engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced
+    engine_step_timeout_s: float = 600.0  # of one step; 0: no limit
     log_level: str = "info"
     access_log: bool = False
+
+    @property
+    def accepted_keys(self) -> tuple[str, ...]:
+        """The keys of which a client must send one; empty if clients need none."""
+        return (() if self.api_key is None else (self.api_key,)) + self.api_keys
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +114,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     load_format: str
     seed: int
+    max_queue_seconds: float = 0.0  # until a request starts; 0: no limit
+    shares_steps: bool = True  # small requests have a share of each step while large ones run
     unquantized_layers: tuple[int, ...] = ()
     model_impl: str = "penstock"
     chunked: bool = False
@@ -162,6 +185,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=_given(config.max_num_seqs, 256 if on_cpu else 1024),
         max_queued_tokens=_given(config.max_queued_tokens, 1_000_000 if on_cpu else 50_000_000),
+        max_queue_seconds=_queue_seconds(config.max_queue_seconds),
         pipeline_depth=_given(config.pipeline_depth, 1 if on_cpu else 2),
         threads=_given(config.threads, machine.cpus),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
@@ -311,6 +335,15 @@ def _kv_cache(size_gb: float | None, on_cpu: bool, generates: bool) -> int:
     if size_gb is None and generates and not on_cpu:
         return 0
     return int((size_gb or (1 if on_cpu else 8)) * 2**30)
+
+
+def _queue_seconds(seconds: float) -> float:
+    if not 0 <= seconds <= 86_400:
+        raise ConfigError(
+            f"max_queue_seconds is {seconds}; use seconds up to 86400, or 0 for no limit",
+            param="max_queue_seconds",
+        )
+    return seconds
 
 
 def _document_cache(size_gb: float) -> int:

@@ -6,20 +6,45 @@ its response, so a dialect only decides the shape of the body.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import reprlib
+from typing import Any, ClassVar
+
+MAX_SHOWN_CHARS = 80  # of a value in a message
+MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 200
+
+
+def shown(value: Any) -> str:
+    """A caller's value as a message shows it: its `repr`, cut where it is long or deeply nested."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MAX_SHOWN_CHARS
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """The text, or its beginning and end: the end of a message says what is accepted."""
+    if len(text) <= max_chars:
+        return text
+    end = max_chars // 4
+    return f"{text[: max_chars - end - 1]}…{text[-end:]}"
 
 
 class PenstockError(Exception):
-    """The base of all errors. `param` names the field that caused the error, if any."""
+    """The base of all errors. `param` names the field that caused the error, if any.
+
+    Both are bounded here, so no reply and no log repeats megabytes that a client sent.
+    """
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "internal_error"
     code: ClassVar[str] = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = shortened(message, MAX_MESSAGE_CHARS)
+        self.param = None if param is None else shortened(param, MAX_PARAM_CHARS)
+        super().__init__(self.message)
 
 
 class ClientError(PenstockError):
@@ -59,9 +84,41 @@ class DeadlineExceeded(ClientError):
     code = "deadline_exceeded"
 
 
+class ReadTimeout(ClientError):
+    """The client sent its request too slowly."""
+
+    status = 408
+    kind = "timeout_error"
+    code = "read_timeout"
+
+
 class BodyTooLarge(ClientError):
     status = 413
     code = "body_too_large"
+
+
+class UrlTooLong(ClientError):
+    status = 414
+    code = "url_too_long"
+
+
+class UnsupportedEncoding(ClientError):
+    """The body is compressed in a way that the server does not read."""
+
+    status = 415
+    code = "unsupported_content_encoding"
+
+
+class UnknownHost(ClientError):
+    """The `Host` header names a host that this server does not answer for."""
+
+    status = 421
+    code = "unknown_host"
+
+
+class HeadersTooLarge(ClientError):
+    status = 431
+    code = "headers_too_large"
 
 
 class NotPossible(ClientError):
@@ -72,10 +129,25 @@ class NotPossible(ClientError):
 
 
 class QueueFull(ClientError):
+    """Too many tokens wait already."""
+
     status = 429
     kind = "rate_limit_error"
     code = "queue_full"
-    retry_after_s: ClassVar[int] = 1
+    reason: ClassVar[str] = "tokens"  # label of the metric that counts refusals
+    retry_after_s: int = 1
+
+
+class TooManyRequests(QueueFull):
+    """Too many requests are in flight."""
+
+    reason = "requests"
+
+
+class QueueTooSlow(QueueFull):
+    """The request would wait, or has waited, longer than `--max-queue-seconds`."""
+
+    reason = "wait"
 
 
 class Cancelled(ClientError):
@@ -115,6 +187,20 @@ class EngineUnavailable(EngineError):
     status = 503
     code = "engine_unavailable"
     retry_after_s: ClassVar[int] = 2
+
+
+class ServerFull(EngineError):
+    """The server holds as many connections or bytes as it may; fewer are held in a moment."""
+
+    status = 503
+    code = "server_full"
+    retry_after_s: ClassVar[int] = 1
+
+
+class StartFailed(EngineError):
+    """A process of the server exited each time before it could serve."""
+
+    code = "start_failed"
 
 
 class DeviceOutOfMemory(EngineError):

@@ -7,7 +7,8 @@ no later code has to read a number back from the device.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -93,10 +94,12 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cac
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A constraint on generated text: a JSON schema, a regular expression, or a grammar in Lark notation."""
+    """A constraint on generated text: a JSON schema, a regular expression, or a grammar in Lark or GBNF
+    notation."""
 
-    kind: Literal["json", "regex", "lark"]
+    kind: Literal["json", "regex", "lark", "gbnf"]
     text: str
+    param: str | None = None  # the field of the request that it comes from, which errors name
 
 
 class SamplerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -124,22 +127,76 @@ class SamplerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     grammar: Grammar | None = None  # `inputs.constraints` computes the token mask of each step from it
 
 
+# What one request may ask for. Tables of the engine are sized by these, and none grows with one request.
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64  # of one
+MAX_BAD_WORDS_TOKENS = 8192  # of all
+_INT32, _INT64 = 2**31, 2**63
+# Values outside overflow or vanish in float32, or mean the same as the nearest bound.
+SAMPLING_RANGES = {
+    "temperature": (0.0, 1000.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-6, 1e6),
+}
+
+
 def check_sampling(params: SamplerParams, vocab_size: int) -> None:
-    """Reject token ids outside the vocabulary."""
-    _check_ids("logit_bias", params.logit_bias, vocab_size)
-    _check_ids("bad_words", (token for word in params.bad_token_ids for token in word), vocab_size)
+    """`BadValue` for numbers outside their ranges, token ids outside the vocabulary, and lists that are too
+    long."""
+    for name, (low, high) in SAMPLING_RANGES.items():
+        value = getattr(params, name)
+        if not low <= value <= high:  # true of NaN as well
+            raise BadValue(f"{name} is {value:g}; use {low:g} to {high:g}", param=name)
+    for name, given, smallest, limit in (
+        ("top_k", params.top_k, -1, _INT64),
+        ("min_tokens", params.min_tokens, 0, _INT32),
+        ("max_tokens", params.max_tokens, 1, _INT32),
+        ("seed", params.seed or 0, -_INT64, 2 * _INT64),
+    ):
+        if not smallest <= given < limit:
+            raise BadValue(f"{name} is {shown(given)}; use {smallest} to {limit - 1}", param=name)
+    _check_ids("logit_bias", params.logit_bias, vocab_size, MAX_LOGIT_BIAS)
+    if not all(map(math.isfinite, params.logit_bias.values())):
+        raise BadValue("logit_bias has a bias that is not finite", param="logit_bias")
+    _check_bad_words(params.bad_token_ids, vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, _INT32, MAX_STOP_TOKEN_IDS)
+    _check_ids("eos_token_ids", params.eos_token_ids, _INT32, MAX_STOP_TOKEN_IDS)
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids:
             raise BadValue(
                 "allowed_token_ids is empty; give at least one token id", param="allowed_token_ids"
             )
-        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size, vocab_size)
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
+def shown(number: int) -> str:
+    """An integer in an error message: its digits, or how many it has about if these are too many to show."""
+    return str(number) if abs(number) < 10**40 else f"a number of {number.bit_length()} bits"
+
+
+def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int) -> None:
+    longest, num_tokens = max(map(len, words), default=0), sum(map(len, words))
+    for count, limit, noun in (
+        (len(words), 2 * MAX_BAD_WORDS, "token sequences"),
+        (longest, MAX_BAD_WORD_TOKENS, "tokens in one text"),
+        (num_tokens, MAX_BAD_WORDS_TOKENS, "tokens"),
+    ):
+        if count > limit:
+            raise BadValue(f"bad_words has {count} {noun}; use at most {limit}", param="bad_words")
+    _check_ids("bad_words", [token for word in words for token in word], vocab_size, MAX_BAD_WORDS_TOKENS)
+
+
+def _check_ids(name: str, ids: Collection[int], vocab_size: int, max_ids: int) -> None:
+    if len(ids) > max_ids:
+        raise BadValue(f"{name} has {len(ids)} token ids; use at most {max_ids}", param=name)
+    for token in (min(ids), max(ids)) if ids else ():
         if not 0 <= token < vocab_size:
-            raise BadValue(f"{name} has token id {token}; use 0 to {vocab_size - 1}", param=name)
+            raise BadValue(f"{name} has token id {shown(token)}; use 0 to {vocab_size - 1}", param=name)
 
 
 ONE_ROW: Ints = np.zeros(1, dtype=np.int32)  # row number and start offset of a request with one row
@@ -208,6 +265,9 @@ class Request:
         return 0 if self.pairs is None else self.num_rows - len(self.pairs)
 
 
+MIN_PRODUCT_WIDTH = 32  # narrower vectors take about as long to compare
+
+
 @dataclass(slots=True, eq=False)
 class Comparison:
     """Late-interaction scoring of vectors given by the caller."""
@@ -221,6 +281,20 @@ class Comparison:
     query_scales: Array | None = None  # [query vectors], for int8 vectors
     document_scales: Array | None = None  # [document vectors]
     arrival_s: float = 0.0
+    deadline_s: float | None = None  # on the clock of `arrival_s`
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its arrays."""
+        arrays = (self.queries, self.documents, self.query_scales, self.document_scales)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
+    def num_operations(self) -> float:
+        """What it costs: products of values. Each pair of vectors costs at least as much as a narrow one."""
+        query_lengths = self.query_lengths.astype(np.float64).take(self.pairs, mode="clip")
+        vector_pairs = float(query_lengths @ self.document_lengths.astype(np.float64))
+        return vector_pairs * max(int(self.queries.shape[1]), MIN_PRODUCT_WIDTH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,31 @@ def write_cross_encoder(folder: Path, labels: int = 1, **config: Any) -> Path:
     names = {str(label): f"LABEL_{label}" for label in range(labels)}
     settings = {"architectures": ["BertForSequenceClassification"], "id2label": names} | config
     return write_bert(folder, tensors=tensors, config=settings, modules=False)
+
+
+def write_late(folder: Path, dim: int = 16) -> Path:
+    """Write a ColBERT: one vector of `dim` for each token."""
+    config = BERT_CONFIG | {"architectures": ["HF_ColBERT"], "dim": dim}
+    tensors = {f"bert.{name}": tensor for name, tensor in bert_tensors(config).items()}
+    generator = torch.Generator().manual_seed(2)
+    tensors["linear.weight"] = torch.randn((dim, config["hidden_size"]), generator=generator)
+    write_bert(folder, tensors=tensors, config=config, modules=False)
+    write_json(folder / "special_tokens_map.json", {"mask_token": "[MASK]", "unk_token": "[UNK]"})
+    metadata = {"query_maxlen": 12, "query_token_id": "query", "doc_token_id": "document"}
+    write_json(folder / "artifact.metadata", metadata)
+    return folder
+
+
+def write_token_classifier(folder: Path, labels: Sequence[str] = ("O", "B-PER", "I-PER")) -> Path:
+    """Write a BERT that labels each token."""
+    generator = torch.Generator().manual_seed(1)
+    head = {
+        "classifier.weight": torch.randn(len(labels), BERT_CONFIG["hidden_size"], generator=generator),
+        "classifier.bias": torch.zeros(len(labels)),
+    }
+    tensors = {f"bert.{name}": value for name, value in bert_tensors(BERT_CONFIG).items()} | head
+    config = {
+        "architectures": ["BertForTokenClassification"],
+        "id2label": {str(index): name for index, name in enumerate(labels)},
+    }
+    return write_bert(folder, tensors=tensors, config=config, modules=False)

@@ -174,12 +174,18 @@ class ScriptedEngine:
         self.omits_end_token = False  # reports the end token only as the stop reason
         self.fail_after: int | None = None  # steps
         self.pause: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of requests that are paused
 
     def start(self) -> None:
         return None
 
     def close(self) -> None:
         return None
+
+    def resume(self) -> None:
+        """Let paused requests go on, from any thread."""
+        assert self.pause is not None and self._loop is not None
+        self._loop.call_soon_threadsafe(self.pause.set)
 
     async def run(self, request: Request) -> PooledOutput:
         raise NotImplementedError
@@ -222,6 +228,7 @@ class ScriptedEngine:
                     raise RowFailed("the step could not compute this row")
                 yield parts
                 if self.pause is not None:
+                    self._loop = asyncio.get_running_loop()
                     await self.pause.wait()
             finished = True
         finally:

@@ -17,7 +17,11 @@ import msgspec
 
 from docs.tools.source import Field, fields_of, signature
 
-METRIC_MODULES = ("penstock.api.metrics", "penstock.serving.engine_metrics")
+METRIC_MODULES = (
+    "penstock.api.metrics",
+    "penstock.serving.engine_metrics",
+    "penstock.serving.process_metrics",
+)
 _MEANINGS = Path(__file__).with_name("fields.toml")
 
 

@@ -54,6 +54,7 @@ ROUTES = (
     RouteSpec("/v1/maxsim", maxsim.MaxsimRequest, maxsim.maxsim, "ranking"),
     RouteSpec("/tokenize", native.TokenizeRequest, native.tokenize, "native"),
     RouteSpec("/detokenize", native.DetokenizeRequest, native.detokenize, "native"),
+    RouteSpec("/live", None, operation.live, "operation", open_to_all=True),
     RouteSpec("/health", None, operation.health, "operation", open_to_all=True),
     RouteSpec("/ready", None, operation.ready, "operation", open_to_all=True),
     RouteSpec("/metrics", None, operation.metrics, "operation", open_to_all=True),

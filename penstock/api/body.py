@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -16,6 +16,8 @@ Piece = bytes | memoryview
 
 _PLACEHOLDER = secrets.token_hex(16)  # of a large row in the encoded JSON; no client can guess it
 _QUOTED = f'"{_PLACEHOLDER}"'.encode()
+_MAX_ITEMS = 128  # more of them are encoded one by one
+PIECE_BYTES = 1 << 18  # that are sent at once
 _MIN_PIECE_BYTES = 1 << 16  # smaller pieces are sent together
 
 
@@ -29,7 +31,10 @@ def json_body(content: Any) -> Body:
         large.append(value)
         return _PLACEHOLDER
 
-    raw = orjson.dumps(content, defer, orjson.OPT_SERIALIZE_NUMPY)
+    if isinstance(content, dict) and len(content.get("data", ())) > _MAX_ITEMS:
+        items = [orjson.Fragment(_encode(item, defer)) for item in content["data"]]
+        content = {**content, "data": items}  # one by one, so that other threads run in between
+    raw = _encode(content, defer)
     if not large:
         return raw
     first, *others = raw.split(_QUOTED)
@@ -39,8 +44,14 @@ def json_body(content: Any) -> Body:
     return body
 
 
-async def sized(body: list[bytes | LargeRow]) -> tuple[int, Iterator[Piece]]:
+def _encode(content: Any, defer: Callable[[Any], str]) -> bytes:
+    return orjson.dumps(content, defer, orjson.OPT_SERIALIZE_NUMPY)
+
+
+async def sized(body: Body) -> tuple[int, Iterator[Piece]]:
     """The size of the body and its pieces. Rows whose size is unknown are encoded here."""
+    if isinstance(body, bytes):
+        return len(body), iter((body,)) if len(body) <= PIECE_BYTES else _cut(body)
     sizes = [part.size if isinstance(part, LargeRow) else len(part) for part in body]
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes):
@@ -50,6 +61,12 @@ async def sized(body: list[bytes | LargeRow]) -> tuple[int, Iterator[Piece]]:
         pieces.append(piece)
         await asyncio.sleep(0)  # lets other requests run
     return sum(len(piece) for piece in pieces), iter(pieces)
+
+
+def _cut(body: bytes) -> Iterator[Piece]:
+    """Pieces of a body that is encoded already: the client reads one before the next is sent."""
+    whole = memoryview(body)
+    return (whole[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES))
 
 
 def _joined_pieces(body: list[bytes | LargeRow]) -> Iterator[Piece]:

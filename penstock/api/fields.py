@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -12,6 +12,8 @@ from penstock.inputs.chunks import Chunking, ChunkOptions
 from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions
 from penstock.outputs.encoders import EncodingFormat, Endianness
 from penstock.types import OutputDtype, PoolingParams, Task
+
+CacheSalt = Annotated[str, msgspec.Meta(max_length=1024)]  # the engine keeps it as long as what it caches
 
 
 class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +32,7 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     user: str | None = None
-    cache_salt: str = ""
+    cache_salt: CacheSalt = ""
     adapter: str | None = None
 
     def options(self) -> InputOptions:

@@ -13,6 +13,7 @@ import msgspec
 import orjson
 
 from penstock.api.endpoint import Call
+from penstock.api.fields import CacheSalt
 from penstock.api.replies import record_phases
 from penstock.api.run import scheduling_of
 from penstock.api.state import ServedModel
@@ -20,6 +21,7 @@ from penstock.errors import BadValue
 from penstock.inputs.generation import GenerationFields, GenerationJob
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.tasks.generate import Generate
+from penstock.tasks.run import Scheduling
 from penstock.tasks.text_stream import TextDelta, stream_text
 
 DONE = b"data: [DONE]\n\n"
@@ -41,6 +43,7 @@ class TextFields(GenerationFields, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     user: str | None = None
+    cache_salt: CacheSalt = ""
 
     @property
     def usage_in_stream(self) -> StreamOptions:
@@ -113,7 +116,7 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
     check_stream(body)
     scheduling = scheduling_of(call, body)
     began = time.monotonic()
-    job = await task.prepare(model.text, call.state.next_id(), scheduling)
+    job = await _prepare(call, model, task, scheduling)
     call.tokenize_s = time.monotonic() - began
     if job.num_rows > (max_rows := call.state.config.max_rows):
         raise BadValue(
@@ -123,6 +126,18 @@ async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> G
         )
     call.metrics.work(model.spec.name, job.num_rows, sum(map(len, job.prompts)))
     return Generation(call, body, model, job, kind, scores_prompt_only=task.echo and body.max_tokens == 0)
+
+
+async def _prepare(call: Call, model: ServedModel, task: Generate, scheduling: Scheduling) -> GenerationJob:
+    """Tokenise the prompts, unless the queue has no room for them."""
+    admission, kind, num_tokens = model.admission, type(task).__name__, None
+    admitted = admission.admit(kind, call.body_bytes, generates=True)
+    try:
+        job = await task.prepare(model.text, call.state.next_id(), scheduling)
+        num_tokens = sum(map(len, job.prompts))
+        return job
+    finally:
+        admission.tokenised(kind, admitted, num_tokens)
 
 
 def check_stream(body: TextFields) -> None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.buffered_metrics import BufferedMetrics
-from penstock.errors import Cancelled, PenstockError, QueueFull
+from penstock.errors import Cancelled, PenstockError, QueueFull, QueueTooSlow, TooManyRequests
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 REQUESTS = Counter("penstock_requests", "Requests by route and status", ["route", "status"])
@@ -30,9 +30,24 @@ PHASES = Histogram(
 )
 QUEUE_SECONDS = Histogram("penstock_queue_seconds", "Time from arrival to the first step", buckets=_SECONDS)
 IN_FLIGHT = Gauge("penstock_requests_in_flight", "Requests in flight", multiprocess_mode="livesum")
-REJECTED = Counter("penstock_rejected", "Requests refused because the server was full")
+REJECTED = Counter(
+    "penstock_rejected",
+    "Requests refused because the server was full: too many requests or tokens, or too long a wait",
+    ["reason"],
+)
+for _reason in (QueueFull, TooManyRequests, QueueTooSlow):
+    REJECTED.labels(_reason.reason)  # shown from the start, with 0
 CANCELLED = Counter("penstock_cancelled", "Requests whose client disconnected")
-ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemin")
+CONNECTIONS = Gauge("penstock_connections", "Open connections", multiprocess_mode="livesum")
+BUFFERED_BYTES = Gauge(
+    "penstock_buffered_bytes",
+    "Bytes of request bodies and large answers that are held",
+    multiprocess_mode="livesum",
+)
+CONNECTION_LIMITS = Counter(
+    "penstock_connection_limits", "Connections and requests that met a limit, by limit", ["limit"]
+)
+ENGINE_UP = Gauge("penstock_engine_up", "1 when the engine can serve", multiprocess_mode="livemostrecent")
 
 
 PUBLISH_INTERVAL_S = 0.1
@@ -58,7 +73,7 @@ class ApiMetrics:
 
     def refused(self, error: PenstockError) -> None:
         if isinstance(error, QueueFull):
-            REJECTED.inc()
+            REJECTED.labels(error.reason).inc()
         elif isinstance(error, Cancelled):
             CANCELLED.inc()
 

@@ -4,34 +4,60 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
+import resource
 import socket
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import uvicorn
 
+from penstock.api.admission import Admission
 from penstock.api.app import build_app
+from penstock.api.connection_table import MAX_REFUSED, ConnectionTable
+from penstock.api.connections import Connection
+from penstock.api.hosts import host_check
 from penstock.api.state import ServedModel, ServerState, engine_reason
 from penstock.checkpoint.spec import with_max_model_len
-from penstock.config import available_cpus
+from penstock.config import ServerConfig, available_cpus
 from penstock.errors import ModelLoadError
-from penstock.serving.launch import EXIT_BAD_MODEL, ApiLaunch, setup_child_process
+from penstock.serving.launch import (
+    EXIT_BAD_MODEL,
+    ApiLaunch,
+    follow_parent,
+    report_started,
+    setup_child_process,
+)
 from penstock.tasks.model import TextModel
 from penstock.wire.client import EngineClient
+from penstock.wire.liveness import HangLimits
+from penstock.wire.status import StatusReader
+
+OTHER_FILES = 256  # that a process opens besides its connections
+log = logging.getLogger("penstock.api")
 
 
 def build_state(launch: ApiLaunch) -> ServerState:
     spec = with_max_model_len(launch.spec, launch.engine.max_model_len or launch.spec.max_model_len)
+    status = None if launch.status_file is None else StatusReader(Path(launch.status_file))
+    engine = EngineClient(
+        launch.address,
+        partial(engine_reason, Path(launch.state_file)),
+        status,
+        HangLimits.for_refusing(launch.server.engine_hang_timeout_s, launch.server.engine_step_timeout_s),
+    )
     model = ServedModel(
         text=TextModel(spec, chat_template=launch.server.chat_template),
-        engine=EngineClient(launch.address, partial(engine_reason, Path(launch.state_file))),
+        engine=engine,
         created_s=int(time.time()),
+        admission=Admission(status, lambda: engine.engine_settings),
     )
-    return ServerState(launch.server, {spec.name: model}, launch.index)
+    return ServerState(launch.server, {spec.name: model})
 
 
 def tokenizer_threads(cpus: int, processes: int) -> int:
@@ -39,9 +65,47 @@ def tokenizer_threads(cpus: int, processes: int) -> int:
     return max(1, min(4, cpus // (processes + 1)))
 
 
+def http_config(state: ServerState, listener: socket.socket) -> uvicorn.Config:
+    """How uvicorn serves this process: its protocol is a `Connection`, within the limits of the server."""
+    limits = with_open_files(state.config)
+    hosts = host_check(listener.getsockname()[0], limits.host, limits.allowed_hosts)
+    return uvicorn.Config(
+        build_app(state),
+        http=cast(Any, partial(Connection, table=ConnectionTable(limits, state.buffered, hosts))),
+        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=limits.access_log,
+        proxy_headers=False,  # nothing here uses the client's address
+        server_header=False,
+        date_header=False,
+        # A last resort: the connections end all requests themselves, a second after the drain at the latest.
+        timeout_graceful_shutdown=math.ceil(limits.drain_s) + 2,
+    )
+
+
+def with_open_files(limits: ServerConfig) -> ServerConfig:
+    """The limits, with no more connections than this process may have open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.max_connections + MAX_REFUSED + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return limits
+    possible = max(soft - MAX_REFUSED - OTHER_FILES, soft // 2)
+    log.warning(
+        "this process may open %d files: it takes %d connections, not %d; raise it with ulimit -n",
+        *(soft, possible, limits.max_connections),
+    )
+    return msgspec.structs.replace(limits, max_connections=possible)
+
+
 def main() -> None:
     setup_child_process()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiLaunch)
+    follow_parent(launch.parent)
     threads = tokenizer_threads(available_cpus(), launch.server.api_server_count)
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the first texts are tokenised
     logging.basicConfig(level=launch.server.log_level.upper(), format="%(levelname)s api: %(message)s")
@@ -50,24 +114,12 @@ def main() -> None:
     except ModelLoadError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(EXIT_BAD_MODEL)
-    config = uvicorn.Config(
-        build_app(state),
-        http="httptools",
-        loop="uvloop" if sys.platform != "win32" else "asyncio",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=launch.server.access_log,
-        proxy_headers=False,  # nothing here uses the client's address
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(launch.server.drain_s)),
-    )
+    listener = socket.socket(fileno=launch.listen_fd)
+    config = http_config(state, listener)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
-    listener = socket.socket(fileno=launch.listen_fd)
+    report_started(launch)
     uvicorn.Server(config).run(sockets=[listener])
 
 

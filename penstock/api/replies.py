@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.outputs.sparse import SparseRow
 from penstock.tasks.model import TextModel
 
 OCTETS = b"application/octet-stream"
+_MAX_LOOP_ROWS = 128  # items of a reply that are made on the event loop
 Items = Callable[[list[Any]], list[dict[str, Any]]]  # shapes encoded rows as the dialect's items
 
 
@@ -46,13 +48,18 @@ def vector_reply(call: Call, body: VectorFields, result: Result[Any], *, prefix:
     return reply
 
 
-def list_reply(
+async def list_reply(
     call: Call, body: Any, result: Result[Any], prefix: str, data: Callable[[], list[dict[str, Any]]]
 ) -> Reply:
-    """A list of items under `data`, with the usual head and usage."""
+    """A list of items under `data`, with the usual head and usage. Many items are made on another thread."""
     began = time.monotonic()
     head = result.head(body, prefix)
-    reply = json_reply({"object": "list", **head, "data": data(), "usage": result.usage})
+
+    def make() -> Reply:
+        return json_reply({"object": "list", **head, "data": data(), "usage": result.usage})
+
+    is_small = max(result.request.num_rows, result.request.num_tokens // 64) <= _MAX_LOOP_ROWS
+    reply = make() if is_small else await asyncio.to_thread(make)
     record_phases(call, began)
     return reply
 

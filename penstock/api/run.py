@@ -8,9 +8,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.api.endpoint import Call
 from penstock.api.state import ServedModel
-from penstock.errors import BadValue
+from penstock.errors import BadValue, QueueFull, shown
 from penstock.inputs.processor import MAX_PRIORITY
-from penstock.tasks.run import PoolingTask, Scheduling, finish, submit
+from penstock.tasks.run import PoolingTask, Prepared, Scheduling, finish, submit
 from penstock.types import PooledOutput, Request
 
 R = TypeVar("R")
@@ -53,14 +53,29 @@ async def run(
     check_num_rows(call, task.num_rows, rows_name)
     scheduling = scheduling_of(call, body)
     began = time.monotonic()
-    prepared = await task.prepare(model.text, call.state.next_id())
+    prepared = await _prepare(call, model, task)
     request = prepared.request
     call.tokenize_s = time.monotonic() - began
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
-    output = await submit(model.engine, request, scheduling)
+    try:
+        output = await submit(model.engine, request, scheduling)
+    except QueueFull as error:
+        raise model.admission.with_retry_after(error) from None
     call.queue_s = max(0.0, output.timings.queue_s - call.tokenize_s)  # the engine counts from the arrival
     call.device_s = output.timings.device_s
     return Result(model, request, output, await finish(prepared, output))
+
+
+async def _prepare(call: Call, model: ServedModel, task: PoolingTask[R]) -> Prepared[R]:
+    """Tokenise the inputs, unless the queue has no room for them."""
+    admission, kind, num_tokens = model.admission, type(task).__name__, None
+    admitted = admission.admit(kind, call.body_bytes, task.num_rows)
+    try:
+        prepared = await task.prepare(model.text, call.state.next_id())
+        num_tokens = prepared.request.num_tokens
+        return prepared
+    finally:
+        admission.tokenised(kind, admitted, num_tokens)
 
 
 def check_num_rows(call: Call, num_rows: int, name: str = "input") -> None:
@@ -73,7 +88,7 @@ def scheduling_of(call: Call, body: Scheduled) -> Scheduling:
     """Priority and timeout of a body, checked; the operator's timeout where the caller gives none."""
     if abs(body.priority) > MAX_PRIORITY:
         raise BadValue(
-            f"priority is {body.priority}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
+            f"priority is {shown(body.priority)}; use -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
         )
     timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
     if timeout_s is not None:

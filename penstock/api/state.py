@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from penstock.api.admission import Admission
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
-from penstock.errors import ModelNotFound, QueueFull
+from penstock.errors import ModelNotFound, ServerFull, TooManyRequests, shown
 from penstock.handle import EngineHandle
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
@@ -21,6 +23,7 @@ class ServedModel:
     text: TextModel
     engine: EngineHandle
     created_s: int
+    admission: Admission = field(default_factory=Admission)
 
     @property
     def spec(self) -> ModelSpec:
@@ -28,16 +31,35 @@ class ServedModel:
 
 
 @dataclass(slots=True)
+class BufferedBytes:
+    """Bytes of request bodies and large answers that this process holds for its clients."""
+
+    limit: int
+    held: int = 0
+
+    def full(self) -> ServerFull:
+        return ServerFull(
+            f"the server holds {self.held} bytes of requests and answers; --max-buffered-mb limits them to "
+            f"{self.limit}; try again shortly"
+        )
+
+
+@dataclass(slots=True)
 class ServerState:
     config: ServerConfig
     models: dict[str, ServedModel]
-    index: int = 0  # of this API process
     in_flight: int = 0
+    buffered: BufferedBytes = field(init=False)
+    # A successor of this process counts from 0 again, while the engine may still run our requests.
+    _name: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
+    def __post_init__(self) -> None:
+        self.buffered = BufferedBytes(self.config.max_buffered_bytes)
+
     def next_id(self) -> str:
-        """An id that no other request of this server has."""
-        return f"{self.index}-{next(self._numbers)}"
+        """An id that no other request of this server has, also not one of a process that has exited."""
+        return f"{self._name}-{next(self._numbers)}"
 
     def model(self, name: str | None) -> ServedModel:
         """The model of this name; without a name, the first."""
@@ -45,15 +67,22 @@ class ServerState:
             return next(iter(self.models.values()))
         if name not in self.models:
             raise ModelNotFound(
-                f"model {name!r} is not served here; this server has: {', '.join(self.models)}", param="model"
+                f"model {shown(name)} is not served here; this server has: {', '.join(self.models)}",
+                param="model",
             )
         return self.models[name]
 
     def admit(self) -> None:
-        """Count a request in, before any work is spent on it; `release` counts it out."""
-        if self.in_flight >= self.config.max_concurrent_requests:
-            raise QueueFull(f"{self.in_flight} requests are in flight, which is the limit; try again shortly")
+        """Count a request in, once its body is read and before other work; `release` counts it out."""
+        self.check_room()
         self.in_flight += 1
+
+    def check_room(self) -> None:
+        """Refuse a request if as many as allowed are in flight."""
+        if self.in_flight >= self.config.max_concurrent_requests:
+            raise TooManyRequests(
+                f"{self.in_flight} requests are in flight, which is the limit; try again shortly"
+            )
 
     def release(self) -> None:
         self.in_flight -= 1

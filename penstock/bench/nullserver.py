@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.bench.load.worker import fast_loop
+from penstock.isolation import isolated_environment, isolated_python
 
 _LENGTH = b"content-length:"
 
@@ -88,7 +89,8 @@ def null_server(
 
 def _start(port: int, pieces: Sequence[bytes]) -> tuple[subprocess.Popen[bytes], int]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.bench.nullserver"],
+        isolated_python("-m", "penstock.bench.nullserver"),
+        env=isolated_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -10,10 +10,10 @@ import importlib.util
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from penstock.errors import ModelLoadError
+from penstock.isolation import isolated_environment, isolated_python
 
 log = logging.getLogger(__name__)
 _SOURCES = (
@@ -68,9 +68,8 @@ def _convert(folder: Path, cached: Path) -> None:
     log.warning("%s has no tokenizer.json: converting its vocabulary once, into %s", folder, cached)
     cached.parent.mkdir(parents=True, exist_ok=True)
     draft = cached.with_suffix(f".{os.getpid()}.part")
-    ran = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(folder), str(draft)], capture_output=True, text=True, check=False
-    )
+    command = isolated_python("-c", _PROGRAM, str(folder), str(draft))
+    ran = subprocess.run(command, env=isolated_environment(), capture_output=True, text=True, check=False)
     if ran.returncode != 0 or not draft.is_file():
         lines = ran.stderr.strip().splitlines()
         raise ModelLoadError(

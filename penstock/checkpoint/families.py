@@ -91,8 +91,8 @@ def _encoder(name: str, class_prefix: str, builder: str, **facts: Any) -> Family
 
 
 def _decoder(name: str, class_prefix: str, builder: str, **facts: Any) -> Family:
-    given: dict[str, Any] = {"heads": _DECODER_HEADS, "has_rotary_positions": True} | facts
-    return Family(name=name, class_prefix=class_prefix, builder=builder, is_decoder=True, **given)
+    own: dict[str, Any] = {"heads": _DECODER_HEADS, "has_rotary_positions": True, **facts}
+    return Family(name=name, class_prefix=class_prefix, builder=builder, is_decoder=True, **own)
 
 
 _XLM_R_MARKERS = ("[QueryMarker]", "[DocumentMarker]")

@@ -61,6 +61,48 @@ def chat_template(given: str) -> str:
     return Path(given).read_text(encoding="utf-8")
 
 
+def _names(value: str) -> tuple[str, ...]:
+    return tuple(name for part in value.split(",") if (name := part.strip()))
+
+
+def api_key(given: str) -> str:
+    """The value of --api-key, if an HTTP header can carry it. No message shows it."""
+    if not given or not all("!" <= character <= "~" for character in given):
+        raise ConfigError("--api-key takes visible ASCII characters, without spaces", param="api_key")
+    return given
+
+
+def api_key_file(given: str) -> tuple[str, ...]:
+    """The keys in the file of --api-key-file, one in each line."""
+    try:
+        lines = Path(given).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"--api-key-file {given!r} cannot be read: {reason}", param="api_keys") from None
+    keys = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not keys:
+        raise ConfigError(
+            f"--api-key-file {given!r} has no key; write one key in each line", param="api_keys"
+        )
+    for number, key in keys:
+        if not all("!" <= character <= "~" for character in key):
+            raise ConfigError(
+                f"--api-key-file {given!r}, line {number}: a key is visible ASCII characters, without spaces",
+                param="api_keys",
+            )
+    return tuple(key for _, key in keys)
+
+
+def hang_timeout(given: float) -> float:
+    """The value of --engine-hang-timeout."""
+    if 0 < given < 1:
+        raise ConfigError(
+            f"--engine-hang-timeout is {given:g}; use at least 1 second, or 0 for never",
+            param="engine_hang_timeout_s",
+        )
+    return given
+
+
 def _mebibytes(value: float) -> int:
     return int(value * 1024 * 1024)
 
@@ -221,6 +263,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         why_unused_offline="the engine takes as many texts as this command reads",
     ),
     Flag(
+        field="max_queue_seconds",
+        panel=SCHEDULING,
+        min=0,
+        help="Maximum number of seconds that a request waits to start. The server answers 429 where it would "
+        "wait longer; 0 sets no limit.",
+        why_unused_offline="a call in this process waits for as long as it takes",
+    ),
+    Flag(
         field="enable_chunked_prefill",
         panel=SCHEDULING,
         help="Split long rows of causal models into chunks that run in successive steps.",
@@ -303,8 +353,20 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         envvar="PENSTOCK_API_KEY",
         metavar="KEY",
-        help="Key that clients must send, as Authorization: Bearer KEY.",
+        convert=api_key,
+        help="Key that clients must send, as Authorization: Bearer KEY. Prefer the environment variable or "
+        "--api-key-file: other users of the machine can read command lines.",
         default_text="clients need no key",
+    ),
+    Flag(
+        field="api_keys",
+        names=("--api-key-file",),
+        panel=SERVER_PANEL,
+        metavar="FILE",
+        default=None,
+        convert=api_key_file,
+        help="File of keys, one in each line. A client must send one of them, or that of --api-key.",
+        default_text="none",
     ),
     Flag(
         field="api_server_count",
@@ -336,6 +398,97 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         help="Maximum size of a request's body in MiB. The server answers 413 beyond it.",
     ),
     Flag(
+        field="max_buffered_bytes",
+        names=("--max-buffered-mb",),
+        panel=SERVER_PANEL,
+        min=1,
+        default=1024.0,
+        convert=_mebibytes,
+        help="Maximum MiB of request bodies and large answers that one API process holds. It answers 503 "
+        "beyond it; bodies of up to 64 KiB are always read.",
+    ),
+    Flag(
+        field="max_connections",
+        panel=SERVER_PANEL,
+        min=1,
+        help="Maximum number of connections to one API process. It answers 503 and closes beyond it.",
+    ),
+    Flag(
+        field="max_connections_per_address",
+        panel=SERVER_PANEL,
+        min=0,
+        help="Maximum number of connections from one address (one /64 of IPv6) to one API process; 0 sets no "
+        "limit. Loopback is not limited.",
+    ),
+    Flag(
+        field="max_header_bytes",
+        panel=SERVER_PANEL,
+        min=256,
+        help="Maximum size of a request's URL and headers in bytes. The server answers 431 beyond it.",
+    ),
+    Flag(
+        field="max_headers",
+        panel=SERVER_PANEL,
+        min=1,
+        help="Maximum number of headers of a request. The server answers 431 beyond it.",
+    ),
+    Flag(
+        field="max_url_bytes",
+        panel=SERVER_PANEL,
+        min=64,
+        help="Maximum length of a request's URL in bytes. The server answers 414 beyond it.",
+    ),
+    Flag(
+        field="header_timeout_s",
+        names=("--header-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0.1,
+        help="Time for a client to send a request's headers. The server answers 408 and closes beyond it.",
+    ),
+    Flag(
+        field="body_timeout_s",
+        names=("--body-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0.1,
+        help="Time for a client to send a request's body, besides what its bytes take at --min-body-rate. "
+        "The server answers 408 and closes beyond it.",
+    ),
+    Flag(
+        field="min_body_rate",
+        panel=SERVER_PANEL,
+        metavar="BYTES",
+        min=1,
+        help="Slowest rate, in bytes per second, at which a body may arrive after --body-timeout.",
+    ),
+    Flag(
+        field="write_timeout_s",
+        names=("--write-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0.1,
+        help="Time after which a client that does not read its answer is disconnected.",
+    ),
+    Flag(
+        field="idle_timeout_s",
+        names=("--idle-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0.1,
+        help="Time after which a connection without a request is closed.",
+    ),
+    Flag(
+        field="allowed_hosts",
+        panel=SERVER_PANEL,
+        metavar="NAME,...",
+        default="",
+        convert=_names,
+        help="Names that requests may have in their Host header, besides addresses and names without a dot; "
+        "* accepts every name. Others get 421.",
+        default_text="on a loopback --host, none; on others, every name",
+    ),
+    Flag(
         field="default_timeout_s",
         names=("--timeout",),
         panel=SERVER_PANEL,
@@ -349,7 +502,27 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="SECONDS",
         min=0,
-        help="Time to finish requests after SIGTERM.",
+        help="Time to finish requests after SIGTERM. A second signal ends the server at once.",
+    ),
+    Flag(
+        field="engine_hang_timeout_s",
+        names=("--engine-hang-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        convert=hang_timeout,
+        help="Replace an engine that gives no sign of life for this long, or 12 times as long while it "
+        "launches a step, which may compile kernels. Requests get 503 after a quarter of it. 0 never "
+        "replaces an engine.",
+    ),
+    Flag(
+        field="engine_step_timeout_s",
+        names=("--engine-step-timeout",),
+        panel=SERVER_PANEL,
+        metavar="SECONDS",
+        min=0,
+        help="Replace an engine of which one step takes longer than this, as on a device that hangs; 0 sets "
+        "no limit.",
     ),
     Flag(
         field="shared_memory_mb",
@@ -471,6 +644,8 @@ class ConfigFlags:
     def _flag_type(self, flag: Flag) -> Any:
         if (choices := self._choices(flag)) is not None:
             return choices | None if self.default(flag) is None else choices
+        if flag.default is None:
+            return str | None
         if flag.default is not _UNSET:
             return type(flag.default)
         kind = _kind(self._hints[flag.field])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from penstock.cli.arguments import hide_argument
 from penstock.cli.command import with_options
 from penstock.cli.flags import (
     GENERATION,
@@ -55,8 +57,11 @@ def serve(
       penstock serve BAAI/bge-base-en-v1.5 --port 8080
       penstock serve Qwen/Qwen3-0.6B --device cuda --kv-cache-gb 20
     """
+    hide_argument(server.get("api_key"))
     log_level = server.get("log_level", ServerConfig().log_level)
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
+    if os.environ.pop("PENSTOCK_API_KEY", None) == "":  # no child process needs it
+        log.warning("PENSTOCK_API_KEY is empty, which sets no key")
     for flag in ignored:
         log.warning("%s changes nothing: %s", flag.name, flag.why)
     device = engine.get("device", EngineConfig().device)

@@ -8,10 +8,11 @@ from threading import Lock
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
-from penstock.engine.grammars import Compile, ConstraintFactory, Grammars
+from penstock.engine.grammars import Compiled, Grammars
 from penstock.engine.loop import EngineCore, StepStats
 from penstock.errors import NotPossible
-from penstock.inputs.constraints import GrammarCompiler
+from penstock.inputs.constraints import GrammarCompiler, rejected
+from penstock.inputs.grammar_sandbox import GrammarSandbox
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import BLOCK_SIZE
 from penstock.runner.load import load_runner
@@ -41,8 +42,9 @@ def build_core(
         share_identical=settings.share_identical,
         generation=generation,
     )
+    core.max_queue_s = settings.max_queue_seconds
     if generation is not None:
-        core.grammars = Grammars(_compiler(spec))
+        core.grammars = _grammars(spec)
     return core
 
 
@@ -52,6 +54,7 @@ def _scheduler(spec: ModelSpec, settings: Resolved, pool: BlockPool, num_vectors
         max_rows=settings.max_num_seqs,
         max_queued_tokens=settings.max_queued_tokens,
         max_output_bytes=settings.step_output_bytes,
+        is_shared=settings.shares_steps,
     )
     chunking = vector_cache = None
     if settings.chunked:
@@ -85,20 +88,27 @@ def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:
     return -(-width // 8) if params.dtype.is_packed else width * params.dtype.numpy.itemsize
 
 
-def _compiler(spec: ModelSpec) -> Compile:
-    """Compiles grammars over the model's vocabulary, which is prepared when the first one comes."""
-    lock = Lock()
+def _grammars(spec: ModelSpec) -> Grammars:
+    """Compiles grammars over the model's vocabulary, which is prepared when the first one comes. A sandbox
+    compiles each of them before this process does."""
+    file, lock = spec.path / "tokenizer.json", Lock()
+    sandbox = GrammarSandbox(file, spec.vocab_size, spec.eos_token_ids)
 
     @cache
-    def constraints() -> GrammarCompiler:
-        file = spec.path / "tokenizer.json"
+    def compiler() -> GrammarCompiler:
         if not file.is_file():
             raise NotPossible(f"structured output needs {file.name} in the model's folder")
+        sandbox.start()  # it loads the vocabulary while this process does
         return GrammarCompiler(file, spec.vocab_size, spec.eos_token_ids)
 
-    def compile(grammar: Grammar) -> ConstraintFactory:
+    def compile(grammar: Grammar, max_s: float) -> Compiled:
         with lock:
-            prepared = constraints()
-        return prepared.compile(grammar)
+            prepared = compiler()
+        checked = sandbox.check(grammar, max_s)
+        if checked.error:
+            raise rejected(grammar, checked.error)
+        if checked.lark:
+            grammar = Grammar("lark", checked.lark)
+        return Compiled(prepared.compile(grammar), checked.num_bytes)
 
-    return compile
+    return Grammars(compile, close=sandbox.close)

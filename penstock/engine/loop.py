@@ -6,12 +6,14 @@ it in a process of its own, offline use in a thread; the code is the same.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from penstock.backlog import Backlog, check_wait
 from penstock.engine.comparisons import Comparisons
 from penstock.engine.dedup import Deduplicator
 from penstock.engine.fair_share import FairShare
@@ -19,7 +21,16 @@ from penstock.engine.grammars import Grammars
 from penstock.engine.inflight import InFlightStep
 from penstock.engine.pending import PendingRequests
 from penstock.engine.recovery.failed_steps import StepRecovery
-from penstock.errors import BadValue, DeadlineExceeded, DeviceFailed, NotPossible, PenstockError
+from penstock.engine.throughput import Throughput
+from penstock.errors import (
+    BadValue,
+    DeadlineExceeded,
+    DeviceFailed,
+    EngineError,
+    NotPossible,
+    PenstockError,
+    QueueTooSlow,
+)
 from penstock.kvcache.blocks import BlockPool
 from penstock.runner.base import Runner
 from penstock.scheduler.generation import GenerationScheduler
@@ -39,6 +50,8 @@ from penstock.types import (
     StepResult,
 )
 
+log = logging.getLogger("penstock.engine")
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
@@ -53,6 +66,7 @@ class StepStats:
 
 
 NextStep = tuple[StepPlan, list[ScheduledRows]]
+SHARED_STEP_S = 0.05  # a step of large requests takes about this long while small ones wait for it
 
 
 class EngineCore:
@@ -76,12 +90,17 @@ class EngineCore:
         self.clock = clock
         self.wake = wake  # called from another thread when a step has finished
         self.observe = observe
+        self.before_launch: Callable[[float], None] = lambda now_s: None  # a launch may block for long
         self.generation = generation  # None: this engine only pools
         self.grammars: Grammars | None = None  # compiles grammars before their requests join `generation`
+        self.max_queue_s = 0.0  # until a request starts; 0: no limit
         self.dedup = Deduplicator() if share_identical else None
         self.pending = PendingRequests(scheduler, self.dedup)
         self._recovery = StepRecovery(scheduler, self.pending, generation)
         self._fair_share = FairShare()
+        self._throughput = Throughput()  # of pooling
+        self._prompt_throughput = Throughput()  # of prompts that begin to generate
+        self._num_started_tokens = 0  # of prompts, when the last generation step was planned
         self._comparisons = Comparisons()
         self._in_flight: deque[InFlightStep] = deque()
 
@@ -108,6 +127,16 @@ class EngineCore:
         return sum(step.plan.num_rows for step in self._in_flight)
 
     @property
+    def num_comparisons(self) -> int:
+        """Comparisons that wait or run."""
+        return len(self._comparisons)
+
+    @property
+    def oldest_launch_s(self) -> float:
+        """When the oldest step in flight was launched; 0 if none is in flight."""
+        return self._in_flight[0].launched_s if self._in_flight else 0.0
+
+    @property
     def can_fill_step(self) -> bool:
         """Whether enough tokens wait to fill a step that could be launched now."""
         enough = self.scheduler.queue.num_tokens >= self.scheduler.budget.max_tokens
@@ -115,20 +144,60 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Take on a request; `BadValue`, `NotPossible` or `QueueFull` if it cannot be."""
-        if request.id in self.pending or self.generates(request.id):
-            raise BadValue(f"request_id {request.id!r} is already in use", param="request_id")
+        self._check_id(request.id)
         if request.sampling is not None:
             self._add_generation(request, request.sampling)
         else:
-            self.pending.add(request)
+            if self.max_queue_s and self.scheduler.queue.num_tokens:
+                is_large = self.scheduler.queue.is_large(request)
+                check_wait(self.backlog.wait_s(is_large=is_large), self.max_queue_s)
+            self.pending.add(request, self._start_by_s())
+
+    def _start_by_s(self) -> float | None:
+        """By when a request that is queued now must start."""
+        return self.clock() + self.max_queue_s if self.max_queue_s else None
+
+    @property
+    def backlog(self) -> Backlog:
+        """The pooling work that waits."""
+        queue, large = self.scheduler.queue, self.scheduler.queue.num_large_tokens
+        return Backlog(queue.num_tokens - large, large, self._throughput.tokens_per_s)
+
+    @property
+    def prompt_backlog(self) -> Backlog:
+        """The prompts that wait to generate."""
+        waiting = 0 if self.generation is None else self.generation.queued_tokens
+        return Backlog(waiting, 0, self._prompt_throughput.tokens_per_s)
+
+    def submit(self, work: Request | Comparison) -> list[Outcome]:
+        """Take on a request or a comparison. Returns its failure if it is refused, and also if the code
+        raises anything unexpected: nothing in one request may stop the engine."""
+        try:
+            if isinstance(work, Comparison):
+                self.compare(work)
+            else:
+                self.add(work)
+        except PenstockError as error:
+            return [Failure(work.id, error)]
+        except Exception as error:
+            log.exception("a request could not be taken on")
+            self.cancel(work.id)
+            why = f"the engine cannot take on this request: {type(error).__name__}: {error}"
+            return [Failure(work.id, EngineError(why))]
+        return []
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self.pending or request_id in self._comparisons.ids or self.generates(request_id):
+            raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
 
     def _add_generation(self, request: Request, sampling: SamplerParams) -> None:
         if self.generation is None:
             raise NotPossible("this engine does not generate")
         if request.adapters is not None:  # generation plans carry none: running would be silently wrong
             raise NotPossible("generation does not apply adapters; use a pooling task", param="adapter")
+        check_wait(self.prompt_backlog.wait_s(is_large=True), self.max_queue_s)
         if sampling.grammar is None:
-            self.generation.add(request)
+            self.generation.add(request, start_by_s=self._start_by_s())
         elif self.grammars is None:
             raise NotPossible("this engine does not constrain its output")
         else:
@@ -136,12 +205,18 @@ class EngineCore:
             self.grammars.begin(request, sampling.grammar, lambda: self.wake())
 
     def compare(self, comparison: Comparison) -> None:
-        """Score vectors that the caller brings; they wait for no step."""
-        self._comparisons.add(comparison, self.runner.compare(comparison), lambda: self.wake())
+        """Score vectors that the caller brings; `QueueFull` if too many wait. They wait for no step."""
+        self._check_id(comparison.id)
+        self._comparisons.add(comparison)
+        self._launch_comparison()
+
+    def _launch_comparison(self) -> None:
+        if self._comparisons.can_launch:
+            self._comparisons.launch(self.runner.compare, lambda: self.wake(), self.clock())
 
     def cancel(self, request_id: str) -> None:
         """Drop a request. Its rows in flight finish and are ignored."""
-        if self.pending.cancel(request_id):
+        if self.pending.cancel(request_id) or self._comparisons.cancel(request_id):
             return
         if self.grammars is not None:
             self.grammars.cancel(request_id)
@@ -158,7 +233,9 @@ class EngineCore:
         waiting = self.scheduler.queue.next_deadline_s()
         generating = None if self.generation is None else self.generation.next_deadline_s()
         compiling = None if self.grammars is None else self.grammars.next_deadline_s()
-        return min((d for d in (waiting, generating, compiling) if d is not None), default=None)
+        comparing = self._comparisons.next_deadline_s()
+        deadlines = (waiting, generating, compiling, comparing)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def step(self) -> list[Outcome]:
         """One turn of the loop: expire, admit, collect, launch."""
@@ -168,6 +245,7 @@ class EngineCore:
         outcomes += self._comparisons.collect(self.clock())
         if self.device_failure is not None:
             return outcomes + self._fail_all(self.device_failure)
+        self._launch_comparison()
         self._launch()
         return outcomes
 
@@ -191,11 +269,24 @@ class EngineCore:
         outcomes: list[Outcome] = []
         for request in self.scheduler.expire(now):
             outcomes += self.pending.fail(request.id, _deadline_error(request, now))
+        for request in self.scheduler.overdue(now) if self.max_queue_s else ():
+            outcomes += self.pending.fail(request.id, self._overdue_error())
         for request in () if self.generation is None else self.generation.expire(now):
             outcomes.append(Failure(request.id, _deadline_error(request, now)))
+        if self.generation is not None and self.max_queue_s:
+            for request in self.generation.overdue(now):
+                outcomes.append(Failure(request.id, self._overdue_error()))
         for request, error in () if self.grammars is None else self.grammars.expire(now):
             outcomes.append(Failure(request.id, error))
+        outcomes += self._comparisons.expire(now)
+        for comparison in self._comparisons.overdue(now, self.max_queue_s) if self.max_queue_s else ():
+            outcomes.append(Failure(comparison.id, self._overdue_error()))
         return outcomes + self._generation_failures()
+
+    def _overdue_error(self) -> QueueTooSlow:
+        return QueueTooSlow(
+            f"waited {self.max_queue_s:g} s and did not start, which is the limit; try again shortly"
+        )
 
     def _generation_failures(self) -> list[Outcome]:
         failures = {} if self.generation is None else self.generation.take_failures()
@@ -210,7 +301,7 @@ class EngineCore:
             try:
                 if isinstance(constraints, PenstockError):
                     raise constraints
-                self.generation.add(request, constraints)
+                self.generation.add(request, constraints, self._start_by_s())
             except PenstockError as error:
                 outcomes.append(Failure(request.id, error))
         return outcomes
@@ -235,6 +326,8 @@ class EngineCore:
         self._recovery.step_succeeded(step)
         outcomes: list[Outcome] = []
         if isinstance(plan, PoolPlan) and isinstance(result, PooledResult):
+            if step.left_backlog or self._throughput.had_backlog:  # otherwise there is nothing to learn
+                self._measure_throughput(step)
             outcomes += self.pending.deliver(step, plan, result)
         elif isinstance(plan, GeneratePlan) and isinstance(result, SampledResult) and generation is not None:
             outcomes += generation.collect(plan, result)
@@ -243,6 +336,18 @@ class EngineCore:
             raise TypeError(f"a {type(plan).__name__} cannot give a {type(result).__name__}")
         self.observe(self._stats(step, result))
         return outcomes
+
+    def _measure_throughput(self, step: InFlightStep) -> None:
+        self._throughput.record(
+            step.plan.num_tokens,
+            began_s=step.launched_s,
+            now_s=self.clock(),
+            has_backlog=step.left_backlog and bool(len(self.scheduler.queue) or self._in_flight),
+        )
+        if rate := self._throughput.tokens_per_s:
+            max_tokens = self.scheduler.budget.max_tokens
+            tokens = max(int(rate * SHARED_STEP_S), max_tokens // 8)
+            self.scheduler.max_shared_tokens = min(max_tokens, tokens)
 
     def _stats(self, step: InFlightStep, result: StepResult) -> StepStats:
         plan = step.plan
@@ -279,14 +384,15 @@ class EngineCore:
             estimate_s = self._fair_share.launched(
                 generates, plan.num_tokens, other_has_work=self._has_work(not generates)
             )
+            self.before_launch(now)
             try:
                 future = self.runner.launch(plan)
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
-            is_alone = not self._in_flight
+            is_alone, left_backlog = not self._in_flight, self.scheduler.queue.num_rows > 0
             self._in_flight.append(
-                InFlightStep(plan, scheduled, future, now, is_alone, is_suspect, estimate_s)
+                InFlightStep(plan, scheduled, future, now, is_alone, is_suspect, estimate_s, left_backlog)
             )
             future.add_done_callback(lambda _: self.wake())
 
@@ -320,7 +426,14 @@ class EngineCore:
 
     def _generation_step(self, generation: GenerationScheduler) -> NextStep | None:
         # While isolated rows wait for blocks, no new sequence may take the blocks that others free.
-        plan = generation.schedule(self.clock(), admit=not self.scheduler.isolated)
+        now = self.clock()
+        plan = generation.schedule(now, admit=not self.scheduler.isolated)
+        if self.max_queue_s:
+            started = generation.num_started_tokens - self._num_started_tokens
+            self._num_started_tokens += started
+            self._prompt_throughput.record(
+                started, began_s=now, now_s=now, has_backlog=bool(generation.queued_tokens)
+            )
         return None if plan is None else (plan, [])
 
     def _has_work(self, generates: bool) -> bool:

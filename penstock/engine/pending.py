@@ -44,16 +44,18 @@ class PendingRequests:
     def __getitem__(self, request_id: str) -> Progress:
         return self._progress[request_id]
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, start_by_s: float | None = None) -> None:
         """Queue the rows of a request that no other computes; `QueueFull` or `NotPossible` if refused."""
         if self._dedup is None or request.pairs is not None:
-            self._scheduler.add(request)
+            self._scheduler.add(request, start_by_s)
             self._track(Progress.of(request))
             return
         split = self._dedup.split(request)
         if split.job.num_rows:
-            self._scheduler.add(split.job)
-        self._track(self._dedup.begin(request, split))
+            self._scheduler.add(split.job, start_by_s)
+        progress = self._dedup.begin(request, split)
+        progress.start_by_s = start_by_s
+        self._track(progress)
 
     def waits_for(self, job: Request) -> bool:
         """Whether a request still waits for rows of this job: it has neither ended nor been cancelled."""
@@ -146,7 +148,7 @@ class PendingRequests:
         other, rows = follower.progress, follower.rows
         self._num_relays += 1
         job = select_rows(other.request, rows, f"{other.request.id}~{self._num_relays}")
-        self._scheduler.queue.add(job)
+        self._scheduler.queue.add(job, other.start_by_s)
         relay = Progress.of(job)
         relay.is_relay = True
         relay.followers.append(Follower(other, rows, np.arange(len(rows), dtype=np.int32)))

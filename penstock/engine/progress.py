@@ -26,6 +26,7 @@ class Progress:
     job: Request
     values: list[Array | None]  # of the job, one for each of `all_params`
     num_rows_done: int = 0
+    start_by_s: float | None = None  # rows that run for it in the place of a leader must start by then
     first_launch_s: float | None = None
     device_s: float = 0.0
     source_rows: Ints | None = None  # [rows], the job's row that each is; -1: a row of another request

@@ -1,95 +1,155 @@
-"""Tokenisation for concurrent callers: short texts inline, long ones in batches on a thread."""
+"""Tokenisation for concurrent callers: short texts inline, longer ones in slices on a thread.
+
+No call waits for the whole of another: a slice holds a share of every call that waits, and calls with texts
+that are long by themselves run on threads of their own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from penstock.config import available_cpus
+from penstock.errors import BadValue
+from penstock.inputs.long_texts import RowLimit, max_chars, num_chars
 from penstock.inputs.tokenizer import EncodedText, Tokenizer
 from penstock.types import Ints
 
 T = TypeVar("T")
 MAX_INLINE_CHARS = 1024  # shorter inputs take less time to encode than a hand-over to a thread
-_Job = tuple[list[str], bool, "asyncio.Future[list[Ints]]"]
+MAX_SLICE_CHARS = 1 << 16  # of all calls together; tokenising them takes 10 to 40 ms
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One call, of which some rows may be done."""
+
+    texts: Sequence[str]
+    add_special_tokens: bool
+    limit: RowLimit | None
+    future: asyncio.Future[list[Ints]]
+    rows: list[Ints] = field(default_factory=list)
+
+    def take(self, max_chars: int) -> list[str]:
+        """The next texts: at least one, and at most `max_chars` characters."""
+        taken: list[str] = []
+        size = 0
+        for at in range(len(self.rows), len(self.texts)):
+            text = self.texts[at]
+            size += len(text)
+            if taken and size > max_chars:
+                break
+            taken.append(text)
+        return taken
+
+    def error_of(self, rows: list[Ints]) -> BadValue | None:
+        """The error of its newest rows if one is too long, so that the rest need not be tokenised."""
+        if self.limit is not None and not self.limit.truncates:
+            try:
+                self.limit.reject_long(rows, len(self.rows) - len(rows))
+            except BadValue as error:
+                return error
+        return None
+
+
+_Slice = list[tuple[_Job, list[str]]]
+_Rows = list[Ints] | Exception
 
 
 class BatchTokenizer:
-    """Encodes one batch at a time. Calls that arrive meanwhile form the next batch."""
+    """Encodes one slice at a time. Calls that arrive meanwhile are part of the next."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._waiting: list[_Job] = []
         self._running = False
+        num_workers = min(4, available_cpus())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-tokenize")
-        self._workers = ThreadPoolExecutor(min(4, available_cpus()), thread_name_prefix="penstock-inputs")
+        self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="penstock-inputs")
+        self._large = ThreadPoolExecutor(num_workers, thread_name_prefix="penstock-large-inputs")
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
-        if sum(map(len, texts)) <= MAX_INLINE_CHARS:
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
+    ) -> list[Ints]:
+        """Like `Tokenizer.encode`."""
+        size = num_chars(texts)
+        if size <= MAX_INLINE_CHARS:
             return self.tokenizer.encode(texts, add_special_tokens)
+        longest = max_chars(texts)
+        if longest > MAX_SLICE_CHARS or (limit is not None and longest > limit.max_whole_chars):
+            return await self.call(partial(self.tokenizer.encode, texts, add_special_tokens, limit), size)
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Ints]] = loop.create_future()
-        self._waiting.append((list(texts), add_special_tokens, future))
+        job = _Job(texts, add_special_tokens, limit, loop.create_future())
+        self._waiting.append(job)
         if not self._running:
             self._start(loop)
-        return await future
+        return await job.future
 
     async def encode_with_offsets(
-        self, texts: Sequence[str], add_special_tokens: bool = True
+        self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
     ) -> list[EncodedText]:
         """Like `Tokenizer.encode_with_offsets`, on a worker thread and not batched."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._workers, self.tokenizer.encode_with_offsets, texts, add_special_tokens
-        )
+        work = partial(self.tokenizer.encode_with_offsets, texts, add_special_tokens, limit)
+        return await self.call(work, num_chars(texts))
 
-    async def call(self, work: Callable[[], T]) -> T:
-        """Run other tokenisation work on a worker thread, not batched: long pairs keep several cores busy."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+    async def call(self, work: Callable[[], T], size: int = 0) -> T:
+        """Run other work on a worker thread, not batched: long pairs keep several cores busy.
+
+        `size` is the number of characters or tokens. Large work has threads of its own, so that small work
+        does not wait for it.
+        """
+        pool = self._workers if size <= MAX_SLICE_CHARS else self._large
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def close(self) -> None:
-        for pool in (self._thread, self._workers):
+        for pool in (self._thread, self._workers, self._large):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        jobs = [job for job in self._waiting if not job[2].cancelled()]
-        self._waiting = []
-        self._running = bool(jobs)
-        if jobs:
-            done = loop.run_in_executor(self._thread, self._encode_all, jobs)
-            done.add_done_callback(lambda result: self._finish(loop, jobs, result))
+        """Encode the next slice: of every call that waits, its share."""
+        self._waiting = [job for job in self._waiting if not job.future.done()]
+        self._running = bool(self._waiting)
+        if self._running:
+            share = MAX_SLICE_CHARS // len(self._waiting)
+            batch = [(job, job.take(share)) for job in self._waiting]
+            done = loop.run_in_executor(self._thread, self._encode_slice, batch)
+            done.add_done_callback(lambda result: self._finish(loop, batch, result))
 
-    def _encode_all(self, jobs: list[_Job]) -> list[list[Ints] | Exception]:
-        """The rows of each job, or its error: a bad text fails only its own call."""
-        out: list[list[Ints] | Exception] = []
-        for special in (True, False):
-            matching = [texts for texts, add, _ in jobs if add is special]
-            if len(matching) == len(jobs):
-                try:
-                    rows = iter(self.tokenizer.encode([t for texts in matching for t in texts], special))
-                    return [[next(rows) for _ in texts] for texts in matching]
-                except Exception:
-                    break
-        for texts, special, _ in jobs:
+    def _encode_slice(self, batch: _Slice) -> list[_Rows]:
+        """The rows of each call, or its error: a bad text fails only its own call."""
+        special = batch[0][0].add_special_tokens
+        if len(batch) > 1 and all(job.add_special_tokens == special for job, _ in batch):
             try:
-                out.append(self.tokenizer.encode(texts, special))
-            except Exception as error:
-                out.append(error)
-        return out
+                rows = self.tokenizer.encode([text for _, texts in batch for text in texts], special)
+            except Exception:
+                return [self._encode(job, texts) for job, texts in batch]
+            left = iter(rows)
+            return [list(itertools.islice(left, len(texts))) for _, texts in batch]
+        return [self._encode(job, texts) for job, texts in batch]
+
+    def _encode(self, job: _Job, texts: list[str]) -> _Rows:
+        try:
+            return self.tokenizer.encode(texts, job.add_special_tokens)
+        except Exception as error:
+            return error
 
     def _finish(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        jobs: list[_Job],
-        result: asyncio.Future[list[list[Ints] | Exception]],
+        self, loop: asyncio.AbstractEventLoop, batch: _Slice, result: asyncio.Future[list[_Rows]]
     ) -> None:
-        for (_, _, future), rows in zip(jobs, result.result(), strict=True):
-            if future.done():
+        for (job, _), rows in zip(batch, result.result(), strict=True):
+            if job.future.done():
                 continue
             if isinstance(rows, Exception):
-                future.set_exception(rows)
-            else:
-                future.set_result(rows)
+                job.future.set_exception(rows)
+                continue
+            job.rows += rows
+            if len(job.rows) == len(job.texts):
+                job.future.set_result(job.rows)
+            elif (error := job.error_of(rows)) is not None:
+                job.future.set_exception(error)
         self._start(loop)

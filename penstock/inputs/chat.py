@@ -15,10 +15,15 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.checkpoint.files import optional_json
 from penstock.errors import BadValue, ConfigError
+from penstock.inputs.template_limits import (
+    MAX_TEMPLATE_CHARS,
+    LimitedEnvironment,
+    TemplateLimitExceeded,
+    limited,
+)
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "add_generation_prompt")  # not allowed in chat_template_kwargs
@@ -55,11 +60,12 @@ def _to_json(
     )
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
+    environment.guard_filters()
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -71,14 +77,24 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
         self.source = source
         self.special = dict(special or {})
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ConfigError(
+                f"the chat template has {len(source)} characters; use one of at most {MAX_TEMPLATE_CHARS}",
+                param="chat_template",
+            )
         environment = _environment()
         try:
-            self._template = environment.from_string(source)
+            with limited():
+                self._template = environment.limited_template(source)
             self._takes_parts = _reads_parts(environment.parse(source))
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}",
                 param="chat_template",
+            ) from None
+        except (SyntaxError, RecursionError, TemplateLimitExceeded) as error:
+            raise ConfigError(
+                f"the chat template cannot be compiled: {error}", param="chat_template"
             ) from None
 
     def render(
@@ -107,9 +123,14 @@ class ChatTemplate:
         adapted = [self._adapt(message, index) for index, message in enumerate(messages)]
         values = {"tools": None, "documents": None, **self.special, **template_kwargs}
         try:
-            text = self._template.render(
-                messages=adapted, add_generation_prompt=add_generation_prompt, **values
-            )
+            with limited():
+                text: str = self._template.render(
+                    messages=adapted, add_generation_prompt=add_generation_prompt, **values
+                )
+        except TemplateLimitExceeded as error:
+            raise BadValue(
+                f"the chat template was stopped: {error}; send fewer or shorter messages", param="messages"
+            ) from None
         except _TemplateRefusal as error:
             raise BadValue(f"the chat template rejects these messages: {error}", param="messages") from None
         except Exception as error:  # a template can raise any exception
@@ -159,7 +180,7 @@ def part_texts(content: Any, index: int) -> list[str]:
 def _up_to_last_message(text: str, message: Message) -> str:
     """The prompt up to the end of the last message's text, so that the model continues it."""
     content = message.get("content")
-    last = "" if content is None else part_texts(content, -1)[-1]
+    last = "" if not content else part_texts(content, -1)[-1]
     words = last.strip()
     if not words:
         raise BadValue(

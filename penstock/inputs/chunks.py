@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import BadValue, NotPossible
+from penstock.inputs.long_texts import MAX_REQUEST_TOKENS, RowLimit, check_request_tokens
 from penstock.inputs.offsets import text_offsets
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import EncodedText
@@ -83,10 +84,13 @@ class Chunker:
         has_special_tokens = from_text and options.add_special_tokens
         prompt = self._prompt_tokens(options) if from_text else None
         pieces, weights, counts = [], [], []
+        num_repeated = 0  # tokens of the prompt and special tokens, which each piece has again
         for row in rows:
             head = _common_prefix(row, prompt) if prompt is not None else 0
             head = max(head, self.tokenizer.prefix if has_special_tokens else 0)
             tail = self.tokenizer.suffix if has_special_tokens else 0
+            num_repeated += (head + tail) * (len(row) // max(1, self.spec.max_model_len - head - tail))
+            check_request_tokens(num_repeated, MAX_REQUEST_TOKENS, "prompt")
             parts, sizes = split_row(row, self.spec.max_model_len, head, tail)
             pieces += parts
             weights += sizes
@@ -151,7 +155,8 @@ class Chunker:
         prompt = self.processor.prompt(options)
         if not prompt:
             return None
-        (row,) = self.tokenizer.encode([prompt], options.add_special_tokens)
+        limit = RowLimit(self.spec.max_model_len, name="prompt", param="prompt")
+        (row,) = self.tokenizer.encode([prompt], options.add_special_tokens, limit)
         return row[: len(row) - self.tokenizer.suffix] if options.add_special_tokens else row
 
 

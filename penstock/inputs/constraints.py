@@ -1,7 +1,8 @@
 """Structured output: masks of the tokens that a JSON schema, regular expression or grammar allows next.
 
-llguidance (the `structured` extra) computes them on the CPU. An API process only checks grammars. The engine
-has one `GrammarCompiler` per model and one `Constraint` per row, and asks it for a mask in each step.
+llguidance (the `structured` extra) computes them on the CPU, in the engine only. An API process checks the
+bounds of a grammar (`grammar_bounds`) and never compiles one. The engine has one `GrammarCompiler` per model
+and one `Constraint` per row, and asks it for a mask in each step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadValue, NotPossible
+from penstock.inputs.grammar_bounds import MAX_CHOICES, check_bounds, check_length, check_nesting
 from penstock.types import Grammar
 
 Mask = NDArray[np.uint32]  # [ceil(vocabulary / 32)], bit i % 32 of word i // 32 allows token i
-_MAX_GRAMMAR_CHARS = 256 * 1024
 
 
 class Constraint:
@@ -74,54 +74,45 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> Callable[[], Constraint]:
         """A factory of one `Constraint` per row. Slow for a large grammar; may be called on any thread."""
-        check_length(grammar)
-        matcher = self._library.LLMatcher(self._tokenizer, _source(grammar), log_level=0)
+        matcher = self._library.LLMatcher(self._tokenizer, source(grammar), log_level=0)
         if matcher.is_error():
-            raise _rejected(grammar, matcher.get_error())
+            raise rejected(grammar, matcher.get_error())
         return lambda: Constraint(matcher.deep_copy(), self._num_words)
 
 
 def check(grammar: Grammar) -> None:
-    """Reject a grammar that cannot be compiled. Needs no vocabulary, so API processes can call it."""
-    check_length(grammar)
-    if message := _compile_error(grammar):
-        raise _rejected(grammar, message)
+    """Reject a grammar that exceeds the bounds, without compiling it."""
+    _require_library()
+    check_bounds(grammar)
 
 
-def check_length(grammar: Grammar) -> None:
-    if len(grammar.text) > _MAX_GRAMMAR_CHARS:
-        raise BadValue(f"the grammar has {len(grammar.text)} characters; use at most {_MAX_GRAMMAR_CHARS}")
+_NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "gbnf": "grammar"}
 
 
-@lru_cache(maxsize=256)
-def _compile_error(grammar: Grammar) -> str:
-    """Why the grammar cannot be compiled; empty if it can. Cached, because a large schema is slow to
-    check."""
-    message = str(_library().LLMatcher.validate_grammar(_source(grammar), None))
-    return "" if message.startswith("WARNING") else message
-
-
-_NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
-
-
-def _rejected(grammar: Grammar, message: str) -> BadValue:
+def rejected(grammar: Grammar, message: str) -> BadValue:
     reason = " ".join(message.split())[:500]
     return BadValue(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
 
 
-@lru_cache(maxsize=256)
-def _source(grammar: Grammar) -> str:
+def source(grammar: Grammar) -> str:
+    """The grammar in the form that the library compiles."""
     matcher = _library().LLMatcher
     if grammar.kind == "json":
         return str(matcher.grammar_from_json_schema(grammar.text))
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "gbnf":
+        raise ValueError("the sandbox turns GBNF into Lark notation")
     return str(matcher.grammar_from_lark(grammar.text))
 
 
-def _library() -> Any:
+def _require_library() -> None:
     if importlib.util.find_spec("llguidance") is None:
         raise NotPossible("structured output needs llguidance on the server: pip install 'llguidance>=1.0'")
+
+
+def _library() -> Any:
+    _require_library()
     import llguidance
 
     return llguidance
@@ -130,12 +121,16 @@ def _library() -> Any:
 def json_schema(schema: Any, name: str) -> Grammar:
     """The grammar of a JSON schema, given as an object or as JSON text."""
     if isinstance(schema, str):
+        check_length(schema)
         try:
             schema = json.loads(schema)
         except ValueError as error:
             raise BadValue(f"{name} is not valid JSON: {error}", param=name) from None
+        except RecursionError:
+            raise BadValue(f"{name} nests too deeply", param=name) from None
     if not isinstance(schema, dict | bool):
         raise BadValue(f"{name} must be a JSON schema, not {type(schema).__name__}", param=name)
+    check_nesting(schema)
     return Grammar("json", json.dumps(schema))
 
 
@@ -146,17 +141,11 @@ def choice(options: Sequence[str], name: str) -> Grammar:
     """A grammar that accepts exactly one of these texts."""
     if not options or not all(options):
         raise BadValue(f"{name} needs at least one text and no empty ones", param=name)
+    if len(options) > MAX_CHOICES:
+        raise BadValue(f"{name} has {len(options)} texts; give at most {MAX_CHOICES}", param=name)
     return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in options))
 
 
-def lark_or_gbnf(text: str, name: str) -> Grammar:
+def lark_or_gbnf(text: str) -> Grammar:
     """A grammar in Lark notation, or in GBNF, which is recognised by its `::=`."""
-    if "::=" not in text:
-        return Grammar("lark", text)
-    _library()
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return Grammar("lark", any_to_lark(text))
-    except Exception as error:  # the converter raises any exception on a bad grammar
-        raise BadValue(f"{name} cannot be read as GBNF: {error}", param=name) from None
+    return Grammar("gbnf" if "::=" in text else "lark", text)

@@ -6,7 +6,7 @@ Names and limits are those of vLLM's OpenAI server, so that its clients work unc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,15 +18,35 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs import constraints
 from penstock.inputs.chat import ModelTemplate, special_tokens
+from penstock.inputs.long_texts import RowLimit
 from penstock.inputs.processor import split_inputs
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
-from penstock.types import Grammar, Ints, PoolingParams, Request, SamplerParams, Task
+from penstock.types import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SAMPLING_RANGES,
+    Grammar,
+    Ints,
+    PoolingParams,
+    Request,
+    SamplerParams,
+    Task,
+    check_sampling,
+    shown,
+)
 
 DEFAULT_MAX_TOKENS = 16  # for a completion without max_tokens
 MAX_LOGPROBS = 20
 _MIN_TEMPERATURE = 0.01  # lower values above 0 only lose precision
+_MIN_TOP_P = 1e-6  # lower values keep the likeliest token as well, and vanish in float32
 _MAX_STOPS = 64
+_MAX_STOP_CHARS = 8192  # of all stop strings
+_MAX_BAD_WORD_CHARS = 64 * MAX_BAD_WORD_TOKENS  # of one; a longer one has too many tokens in any vocabulary
+_MAX_SALT_CHARS = 1024
+MAX_COPIES = 16_384  # n
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -201,7 +221,9 @@ class GenerationInputs:
         except BadValue as error:
             raise BadValue(error.message.replace("input", "prompt"), param="prompt") from None
         if texts is not None:
-            rows = self.tokenizer.encode(texts, add_special_tokens)
+            truncates = fields.truncate_prompt_tokens is not None
+            limit = RowLimit(self.spec.max_model_len, truncates, fields.truncation_side, "prompt", "prompt")
+            rows = self.tokenizer.encode(texts, add_special_tokens, limit)
             if add_special_tokens and self.tokenizer.suffix:  # trailing special tokens would end the text
                 rows = [row[: len(row) - self.tokenizer.suffix] for row in rows]
         else:
@@ -227,6 +249,11 @@ class GenerationInputs:
         options: JobOptions = DEFAULT_JOB_OPTIONS,
     ) -> GenerationJob:
         """The job for these rows, with all fields checked."""
+        if len(fields.cache_salt) > _MAX_SALT_CHARS:
+            raise BadValue(
+                f"cache_salt has {len(fields.cache_salt)} characters; use at most {_MAX_SALT_CHARS}",
+                param="cache_salt",
+            )
         return GenerationJob(
             request_id,
             rows,
@@ -256,23 +283,21 @@ class GenerationInputs:
                 "ignore_eos and structured output contradict each other; leave one of them out",
                 param="ignore_eos",
             )
-        return SamplerParams(
+        params = SamplerParams(
             max_tokens=max_tokens,
             min_tokens=fields.min_tokens,
             temperature=self._temperature(fields.temperature),
             top_k=self._top_k(fields.top_k),
-            top_p=self._within("top_p", fields.top_p, 0.0, 1.0, above=True),
-            min_p=self._within("min_p", fields.min_p, 0.0, 1.0),
+            top_p=self._top_p(fields.top_p),
+            min_p=self._within("min_p", fields.min_p),
             seed=_seed(fields.seed),
-            presence_penalty=_penalty("presence_penalty", fields.presence_penalty),
-            frequency_penalty=_penalty("frequency_penalty", fields.frequency_penalty),
-            repetition_penalty=self._within(
-                "repetition_penalty", fields.repetition_penalty, 0.0, math.inf, above=True
-            ),
+            presence_penalty=self._within("presence_penalty", fields.presence_penalty),
+            frequency_penalty=self._within("frequency_penalty", fields.frequency_penalty),
+            repetition_penalty=self._within("repetition_penalty", fields.repetition_penalty),
             logit_bias=self._bias(fields.logit_bias),
             allowed_token_ids=self._allowed(fields.allowed_token_ids),
             bad_token_ids=self._bad_words(fields.bad_words),
-            stop_token_ids=self._ids(fields.stop_token_ids or (), "stop_token_ids"),
+            stop_token_ids=self._ids(fields.stop_token_ids or (), "stop_token_ids", MAX_STOP_TOKEN_IDS),
             eos_token_ids=self.eos_token_ids,
             ignore_eos=fields.ignore_eos,
             logprobs=_logprobs("logprobs", logprobs),
@@ -282,18 +307,20 @@ class GenerationInputs:
             ),
             grammar=grammar,
         )
+        check_sampling(params, self.spec.vocab_size)  # what the engine would refuse as well
+        return params
 
     def _max_tokens(self, fields: GenerationFields, prompt: int, echo: bool, default: int | None) -> int:
         limit, given = self.spec.max_model_len, fields.max_tokens
         if given is not None and (given < 0 or (given == 0 and not echo)):
-            raise BadValue(f"max_tokens is {given}; it must be at least 1", param="max_tokens")
+            raise BadValue(f"max_tokens is {shown(given)}; it must be at least 1", param="max_tokens")
         # With echo, max_tokens may be 0: one token is generated and dropped.
         max_tokens = max(given, 1) if given is not None else None
         needed = max_tokens or 1
         if prompt + needed > limit:
             raise BadValue(
                 f"the model takes at most {limit} tokens; the prompt has {prompt} and max_tokens is "
-                f"{needed}, together {prompt + needed}; shorten the prompt or lower max_tokens",
+                f"{shown(needed)}, together {shown(prompt + needed)}; shorten the prompt or lower max_tokens",
                 param="prompt" if prompt >= limit else "max_tokens",
             )
         room = limit - prompt
@@ -302,35 +329,49 @@ class GenerationInputs:
         return min(room, default or self.defaults.get("max_new_tokens") or room)
 
     def _temperature(self, given: float | None) -> float:
-        value = self._within("temperature", given, 0.0, math.inf)
+        value = self._within("temperature", given)
         return _MIN_TEMPERATURE if 0 < value < _MIN_TEMPERATURE else value
 
     def _top_k(self, given: int | None) -> int:
         value = int(self.defaults.get("top_k", 0)) if given is None else given
-        if value < -1:
-            raise BadValue(f"top_k is {value}; use 1 or more, or 0 or -1 for all tokens", param="top_k")
-        return max(value, 0)
+        if not -1 <= value < 2**63:
+            raise BadValue(
+                f"top_k is {shown(value)}; use 1 or more, or 0 or -1 for all tokens", param="top_k"
+            )
+        return value if 0 < value < self.spec.vocab_size else 0
 
-    def _within(self, name: str, given: float | None, low: float, high: float, above: bool = False) -> float:
+    def _top_p(self, given: float | None) -> float:
+        value = float(self.defaults.get("top_p", 1.0)) if given is None else given
+        if not 0 < value <= 1:
+            raise BadValue(f"top_p is {value:g}; use a value above 0, at most 1", param="top_p")
+        return max(value, _MIN_TOP_P)
+
+    def _within(self, name: str, given: float | None) -> float:
         value = float(self.defaults.get(name, _NEUTRAL[name])) if given is None else given
-        is_valid = math.isfinite(value) and low <= value <= high and not (above and value == low)
-        if not is_valid:
-            lower = f"above {low:g}" if above else f"{low:g} or more"
-            upper = "" if math.isinf(high) else f", at most {high:g}"
-            raise BadValue(f"{name} is {value:g}; use a value {lower}{upper}", param=name)
+        low, high = SAMPLING_RANGES[name]
+        if not low <= value <= high:  # true of NaN as well
+            raise BadValue(f"{name} is {value:g}; use {low:g} to {high:g}", param=name)
         return value
 
     def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
+        if given and len(given) > MAX_LOGIT_BIAS:
+            raise BadValue(
+                f"logit_bias has {len(given)} tokens; use at most {MAX_LOGIT_BIAS}, or allowed_token_ids",
+                param="logit_bias",
+            )
         bias: dict[int, float] = {}
         for key, value in (given or {}).items():
-            if not key.strip().isdecimal():
-                raise BadValue(f"logit_bias has the key {key!r}; keys must be token ids", param="logit_bias")
+            digits = key.strip()
+            if not (digits.isascii() and digits.isdecimal() and len(digits) < 20):
+                raise BadValue(
+                    f"logit_bias has the key {key[:40]!r}; keys must be token ids", param="logit_bias"
+                )
             if not math.isfinite(value):
                 raise BadValue(
-                    f"logit_bias of token {key} is {value}; use a finite number", param="logit_bias"
+                    f"logit_bias of token {digits} is {value}; use a finite number", param="logit_bias"
                 )
-            bias[int(key)] = min(100.0, max(-100.0, value))
-        self._ids(bias, "logit_bias")
+            bias[int(digits)] = min(100.0, max(-100.0, value))
+        self._ids(bias, "logit_bias", MAX_LOGIT_BIAS)
         return bias
 
     def _allowed(self, given: list[int] | None) -> tuple[int, ...] | None:
@@ -340,38 +381,61 @@ class GenerationInputs:
             raise BadValue(
                 "allowed_token_ids is empty; give at least one token id", param="allowed_token_ids"
             )
-        return self._ids(given, "allowed_token_ids")
+        return self._ids(given, "allowed_token_ids", self.spec.vocab_size)
 
     def _bad_words(self, given: list[str] | None) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word at the start of a text and, if they differ, after a space."""
+        words = [word.strip() for word in dict.fromkeys(given or ())]
+        if not words:
+            return ()
+        if not all(words):
+            raise BadValue("bad_words has an empty text", param="bad_words")
+        if len(words) > MAX_BAD_WORDS:
+            raise BadValue(
+                f"bad_words has {len(words)} texts; use at most {MAX_BAD_WORDS}", param="bad_words"
+            )
+        if max(map(len, words)) > _MAX_BAD_WORD_CHARS:
+            raise BadValue(
+                f"bad_words has a text of more than {_MAX_BAD_WORD_CHARS} characters; use shorter ones",
+                param="bad_words",
+            )
+        rows = self.tokenizer.encode([*words, *(f" {word}" for word in words)], add_special_tokens=False)
         found: list[tuple[int, ...]] = []
-        for word in given or ():
-            bare = word.strip()
-            if not bare:
-                raise BadValue("bad_words has an empty text", param="bad_words")
-            first, spaced = self.tokenizer.encode([bare, f" {bare}"], add_special_tokens=False)
+        for first, spaced in zip(rows[: len(words)], rows[len(words) :], strict=True):
             found.append(tuple(first.tolist()))
             if len(spaced) == len(first) and len(spaced) and spaced[0] != first[0]:
                 found.append(tuple(spaced.tolist()))
         return tuple(dict.fromkeys(ids for ids in found if ids))
 
-    def _ids(self, given: Iterable[int], name: str) -> tuple[int, ...]:
-        ids = tuple(given)
-        for token_id in ids:
-            if not 0 <= token_id < self.spec.vocab_size:
-                raise BadValue(
-                    f"{name} has {token_id}; the model's token ids are 0 to {self.spec.vocab_size - 1}",
-                    param=name,
-                )
+    def _ids(self, given: Collection[int], name: str, max_ids: int) -> tuple[int, ...]:
+        """Distinct token ids in their order, checked."""
+        vocab_size = self.spec.vocab_size
+        if given:
+            for token_id in (min(given), max(given)):
+                if not 0 <= token_id < vocab_size:
+                    raise BadValue(
+                        f"{name} has {shown(token_id)}; the model's token ids are 0 to {vocab_size - 1}",
+                        param=name,
+                    )
+        ids = tuple(dict.fromkeys(given))
+        if len(ids) > max_ids:
+            raise BadValue(f"{name} has {len(ids)} token ids; use at most {max_ids}", param=name)
         return ids
 
     def _check_ids(self, ids: Ints, name: str) -> None:
         if len(ids):
-            self._ids((int(ids.min()), int(ids.max())), name)
+            self._ids((int(ids.min()), int(ids.max())), name, 2)
 
 
-_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-_NUMBERS = (*_NEUTRAL, "top_k", "max_new_tokens")
+_NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "max_new_tokens")
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -399,37 +463,32 @@ def eos_token_ids(
 def _num_copies(given: int | None) -> int:
     n = 1 if given is None else given
     if n < 1:
-        raise BadValue(f"n is {n}; it must be at least 1", param="n")
+        raise BadValue(f"n is {shown(n)}; it must be at least 1", param="n")
+    if n > MAX_COPIES:
+        raise BadValue(f"n is {shown(n)}; one request takes at most {MAX_COPIES} sequences", param="n")
     return n
 
 
 def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:
     if min_tokens < 0:
-        raise BadValue(f"min_tokens is {min_tokens}; use 0 or more", param="min_tokens")
+        raise BadValue(f"min_tokens is {shown(min_tokens)}; use 0 or more", param="min_tokens")
     if min_tokens > max_tokens:
         raise BadValue(
-            f"min_tokens is {min_tokens}, above max_tokens; use 0 to {max_tokens}", param="min_tokens"
+            f"min_tokens is {shown(min_tokens)}, above max_tokens; use 0 to {max_tokens}", param="min_tokens"
         )
-
-
-def _penalty(name: str, given: float | None) -> float:
-    value = 0.0 if given is None else given
-    if not -2 <= value <= 2:
-        raise BadValue(f"{name} is {value:g}; use -2 to 2", param=name)
-    return value
 
 
 def _seed(given: int | None) -> int | None:
     if given is None or given == -1:
         return None
     if not -(2**63) <= given < 2**63:
-        raise BadValue(f"seed is {given}; it must fit into 64 bits", param="seed")
+        raise BadValue(f"seed is {shown(given)}; it must fit into 64 bits", param="seed")
     return given
 
 
 def _logprobs(name: str, given: int | None) -> int | None:
     if given is not None and not 0 <= given <= MAX_LOGPROBS:
-        raise BadValue(f"{name} is {given}; use 0 to {MAX_LOGPROBS}", param=name)
+        raise BadValue(f"{name} is {shown(given)}; use 0 to {MAX_LOGPROBS}", param=name)
     return given
 
 
@@ -439,6 +498,8 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
         raise BadValue("stop has an empty text; give at least one character", param="stop")
     if len(stops) > _MAX_STOPS:
         raise BadValue(f"stop has {len(stops)} texts; give at most {_MAX_STOPS}", param="stop")
+    if sum(map(len, stops)) > _MAX_STOP_CHARS:
+        raise BadValue(f"stop has more than {_MAX_STOP_CHARS} characters; use shorter texts", param="stop")
     return tuple(dict.fromkeys(stops))
 
 
@@ -468,7 +529,7 @@ def grammar_of(fields: GenerationFields) -> Grammar | None:
         constraints.check(grammar)
     except BadValue as error:
         raise BadValue(error.message, param=_field(name)) from None
-    return grammar
+    return Grammar(grammar.kind, grammar.text, _field(name))
 
 
 def _constraining_format(given: ResponseFormat | None) -> ResponseFormat | None:
@@ -488,7 +549,7 @@ def _grammar(kind: str, value: Any, name: str) -> Grammar:
         return constraints.JSON_OBJECT
     if kind == "regex":
         return Grammar("regex", value)
-    return constraints.choice(value, name) if kind == "choice" else constraints.lark_or_gbnf(value, name)
+    return constraints.choice(value, name) if kind == "choice" else constraints.lark_or_gbnf(value)
 
 
 def _field(name: str) -> str:

@@ -101,15 +101,20 @@ class LateInputs:
         self, rows: list[Ints], truncate_prompt_tokens: int | None = None, framing: Framing | None = None
     ) -> LateRows:
         """Document rows from tokenised texts."""
-        max_length = truncation_limit(truncate_prompt_tokens, self.spec.max_model_len)
-        if max_length is None and self.late.document_length is not None:
-            max_length = min(self.late.document_length, self.spec.max_model_len)
+        max_length = self.document_limit(truncate_prompt_tokens)
         if max_length is None:
             self._reject_long(rows)
         flat, lengths = _mark_rows(
             rows, self._document_marker, max_length or self.spec.max_model_len, framing or self._framing
         )
         return LateRows(_split(flat, lengths), None, self._token_mask(flat))
+
+    def document_limit(self, truncate_prompt_tokens: int | None) -> int | None:
+        """The number of tokens that documents are truncated to. None means that longer ones are rejected."""
+        max_length = truncation_limit(truncate_prompt_tokens, self.spec.max_model_len)
+        if max_length is None and self.late.document_length is not None:
+            return min(self.late.document_length, self.spec.max_model_len)
+        return max_length
 
     def _token_mask(self, flat: Ints) -> Ints | None:
         """1 for tokens that are not in the skip list; None if no token is."""

@@ -7,6 +7,7 @@ tokens, because a long list is split into blocks and the query states of the blo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import msgspec
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.score import DOCUMENT_MARK, QUERY_MARK
 from penstock.errors import BadValue
+from penstock.inputs.long_texts import RowLimit, check_expanded, check_request_tokens, windows
 from penstock.inputs.pair_options import Pair, PairOptions
 from penstock.inputs.processor import InputProcessor
 from penstock.types import Array, Ints, PoolingParams, Request
@@ -41,19 +43,31 @@ def prepare_lists(
     options: PairOptions,
 ) -> Request:
     """One row per block of consecutive pairs with the same query. Documents keep their order."""
-    prompts: list[str] = []
-    for query, group in groupby(pairs, key=lambda pair: pair[0]):
-        prompts += _prompts(processor, query, [document for _, document in group], options)
-    rows = processor.tokenizer.encode(prompts)
+    max_tokens = processor.spec.max_model_len
+    limit = RowLimit(max_tokens, name="list", param="documents")
+    rows: list[Ints] = []
+    for window in windows(_all_prompts(processor, pairs, options)):
+        rows += processor.tokenizer.encode(window, True, limit)
+        if (longest := max(len(row) for row in rows)) > max_tokens:
+            raise BadValue(
+                f"a list of documents takes {longest} tokens, but the model takes at most {max_tokens}; "
+                "shorten them or set max_tokens_per_doc",
+                param="documents",
+            )
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
-    if (lengths > processor.spec.max_model_len).any():
-        raise BadValue(
-            f"a list of documents takes {int(lengths.max())} tokens, but the model takes at most "
-            f"{processor.spec.max_model_len}; shorten them or set max_tokens_per_doc",
-            param="documents",
-        )
+    check_request_tokens(int(lengths.sum(dtype=np.int64)), options.max_request_tokens, "documents")
     params = msgspec.structs.replace(params, listwise=True, normalize=False)
     return Request(request_id, np.concatenate(rows), lengths, params, cache_salt=options.cache_salt)
+
+
+def _all_prompts(processor: InputProcessor, pairs: Sequence[Pair], options: PairOptions) -> Iterator[str]:
+    """The prompts of all blocks. Each repeats the query and the instruction."""
+    num_repeated = 0
+    for query, group in groupby(pairs, key=lambda pair: pair[0]):
+        for prompt in _prompts(processor, query, [document for _, document in group], options):
+            num_repeated += 2 * len(query) + len(options.instruction or "")
+            check_expanded(num_repeated, "query")
+            yield prompt
 
 
 def _prompts(
@@ -72,8 +86,10 @@ def _prompts(
         documents = tokenizer.truncate(documents, max_document)
     instruction = f"<instruct>\n{options.instruction}\n</instruct>\n" if options.instruction else ""
     passages = (_passage(_MAX_BLOCK_DOCUMENTS, document) + "\n" for document in documents)
-    base, *sizes = (len(row) for row in tokenizer.encode([_prompt(query, instruction, []), *passages]))
-    for first, end in _blocks(sizes, limit - base):
+    row_limit = RowLimit(limit, name="document", param="documents")
+    (base,) = tokenizer.encode([_prompt(query, instruction, [])], True, replace(row_limit, name="query"))
+    sizes = [len(row) for row in tokenizer.encode(list(passages), True, row_limit)]
+    for first, end in _blocks(sizes, limit - len(base)):
         yield _prompt(query, instruction, documents[first:end])
 
 

@@ -22,6 +22,7 @@ class PairOptions:
     truncation_side: Side = "right"
     cache_salt: str = ""
     is_symmetric: bool = False  # embedders only: queries and documents are the same kind of text
+    max_request_tokens: int | None = None  # of all rows together; None: no limit
     prompt_name: str | None = None  # with `is_symmetric`: the prompt of both
 
 

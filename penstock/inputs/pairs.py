@@ -17,8 +17,14 @@ import numpy as np
 
 from penstock.checkpoint.score import ScoreSpec
 from penstock.checkpoint.spec import ModelSpec
-from penstock.errors import BadValue, NotPossible
+from penstock.errors import BadValue, NotPossible, shown
 from penstock.inputs.lists import list_scores, prepare_lists
+from penstock.inputs.long_texts import (
+    ExpandedTexts,
+    RowLimit,
+    check_expanded,
+    check_request_tokens,
+)
 from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.truncation import Side, truncation_limit
@@ -66,6 +72,8 @@ def prepare_pairs(
     `params.task` must be `score`. Pass the output of the request to `finish_pairs`.
     """
     kind = check_pairs(processor, params, options)
+    if options.instruction is not None:
+        check_expanded(len(options.instruction) * len(pairs), "instruction")
     if kind == "list":
         return prepare_lists(processor, request_id, pairs, params, options)
     texts = _pair_texts(processor, pairs, options)
@@ -114,7 +122,7 @@ def check_pairs(processor: InputProcessor, params: PoolingParams, options: PairO
     processor.check(params)
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         if (value := getattr(options, name)) is not None and value < 1:
-            raise BadValue(f"{name} is {value}; it must be at least 1", param=name)
+            raise BadValue(f"{name} is {shown(value)}; it must be at least 1", param=name)
     truncation_limit(options.truncate_prompt_tokens, processor.spec.max_model_len)
     score = processor.spec.score
     accepts_instruction = (
@@ -221,11 +229,14 @@ def _join(queries: Request, documents: Request, query_of: Ints, params: PoolingP
 def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOptions) -> _Rows:
     """Each pair in the tokenizer's own pair template. If a row is too long, its longer text is truncated."""
     frame, query_of = processor.tokenizer.pair_frame, texts.query_of
-    queries = processor.tokenizer.encode(texts.queries, add_special_tokens=False)
-    documents = processor.tokenizer.encode(texts.documents, add_special_tokens=False)
+    query_limit, document_limit = _text_limits(processor, options)
+    queries = processor.tokenizer.encode(texts.queries, False, query_limit)
+    documents = processor.tokenizer.encode(texts.documents, False, document_limit)
     query_sizes, document_sizes = _sizes(queries)[query_of], _sizes(documents)
     limit = _row_limit(processor, query_sizes + document_sizes + frame.size, options)
+    _check_longest(texts, query_sizes, document_sizes, document_limit)
     query_sizes, document_sizes = _longest_first(query_sizes, document_sizes, limit - frame.size)
+    _check_tokens(query_sizes + document_sizes + frame.size, options)
     side, parts = options.truncation_side, []
     for query, document, query_size, document_size in zip(
         query_of.tolist(), documents, query_sizes, document_sizes, strict=True
@@ -234,6 +245,44 @@ def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOption
         parts += [_truncate(document, document_size, side), frame.after]
     lengths = (query_sizes + document_sizes + frame.size).astype(np.int32)
     return _Rows(np.concatenate(parts), lengths, _type_ids(processor, query_sizes, document_sizes))
+
+
+def _text_limits(processor: InputProcessor, options: PairOptions) -> tuple[RowLimit, RowLimit]:
+    """The limits of queries and of documents: neither can be longer than a row."""
+    limit = processor.spec.max_model_len
+    cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
+    document = RowLimit(
+        limit if cut_at is None else cut_at,
+        cut_at is not None,
+        options.truncation_side,
+        name="document",
+        param="documents",
+    )
+    return replace(document, name="query", param="query"), document
+
+
+def _check_longest(texts: _PairTexts, query_sizes: Ints, document_sizes: Ints, limit: RowLimit) -> None:
+    """Of two texts that are both too long, the longer one keeps more. Refuse to guess which one it is where a
+    text was tokenised only in part."""
+    queries, documents = (
+        np.array([len(text) > limit.max_whole_chars for text in side], dtype=bool)
+        for side in (texts.queries, texts.documents)
+    )
+    query_in_part = queries[texts.query_of] & (query_sizes > limit.max_tokens)
+    document_in_part = documents & (document_sizes > limit.max_tokens)
+    unknown = query_in_part & (document_sizes >= query_sizes)
+    unknown |= document_in_part & (query_sizes >= document_sizes)
+    if unknown.any():
+        raise BadValue(
+            f"document {int(np.argmax(unknown))} and its query are both far longer than the "
+            f"{limit.max_tokens} tokens of a row; shorten the query or set max_tokens_per_query",
+            param="query",
+        )
+
+
+def _check_tokens(lengths: Ints, options: PairOptions) -> None:
+    """Refuse rows that are small as they are sent, but not with a query in each of them."""
+    check_request_tokens(int(lengths.sum(dtype=np.int64)), options.max_request_tokens, "documents")
 
 
 def _type_ids(processor: InputProcessor, query_sizes: Ints, document_sizes: Ints) -> Ints | None:
@@ -275,18 +324,29 @@ def _templated_rows(
     opening, closing = tokenizer.frame
     closing = closing if score.closed else closing[:0]
 
+    query_limit, document_limit = _text_limits(processor, options)
+    query_limit = replace(query_limit, truncates=False)  # a query is never truncated here
+
     def encode_for_queries(parts: Sequence[str]) -> list[list[Ints]]:
-        filled = [_fill(part, values | {"query": query}) for query in texts.queries for part in parts]
-        rows = iter(tokenizer.encode(filled, add_special_tokens=False))
+        def fill(index: int) -> str:
+            query, part = divmod(index, len(parts))
+            return _fill(parts[part], values | {"query": texts.queries[query]})
+
+        sizes = [_max_filled(part, values, len(query)) for query in texts.queries for part in parts]
+        check_expanded(sum(sizes), "query")
+        rows = iter(tokenizer.encode(ExpandedTexts(fill, sizes), False, query_limit))
         return [[next(rows) for _ in parts] for _ in texts.queries]
+
+    def fill_document(index: int) -> str:
+        query, document = texts.queries[query_of[index]], texts.documents[index]
+        return _fill(score.template[at], values | {"query": query, "document": document})
 
     heads = [np.concatenate([opening, *rows]) for rows in encode_for_queries(score.template[:at])]
     tails = [np.concatenate([*rows, closing]) for rows in encode_for_queries(score.template[at + 1 :])]
-    filled = [
-        _fill(score.template[at], values | {"query": texts.queries[query], "document": document})
-        for query, document in zip(query_of.tolist(), texts.documents, strict=True)
-    ]
-    documents = tokenizer.encode(filled, add_special_tokens=False)
+    sizes = [_max_filled(score.template[at], values, len(texts.queries[query])) for query in query_of]
+    check_expanded(sum(sizes), "query")
+    sizes = [size + len(document) for size, document in zip(sizes, texts.documents, strict=True)]
+    documents = tokenizer.encode(ExpandedTexts(fill_document, sizes), False, document_limit)
     fixed = (_sizes(heads) + _sizes(tails))[query_of]
     limit = _row_limit(processor, fixed + _sizes(documents), options)
     if (fixed >= limit).any():
@@ -295,11 +355,18 @@ def _templated_rows(
             "it or set max_tokens_per_query",
             param="query",
         )
-    sizes = np.minimum(_sizes(documents), limit - fixed).astype(np.int32)
+    lengths = np.minimum(_sizes(documents), limit - fixed).astype(np.int32)
+    _check_tokens(fixed + lengths, options)
     parts = []
-    for query, document, size in zip(query_of.tolist(), documents, sizes, strict=True):
+    for query, document, size in zip(query_of.tolist(), documents, lengths, strict=True):
         parts += [heads[query], _truncate(document, size, options.truncation_side), tails[query]]
-    return _Rows(np.concatenate(parts), (fixed + sizes).astype(np.int32))
+    return _Rows(np.concatenate(parts), (fixed + lengths).astype(np.int32))
+
+
+def _max_filled(part: str, values: dict[str, str], query_chars: int) -> int:
+    """The size of a part of the template with its instruction and query, its document not counted."""
+    instruction_chars = len(values["instruction"])
+    return len(part) + part.count("{instruction}") * instruction_chars + part.count("{query}") * query_chars
 
 
 def _fill(part: str, values: dict[str, str]) -> str:

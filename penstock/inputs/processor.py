@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.errors import BadValue, ModelLoadError, NotPossible
+from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
 from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.late import Framing, LateInputs
+from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
@@ -37,6 +38,9 @@ TokenIds = Sequence[int]
 Inputs = str | Texts | TokenIds | Sequence[TokenIds] | Sequence[str | int | Sequence[int]]
 
 MAX_PRIORITY = 1_000_000
+_MAX_JOINED_CHARS = 1 << 18  # a prompt that takes more in all texts together is added as they are read
+_SLICE_IDS = 1 << 16  # token ids that are checked at once
+_MAX_KNOWN_PROMPTS, _MAX_KNOWN_CHARS = 64, 4096  # prompts whose number of tokens is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,8 @@ class InputProcessor:
         self.check(params)
         texts, rows = split_inputs(inputs)
         if texts is not None:
-            rows = self.tokenizer.encode(self.with_prompt(texts, options), options.add_special_tokens)
+            limit = self.row_limit(params, options)
+            rows = self.tokenizer.encode(self.with_prompt(texts, options), options.add_special_tokens, limit)
         return self.join(request_id, rows, params, options, from_text=texts is not None)
 
     def check(self, params: PoolingParams) -> None:
@@ -101,11 +106,14 @@ class InputProcessor:
                 f"dimensions does not apply to task {params.task.value!r}; leave it out", param="dimensions"
             )
         if params.dimensions < 1:
-            raise BadValue(f"dimensions is {params.dimensions}; it must be at least 1", param="dimensions")
+            raise BadValue(
+                f"dimensions is {shown(params.dimensions)}; it must be at least 1", param="dimensions"
+            )
         width = self.spec.width(params.task)
         if params.dimensions > width:
             raise BadValue(
-                f"dimensions is {params.dimensions}, but the model's vectors have {width}; use 1 to {width}",
+                f"dimensions is {shown(params.dimensions)}, but the model's vectors have {width}; use 1 to "
+                f"{width}",
                 param="dimensions",
             )
 
@@ -116,7 +124,7 @@ class InputProcessor:
         if params.task is not Task.SPARSE:
             raise BadValue(f"top_k does not apply to task {params.task.value!r}; leave it out", param="top_k")
         if top_k is not None and not 1 <= top_k <= MAX_TOP_K:
-            raise BadValue(f"top_k is {top_k}; use 1 to {MAX_TOP_K}", param="top_k")
+            raise BadValue(f"top_k is {shown(top_k)}; use 1 to {MAX_TOP_K}", param="top_k")
         if params.normalize is not None:
             raise BadValue("normalize does not apply to task 'sparse'; leave it out", param="normalize")
         if params.dtype is not OutputDtype.FLOAT32:
@@ -135,11 +143,32 @@ class InputProcessor:
             return msgspec.structs.replace(params, lexical=True, top_k=None)
         return msgspec.structs.replace(params, top_k=min(params.top_k or MAX_TERMS, self.spec.vocab_size))
 
-    def with_prompt(self, texts: Texts, options: InputOptions) -> list[str]:
+    def with_prompt(self, texts: Texts, options: InputOptions) -> Sequence[str]:
+        """The texts to tokenise. A long prompt before many texts is added to each when it is read."""
         prompt = self.prompt(options)
+        size = len(prompt) * len(texts)
+        if size > _MAX_JOINED_CHARS:
+            check_expanded(size, "instruction" if options.instruction is not None else "prompt")
+            strips = self.late is not None and self.late.late.strip
+            return ExpandedTexts(
+                lambda index: (prompt + texts[index]).strip() if strips else prompt + texts[index],
+                [len(prompt) + len(text) for text in texts],
+            )
         if self.late is not None:
             return self.late.with_prompt(texts, prompt)
         return [prompt + text for text in texts] if prompt else list(texts)
+
+    def row_limit(self, params: PoolingParams, options: InputOptions) -> RowLimit:
+        """How many tokens of a text `join` uses."""
+        if self.late is not None and params.task is Task.TOKEN_EMBED:
+            if is_query(options.input_type or options.prompt_name):
+                return RowLimit(self.late.query_length, True, options.truncation_side)
+            max_length = self.late.document_limit(options.truncate_prompt_tokens)
+        else:
+            max_length = truncation_limit(options.truncate_prompt_tokens, self.spec.max_model_len)
+        if max_length is None:
+            return RowLimit(self.spec.max_model_len, False, options.truncation_side)
+        return RowLimit(max_length, True, options.truncation_side)
 
     def join(
         self,
@@ -250,10 +279,14 @@ class InputProcessor:
         if not prompt:
             return None
         key = (prompt, options.add_special_tokens)
-        if key not in self._prompt_lengths:
-            tokens = len(self.tokenizer.encode([prompt], options.add_special_tokens)[0])
-            self._prompt_lengths[key] = tokens - (self.tokenizer.suffix if options.add_special_tokens else 0)
-        return np.minimum(lengths - 1, self._prompt_lengths[key]).astype(np.int32)
+        length = self._prompt_lengths.get(key)
+        if length is None:
+            limit = RowLimit(self.spec.max_model_len, truncates=True)  # of which more are never skipped
+            length = len(self.tokenizer.encode([prompt], options.add_special_tokens, limit)[0])
+            length -= self.tokenizer.suffix if options.add_special_tokens else 0
+            if len(prompt) <= _MAX_KNOWN_CHARS and len(self._prompt_lengths) < _MAX_KNOWN_PROMPTS:
+                self._prompt_lengths[key] = length
+        return np.minimum(lengths - 1, length).astype(np.int32)
 
     def _check_range(self, token_ids: Ints) -> None:
         low, high = int(token_ids.min()), int(token_ids.max())
@@ -270,6 +303,17 @@ def num_inputs(inputs: Any) -> int:
     if isinstance(inputs, str) or not hasattr(inputs, "__len__") or len(inputs) == 0:
         return 1
     return 1 if _is_int(inputs[0]) else len(inputs)
+
+
+def num_token_ids(inputs: Any) -> int:
+    """The number of token ids of the inputs; 0 for texts."""
+    if isinstance(inputs, str) or not hasattr(inputs, "__len__") or len(inputs) == 0:
+        return 0
+    if isinstance(inputs[0], str):
+        return 0
+    if _is_int(inputs[0]):
+        return len(inputs)
+    return sum(0 if isinstance(row, str) or not hasattr(row, "__len__") else len(row) for row in inputs)
 
 
 def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[str] | None, list[Ints]]:
@@ -319,7 +363,17 @@ def _are_ints(row: Any) -> bool:
 
 
 def _ids(row: Any, index: int) -> Ints:
-    if not isinstance(row, list | tuple | np.ndarray) or not _are_ints(row):
+    if not isinstance(row, list | tuple | np.ndarray):
+        raise BadValue(f"input {index} is neither a text nor a list of token ids", param="input")
+    if len(row) <= _SLICE_IDS:
+        return _id_slice(row, index)
+    slices = (row[first : first + _SLICE_IDS] for first in range(0, len(row), _SLICE_IDS))
+    return np.concatenate([_id_slice(part, index) for part in slices])
+
+
+def _id_slice(row: Any, index: int) -> Ints:
+    """Token ids of at most a slice: other threads wait for it."""
+    if not _are_ints(row):
         raise BadValue(f"input {index} is neither a text nor a list of token ids", param="input")
     try:
         wide = np.array(row, dtype=np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from penstock.checkpoint.spec import ModelSpec
-from penstock.errors import BadValue, NotPossible
+from penstock.errors import BadValue, NotPossible, shown
 
 _INSTRUCTION = re.compile(r"(?<=Instruct: )(.*?)(?=\n)", re.DOTALL)
 _INPUT_TYPES = {
@@ -57,7 +57,7 @@ def choose_prompt(
 def _by_name(spec: ModelSpec, name: str) -> str:
     if name not in spec.prompts:
         known = f"it has: {', '.join(sorted(spec.prompts))}" if spec.prompts else "it has none"
-        raise BadValue(f"model {spec.name} has no prompt named {name!r}; {known}", param="prompt_name")
+        raise BadValue(f"model {spec.name} has no prompt named {shown(name)}; {known}", param="prompt_name")
     return spec.prompts[name]
 
 
@@ -77,7 +77,8 @@ def _by_input_type(spec: ModelSpec, input_type: str) -> str:
     """The prompt for an input type; empty if the model has none for it."""
     if input_type not in _INPUT_TYPES:
         raise BadValue(
-            f"input_type {input_type!r} is unknown; use one of {', '.join(_INPUT_TYPES)}", param="input_type"
+            f"input_type {shown(input_type)} is unknown; use one of {', '.join(_INPUT_TYPES)}",
+            param="input_type",
         )
     for name in _INPUT_TYPES[input_type]:
         if name in spec.prompts:
@@ -94,7 +95,7 @@ def choose_adapter(
             raise NotPossible(f"model {spec.name} has no adapters", param="adapter")
         if adapter not in spec.adapters:
             raise BadValue(
-                f"adapter {adapter!r} is unknown; model {spec.name} has: {', '.join(spec.adapters)}",
+                f"adapter {shown(adapter)} is unknown; model {spec.name} has: {', '.join(spec.adapters)}",
                 param="adapter",
             )
         return spec.adapters.index(adapter)

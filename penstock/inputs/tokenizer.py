@@ -14,6 +14,14 @@ from tokenizers import decoders, normalizers
 
 from penstock.checkpoint.convert import tokenizer_file
 from penstock.errors import BadValue, ModelLoadError
+from penstock.inputs.long_texts import (
+    MAX_WINDOW_CHARS,
+    RowLimit,
+    max_chars,
+    needed_pieces,
+    num_chars,
+    windows,
+)
 from penstock.types import Ints
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte-fallback token
@@ -65,15 +73,60 @@ class Tokenizer:
         first, rest = normalizers.Lowercase(), self._rust.normalizer
         self._rust.normalizer = first if rest is None else normalizers.Sequence([first, rest])
 
-    def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints]:
+    def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
+    ) -> list[Ints]:
+        """The tokens of each text. With a limit, a text that is far too long is rejected, or its row has only
+        as many tokens as are needed to truncate it, and one more at least."""
+        if num_chars(texts) <= _max_whole_chars(limit):
+            return self._encode(texts, add_special_tokens)
+        rows: list[Ints] = []
+        for window in windows(texts):
+            if max_chars(window) <= _max_whole_chars(limit):
+                new = self._encode(window, add_special_tokens)
+            else:
+                new = [
+                    self._encode_long(text, add_special_tokens, limit, len(rows) + at)
+                    if len(text) > _max_whole_chars(limit)
+                    else self._encode([text], add_special_tokens)[0]
+                    for at, text in enumerate(window)
+                ]
+            if limit is not None and not limit.truncates:  # the rest need not be tokenised if one is too long
+                limit.reject_long(new, len(rows))
+            rows += new
+        return rows
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[Ints]:
         try:
             encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def encode_with_offsets(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[EncodedText]:
+    def _encode_long(self, text: str, add_special_tokens: bool, limit: RowLimit | None, index: int) -> Ints:
+        pieces = needed_pieces(self._encode_bare, text, limit, index)
+        ids = [piece.ids for piece in pieces]
+        return np.concatenate([self.frame[0], *ids, self.frame[1]] if add_special_tokens else ids)
+
+    def _encode_bare(self, texts: list[str]) -> list[Ints]:
+        return self._encode(texts, add_special_tokens=False)
+
+    def encode_with_offsets(
+        self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
+    ) -> list[EncodedText]:
         """Token ids with their character offsets. Slower than `encode`."""
+        if limit is None or num_chars(texts) <= limit.max_whole_chars:
+            return self._encode_located(texts, add_special_tokens)
+        rows: list[EncodedText] = []
+        for window in windows(texts):
+            for text in window:
+                if len(text) > limit.max_whole_chars:
+                    rows.append(self._locate_long(text, add_special_tokens, limit, len(rows)))
+                else:
+                    rows += self._encode_located([text], add_special_tokens)
+        return rows
+
+    def _encode_located(self, texts: Sequence[str], add_special_tokens: bool) -> list[EncodedText]:
         try:
             encodings = self._rust.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
@@ -87,8 +140,19 @@ class Tokenizer:
             for encoding in encodings
         ]
 
+    def _locate_long(self, text: str, add_special_tokens: bool, limit: RowLimit, index: int) -> EncodedText:
+        ((start, end, _),) = needed_pieces(self._encode_bare, text, limit, index)
+        (found,) = self._encode_located([text[start:end]], add_special_tokens)
+        return EncodedText(
+            found.ids, np.where(found.words[:, None] < 0, 0, found.offsets + start), found.words
+        )
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_rows(self, rows: Sequence[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        """The text of each row. Unlike `decode`, it lets other threads run meanwhile."""
+        return self._rust.decode_batch(list(rows), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._rust.token_to_id(token)
@@ -166,7 +230,8 @@ class Tokenizer:
 
     def truncate(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         """The texts, each truncated to its first `max_tokens` tokens."""
-        found = self.encode_with_offsets(texts, add_special_tokens=False)
+        limit = RowLimit(max_tokens, truncates=True, name="text")
+        found = self.encode_with_offsets(texts, add_special_tokens=False, limit=limit)
         return [
             text if len(row.ids) <= max_tokens else text[: int(row.offsets[max_tokens - 1, 1])]
             for text, row in zip(texts, found, strict=True)
@@ -180,6 +245,11 @@ class Tokenizer:
             if full[start : start + len(bare)] == bare:
                 return start, len(full) - len(bare) - start
         raise ModelLoadError("the tokenizer's template changes the tokens of the text; this is not supported")
+
+
+def _max_whole_chars(limit: RowLimit | None) -> int:
+    """A longer text is tokenised in pieces."""
+    return MAX_WINDOW_CHARS if limit is None else limit.max_whole_chars
 
 
 @cache

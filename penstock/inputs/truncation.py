@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import BadValue
-from penstock.types import Ints
+from penstock.types import Ints, shown
 
 Side = Literal["left", "right"]
 
@@ -20,14 +20,14 @@ def truncation_limit(truncate_prompt_tokens: int | None, model_limit: int) -> in
         return model_limit
     if truncate_prompt_tokens < 1:
         raise BadValue(
-            f"truncate_prompt_tokens is {truncate_prompt_tokens}; use -1 for the model's limit, or 1 to "
-            f"{model_limit}",
+            f"truncate_prompt_tokens is {shown(truncate_prompt_tokens)}; use -1 for the model's limit, or 1 "
+            f"to {model_limit}",
             param="truncate_prompt_tokens",
         )
     if truncate_prompt_tokens > model_limit:
         raise BadValue(
-            f"truncate_prompt_tokens is {truncate_prompt_tokens}, above the model's limit; use -1, or 1 to "
-            f"{model_limit}",
+            f"truncate_prompt_tokens is {shown(truncate_prompt_tokens)}, above the model's limit; use -1, or "
+            f"1 to {model_limit}",
             param="truncate_prompt_tokens",
         )
     return truncate_prompt_tokens

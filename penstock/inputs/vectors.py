@@ -12,6 +12,9 @@ from penstock.errors import BadValue
 from penstock.types import Array, Comparison, Ints
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
+MAX_DIM = 65_536
+MAX_VECTORS = 2**31 - 1  # of all queries or all documents: positions are int32
+MAX_OPERATIONS = 2.0**38  # products of values that one HTTP request may ask for
 
 
 def make_comparison(
@@ -27,8 +30,8 @@ def make_comparison(
     """Compare one query with all documents, or each document with its own. Base64 needs `dim`."""
     if dtype not in DTYPES:
         raise BadValue(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}", param="dtype")
-    if dim is not None and dim < 1:
-        raise BadValue(f"dim is {dim}; it must be at least 1", param="dim")
+    if dim is not None and not 1 <= dim <= MAX_DIM:
+        raise BadValue(f"dim is {dim}; use 1 to {MAX_DIM}", param="dim")
     sides = {}
     for name, given in (("queries", queries), ("documents", documents)):
         if not len(given):
@@ -43,6 +46,9 @@ def make_comparison(
             param="queries",
         )
     query_of = np.arange(len(documents)) if len(queries) > 1 else np.zeros(len(documents))
+    for name, side in sides.items():
+        if sum(map(len, side)) > MAX_VECTORS:
+            raise BadValue(f"{name} has more than {MAX_VECTORS} vectors", param=name)
     return Comparison(
         request_id,
         np.concatenate(sides["queries"]),
@@ -53,6 +59,16 @@ def make_comparison(
         _scales(query_scales, sides["queries"], "query_scales"),
         _scales(document_scales, sides["documents"], "document_scales"),
     )
+
+
+def check_cost(comparison: Comparison) -> None:
+    """Refuse a comparison that would take far longer than any other request."""
+    if (needed := comparison.num_operations) > MAX_OPERATIONS:
+        raise BadValue(
+            f"documents need {needed:.1e} products of values with their queries (narrow vectors count as 32 "
+            f"values); one request may need {MAX_OPERATIONS:.1e}. Send fewer or shorter documents",
+            param="documents",
+        )
 
 
 def comparison_from_arrays(
@@ -123,6 +139,8 @@ def _width(matrices: list[Array]) -> int:
             f"vectors have {widths[0]} and {widths[1]} values; all must have the same number",
             param="documents",
         )
+    if widths and widths[-1] > MAX_DIM:
+        raise BadValue(f"vectors have {widths[-1]} values; use at most {MAX_DIM}", param="documents")
     if widths == [0]:
         raise BadValue("vectors have no values; each needs at least one", param="documents")
     return widths[0] if widths else 1

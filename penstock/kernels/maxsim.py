@@ -22,7 +22,8 @@ except ImportError:  # a CPU build of torch comes without Triton
     triton = None
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
-TILE_TOKENS = 8192  # document tokens that the reference multiplies at once
+TILE_TOKENS = 8192  # document tokens that the reference multiplies at once,
+TILE_PRODUCTS = 1 << 22  # and products; a single pair may have more
 EXACT_INT8_DIM = 2**24 // 128**2  # up to this width, sums of int8 products are exact in fp32
 
 
@@ -122,7 +123,8 @@ def maxsim_reference(
         query = queries[first : first + length].to(wide)
         if query_scales is not None:
             query = query * query_scales[first : first + length, None]
-        for tile in _tiles(members, lengths) if length else ():
+        tile_tokens = max(1, min(TILE_TOKENS, TILE_PRODUCTS // max(1, length)))
+        for tile in _tiles(members, lengths, tile_tokens) if length else ():
             rows = _rows(starts[tile], lengths[tile])
             found = documents[rows].to(wide) @ query.T  # [tokens, query length]
             if document_scales is not None:
@@ -144,10 +146,10 @@ def _by_query(
     yield from zip(which.tolist(), order.split(counts.tolist()), strict=True)
 
 
-def _tiles(members: Tensor, lengths: Tensor) -> Iterator[Tensor]:
-    """Pairs whose documents are not empty, in tiles of about `TILE_TOKENS` tokens."""
+def _tiles(members: Tensor, lengths: Tensor, tile_tokens: int) -> Iterator[Tensor]:
+    """Pairs whose documents are not empty, in tiles of about `tile_tokens` tokens."""
     members = members[lengths[members] > 0]
-    tile = (lengths[members].cumsum(0) - 1) // TILE_TOKENS
+    tile = (lengths[members].cumsum(0) - 1) // tile_tokens
     if len(members):
         yield from members.split(tile.unique_consecutive(return_counts=True)[1].tolist())
 

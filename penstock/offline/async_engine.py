@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -385,6 +387,7 @@ class AsyncEngine:
         comparison = comparison_from_arrays(
             next(self._ids), queries, documents, query_scales, document_scales
         )
+        comparison.arrival_s = time.monotonic()
         output = await self.local.engine.compare(comparison)
         return output.values[:, 0]
 
@@ -461,8 +464,9 @@ class AsyncEngine:
         self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
     ) -> list[str]:
         """The text of each list of token ids."""
-        decode = self.local.text.tokenizer.decode
-        return [decode(list(row), skip_special_tokens) for row in rows]
+        ids = [list(row) for row in rows]
+        decode = partial(self.local.text.tokenizer.decode_rows, ids, skip_special_tokens)
+        return await self.local.text.batcher.call(decode, sum(map(len, ids)))
 
     async def _run(self, task: PoolingTask[R], priority: int, progress: bool | None) -> R:
         with progress_bar(task.num_rows, progress) as advance:

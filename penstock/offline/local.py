@@ -14,7 +14,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore
-from penstock.errors import BadValue, EngineUnavailable, PenstockError
+from penstock.errors import BadValue, EngineUnavailable
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
 from penstock.types import Comparison, Failure, Outcome, PooledOutput, Request
 from penstock.wire.router import OutcomeRouter, Subscribers
@@ -209,13 +209,8 @@ class LocalEngine(EngineHandle):
             recipient.deliver(outcomes)
 
     def _handle(self, message: _Message) -> None:
-        if isinstance(message, Comparison):
-            self._core.compare(message)
-        elif isinstance(message, Request):
-            try:
-                self._core.add(message)
-            except PenstockError as error:
-                self._deliver([Failure(message.id, error)])
+        if isinstance(message, Request | Comparison):
+            self._deliver(self._core.submit(message))
         elif message is not None:
             self._cancel(message)
 

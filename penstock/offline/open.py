@@ -38,7 +38,9 @@ class DescribedModel:
     def load(self, text: TextModel | None = None) -> LocalModel:
         """Load the weights. `text` is the model's text side, where the caller has made it already."""
         text = TextModel(self.spec) if text is None else text
-        settings = msgspec.structs.replace(self.settings, max_queued_tokens=UNLIMITED)
+        settings = msgspec.structs.replace(
+            self.settings, max_queued_tokens=UNLIMITED, max_queue_seconds=0.0, shares_steps=False
+        )
         return LocalModel(self.spec, self.settings, text, LocalEngine(self.spec, settings))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BadValue
+from penstock.errors import BadValue, shown
 
 
 def top_indices(scores: NDArray[Any], top_n: int | None = None) -> list[int]:
@@ -18,4 +18,4 @@ def top_indices(scores: NDArray[Any], top_n: int | None = None) -> list[int]:
 
 def check_top_n(top_n: int | None) -> None:
     if top_n is not None and top_n < 1:
-        raise BadValue(f"top_n is {top_n}; it must be at least 1", param="top_n")
+        raise BadValue(f"top_n is {shown(top_n)}; it must be at least 1", param="top_n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadValue
 from penstock.types import MAX_TERMS, Array, Ints, PoolingParams, Request
+
+_MAX_WEIGHT = float(np.finfo(np.float32).max)
 
 
 class SparseRow(NamedTuple):
@@ -28,8 +29,8 @@ class Term(NamedTuple):
 
 
 def check_min_weight(min_weight: float) -> None:
-    if not (math.isfinite(min_weight) and min_weight >= 0):
-        raise BadValue(f"min_weight is {min_weight}; it must be finite and 0 or more", param="min_weight")
+    if not 0 <= min_weight <= _MAX_WEIGHT:
+        raise BadValue(f"min_weight is {min_weight}; use 0 to {_MAX_WEIGHT:.2g}", param="min_weight")
 
 
 def sparse_rows(

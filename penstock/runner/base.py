@@ -21,7 +21,11 @@ class Runner(Protocol):
         ...
 
     def compare(self, comparison: Comparison) -> Future[Array]:
-        """Score vectors that the caller brings, fp32 [documents, 1]; independent of steps."""
+        """Score vectors that the caller brings, fp32 [documents, 1]; independent of steps.
+
+        It runs in parts between steps. Cancelling the future ends it after the current part. The engine
+        starts the next comparison when this one is done or cancelled.
+        """
         ...
 
     def close(self) -> None: ...

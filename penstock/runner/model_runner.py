@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from penstock.runner.inputs import (
     variant_tensors,
 )
 from penstock.runner.staging import Staging
-from penstock.scoring.external_vectors import compare
+from penstock.scoring.external_vectors import compare_in_parts
 from penstock.types import (
     Array,
     Comparison,
@@ -107,7 +108,26 @@ class ModelRunner:
         return self._thread.submit(guarded)
 
     def compare(self, comparison: Comparison) -> Future[Array]:
-        return self._thread.submit(compare, comparison, self.device)
+        """Its parts take turns with steps on the runner's thread."""
+        scores: Future[Array] = Future()
+        parts = compare_in_parts(comparison, self.device)
+
+        def advance() -> None:
+            if scores.cancelled():
+                return
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                try:
+                    with typed_faults(self.device), torch.inference_mode():
+                        done = next(parts)
+                    if done is None:
+                        self._thread.submit(advance)
+                    else:
+                        scores.set_result(done)
+                except Exception as error:
+                    scores.set_exception(error)
+
+        self._thread.submit(advance)
+        return scores
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -87,6 +87,19 @@ class RowPool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SlotEntries:
+    """The edits of single tokens of one slot, made when its sequence joins."""
+
+    entries: Ints  # [entries, 4] of (kind, token, a, b)
+    prefixes: Ints  # the tokens before the last of each bad word; `a` counts from here
+    longest_word: int  # tokens of the longest prefix
+
+    @property
+    def only_stops(self) -> bool:
+        return bool((self.entries[:, 0] == Entry.STOP).all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Entries:
     """The edits of single tokens of all slots, as one array to send."""
 
@@ -106,7 +119,7 @@ class SlotPlan:
     logprobs: Ints = field(init=False)  # [slots], -1: not asked
     table: Ints = field(init=False)  # [slots, WIDTH]
     held: dict[int, SamplerParams] = field(default_factory=dict)
-    entries_of: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = field(default_factory=dict)
+    entries_of: dict[int, SlotEntries] = field(default_factory=dict)
     stops_until: Ints = field(init=False)  # [slots], `min_tokens` where all entries are stop tokens; else 0
     counts: RowPool = field(default_factory=RowPool)
     masks: RowPool = field(default_factory=RowPool)
@@ -131,8 +144,8 @@ class SlotPlan:
         check_sampling(params, self.vocab_size)
         if params.seed is None:
             self._streams += 1
-        entries = [entry for entry in _entries(params, generated) if entry[1] < self.vocab_size]
-        need = _need(params) | (Need.ENTRIES if entries else Need.NOTHING)
+        entries = _entries(params, generated, self.vocab_size)
+        need = _need(params) | (Need.NOTHING if entries is None else Need.ENTRIES)
         row = self.table[slot]
         row[:] = self._row(params, stream=0 if params.seed is not None else self._streams)
         if need & Need.COUNTS:
@@ -141,13 +154,13 @@ class SlotPlan:
             row[Column.MASK_ROW] = self.masks.take()
         if need & EDITS:
             row[Column.WORK_ROW] = self.works.take()
-        if entries:
+        if entries is not None:
             self.entries_of[slot] = entries
-            self.longest_word = max(self.longest_word, *(len(prefix) for *_, prefix in entries))
+            self.longest_word = max(self.longest_word, entries.longest_word)
         self.held[slot], self.flags[slot], self.generated[slot] = params, need, generated
         if params.logprobs is not None:
             self.logprobs[slot] = self.vocab_size if params.logprobs < 0 else params.logprobs
-        only_stops = entries and all(kind == Entry.STOP for kind, *_ in entries)
+        only_stops = entries is not None and entries.only_stops
         self.stops_until[slot] = params.min_tokens if only_stops else 0
         self.version += 1
         return need
@@ -206,16 +219,19 @@ class SlotPlan:
     def entries(self) -> Entries:
         """One array: [slots, 2] of (first entry, one past the last), [entries, 4], then prefixes."""
         spans = np.zeros((self.max_slots + 1, 2), np.int32)
-        entries: list[tuple[int, int, int, int]] = []
-        prefixes: list[int] = []
+        entries, prefixes = [], []
+        num_entries = num_prefixes = 0
         for slot, of_slot in self.entries_of.items():
-            first = len(entries)
-            for kind, token, value, prefix in of_slot:
-                entries.append((kind, token, len(prefixes) if kind == Entry.WORD else value, len(prefix)))
-                prefixes.extend(prefix)
-            spans[slot] = first, len(entries)
-        flat = np.array(entries, np.int32).reshape(-1)
-        return Entries(np.concatenate((spans.reshape(-1), flat, np.array(prefixes, np.int32))), len(entries))
+            part = of_slot.entries
+            if len(of_slot.prefixes) and num_prefixes:
+                part = part.copy()
+                part[part[:, 0] == Entry.WORD, 2] += num_prefixes
+            spans[slot] = num_entries, num_entries + len(part)
+            entries.append(part.reshape(-1))
+            prefixes.append(of_slot.prefixes)
+            num_entries += len(part)
+            num_prefixes += len(of_slot.prefixes)
+        return Entries(np.concatenate((spans.reshape(-1), *entries, *prefixes)), num_entries)
 
     def check_integrity(self) -> None:
         """Assert that every table row belongs to one slot and that free slots hold nothing."""
@@ -277,12 +293,24 @@ def _need(params: SamplerParams) -> Need:
     return need
 
 
-def _entries(params: SamplerParams, generated: int) -> list[tuple[int, int, int, tuple[int, ...]]]:
-    bits = np.array(list(params.logit_bias.values()), np.float32).view(np.int32).tolist()
-    out: list[tuple[int, int, int, tuple[int, ...]]]
-    out = [(Entry.BIAS, token, bias, ()) for token, bias in zip(params.logit_bias, bits, strict=True)]
+def _entries(params: SamplerParams, generated: int, vocab_size: int) -> SlotEntries | None:
+    """The edits of a sequence that has sampled `generated` tokens; None if it has none."""
+    bias = np.zeros((len(params.logit_bias), 4), np.int32)
+    bias[:, 0], bias[:, 1] = Entry.BIAS, list(params.logit_bias)
+    bias[:, 2] = np.array(list(params.logit_bias.values()), np.float32).view(np.int32)
+    stops = np.zeros((0, 4), np.int32)
     if params.min_tokens > generated:
-        stops = sorted({*params.stop_token_ids, *params.eos_token_ids})
-        out += [(Entry.STOP, token, 0, ()) for token in stops]
-    out += [(Entry.WORD, word[-1], 0, word[:-1]) for word in params.bad_token_ids if word]
-    return out
+        ids = np.unique(np.array([*params.stop_token_ids, *params.eos_token_ids], np.int32))
+        ids = ids[ids < vocab_size]
+        stops = np.zeros((len(ids), 4), np.int32)
+        stops[:, 0], stops[:, 1] = Entry.STOP, ids
+    bad_words = [word for word in params.bad_token_ids if word]
+    words = np.zeros((len(bad_words), 4), np.int32)
+    lengths = np.array([len(word) - 1 for word in bad_words], np.int32)
+    words[:, 0], words[:, 1] = Entry.WORD, [word[-1] for word in bad_words]
+    words[:, 2], words[:, 3] = np.cumsum(lengths) - lengths, lengths
+    entries = np.concatenate((bias, stops, words))
+    if not len(entries):
+        return None
+    prefixes = np.array([token for word in bad_words for token in word[:-1]], np.int32)
+    return SlotEntries(entries, prefixes, int(lengths.max(initial=0)))

@@ -5,7 +5,8 @@ They apply in vLLM's order: allowed tokens, bad words, stop tokens before `min_t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from penstock.sampling.penalties import TokenCounts, with_rows
 from penstock.sampling.plan import Column, Need, SlotPlan, packed_bits
 from penstock.types import Ints, SamplerParams
 
-Send = Callable[[NDArray[np.int64] | Ints], Tensor]
+Send = Callable[[NDArray[np.int64] | NDArray[np.float32] | Ints], Tensor]
 _MINUS_INFINITY = float("-inf")
 
 
@@ -35,6 +36,7 @@ class LogitsProcessors:
         self._num_entries = 0
         self._entries_are_stale = False  # whether `entries` are older than the plan's
         self._allowed: dict[int, Ints] = {}  # slot → packed bits of its allowed ids, which a grammar narrows
+        self._edits: dict[int, _Edits] = {}  # by slot, made when they are first applied without a kernel
         self._pending_masks: dict[int, Ints] = {}  # mask row → packed bits to send
         self._pending_tails: dict[int, Ints] = {}  # slot → tokens sampled before it joined
 
@@ -52,6 +54,7 @@ class LogitsProcessors:
     def leave(self, slot: int, had_entries: bool) -> None:
         self._entries_are_stale |= had_entries  # the slot may go to a sequence that has none
         self._allowed.pop(slot, None)
+        self._edits.pop(slot, None)
         self._pending_tails.pop(slot, None)
 
     def mask(self, slot: int, bits: Ints | None) -> bool:
@@ -114,22 +117,18 @@ class LogitsProcessors:
             tails=self.tails if need & Need.TAIL else None,
         )
 
-    def apply_by_torch_(self, x: Tensor, slot: int, position: int) -> None:
+    def apply_by_torch_(self, x: Tensor, slot: int, position: int, send: Send) -> None:
         """Edit one row [vocab], fp32, in place; `position` tokens were sampled before."""
         row, params = self.plan.table[slot], self.plan.held[slot]
         if row[Column.MASK_ROW] >= 0:
             x.masked_fill_(~_unpacked(self.masks[int(row[Column.MASK_ROW])])[: len(x)], _MINUS_INFINITY)
-        for word in params.bad_token_ids:
-            if word and len(word) - 1 <= position:
-                x[word[-1]] = torch.where(
-                    self._follows(slot, position, word[:-1]), _MINUS_INFINITY, x[word[-1]]
-                )
-        if position < params.min_tokens:
-            for token in (*params.stop_token_ids, *params.eos_token_ids):
-                if token < len(x):
-                    x[token] = _MINUS_INFINITY
-        for token, bias in params.logit_bias.items():
-            x[token] += bias
+        if slot in self.plan.entries_of:
+            if (edits := self._edits.get(slot)) is None:
+                edits = self._edits[slot] = _edits(params, self.plan.vocab_size, send)
+            self._forbid_words_(x, slot, position, edits)
+            if position < params.min_tokens:
+                x.index_fill_(0, edits.stops, _MINUS_INFINITY)
+            x.index_add_(0, edits.biased, edits.bias)
         if row[Column.COUNT_ROW] >= 0:
             penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             counts = self.counts.table[int(row[Column.COUNT_ROW])]
@@ -144,12 +143,49 @@ class LogitsProcessors:
         if need & Need.TAIL:
             self.tails[slots, positions.long() % self.tails.shape[1]] = tokens
 
-    def _follows(self, slot: int, position: int, prefix: tuple[int, ...]) -> Tensor:
-        """Whether the slot's last tokens are `prefix`."""
-        same = torch.ones((), dtype=torch.bool, device=self.device)
-        for back, token in enumerate(reversed(prefix)):
-            same = same & (self.tails[slot, (position - 1 - back) % self.tails.shape[1]] == token)
-        return same
+    def _forbid_words_(self, x: Tensor, slot: int, position: int, edits: _Edits) -> None:
+        """Forbid the last token of each bad word whose other tokens were sampled just before."""
+        if not len(edits.last_tokens):
+            return
+        width, ring = edits.prefixes.shape[1], self.tails.shape[1]
+        back = (position - 1 - torch.arange(width, device=self.device)) % ring
+        tail = self.tails[slot, back]  # the newest token first
+        follows = ((edits.prefixes == tail) | (edits.prefixes < 0)).all(dim=1) & (edits.lengths <= position)
+        zero = torch.zeros((), device=self.device)
+        x.index_add_(0, edits.last_tokens, torch.where(follows, _MINUS_INFINITY, zero))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edits:
+    """The edits of single tokens of one slot, for `apply_by_torch_`."""
+
+    biased: Tensor  # [biased]
+    bias: Tensor  # fp32 [biased]
+    stops: Tensor  # [stop tokens]
+    last_tokens: Tensor  # [bad words]
+    prefixes: Tensor  # [bad words, longest], the other tokens from the last to the first; -1: none
+    lengths: Tensor  # [bad words], number of the other tokens
+
+
+def _edits(params: SamplerParams, vocab_size: int, send: Send) -> _Edits:
+    words = [word for word in params.bad_token_ids if word]
+    longest = max((len(word) - 1 for word in words), default=0)
+    prefixes = np.full((len(words), longest), -1, np.int32)
+    for row, word in zip(prefixes, words, strict=True):
+        row[: len(word) - 1] = word[-2::-1]
+    stops = {token for token in (*params.stop_token_ids, *params.eos_token_ids) if token < vocab_size}
+
+    def indices(values: Iterable[int]) -> Tensor:
+        return send(np.fromiter(values, np.int64))
+
+    return _Edits(
+        biased=indices(params.logit_bias),
+        bias=send(np.fromiter(params.logit_bias.values(), np.float32)),
+        stops=indices(stops),
+        last_tokens=indices(word[-1] for word in words),
+        prefixes=send(prefixes),
+        lengths=indices(len(word) - 1 for word in words),
+    )
 
 
 def _unpacked(words: Tensor) -> Tensor:

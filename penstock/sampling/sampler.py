@@ -163,7 +163,8 @@ class Sampler:
         for index, row in enumerate(rows.tolist()):
             slot = int(slots[row])
             if self.plan.table[slot, Column.WORK_ROW] >= 0:
-                self._processors.apply_by_torch_(x[index], slot, int(self.plan.generated[slot]) - 1)
+                position = int(self.plan.generated[slot]) - 1
+                self._processors.apply_by_torch_(x[index], slot, position, self._send)
         bounds = None
         if need & Need.FILTER:
             filtered = self._filtered(rows, slots)

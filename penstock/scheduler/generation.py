@@ -23,6 +23,7 @@ from penstock.scheduler.logprobs import Logprobs, PromptLogprobs, split_logprobs
 from penstock.scheduler.queue import HEAD_START_S
 from penstock.scheduler.sequence import Constraint, SequenceState
 from penstock.scheduler.slots import SlotTable
+from penstock.scheduler.start_deadlines import StartDeadlines
 from penstock.scheduler.steps import SamplerChanges, SequenceMemory, StepRows, generation_plan
 from penstock.scheduler.suspects import MayRun, SuspectRequests
 from penstock.types import (
@@ -40,7 +41,10 @@ from penstock.types import (
 __all__ = ["Constraint", "GenerationLimits", "GenerationScheduler"]
 
 _NOT_FINITE = "the model gave logits that are not finite"
-_ALL_FORBIDDEN = "no token may follow: what the request forbids leaves none, or the model gives all −inf"
+_ALL_FORBIDDEN = (
+    "no token may follow: the grammar, allowed_token_ids, bad_words and min_tokens of the request leave none"
+)
+_ALL_MINUS_INFINITY = "no token may follow: the model gives −inf for all of them"
 
 
 class _Allocation(NamedTuple):
@@ -59,6 +63,7 @@ class GenerationScheduler:
         self.limits = limits
         self.num_preemptions = 0
         self.queued_tokens = 0
+        self.num_started_tokens = 0  # of prompts that no longer wait
         self._now_s = 0.0
         self._slots = SlotTable(limits.max_rows, limits.max_length, pool.blocks_for(limits.max_length))
         self._prompt_logprobs = PromptLogprobs(self._slots)
@@ -69,6 +74,7 @@ class GenerationScheduler:
         self._failures: dict[str, PenstockError] = {}  # requests that cannot continue, until `take_failures`
         self._suspects = SuspectRequests()
         self._may_have_deadlines = False
+        self._start_by = StartDeadlines(self._waits_to_start)
         self._last_was_prefill = False
         self._count = itertools.count()
 
@@ -99,9 +105,11 @@ class GenerationScheduler:
             )
         return request.sampling
 
-    def add(self, request: Request, constraints: Sequence[Constraint] = ()) -> None:
+    def add(
+        self, request: Request, constraints: Sequence[Constraint] = (), start_by_s: float | None = None
+    ) -> None:
         """Check a request and queue it. With `constraints`, one for each row, a sequence's token is read
-        before its next one is planned."""
+        before its next one is planned. `overdue` gives it up if nothing of it runs at `start_by_s`."""
         sampling, number = self.check(request), next(self._count)
         start = request.arrival_s + request.priority * HEAD_START_S
         size = self.pool.block_size
@@ -116,6 +124,8 @@ class GenerationScheduler:
         for sequence in sequences:
             _insert(self._waiting, sequence)
         self.queued_tokens += request.num_tokens
+        if start_by_s is not None:
+            self._start_by.add(start_by_s, sequences)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request: its blocks and slots are free for the next step."""
@@ -140,6 +150,20 @@ class GenerationScheduler:
             self.cancel(request.id)
         return expired
 
+    def overdue(self, now_s: float) -> list[Request]:
+        """Drop and return the requests that should have started by now."""
+        requests = [sequences[0].request for sequences in self._start_by.pop_overdue(now_s)]
+        for request in requests:
+            self.cancel(request.id)
+        return requests
+
+    def _waits_to_start(self, sequences: list[SequenceState]) -> bool:
+        """Whether none of the sequences of a request has begun."""
+        if not sequences or len(sequences) < sequences[0].request.num_rows:
+            return False
+        is_current = self._unfinished.get(sequences[0].request.id) is sequences
+        return is_current and all(sequence.slot < 0 for sequence in sequences)
+
     def take_failures(self) -> dict[str, PenstockError]:
         """Drop the requests that cannot continue; their errors by id."""
         failures, self._failures = self._failures, {}
@@ -148,11 +172,12 @@ class GenerationScheduler:
         return failures
 
     def next_deadline_s(self) -> float | None:
+        start_by_s = self._start_by.next_s()
         if not self._may_have_deadlines:
-            return None
+            return start_by_s
         deadlines = [sequences[0].request.deadline_s for sequences in self._unfinished.values()]
         self._may_have_deadlines = any(d is not None for d in deadlines)
-        return min((d for d in deadlines if d is not None), default=None)
+        return min((d for d in (start_by_s, *deadlines) if d is not None), default=None)
 
     def take_freed_slots(self) -> tuple[int, ...]:
         """Slots that were freed since the last step was planned; the caller tells the sampler."""
@@ -321,6 +346,7 @@ class GenerationScheduler:
             return False
         self._waiting.remove(sequence)
         self.queued_tokens -= len(sequence.prompt)
+        self.num_started_tokens += len(sequence.prompt)
         sequence.queued_s = max(0.0, self._now_s - sequence.request.arrival_s)
         self._slots.assign(sequence)
         self._prompt_logprobs.join(sequence)
@@ -400,7 +426,7 @@ class GenerationScheduler:
             if sequence is None:  # another sequence of its request failed before
                 continue
             request_id, not_finite = sequence.request.id, code == -1
-            self._failures[request_id] = RowFailed(_NOT_FINITE if not_finite else _ALL_FORBIDDEN)
+            self._failures[request_id] = RowFailed(_NOT_FINITE) if not_finite else _nothing_follows(sequence)
             for other in self._unfinished[request_id] if not_finite else ():
                 self.pool.retract(other.blocks)
             self.cancel(request_id)
@@ -501,6 +527,13 @@ class GenerationScheduler:
             self._preempted.remove(sequence)
         self._prompt_logprobs.leave(sequence)
         self._slots.free(sequence)
+
+
+def _nothing_follows(sequence: SequenceState) -> PenstockError:
+    """Why no token could be sampled: the request forbids them all, or the model gives none."""
+    sampling = sequence.sampling
+    forbids = sampling.grammar or sampling.allowed_token_ids or sampling.bad_token_ids or sampling.min_tokens
+    return NotPossible(_ALL_FORBIDDEN) if forbids else RowFailed(_ALL_MINUS_INFINITY)
 
 
 def _insert(sequences: list[SequenceState], sequence: SequenceState) -> None:

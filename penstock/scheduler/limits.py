@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import BadValue
-from penstock.types import Request, SamplerParams, check_sampling
+from penstock.types import Request, SamplerParams, check_sampling, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,8 @@ class GenerationLimits:
             raise BadValue("a prompt has no tokens; it needs at least one", param="prompt")
         for name, top in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if top is not None and not 0 <= top <= self.vocab_size:
-                raise BadValue(f"{name} is {top}; use 0 to {self.vocab_size}", param=name)
+                raise BadValue(f"{name} is {shown(top)}; use 0 to {self.vocab_size}", param=name)
         check_sampling(params, self.vocab_size)
-        if params.max_tokens < 1:
-            raise BadValue(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
         if params.min_tokens > params.max_tokens:
             raise BadValue(
                 f"min_tokens is {params.min_tokens}, above max_tokens {params.max_tokens}", param="min_tokens"

@@ -3,6 +3,9 @@
 The order never has to be recomputed. A priority level is worth a fixed head start in seconds, so the rank of
 a request is `arrival + priority × head start`. Requests of one priority run first come, first served. A
 request that arrives later than the head start cannot overtake, so no request starves.
+
+Small requests, which fit into one step, and large ones wait in two lists of their own. The scheduler lets
+both have a share of each step, so that a single row does not wait for the thousands of an earlier request.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.scheduler.start_deadlines import StartDeadlines
 from penstock.types import ONE_ROW, CachedVectors, Ints, Request
 
 _QUERY_FIRST: Ints = np.arange(2, dtype=np.int32)  # the order of one query and one document
 _QUERY_FIRST.flags.writeable = False
 HEAD_START_S = 1.0  # what one level of priority is worth
+UNBOUNDED = 2**62
 
 Rank = tuple[float, int]  # arrival plus head start, then order of arrival
 
@@ -43,6 +48,8 @@ class QueuedRequest:
     order: Ints  # [rows], row numbers, longest first
     cumulative: Ints  # [rows], tokens of rows order[0..i]
     rank: Rank
+    is_large: bool = False
+    has_started: bool = False  # some of its rows have been scheduled
     cursor: int = 0
     open: list[OpenRow] = field(default_factory=list)
     cached: CachedVectors | None = (
@@ -149,31 +156,64 @@ def _longest_first(request: Request, rows: Ints) -> Ints:
     return np.lexsort((-lengths, rows >= request.num_queries)).astype(np.int32)
 
 
+_Entries = list[tuple[Rank, QueuedRequest]]
+
+
 class WaitingQueue:
     """Requests by rank, with look-up by id and by deadline."""
 
-    def __init__(self) -> None:
-        self._entries: list[tuple[Rank, QueuedRequest]] = []
+    def __init__(self, max_small_tokens: int = UNBOUNDED, max_small_rows: int = UNBOUNDED) -> None:
+        """Requests with more tokens or rows than these are large."""
+        self._max_small_tokens = max_small_tokens
+        self._max_small_rows = max_small_rows
+        self._small: _Entries = []
+        self._large: _Entries = []
         self._by_id: dict[str, QueuedRequest] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # a heap that may name requests that have left
+        self._start_by = StartDeadlines(self._waits_to_start)
         self._count = itertools.count()
         self.num_tokens = 0
         self.num_rows = 0
+        self.num_large_tokens = 0
+        self.num_large_rows = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._small) + len(self._large)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        return (queued for _, queued in self._entries)
+        entries = self._small or self._large
+        if self._small and self._large:
+            entries = list(heapq.merge(self._small, self._large, key=lambda entry: entry[0]))
+        return (queued for _, queued in entries)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether small and large requests wait."""
+        return bool(self._small and self._large)
+
+    @property
+    def has_large(self) -> bool:
+        return bool(self._large)
+
+    def of_kind(self, *, large: bool) -> Iterator[QueuedRequest]:
+        """The small or the large requests, in order."""
+        return (queued for _, queued in (self._large if large else self._small))
+
+    def first(self, *, large: bool) -> QueuedRequest:
+        return (self._large if large else self._small)[0][1]
+
+    def is_large(self, request: Request) -> bool:
+        return request.num_tokens > self._max_small_tokens or request.num_rows > self._max_small_rows
 
     def next_rank(self, request: Request) -> Rank:
         """The rank of a request that arrives now."""
         return request.arrival_s + request.priority * HEAD_START_S, next(self._count)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, start_by_s: float | None = None) -> None:
+        """Queue a request. `remove_overdue` gives it up if nothing of it has run at `start_by_s`."""
         rank = self.next_rank(request)
         if request.num_rows == 1:
             order, cumulative = ONE_ROW, request.lengths
@@ -182,32 +222,39 @@ class WaitingQueue:
         else:
             order = _longest_first(request, np.arange(request.num_rows, dtype=np.int32))
             cumulative = np.cumsum(request.lengths[order], dtype=np.int32)
-        queued = QueuedRequest(request, order, cumulative, rank)
-        if not self._entries or rank > self._entries[-1][0]:
-            self._entries.append((rank, queued))
+        queued = QueuedRequest(request, order, cumulative, rank, self.is_large(request))
+        entries = self._large if queued.is_large else self._small
+        if not entries or rank > entries[-1][0]:
+            entries.append((rank, queued))
         else:
-            bisect.insort(self._entries, (rank, queued), key=lambda entry: entry[0])
+            bisect.insort(entries, (rank, queued), key=lambda entry: entry[0])
         self._by_id[request.id] = queued
-        self.account(-request.num_tokens, -request.num_rows)
+        self.account(queued, -request.num_tokens, -request.num_rows)
         if request.deadline_s is not None:
             self._drop_stale_deadlines()
             heapq.heappush(self._deadlines, (request.deadline_s, rank[1], request.id))
+        if start_by_s is not None:
+            self._start_by.add(start_by_s, queued)
 
-    def account(self, tokens: int, rows: int) -> None:
+    def account(self, queued: QueuedRequest, tokens: int, rows: int) -> None:
         """Subtract tokens and rows that left the queue to run; negative numbers come back to it."""
         self.num_tokens -= tokens
         self.num_rows -= rows
+        if queued.is_large:
+            self.num_large_tokens -= tokens
+            self.num_large_rows -= rows
 
-    def remove_finished(self, num_visited: int | None = None) -> None:
-        """Remove the requests that have no rows left, among the first `num_visited` or all."""
-        visited = self._entries[:num_visited]
+    def remove_finished(self, num_visited: int | None = None, *, large: bool = False) -> None:
+        """Remove the requests of a kind that have no rows left, among the first `num_visited` or all."""
+        entries = self._large if large else self._small
+        visited = entries[:num_visited]
         stay = [entry for entry in visited if entry[1].next_length or entry[1].num_rows_left]
         if len(stay) == len(visited):
             return
         for _, queued in visited:
             if not queued.next_length and not queued.num_rows_left:
                 del self._by_id[queued.request.id]
-        self._entries[:num_visited] = stay
+        entries[:num_visited] = stay
 
     def find(self, request_id: str) -> QueuedRequest | None:
         return self._by_id.get(request_id)
@@ -216,9 +263,10 @@ class WaitingQueue:
         queued = self._by_id.pop(request_id, None)
         if queued is None:
             return None
-        self.account(queued.num_tokens_left, queued.num_rows_left)
-        index = bisect.bisect_left(self._entries, queued.rank, key=lambda entry: entry[0])
-        del self._entries[index]
+        self.account(queued, queued.num_tokens_left, queued.num_rows_left)
+        entries = self._large if queued.is_large else self._small
+        index = bisect.bisect_left(entries, queued.rank, key=lambda entry: entry[0])
+        del entries[index]
         return queued
 
     def remove_expired(self, now_s: float) -> list[QueuedRequest]:
@@ -230,15 +278,29 @@ class WaitingQueue:
                 expired.append(queued)
         return expired
 
+    def remove_overdue(self, now_s: float) -> list[QueuedRequest]:
+        """Remove and return the requests that should have started by now."""
+        overdue = self._start_by.pop_overdue(now_s)
+        for queued in overdue:
+            self.remove(queued.request.id)
+        return overdue
+
     def next_deadline_s(self) -> float | None:
+        """When `remove_expired` or `remove_overdue` has something to remove, unless it runs before."""
         while self._deadlines and not self._is_current(self._deadlines[0]):
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        start_by_s = self._start_by.next_s()
+        if not self._deadlines:
+            return start_by_s
+        return self._deadlines[0][0] if start_by_s is None else min(start_by_s, self._deadlines[0][0])
 
     def _is_current(self, entry: tuple[float, int, str]) -> bool:
         """Whether a deadline belongs to a waiting request, and not to an earlier one of the same id."""
         queued = self._by_id.get(entry[2])
         return queued is not None and queued.rank[1] == entry[1]
+
+    def _waits_to_start(self, queued: QueuedRequest) -> bool:
+        return not queued.has_started and self._by_id.get(queued.request.id) is queued
 
     def _drop_stale_deadlines(self) -> None:
         """Keep the heap in proportion to the queue; most requests leave long before their deadline."""

@@ -4,7 +4,7 @@ clock."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ class Budget:
     max_rows: int  # of one step
     max_queued_tokens: int  # of the waiting queue; requests beyond it are refused
     max_output_bytes: int = 0  # of token vectors that leave one step, a first row excepted; 0: no limit
+    is_shared: bool = False  # small requests get half of each step while large ones, of several steps, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,14 @@ class _StepRoom:
 
 
 class Scheduler:
-    """Continuous batching: the requests that wait share the next step as far as they fit, in queue order."""
+    """Continuous batching: the requests that wait share the next step as far as they fit, in queue order.
+
+    Where the budget is shared, requests that fit into one step and larger ones have half of each step while
+    both wait. What one kind does not need, the other takes, so every step is as full as without shares.
+    """
 
     LOOK_AHEAD = 64  # requests behind one that does not fit that may still fill the step
+    SHORT_STEPS = 32  # after the last step with small and large requests, those of large ones stay short
 
     def __init__(
         self,
@@ -104,20 +110,24 @@ class Scheduler:
         self.token_bytes = token_bytes
         self.chunking = chunking
         self.vector_cache = vector_cache  # for requests with pairs
-        self.queue = WaitingQueue()
+        self.queue = WaitingQueue(budget.max_tokens, budget.max_rows) if budget.is_shared else WaitingQueue()
+        self.max_shared_tokens = budget.max_tokens  # of a step of large requests that small ones wait for
+        self._small_lead = 0  # tokens that small requests have run more than large ones while both waited
+        self._num_short_steps = 0  # steps of large requests that stay short, as small ones may come
         self.isolated: deque[list[QueuedRequest]] = (
             deque()
         )  # rows of failed steps, in groups, before the queue
         self._finished: list[OpenRow] = []  # rows that end in the step being scheduled
 
-    def add(self, request: Request) -> None:
-        """Join the waiting queue; `QueueFull` if it is too long. An empty queue takes any request."""
+    def add(self, request: Request, start_by_s: float | None = None) -> None:
+        """Join the waiting queue; `QueueFull` if it is too long. An empty queue takes any request.
+        `overdue` gives it up if nothing of it has run at `start_by_s`."""
         waiting, limit = self.queue.num_tokens, self.budget.max_queued_tokens
         if waiting and waiting + request.num_tokens > limit:
             raise QueueFull(f"{waiting} tokens are waiting and at most {limit} may; try again shortly")
         if request.pairs is not None:
             self._check_queries(request)
-        self.queue.add(request)
+        self.queue.add(request, start_by_s)
 
     def finish(self, request: Request, *, succeeded: bool) -> None:
         """Free what a request holds once nothing of it is left to run."""
@@ -127,7 +137,7 @@ class Scheduler:
     def cancel(self, request_id: str) -> bool:
         isolated, queued = self._take_isolated(request_id), self.queue.remove(request_id)
         if isolated is not None:
-            self.queue.account(isolated.num_tokens_left, isolated.num_rows_left)
+            self.queue.account(isolated, isolated.num_tokens_left, isolated.num_rows_left)
             self._free_blocks(isolated.open)
         if queued is not None:
             self._free_blocks(queued.open)
@@ -139,6 +149,10 @@ class Scheduler:
         for queued in expired:
             self._free_blocks(queued.open)
         return [queued.request for queued in expired]
+
+    def overdue(self, now_s: float) -> list[Request]:
+        """Remove and return the requests that should have started by now."""
+        return [queued.request for queued in self.queue.remove_overdue(now_s)]
 
     # Rows of failed steps.
 
@@ -158,15 +172,17 @@ class Scheduler:
         if isolated is None:
             rank = self.queue.next_rank(request)
             isolated = QueuedRequest(request, _NO_ROWS, _NO_ROWS, rank, cached=entry.cached)
-        for closed in (
-            isolated.close_rows(entry.rows),
-            [] if queued is None else queued.close_rows(entry.rows),
-        ):
-            self._free_blocks(closed)
-            self.queue.account(sum(row.length - row.num_done for row in closed), len(closed))
-        self.queue.remove_finished()
+        for owner in (isolated, queued):
+            closed = [] if owner is None else owner.close_rows(entry.rows)
+            if owner is not None and closed:
+                self._free_blocks(closed)
+                self.queue.account(owner, sum(row.length - row.num_done for row in closed), len(closed))
+        if queued is not None:
+            self.queue.remove_finished(large=queued.is_large)
         num_documents = 0 if entry.cached_documents is None else len(entry.cached_documents)
-        self.queue.account(-int(request.lengths[entry.rows].sum()), -len(entry.rows) - num_documents)
+        self.queue.account(
+            isolated, -int(request.lengths[entry.rows].sum()), -len(entry.rows) - num_documents
+        )
         isolated.requeue(entry.rows, entry.cached_documents)
         return isolated
 
@@ -189,7 +205,7 @@ class Scheduler:
         for queued in self.queue:
             for row in queued.close_rows():
                 self._free_blocks([row])
-                self.queue.account(-row.num_done, 0)
+                self.queue.account(queued, -row.num_done, 0)
                 queued.requeue(np.array([row.row], dtype=np.int32))
                 found = True
         return found
@@ -211,31 +227,97 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRows]:
         """Fill one step. A row larger than the whole budget runs alone, unless it can be chunked."""
         if self.isolated:
-            scheduled, _ = self._fill(self.isolated[0])
-            if not scheduled and self._preempt_queued_rows():
-                scheduled, _ = self._fill(self.isolated[0])
-            self._remove_finished_isolated()
+            scheduled = self._fill_isolated()
+        elif not self.queue.has_large:
+            scheduled = self._fill_small()
         else:
-            scheduled, num_visited = self._fill(self.queue)
-            if scheduled:
-                self.queue.remove_finished(num_visited)
+            scheduled = self._fill_mixed() if self.queue.is_mixed else self._fill_large()
         self._free_blocks(self._finished)
         self._finished = []
         return scheduled
 
-    def _fill(self, waiting: Iterable[QueuedRequest]) -> tuple[list[ScheduledRows], int]:
-        """The rows of a step, and how many of the waiting requests were visited."""
-        budget, num_passed_over, num_visited = self.budget, 0, 0
-        room = _StepRoom(budget.max_tokens, budget.max_rows, budget.max_output_bytes)
+    def _fill_isolated(self) -> list[ScheduledRows]:
         scheduled: list[ScheduledRows] = []
-        large: list[QueuedRequest] = []
-        chunking, limits_output = self.chunking, budget.max_output_bytes > 0
+        self._fill(iter(self.isolated[0]), self._step_room(), scheduled)
+        if not scheduled and self._preempt_queued_rows():
+            self._fill(iter(self.isolated[0]), self._step_room(), scheduled)
+        self._remove_finished_isolated()
+        return scheduled
+
+    def _fill_small(self) -> list[ScheduledRows]:
+        """A step while only small requests wait, or while steps are not shared."""
+        scheduled: list[ScheduledRows] = []
+        num_visited = self._fill(self.queue.of_kind(large=False), self._step_room(), scheduled)
+        if scheduled:
+            self.queue.remove_finished(num_visited)
+        self._small_lead = 0
+        return scheduled
+
+    def _fill_large(self) -> list[ScheduledRows]:
+        """A step while only large requests wait."""
+        scheduled, room = list[ScheduledRows](), self._step_room()
+        if self._num_short_steps:
+            self._num_short_steps -= 1
+            room.tokens = min(room.tokens, self.max_shared_tokens)
+        num_visited = self._fill(self.queue.of_kind(large=True), room, scheduled)
+        if scheduled:
+            self.queue.remove_finished(num_visited, large=True)
+        self._small_lead = 0
+        return scheduled
+
+    def _fill_mixed(self) -> list[ScheduledRows]:
+        """A step while small and large requests wait. The kind that has run less goes first, so that its
+        first row runs whatever its length; it leaves the other kind its share."""
+        queue, scheduled, room = self.queue, list[ScheduledRows](), self._step_room()
+        room.tokens = min(room.tokens, self.max_shared_tokens)
+        self._num_short_steps = self.SHORT_STEPS
+        small_before, large_before = queue.num_tokens - queue.num_large_tokens, queue.num_large_tokens
+        leader = self._yields(large=False) or (self._small_lead > 0 and not self._yields(large=True))
+        waiting = (queue.of_kind(large=False), queue.of_kind(large=True))
+        num_visited = [0, 0]  # small, large
+        tokens, rows = self._share(room, large=not leader)
+        room.tokens, room.rows = room.tokens - tokens, room.rows - rows
+        num_visited[leader] = self._fill(waiting[leader], room, scheduled)
+        room.tokens, room.rows = room.tokens + tokens, room.rows + rows
+        for kind in (not leader, leader):  # the leader continues where the other has left room
+            if not room.is_full:
+                num_visited[kind] += self._fill(waiting[kind], room, scheduled)
+        for kind in (False, True):
+            queue.remove_finished(num_visited[kind], large=kind)
+        small = small_before - (queue.num_tokens - queue.num_large_tokens)
+        lead = self._small_lead + small - (large_before - queue.num_large_tokens)
+        self._small_lead = max(-self.budget.max_tokens, min(lead, self.budget.max_tokens))
+        return scheduled
+
+    def _share(self, room: _StepRoom, *, large: bool) -> tuple[int, int]:
+        """The tokens and rows of a step that are left for a kind of requests: half of it at most."""
+        if self._yields(large=large):
+            return 0, 0
+        queue = self.queue
+        tokens, rows = queue.num_large_tokens, queue.num_large_rows
+        if not large:
+            tokens, rows = queue.num_tokens - tokens, queue.num_rows - rows
+        return min(tokens, room.tokens // 2), min(rows, room.rows // 2)
+
+    def _yields(self, *, large: bool) -> bool:
+        """Whether a kind has no share of the step: its first request is less urgent than the other's."""
+        own, other = self.queue.first(large=large), self.queue.first(large=not large)
+        return own.request.priority > other.request.priority and own.rank > other.rank
+
+    def _step_room(self) -> _StepRoom:
+        return _StepRoom(self.budget.max_tokens, self.budget.max_rows, self.budget.max_output_bytes)
+
+    def _fill(self, waiting: Iterator[QueuedRequest], room: _StepRoom, scheduled: list[ScheduledRows]) -> int:
+        """Schedule rows of waiting requests into the room; returns how many requests were visited."""
+        num_passed_over = num_visited = 0
+        wide: list[QueuedRequest] = []
+        chunking, limits_output = self.chunking, self.budget.max_output_bytes > 0
         for queued in waiting:
             num_visited += 1
             entry = None
             if queued.cached is not None or queued.request.pairs is None or self._hold_vectors(queued):
                 if scheduled and chunking is None and 2 * queued.next_length > room.tokens:
-                    large.append(queued)  # most requests of a long queue end here, in every step
+                    wide.append(queued)  # most requests of a long queue end here, in every step
                     num_passed_over += 1
                     if num_passed_over > self.LOOK_AHEAD:
                         break
@@ -247,31 +329,33 @@ class Scheduler:
                 else:
                     entry = self._schedule_whole_rows(queued, room, alone=not scheduled)
             if entry is not None:
+                queued.has_started = True
                 scheduled.append(entry)
             if queued.num_rows_left:
                 num_passed_over += 1
             if room.is_full or num_passed_over > self.LOOK_AHEAD:
                 break
-        scheduled += self._best_fits(large, room)
-        return scheduled, num_visited
+        scheduled += self._best_fits(wide, room)
+        return num_visited
 
     def _output_bytes_per_token(self, request: Request) -> int:
         if not request.extra_params:  # almost all requests, and this runs for each of them in every step
             return self.token_bytes(request.params)
         return sum(self.token_bytes(params) for params in request.all_params)
 
-    def _best_fits(self, large: list[QueuedRequest], room: _StepRoom) -> Iterator[ScheduledRows]:
+    def _best_fits(self, wide: list[QueuedRequest], room: _StepRoom) -> Iterator[ScheduledRows]:
         """Of rows that need more than half of the room left, the largest that fits. The first request in the
         queue is scheduled already, and a full step costs no more to launch than one with room left."""
-        while large and room.rows > 0:
-            fitting = [queued for queued in large if queued.next_length <= room.tokens]
+        while wide and room.rows > 0:
+            fitting = [queued for queued in wide if queued.next_length <= room.tokens]
             if not fitting:
                 return
             best = max(fitting, key=lambda queued: queued.next_length)
-            large.remove(best)
+            wide.remove(best)
             if self.budget.max_output_bytes:
                 room.token_bytes = self._output_bytes_per_token(best.request)
             if (entry := self._schedule_whole_rows(best, room, alone=False)) is not None:
+                best.has_started = True
                 yield entry
 
     def _schedule_whole_rows(
@@ -287,7 +371,7 @@ class Scheduler:
         documents = None if queued.cached_documents is None else self._take_cached_documents(queued)
         if not len(taken) and documents is None:
             return None
-        self._use(room, queued.num_tokens_taken - num_before, len(taken), finished=len(taken))
+        self._use(queued, room, queued.num_tokens_taken - num_before, len(taken), finished=len(taken))
         return ScheduledRows(queued.request, taken, cached=queued.cached, cached_documents=documents)
 
     # Requests with pairs.
@@ -297,13 +381,13 @@ class Scheduler:
         if self.vector_cache is None or (cached := self.vector_cache.hold(queued.request)) is None:
             return False  # it runs when others have finished
         tokens, rows = queued.use_cached_vectors(cached)
-        self.queue.account(tokens, rows)
+        self.queue.account(queued, tokens, rows)
         return True
 
     def _take_cached_documents(self, queued: QueuedRequest) -> Ints | None:
         documents = queued.take_cached_documents()
         if documents is not None:
-            self.queue.account(0, len(documents))
+            self.queue.account(queued, 0, len(documents))
         return documents
 
     def _check_queries(self, request: Request) -> None:
@@ -337,7 +421,7 @@ class Scheduler:
             if length <= min(max_tokens, room.tokens) and not self._caches_prefix(queued, length, chunking):
                 (row,) = queued.take(length, 1)
                 chunks.append(_Chunk(int(row), 0, length, None))
-                self._use(room, length, 1, finished=1)
+                self._use(queued, room, length, 1, finished=1)
             elif (opened := self._open(queued, length, chunking)) is not None:
                 chunks.append(self._advance(queued, opened, chunking, room))
             else:
@@ -375,7 +459,7 @@ class Scheduler:
             return None
         queued.take(length, 1)
         num_cached = len(blocks) * pool.block_size
-        self.queue.account(num_cached, 0)
+        self.queue.account(queued, num_cached, 0)
         opened = OpenRow(row, length, num_cached, blocks + rest, prefix_keys)
         queued.open.append(opened)
         return opened
@@ -393,12 +477,12 @@ class Scheduler:
         if is_finished:
             queued.open.remove(row)
             self._finished.append(row)
-        self._use(room, count, 1, finished=int(is_finished))
+        self._use(queued, room, count, 1, finished=int(is_finished))
         return chunk
 
-    def _use(self, room: _StepRoom, tokens: int, rows: int, *, finished: int) -> None:
+    def _use(self, queued: QueuedRequest, room: _StepRoom, tokens: int, rows: int, *, finished: int) -> None:
         room.use(tokens, rows)
-        self.queue.account(tokens, finished)
+        self.queue.account(queued, tokens, finished)
 
     def _free_blocks(self, rows: list[OpenRow]) -> None:
         if self.chunking is not None:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from penstock.scheduler.sequence import SequenceState
 from penstock.types import Ints, Join, SamplePlan, SamplerParams, SequenceIds
 
+MAX_INLINE_STOPS = 8  # stop tokens that are compared for all rows at once; few requests have more
+
 
 class SlotTable:
     """Slots with their sequences, their numbers, and the changes that the sampler has yet to apply."""
@@ -24,7 +26,8 @@ class SlotTable:
         self.num_slots = num_slots
         self.token_ids: Ints = np.zeros((num_slots, max_length), dtype=np.int32)
         self.block_tables: Ints = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        self.stop_ids: Ints = np.full((num_slots, 1), -1, dtype=np.int32)
+        self.stop_ids: Ints = np.full((MAX_INLINE_STOPS, num_slots), -1, dtype=np.int32)
+        self._more_stops: dict[int, frozenset[int]] = {}  # slot → all of them, where the column is too short
         self.num_tokens = numbers()  # prompt and sampled tokens
         self.num_known = numbers()  # tokens that the CPU has read
         self.num_computed = numbers()  # tokens that have run or are in a step in flight
@@ -90,6 +93,7 @@ class SlotTable:
         slot = sequence.slot
         self._sequences[slot] = None
         self.epoch[slot] += 1
+        self._more_stops.pop(slot, None)
         self._free.append(slot)
         self._leave(slot)
 
@@ -173,7 +177,10 @@ class SlotTable:
 
     def stopped(self, slots: Ints, token_ids: Ints) -> NDArray[np.bool_]:
         """Which sequences end with a stop token as their latest."""
-        stopped: NDArray[np.bool_] = (token_ids[:, None] == self.stop_ids[slots]).any(axis=1)
+        stopped: NDArray[np.bool_] = (self.stop_ids.take(slots, axis=1) == token_ids).any(axis=0)
+        if self._more_stops:
+            for row in np.flatnonzero(np.isin(slots, list(self._more_stops))).tolist():
+                stopped[row] = int(token_ids[row]) in self._more_stops[int(slots[row])]
         stopped &= self.num_known[slots] > self.min_length[slots]
         return stopped
 
@@ -209,9 +216,8 @@ class SlotTable:
 
     def _set_stop_ids(self, slot: int, params: SamplerParams) -> None:
         stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids))
-        if len(stop_ids) > self.stop_ids.shape[1]:
-            wider = np.full((self.num_slots, len(stop_ids)), -1, dtype=np.int32)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        self.stop_ids[:, slot] = -1
+        if len(stop_ids) > MAX_INLINE_STOPS:
+            self._more_stops[slot] = frozenset(stop_ids)
+        else:
+            self.stop_ids[: len(stop_ids), slot] = stop_ids

@@ -1,4 +1,8 @@
-"""Child processes of `penstock serve`: started, watched and restarted with exponential backoff.
+"""Child processes of `penstock serve`: started, watched and restarted.
+
+A process that has served and then dies is restarted within a second, however often: one client that crashes
+it must not make others wait longer. A process that dies before it could serve is restarted with exponential
+backoff, and counted, so that the supervisor can give up.
 
 Light to import: the command spawns the engine process before it imports anything else, because the slow part
 of the engine's start needs no configuration.
@@ -8,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, cast
+
+from penstock.isolation import isolated_environment, isolated_python
 
 
 @dataclass(slots=True)
@@ -23,22 +28,31 @@ class Child:
     config: bytes = b""
     arguments: tuple[str, ...] = ()
     pass_fds: tuple[int, ...] = ()
+    max_restart_delay_s: float = 30.0  # of a process that cannot start
     process: subprocess.Popen[bytes] | None = None
     spawned_s: float = 0.0
     restart_at_s: float | None = None
     num_restarts: int = 0
     num_early_exits: int = 0  # in a row
+    num_failed_starts: int = 0  # in a row
+    has_served: bool = False  # the present process
+    has_ever_served: bool = False
+    stopped_s: float = 0.0  # for how long a signal has stopped the process
+    kill_reason: str = ""  # why the supervisor has killed the process
 
     MIN_RESTART_DELAY_S = 0.2
-    MAX_RESTART_DELAY_S = 30.0
+    MAX_RESTART_DELAY_AFTER_SERVING_S = 1.0
     HEALTHY_AFTER_S = 60.0  # an exit before this is an early one, and doubles the delay
 
     def spawn(self) -> subprocess.Popen[bytes]:
         """Start the process, which waits for its configuration."""
         self.restart_at_s = None
         self.spawned_s = time.monotonic()
-        command = [sys.executable, "-m", self.module, *self.arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=self.pass_fds)
+        self.has_served, self.stopped_s, self.kill_reason = False, 0.0, ""
+        command = isolated_python("-m", self.module, *self.arguments)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=self.pass_fds, env=isolated_environment()
+        )
         return self.process
 
     def start(self) -> None:
@@ -49,6 +63,10 @@ class Child:
             stdin.write(self.config)
             stdin.close()
 
+    def mark_served(self) -> None:
+        """The present process can serve, or could before it exited."""
+        self.has_served = self.has_ever_served = True
+
     def poll_exit(self) -> int | None:
         """The exit code if the process has exited since the last call. Schedules the restart."""
         if self.process is None or (code := self.process.poll()) is None:
@@ -56,10 +74,19 @@ class Child:
         self.process = None
         lifetime_s = time.monotonic() - self.spawned_s
         self.num_early_exits = 0 if lifetime_s > self.HEALTHY_AFTER_S else self.num_early_exits + 1
-        backoff_s = self.MIN_RESTART_DELAY_S * 2 ** max(0, self.num_early_exits - 1)
-        self.restart_at_s = time.monotonic() + min(self.MAX_RESTART_DELAY_S, backoff_s)
+        self.num_failed_starts = 0 if self.has_served else self.num_failed_starts + 1
+        num_failures = self.num_early_exits if self.has_served else self.num_failed_starts
+        limit_s = self.MAX_RESTART_DELAY_AFTER_SERVING_S if self.has_served else self.max_restart_delay_s
+        delay_s = self.MIN_RESTART_DELAY_S * 2 ** min(30, max(0, num_failures - 1))
+        self.restart_at_s = time.monotonic() + min(limit_s, delay_s)
         self.num_restarts += 1
         return code
+
+    def kill(self, reason: str) -> None:
+        """Kill a process that hangs. Its exit is reported like any other."""
+        if self.process is not None:
+            self.kill_reason = reason
+            self.process.kill()
 
     def stop(self, timeout_s: float) -> None:
         """Terminate the process; kill it if it has not exited in time."""

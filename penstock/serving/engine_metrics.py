@@ -29,6 +29,12 @@ BATCH_FILL = Histogram(
 )
 QUEUED_ROWS = Gauge("penstock_queue_rows", "Rows waiting", ["model"], multiprocess_mode="livesum")
 QUEUED_TOKENS = Gauge("penstock_queue_tokens", "Tokens waiting", ["model"], multiprocess_mode="livesum")
+QUEUE_WAIT_SECONDS = Gauge(
+    "penstock_queue_wait_seconds",
+    "Estimated time until a request that arrives now would start, by what waits",
+    ["model", "kind"],
+    multiprocess_mode="livemax",
+)
 PREFIX_HIT_TOKENS = Gauge(
     "penstock_prefix_hit_tokens",
     "Prompt tokens found in the prefix cache",
@@ -66,7 +72,19 @@ SCORE_ASKED = Gauge(
     ["model", "kind"],
     multiprocess_mode="livesum",
 )
+OLDEST_STEP_SECONDS = Gauge(
+    "penstock_oldest_step_seconds",
+    "How long the oldest step in flight has been running; 0 when none is",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 RUNNING_ROWS = Gauge("penstock_running_rows", "Rows in flight", ["model"], multiprocess_mode="livesum")
+COMPARISONS = Gauge(
+    "penstock_comparisons",
+    "Comparisons of given vectors that wait or run",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 
 GRAPHS = Gauge(
     "penstock_graphs",
@@ -102,7 +120,12 @@ class EngineMetrics:
         self.batch_fill = self._buffer.histogram(BATCH_FILL, model)
         self.queued_rows = QUEUED_ROWS.labels(model)
         self.queued_tokens = QUEUED_TOKENS.labels(model)
+        self.small_wait = QUEUE_WAIT_SECONDS.labels(model, "small")
+        self.large_wait = QUEUE_WAIT_SECONDS.labels(model, "large")
+        self.prompt_wait = QUEUE_WAIT_SECONDS.labels(model, "prompt")
         self.running_rows = RUNNING_ROWS.labels(model)
+        self.comparisons = COMPARISONS.labels(model)
+        self.oldest_step_seconds = OLDEST_STEP_SECONDS.labels(model)
         self.graphs = GRAPHS.labels(model)
         self.graph_steps = GRAPH_STEPS.labels(model)
         self.shared_rows = SHARED_ROWS.labels(model)
@@ -133,7 +156,13 @@ class EngineMetrics:
         queue, generation = core.scheduler.queue, core.generation
         self.queued_rows.set(queue.num_rows + (0 if generation is None else generation.waiting))
         self.queued_tokens.set(queue.num_tokens + (0 if generation is None else generation.queued_tokens))
+        self.small_wait.set(core.backlog.wait_s(is_large=False))
+        self.large_wait.set(core.backlog.wait_s(is_large=True))
+        if generation is not None:
+            self.prompt_wait.set(core.prompt_backlog.wait_s(is_large=True))
         self.running_rows.set(core.running)
+        self.comparisons.set(core.num_comparisons)
+        self.oldest_step_seconds.set(now - core.oldest_launch_s if core.oldest_launch_s else 0.0)
         if (graphs := getattr(core.runner, "graphs", None)) is not None:
             decode = getattr(core.runner, "decode", None)
             sets = [graphs] if decode is None else [graphs, decode]

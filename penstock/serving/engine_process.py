@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from threading import Thread
 
 import msgspec
@@ -22,9 +23,16 @@ from penstock.engine.build import build_core
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
-from penstock.serving.launch import EXIT_BAD_MODEL, EXIT_DEVICE_FAILED, EngineLaunch, setup_child_process
+from penstock.serving.launch import (
+    EXIT_BAD_MODEL,
+    EXIT_DEVICE_FAILED,
+    EngineLaunch,
+    follow_parent,
+    setup_child_process,
+)
 from penstock.wire.messages import Ready
 from penstock.wire.server import EngineServer
+from penstock.wire.status import StatusWriter
 
 log = logging.getLogger("penstock.engine")
 
@@ -54,12 +62,14 @@ def main() -> None:
     if not config:  # the parent has exited before it had a configuration
         return
     launch = msgspec.json.decode(config, type=EngineLaunch)
+    follow_parent(launch.parent)
     if launch.metrics_folder is not None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = (
             launch.metrics_folder
         )  # read when prometheus_client is imported
     logging.basicConfig(level=launch.log_level.upper(), format="%(levelname)s engine: %(message)s")
-    server = EngineServer(launch.address, launch.shared_memory_mb << 20)
+    status = None if launch.status_file is None else StatusWriter(Path(launch.status_file))
+    server = EngineServer(launch.address, launch.shared_memory_mb << 20, status)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     try:
         settings = settle(launch.engine, launch.spec)

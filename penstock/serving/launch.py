@@ -5,18 +5,34 @@ Imports neither the engine nor the API, so that each kind of process loads only 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
+import shutil
 import signal
 import sys
+import time
+from pathlib import Path
+from threading import Thread
 
 import msgspec
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
+from penstock.serving.runtime_folder import hold_lock
 
 EXIT_BAD_MODEL = 3  # a restart would fail in the same way
 EXIT_DEVICE_FAILED = 4  # only a new process can use the device again
 PR_SET_PDEATHSIG = 1
+PARENT_POLL_S = 1.0
+ORPHAN_GRACE_S = 10.0  # for requests that run when the supervisor is killed
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """The supervisor, as its children know it."""
+
+    pid: int
+    folder: str  # the runtime folder
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
@@ -28,6 +44,8 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     log_level: str = "info"
     shared_memory_mb: int = 0
     metrics_folder: str | None = None  # where processes share their metrics; None: they do not
+    status_file: str | None = None  # the page of `wire.status`; None: nobody reads it
+    parent: Parent | None = None  # None: no supervisor
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -47,7 +65,9 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     address: str
     listen_fd: int
     state_file: str
-    index: int
+    status_file: str | None = None  # the page of `wire.status`; None: the engine writes none
+    parent: Parent | None = None  # None: no supervisor
+    started_file: str | None = None  # where the process says that it accepts connections
 
 
 def setup_child_process() -> None:
@@ -58,3 +78,39 @@ def setup_child_process() -> None:
         signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2}
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def follow_parent(parent: Parent | None) -> None:
+    """Exit soon after the supervisor, however it ends, and remove the runtime folder if it could not."""
+    if parent is None:
+        return
+
+    def end(number: int, frame: object) -> None:
+        _remove_orphaned_folder(parent)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    hold_lock(Path(parent.folder))
+    signal.signal(signal.SIGTERM, end)
+    atexit.register(_remove_orphaned_folder, parent)
+    Thread(target=_exit_when_orphaned, args=(parent,), name="parent", daemon=True).start()
+
+
+def _exit_when_orphaned(parent: Parent) -> None:
+    while os.getppid() == parent.pid:
+        time.sleep(PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_GRACE_S)  # the process has usually exited by then
+    _remove_orphaned_folder(parent)
+    os._exit(1)
+
+
+def _remove_orphaned_folder(parent: Parent) -> None:
+    if os.getppid() != parent.pid:
+        shutil.rmtree(parent.folder, ignore_errors=True)
+
+
+def report_started(launch: ApiLaunch) -> None:
+    """Tell the supervisor that this process accepts connections."""
+    if launch.started_file is not None:
+        Path(launch.started_file).write_text(str(os.getpid()))

@@ -13,10 +13,16 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunker, ChunkOptions
-from penstock.inputs.processor import split_inputs
 from penstock.outputs.chunks import combine
 from penstock.tasks.model import TextModel
-from penstock.tasks.rows import MatrixTask, TextTask, concatenate, split_windows
+from penstock.tasks.rows import (
+    MAX_LOOP_TOKENS,
+    MatrixTask,
+    TextTask,
+    concatenate,
+    split_off_loop,
+    split_windows,
+)
 from penstock.tasks.run import Prepared
 from penstock.types import Chunks, Ints, PooledOutput, PoolingParams, Request
 
@@ -80,18 +86,22 @@ class EmbedInChunks(TextTask[list[ChunkedEmbeddings]]):
         return Prepared(request, finish, is_slow_to_finish=chunks is not None)
 
     async def chunked_request(self, model: TextModel, request_id: str) -> tuple[Request, Chunks | None]:
-        chunker, options = Chunker(model.processor), self.options
-        texts, rows = split_inputs(self.inputs, allow_empty_text=self.allows_empty_text)
-        special = options.add_special_tokens
+        chunker, options, special = Chunker(model.processor), self.options, self.options.add_special_tokens
+        texts, rows = await split_off_loop(model, self.inputs, allow_empty_text=self.allows_empty_text)
         prompted = model.processor.with_prompt(texts or [], options)
         if self.chunking.chunking == "late":
             if texts is None:
-                return chunker.late_from_ids(request_id, rows, options, self.chunking)
-            located = await model.batcher.encode_with_offsets(prompted, special)
-            return chunker.late(request_id, texts, located, options, self.chunking)
+                make = partial(chunker.late_from_ids, request_id, rows, options, self.chunking)
+                return await model.batcher.call(make, sum(map(len, rows)))
+            limit = model.processor.row_limit(self.params, options)
+            located = await model.batcher.encode_with_offsets(prompted, special, limit)
+            make = partial(chunker.late, request_id, texts, located, options, self.chunking)
+            return await model.batcher.call(make, sum(len(row.ids) for row in located))
         if texts is not None:
             rows = await model.batcher.encode(prompted, special)
-        return chunker.mean(request_id, rows, self.params, options, from_text=texts is not None)
+        mean = partial(chunker.mean, request_id, rows, self.params, options, from_text=texts is not None)
+        num_tokens = sum(map(len, rows))
+        return mean() if num_tokens <= MAX_LOOP_TOKENS else await model.batcher.call(mean, num_tokens)
 
     def windows(self, size: int) -> Iterator[EmbedInChunks]:
         spans = None if self.chunking.chunk_spans is None else iter(self.chunking.chunk_spans)

@@ -10,7 +10,7 @@ from penstock.errors import BadValue
 from penstock.inputs.offsets import TokenOffsets, join_with_offsets, require_texts
 from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
 from penstock.tasks.model import TextModel
-from penstock.tasks.rows import TextTask, concatenate
+from penstock.tasks.rows import MAX_LOOP_TOKENS, TextTask, concatenate
 from penstock.tasks.run import Prepared
 from penstock.types import PooledOutput, PoolingParams, Request, Task
 
@@ -35,11 +35,15 @@ class FindEntities(TextTask[list[list[Entity]]]):
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[list[Entity]]]:
         texts = require_texts(self.inputs, allow_empty_text=self.allows_empty_text)
         prompted = model.processor.with_prompt(texts, self.options)
-        located = await model.batcher.encode_with_offsets(prompted, self.options.add_special_tokens)
-        request, offsets = join_with_offsets(
-            model.processor, request_id, texts, located, self.params, self.options
+        limit = model.processor.row_limit(self.params, self.options)
+        located = await model.batcher.encode_with_offsets(prompted, self.options.add_special_tokens, limit)
+        join = partial(
+            join_with_offsets, model.processor, request_id, texts, located, self.params, self.options
         )
-        return Prepared(request, partial(self._entities, model, request, offsets))
+        num_tokens = sum(len(row.ids) for row in located)
+        is_large = num_tokens > MAX_LOOP_TOKENS
+        request, offsets = await model.batcher.call(join, num_tokens) if is_large else join()
+        return Prepared(request, partial(self._entities, model, request, offsets), is_large)
 
     def merge(self, parts: Sequence[list[list[Entity]]]) -> list[list[Entity]]:
         return concatenate(parts)

@@ -36,6 +36,13 @@ class TextPrompts:
     prompts: Any
     add_special_tokens: bool = True
 
+    @property
+    def size(self) -> int:
+        """About how many characters or tokens it has."""
+        if isinstance(self.prompts, str) or not hasattr(self.prompts, "__len__"):
+            return len(self.prompts) if isinstance(self.prompts, str) else 1
+        return len(self.prompts) + sum(len(row) for row in self.prompts if hasattr(row, "__len__"))
+
     def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> list[Ints]:
         return inputs.rows(self.prompts, fields, self.add_special_tokens)
 
@@ -49,6 +56,12 @@ class ChatPrompt:
     continue_final_message: bool = False
     add_special_tokens: bool = False  # chat templates write them out
     template_kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """About how many characters it has."""
+        contents = (message.get("content") for message in self.messages)
+        return sum(len(str(content)) for content in contents if content is not None)
 
     def rows(self, inputs: GenerationInputs, fields: GenerationFields) -> list[Ints]:
         text = inputs.chat.template.render(
@@ -77,7 +90,8 @@ class Generate:
         inputs = model.generation
         if self.fields.structured:  # compiling may take long, and others wait for the tokenizer's thread
             await asyncio.to_thread(grammar_of, self.fields)
-        return await model.batcher.call(partial(self._job, inputs, request_id, scheduling))
+        make = partial(self._job, inputs, request_id, scheduling)
+        return await model.batcher.call(make, self.source.size)
 
     def _job(self, inputs: GenerationInputs, request_id: str, scheduling: Scheduling) -> GenerationJob:
         rows = self.source.rows(inputs, self.fields)

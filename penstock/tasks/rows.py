@@ -11,13 +11,21 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions, Inputs, num_inputs, split_inputs
+from penstock.inputs.processor import (
+    DEFAULT_OPTIONS,
+    InputOptions,
+    Inputs,
+    num_inputs,
+    num_token_ids,
+    split_inputs,
+)
 from penstock.tasks.model import TextModel
 from penstock.tasks.run import Prepared
-from penstock.types import PooledOutput, PoolingParams, Request
+from penstock.types import Ints, PooledOutput, PoolingParams, Request
 
 R = TypeVar("R")
 Matrix = NDArray[Any]
+MAX_LOOP_TOKENS = 1 << 16  # larger requests are laid out and finished off the event loop
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,13 +51,18 @@ class TextTask(ABC, Generic[R]):
     async def request(self, model: TextModel, request_id: str) -> Request:
         """One row for each input, after its prompt."""
         processor, options = model.processor, self.options
-        texts, rows = split_inputs(self.inputs, allow_empty_text=self.allows_empty_text)
+        texts, rows = await split_off_loop(model, self.inputs, allow_empty_text=self.allows_empty_text)
         if texts is not None:
             prompted = processor.with_prompt(texts, options)
-            rows = await model.batcher.encode(prompted, options.add_special_tokens)
+            limit = processor.row_limit(self.params, options)
+            if self.check_lengths is not None:  # it rejects long rows in its own words
+                limit = replace(limit, truncates=True)
+            rows = await model.batcher.encode(prompted, options.add_special_tokens, limit)
         if self.check_lengths is not None:
             self.check_lengths([len(row) for row in rows])
-        return processor.join(request_id, rows, self.params, options, from_text=texts is not None)
+        join = partial(processor.join, request_id, rows, self.params, options, from_text=texts is not None)
+        num_tokens = sum(map(len, rows))
+        return join() if num_tokens <= MAX_LOOP_TOKENS else await model.batcher.call(join, num_tokens)
 
     def windows(self, size: int) -> Iterator[TextTask[R]]:
         rows = split_windows(self.inputs, size)
@@ -64,7 +77,10 @@ class RowTask(TextTask[R]):
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
         request = await self.request(model, request_id)
-        return Prepared(request, partial(self.finish, model, request))
+        return Prepared(request, partial(self.finish, model, request), self.is_slow_to_finish(request))
+
+    def is_slow_to_finish(self, request: Request) -> bool:
+        return request.num_tokens > MAX_LOOP_TOKENS
 
     @abstractmethod
     def finish(self, model: TextModel, request: Request, output: PooledOutput) -> R: ...
@@ -72,6 +88,9 @@ class RowTask(TextTask[R]):
 
 class MatrixTask(RowTask[Matrix]):
     """One vector for each input: [inputs, width]."""
+
+    def is_slow_to_finish(self, request: Request) -> bool:
+        return False
 
     def finish(self, model: TextModel, request: Request, output: PooledOutput) -> Matrix:
         return output.values
@@ -85,6 +104,15 @@ class ListTask(RowTask[list[R]]):
 
     def merge(self, parts: Sequence[list[R]]) -> list[R]:
         return concatenate(parts)
+
+
+async def split_off_loop(
+    model: TextModel, inputs: Inputs, *, allow_empty_text: bool
+) -> tuple[list[str] | None, list[Ints]]:
+    """`split_inputs`; many token ids are converted on another thread."""
+    split = partial(split_inputs, inputs, allow_empty_text=allow_empty_text)
+    num_ids = num_token_ids(inputs)
+    return split() if num_ids <= MAX_LOOP_TOKENS else await model.batcher.call(split, num_ids)
 
 
 def concatenate(parts: Sequence[list[R]]) -> list[R]:

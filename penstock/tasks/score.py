@@ -14,6 +14,7 @@ from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.pairs import check_pairs, finish_pairs, prepare_pairs
 from penstock.outputs.ranking import top_indices
 from penstock.tasks.model import TextModel
+from penstock.tasks.rows import MAX_LOOP_TOKENS
 from penstock.tasks.run import Prepared
 from penstock.types import PooledOutput, PoolingParams, Request, Task
 
@@ -37,8 +38,10 @@ class Score:
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[NDArray[Any]]:
         make = partial(prepare_pairs, model.processor, request_id, self.pairs, self.params, self.options)
-        request = await model.batcher.call(make)
-        return Prepared(request, partial(self._scores, model, request))
+        size = sum(len(query) + len(document) for query, document in self.pairs)
+        request = await model.batcher.call(make, size)
+        is_slow = request.num_tokens > MAX_LOOP_TOKENS and model.spec.score_kind == "list"
+        return Prepared(request, partial(self._scores, model, request), is_slow)
 
     def _scores(self, model: TextModel, request: Request, output: PooledOutput) -> NDArray[Any]:
         return finish_pairs(model.spec, self.pairs, request, output).values[:, 0]

@@ -1,7 +1,8 @@
 """The API process's side of the wire: an `EngineHandle` of an engine in another process. Free of torch.
 
-Requests that are submitted in one iteration of the event loop leave in one message. When the engine process
-exits, all pending requests fail at once. The connection returns by itself when a new engine listens.
+Requests that are submitted in one iteration of the event loop leave in one message; one that cannot be
+encoded fails alone. When the engine process exits or hangs, all pending requests fail at once. The connection
+returns by itself when a new engine listens; messages of an earlier engine are dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +20,10 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.errors import EngineUnavailable
+from penstock.errors import BadValue, EngineError, EngineUnavailable
 from penstock.handle import EngineHandle, EngineStats, StreamListener, Unsubscribe
 from penstock.types import Comparison, PooledOutput, Request, SequenceIds
+from penstock.wire.liveness import HangLimits, LivenessWatch
 from penstock.wire.messages import (
     BlocksReleased,
     Cancel,
@@ -38,17 +41,33 @@ from penstock.wire.messages import (
 )
 from penstock.wire.router import Subscribers
 from penstock.wire.shared_memory import MappedMemory, SharedMemoryInfo
+from penstock.wire.status import StatusReader
 
 log = logging.getLogger("penstock.client")
+LOST = "the engine process stopped while this request was in flight; it is being restarted, try again"
 
 
 class EngineClient(EngineHandle):
     """The connection to one engine process."""
 
+    LIVENESS_INTERVAL_S = 0.25
+
     def __init__(
-        self, address: str, explain_unavailable: Callable[[], str] = lambda: "the engine is starting"
+        self,
+        address: str,
+        explain_unavailable: Callable[[], str] = lambda: "the engine is starting",
+        status: StatusReader | None = None,
+        hang_limits: HangLimits | None = None,
     ) -> None:
-        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503."""
+        """`explain_unavailable` says why the engine cannot be reached; the text becomes part of a 503.
+
+        An engine that exceeds `hang_limits` by its `status` counts as unavailable until it gives a sign of
+        life again.
+        """
+        self._watch = None if hang_limits is None else LivenessWatch(hang_limits)
+        self._hang = ""  # why the engine counts as hung; empty: it does not
+        self._liveness_timer: asyncio.TimerHandle | None = None
+        self.status = status  # what the engine publishes beside its messages, if anything
         self._address = address
         self._explain_unavailable = explain_unavailable
         self._subscribers = Subscribers()
@@ -62,11 +81,11 @@ class EngineClient(EngineHandle):
 
     @property
     def ready(self) -> bool:
-        return self._engine is not None
+        return self._engine is not None and not self._hang
 
     @property
     def unavailable_reason(self) -> str:
-        return self._explain_unavailable() if self._engine is None else ""
+        return self._explain_unavailable() if self._engine is None else self._hang
 
     @property
     def engine_settings(self) -> dict[str, Any]:
@@ -93,8 +112,11 @@ class EngineClient(EngineHandle):
         self._loop.add_reader(int(self._socket.getsockopt(zmq.FD)), self._on_readable)
         self._loop.add_reader(int(self._monitor.getsockopt(zmq.FD)), self._on_monitor)
         self._loop.call_soon(self._on_monitor)
+        self._check_liveness()
 
     def close(self) -> None:
+        if self._liveness_timer is not None:
+            self._liveness_timer.cancel()
         for socket in (self._socket, self._monitor):
             with contextlib.suppress(zmq.ZMQError):
                 self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
@@ -105,10 +127,14 @@ class EngineClient(EngineHandle):
         return await self._await_output(request.id, lambda: self._enqueue(request))
 
     async def compare(self, comparison: Comparison) -> PooledOutput:
-        return await self._await_output(comparison.id, lambda: self._send(pack_comparison(comparison)))
+        try:
+            frames = pack_comparison(comparison)
+        except Exception as error:
+            raise _unsendable(error) from None
+        return await self._await_output(comparison.id, lambda: self._send(frames))
 
     async def _await_output(self, request_id: str, send: Callable[[], None]) -> PooledOutput:
-        self._check_ready()
+        self._check(request_id)
         future: asyncio.Future[PooledOutput] = self._loop.create_future()
         self._subscribers.add_future(request_id, future)
         send()
@@ -121,7 +147,7 @@ class EngineClient(EngineHandle):
             self._subscribers.remove_future(request_id)
 
     def stream(self, request: Request, listener: StreamListener) -> Unsubscribe:
-        self._check_ready()
+        self._check(request.id)
         self._subscribers.add_listener(request.id, listener)
         self._enqueue(request)
 
@@ -132,27 +158,51 @@ class EngineClient(EngineHandle):
 
         return unsubscribe
 
-    def _check_ready(self) -> None:
-        if self._engine is None:
-            raise EngineUnavailable(self._explain_unavailable())
+    def _check(self, request_id: str) -> None:
+        if not self.ready:
+            raise EngineUnavailable(self.unavailable_reason)
+        if request_id in self._subscribers:
+            raise BadValue(f"request_id {request_id!r} is already in use", param="request_id")
 
     def _enqueue(self, request: Request) -> None:
-        if not self._outgoing:
-            self._loop.call_soon(self._flush)
+        self._schedule_flush()
         self._outgoing.append(request)
 
     def _cancel(self, request_id: str) -> None:
-        if not self._cancelled:
-            self._loop.call_soon(self._flush_cancelled)
+        self._schedule_flush()
         self._cancelled.append(request_id)
 
-    def _flush(self) -> None:
-        requests, self._outgoing = self._outgoing, []
-        self._send(pack_requests(requests))
+    def _schedule_flush(self) -> None:
+        if not self._outgoing and not self._cancelled:
+            self._loop.call_soon(self._flush)
 
-    def _flush_cancelled(self) -> None:
-        ids, self._cancelled = self._cancelled, []
-        self._send([encode(Cancel(ids))])
+    def _flush(self) -> None:
+        """Send new requests, then cancellations, which may be of requests that were just submitted."""
+        requests, self._outgoing = self._outgoing, []
+        cancelled, self._cancelled = self._cancelled, []
+        if requests:
+            self._submit(requests)
+        if cancelled:
+            self._send([encode(Cancel(cancelled))])
+
+    def _submit(self, requests: list[Request]) -> None:
+        try:
+            frames = pack_requests(requests)
+        except Exception:
+            requests = [request for request in requests if self._can_send(request)]
+            if not requests:
+                return
+            frames = pack_requests(requests)
+        self._send(frames)
+
+    def _can_send(self, request: Request) -> bool:
+        """Whether a request can be encoded; otherwise it fails."""
+        try:
+            pack_requests([request])
+        except Exception as error:
+            self._subscribers.fail(request.id, _unsendable(error))
+            return False
+        return True
 
     def _send(self, frames: list[Any]) -> None:
         if self._engine is None:
@@ -166,13 +216,28 @@ class EngineClient(EngineHandle):
     def _on_readable(self) -> None:
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            message = decode_from_engine(header.buffer)
-            if isinstance(message, Ready):
-                self._engine = message
-                self._map_memory(message.shared)
-                log.info("engine ready (process %d)", message.pid)
-            elif isinstance(message, Outcomes):
-                self._deliver(message, [frame.buffer for frame in frames])
+            try:
+                self._handle(decode_from_engine(header.buffer), [frame.buffer for frame in frames])
+            except Exception as error:  # whose outcomes it had is not known: none may wait for ever
+                log.exception("a message of the engine could not be handled")
+                for request_id in self._subscribers.unfinished():
+                    self._cancel(request_id)
+                self._subscribers.fail_all(f"a message of the engine could not be read: {error}", EngineError)
+
+    def _handle(self, message: Ready | Outcomes, frames: list[Any]) -> None:
+        if isinstance(message, Ready):
+            self._welcome(message)
+        elif self._engine is not None and message.engine == self._engine.engine:
+            self._deliver(message, frames)  # or it is from an engine that is gone, as are its requests
+
+    def _welcome(self, engine: Ready) -> None:
+        """An engine can serve. Requests that another one has not answered are lost."""
+        if self._engine is not None and self._engine.engine != engine.engine:
+            self._fail_all(LOST)
+        self._engine = engine
+        self._last_rows = ()
+        self._map_memory(engine.shared)
+        log.info("engine ready (process %d)", engine.pid)
 
     def _map_memory(self, info: SharedMemoryInfo | None) -> None:
         """Map the engine's shared memory and tell the engine. Without it, large outputs are sent."""
@@ -221,16 +286,35 @@ class EngineClient(EngineHandle):
                 self._send_hello()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._on_readable()  # messages that it sent before
-                self._engine = None
-                self._fail_all(
-                    "the engine process stopped while this request was in flight; "
-                    "it is being restarted, try again"
-                )
+                self._engine, self._hang = None, ""
+                self._fail_all(LOST)
+
+    def _check_liveness(self) -> None:
+        """Once in a while: fail what waits for an engine that hangs, and serve again when it comes back."""
+        if self.status is None or self._watch is None:
+            return
+        self._liveness_timer = self._loop.call_later(self.LIVENESS_INTERVAL_S, self._check_liveness)
+        hang = self._watch.check(self.status.read(), time.monotonic())
+        if self._engine is None or hang == self._hang == "":
+            self._hang = ""
+        elif not hang:
+            log.warning("the engine responds again")
+            self._hang = ""
+        else:
+            is_new, self._hang = not self._hang, f"{hang}; try again shortly"
+            if is_new:
+                self._abandon_all()
+
+    def _abandon_all(self) -> None:
+        """Fail all pending requests. If the engine comes back, it drops their work."""
+        for request_id in self._subscribers.unfinished():
+            self._cancel(request_id)
+        self._fail_all(self._hang)
 
     def _send_hello(self) -> None:
         """Ask a new engine whether it is ready; it answers as soon as it is."""
         try:
-            self._socket.send_multipart([encode(Hello())], zmq.NOBLOCK)
+            self._socket.send_multipart([encode(Hello(self._name, os.getpid()))], zmq.NOBLOCK)
         except zmq.Again:  # the handshake ends shortly before the socket becomes writable
             self._loop.call_later(0.005, self._send_hello)
         self._on_readable()
@@ -239,3 +323,7 @@ class EngineClient(EngineHandle):
         """Fail all pending requests. Their rows are lost; the client may send them again."""
         if num_failed := self._subscribers.fail_all(reason):
             log.warning("%d requests failed: %s", num_failed, reason)
+
+
+def _unsendable(error: Exception) -> BadValue:
+    return BadValue(f"the request has a value that cannot be sent to the engine: {error}")

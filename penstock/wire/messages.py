@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import revive
+from penstock.errors import BadValue, revive
 from penstock.types import (
     Array,
     Comparison,
@@ -38,7 +38,13 @@ MIN_OWN_MESSAGE_BYTES = 1 << 20  # a message arrives as a whole: large outputs d
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """An API process asks whether the engine is ready."""
+    """An API process introduces itself and asks whether the engine is ready.
+
+    It is the first message on a connection: the engine takes no work of a process that it does not know.
+    """
+
+    client: str  # name of the client, the same on every connection it makes
+    pid: int
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
@@ -47,6 +53,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     pid: int
     settings: dict[str, Any]  # the resolved configuration, for information
     shared: SharedMemoryInfo | None = None  # where processes that map it find large outputs
+    engine: int = 0  # a random number; the messages of one engine process all have the same
 
 
 class MemoryMapped(msgspec.Struct, tag="memory_mapped", array_like=True):
@@ -106,6 +113,7 @@ class Compare(msgspec.Struct, tag="compare", array_like=True):
 
     id: str
     arrival_s: float
+    deadline_s: float | None
     queries: ArrayHeader
     query_lengths: ArrayHeader
     documents: ArrayHeader
@@ -173,6 +181,7 @@ Item = PooledItem | GeneratedItem | DecodedItem | FailedItem
 class Outcomes(msgspec.Struct, tag="outcomes", array_like=True):
     items: list[Item]
     shared: dict[int, Region] = {}  # frames that are not sent, and where in shared memory they are
+    engine: int = 0  # as in `Ready`
 
 
 ToEngine = Hello | MemoryMapped | Submit | Compare | Cancel | BlocksReleased
@@ -215,10 +224,14 @@ def pack_requests(requests: Sequence[Request]) -> list[Any]:
                 request.sampling,
             )
         )
-    return [encode(Submit(headers)), np.concatenate(arrays)]
+    ints = np.concatenate(arrays)
+    if ints.dtype != np.int32:  # one array of another type would change how all are read
+        raise TypeError(f"token ids and lengths must be int32; joined, they are {ints.dtype}")
+    return [encode(Submit(headers)), ints]
 
 
 def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Request]:
+    """Raises if anything does not fit: then `unpack_each` tells which request is at fault."""
     ints: Ints = np.frombuffer(frame, dtype=np.int32)
     # Equal parameters become one object, which compares quickly.
     interned: dict[PoolingParams, PoolingParams] = {}
@@ -240,8 +253,73 @@ def unpack_requests(headers: Iterable[RequestHeader], frame: Any) -> list[Reques
             sampling=header.sampling,
         )
         start = end if header.optional is None else _read_optional(request, header.optional, ints, end)
+        fits = (
+            ints.item(tokens_start - 1) == header.num_tokens  # of most requests, which have one row
+            if header.num_rows == 1
+            else _lengths_fit(request, header.num_tokens)
+        )
+        if not fits:
+            raise ValueError("the lengths of its rows do not add up to its tokens")
         requests.append(request)
+    if start != len(ints):
+        raise ValueError(f"{start} integers are announced and {len(ints)} were sent")
     return requests
+
+
+def _lengths_fit(request: Request, num_tokens: int) -> bool:
+    lengths = request.lengths
+    total = int(request.starts[-1]) + int(lengths[-1]) if len(lengths) else 0
+    return total == num_tokens == len(request.token_ids) and (not total or int(lengths.min()) >= 0)
+
+
+class LooseSubmit(msgspec.Struct, tag="submit", array_like=True):
+    """A `Submit` whose requests are decoded one by one."""
+
+    requests: list[msgspec.Raw]
+
+
+class RequestExtent(msgspec.Struct, array_like=True):
+    """The leading fields of a `RequestHeader`: its name, and how many integers belong to it."""
+
+    id: str
+    num_rows: int
+    num_tokens: int
+    params: msgspec.Raw
+    priority: msgspec.Raw
+    arrival_s: msgspec.Raw
+    deadline_s: msgspec.Raw
+    optional: ArrayLengths | None
+
+    @property
+    def num_ints(self) -> int:
+        optional = () if self.optional is None else msgspec.structs.astuple(self.optional)
+        counts = [self.num_rows, self.num_tokens, *(length or 0 for length in optional)]
+        if min(counts) < 0:
+            raise ValueError("a length is negative")
+        return sum(counts)
+
+
+def unpack_each(submit: bytes, frame: Any) -> tuple[list[Request], list[Failure]]:
+    """The requests of an encoded `Submit` that can be read, and a failure for each that cannot.
+
+    For a message that cannot be read as a whole. Raises if not even the list of requests can be.
+    """
+    ints: Ints = np.frombuffer(memoryview(frame)[: len(frame) // 4 * 4], dtype=np.int32)
+    requests: list[Request] = []
+    failures: list[Failure] = []
+    start: int | None = 0  # None: a request did not say where it ends, so later ones cannot be found
+    for raw in msgspec.msgpack.decode(submit, type=LooseSubmit).requests:
+        request_id = str(msgspec.msgpack.decode(raw)[0])
+        try:
+            if start is None:
+                raise ValueError("a request before it is damaged")
+            begin, start = start, None
+            start = begin + msgspec.msgpack.decode(raw, type=RequestExtent).num_ints
+            header = msgspec.msgpack.decode(raw, type=RequestHeader)
+            requests += unpack_requests([header], ints[begin:start])
+        except Exception as error:
+            failures.append(Failure(request_id, BadValue(f"the engine cannot read this request: {error}")))
+    return requests, failures
 
 
 def _read_optional(request: Request, lengths: ArrayLengths, ints: Ints, start: int) -> int:
@@ -251,6 +329,8 @@ def _read_optional(request: Request, lengths: ArrayLengths, ints: Ints, start: i
         nonlocal start
         if length is None:
             return None
+        if length < 0:
+            raise ValueError("a length is negative")
         start += length
         return ints[start - length : start]
 
@@ -274,6 +354,7 @@ def pack_comparison(comparison: Comparison) -> list[Any]:
     header = Compare(
         comparison.id,
         comparison.arrival_s,
+        comparison.deadline_s,
         add(comparison.queries),
         add(comparison.query_lengths),
         add(comparison.documents),
@@ -286,10 +367,13 @@ def pack_comparison(comparison: Comparison) -> list[Any]:
 
 
 def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
-    remaining = iter(frames)
+    """Raises `ValueError` if the frames do not match the header."""
+    remaining = list(reversed(frames))
 
     def read(array: ArrayHeader) -> Any:
-        return np.frombuffer(next(remaining), dtype=np.dtype(array.dtype)).reshape(array.shape)
+        if not remaining:
+            raise ValueError("an array of the comparison was not sent")
+        return np.frombuffer(remaining.pop(), dtype=np.dtype(array.dtype)).reshape(array.shape)
 
     return Comparison(
         header.id,
@@ -301,6 +385,7 @@ def unpack_comparison(header: Compare, frames: Sequence[Any]) -> Comparison:
         query_scales=None if header.query_scales is None else read(header.query_scales),
         document_scales=None if header.document_scales is None else read(header.document_scales),
         arrival_s=header.arrival_s,
+        deadline_s=header.deadline_s,
     )
 
 
@@ -338,7 +423,10 @@ class _ArrayFrames:
 
 
 def pack_outcomes(
-    outcomes: Sequence[Outcome], last_rows: SequenceIds = (), share: ShareArray = _share_nothing
+    outcomes: Sequence[Outcome],
+    last_rows: SequenceIds = (),
+    share: ShareArray = _share_nothing,
+    engine: int = 0,
 ) -> list[Any]:
     """The frames of one `Outcomes`: the header, one for all small arrays, and one for each large array.
 
@@ -361,7 +449,7 @@ def pack_outcomes(
             framed = [arrays.add(array) for array in (outcome.values, *outcome.extra_values)]
             timings = outcome.timings
             items.append(PooledItem(outcome.id, framed, timings.queue_s, timings.device_s))
-    return [encode(Outcomes(items, arrays.shared)), *arrays.frames()]
+    return [encode(Outcomes(items, arrays.shared, engine)), *arrays.frames()]
 
 
 def split_into_messages(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:

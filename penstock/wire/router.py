@@ -9,12 +9,13 @@ in the caller's process has both.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from penstock.errors import EngineUnavailable, PenstockError
+from penstock.errors import EngineError, EngineUnavailable, PenstockError
 from penstock.handle import StreamListener
 from penstock.types import (
     DecodedTokens,
@@ -26,6 +27,7 @@ from penstock.types import (
     SequenceIds,
 )
 
+log = logging.getLogger("penstock.client")
 Owner = TypeVar("Owner", bound=Hashable)
 
 
@@ -39,7 +41,8 @@ class _OwnedSequences(NamedTuple):
 class OutcomeRouter(Generic[Owner]):
     """Divides outcomes among the owners of their requests.
 
-    `add` and `remove` may be called on any thread; `route` is for the engine's thread alone.
+    `add` and `remove` may be called on any thread, but `add` on one thread at a time; all else is for the
+    engine's thread alone.
     """
 
     def __init__(self) -> None:
@@ -53,11 +56,23 @@ class OutcomeRouter(Generic[Owner]):
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, request_id: str, owner: Owner) -> None:
+    def add(self, request_id: str, owner: Owner) -> bool:
+        """Record who gets the outcomes of a request. False if the id is in use: its owner stays."""
+        if request_id in self._owners:
+            return False
         self._owners[request_id] = owner
+        return True
 
     def remove(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
+
+    def remove_owner(self, owner: Owner) -> list[str]:
+        """Forget all requests of an owner that is gone, and return their ids."""
+        theirs = [request_id for request_id, each in self._owners.items() if each == owner]
+        for request_id in theirs:
+            del self._owners[request_id]
+        self._divided = ()  # the division has its sequences
+        return theirs
 
     def owner(self, request_id: str) -> Owner | None:
         return self._owners.get(request_id)
@@ -172,16 +187,20 @@ class Subscribers:
                 if future is not None and not future.done():
                     future.set_result(outcome)
             else:
-                self._fail(outcome.id, outcome.error)
+                self.fail(outcome.id, outcome.error)
         self._deliver_generated(generated)
 
-    def fail_all(self, reason: str) -> int:
-        """Fail every unfinished request, because the engine is gone. Returns how many there were."""
-        pending = [request_id for request_id, future in self._futures.items() if not future.done()]
-        pending += [request_id for request_id, each in self._listeners.items() if not each.finished]
+    def fail_all(self, reason: str, kind: type[PenstockError] = EngineUnavailable) -> int:
+        """Fail every unfinished request, by default because the engine is gone. Returns how many."""
+        pending = self.unfinished()
         for request_id in pending:
-            self._fail(request_id, EngineUnavailable(reason))
+            self.fail(request_id, kind(reason))
         return len(pending)
+
+    def unfinished(self) -> list[str]:
+        """The requests that still await outcomes."""
+        pending = [request_id for request_id, future in self._futures.items() if not future.done()]
+        return pending + [request_id for request_id, each in self._listeners.items() if not each.finished]
 
     def _deliver_decoded(self, decoded: DecodedTokens) -> None:
         """One call per sequence. Callbacks are looked up only when sequences or listeners have changed."""
@@ -191,17 +210,32 @@ class Subscribers:
             self._callbacks = [
                 (_drop_token if listener is None else listener.on_token, row) for listener, row in listeners
             ]
-        for (on_token, row), token_id in zip(self._callbacks, decoded.token_ids.tolist(), strict=True):
-            on_token(row, token_id)
+        callbacks = self._callbacks
+        for (on_token, row), token_id in zip(callbacks, decoded.token_ids.tolist(), strict=True):
+            try:
+                on_token(row, token_id)
+            except Exception as error:  # of this request; the others still get their tokens
+                self._listener_failed(decoded.rows[callbacks.index((on_token, row))][0], error)
 
     def _deliver_generated(self, generated: dict[str, list[GeneratedTokens]]) -> None:
         for request_id, parts in generated.items():
             if (listener := self._listeners.get(request_id)) is not None:
-                listener.on_tokens(parts)
+                try:
+                    listener.on_tokens(parts)
+                except Exception as error:
+                    self._listener_failed(request_id, error)
 
-    def _fail(self, request_id: str, error: PenstockError) -> None:
+    def _listener_failed(self, request_id: str, error: Exception) -> None:
+        log.error("the tokens of a request could not be delivered", exc_info=error)
+        self.fail(request_id, EngineError(f"the tokens cannot be delivered: {type(error).__name__}: {error}"))
+
+    def fail(self, request_id: str, error: PenstockError) -> None:
+        """Fail a request, if it is still awaited."""
         if (listener := self._listeners.get(request_id)) is not None:
-            listener.on_error(error)
+            try:
+                listener.on_error(error)
+            except Exception:
+                log.exception("the failure of a request could not be delivered")
         elif (future := self._futures.get(request_id)) is not None and not future.done():
             future.set_exception(error)
 

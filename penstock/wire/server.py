@@ -1,19 +1,26 @@
-"""The engine's side of the wire: an `EngineCore` behind a ZeroMQ socket."""
+"""The engine's side of the wire: an `EngineCore` behind a ZeroMQ socket.
+
+A request belongs to the connection that submitted it: only that connection gets its outcomes and can cancel
+it. When an API process exits or connects again, the engine cancels all work of its former connection. A
+message or a request that cannot be read fails alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import secrets
 import socket
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import msgspec
 import zmq
 
 from penstock.engine.loop import EngineCore
-from penstock.errors import PenstockError
-from penstock.types import Array, Failure, Outcome, SequenceIds
+from penstock.errors import BadValue, EngineError
+from penstock.types import Array, Comparison, DecodedTokens, Failure, Outcome, Request, SequenceIds
 from penstock.wire.messages import (
     Cancel,
     Compare,
@@ -27,21 +34,27 @@ from penstock.wire.messages import (
     pack_outcomes,
     split_into_messages,
     unpack_comparison,
+    unpack_each,
     unpack_requests,
 )
+from penstock.wire.processes import Clients
 from penstock.wire.router import OutcomeRouter
 from penstock.wire.shared_memory import Region, open_shared_memory
+from penstock.wire.status import EngineStatus, StatusWriter
+
+log = logging.getLogger("penstock.engine")
 
 
 class EngineServer:
     """Runs the core and the socket on one thread, which sleeps until a message arrives or a step finishes."""
 
-    IDLE_POLL_MS = 1000
+    IDLE_POLL_MS = 250  # also the longest time between two heartbeats of a loop that is well
     STALE_METRICS_POLL_MS = 100  # while the published metrics are out of date
     FAILURE_DELIVERY_S = 0.2  # for API processes to read why requests failed, before the connection closes
 
-    def __init__(self, address: str, shared_bytes: int = 0) -> None:
+    def __init__(self, address: str, shared_bytes: int = 0, status: StatusWriter | None = None) -> None:
         self.memory = open_shared_memory(shared_bytes)
+        self._status = status
         self._context = zmq.Context(
             io_threads=4
         )  # so that several API processes get large outputs in parallel
@@ -53,6 +66,11 @@ class EngineServer:
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._wake_receiver.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
+        self._clients = Clients()
+        self._number = secrets.randbits(32)  # tells API processes which engine a message comes from
         self._router: OutcomeRouter[bytes] = OutcomeRouter()  # owners are the connections of API processes
         self._last_rows: dict[bytes, SequenceIds] = {}  # of the last `DecodedTokens` sent to each connection
         self._stopping = False
@@ -75,27 +93,49 @@ class EngineServer:
         if self.memory is not None:
             core.pending.allocate = self.memory.empty
             ready = msgspec.structs.replace(ready, shared=self.memory.info)
-        self._core, self._ready = core, ready
+        if self._status is not None:
+            core.before_launch = self._status.launching
+        self._core, self._ready = core, msgspec.structs.replace(ready, engine=self._number)
         self._socket.bind(self._address)  # only now: a connection means that the engine can serve
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
         metrics_are_current = True
+        self._publish_status()
         while core.device_failure is None and (not self._stopping or core.busy):
-            if self._wake_receiver.fileno() in dict(poller.poll(self._poll_timeout_ms(metrics_are_current))):
+            readable = dict(self._poller.poll(self._poll_timeout_ms(metrics_are_current)))
+            if self._wake_receiver.fileno() in readable:
                 self._drain_wakeups()
+            self._drop_exited_clients(readable)
             self._send_outcomes(self._receive())
             self._send_outcomes(core.step())
             if not core.busy:
                 self._last_rows.clear()  # otherwise closed connections would accumulate
             metrics_are_current = publish_metrics(core)
+            self._publish_status()
         if core.device_failure is None:  # otherwise threads of the core may wait for the device forever
             core.close()
         else:
             time.sleep(self.FAILURE_DELIVERY_S)
         self._context.destroy(linger=2000)
+        self._clients.close()
         if self.memory is not None:
             self.memory.close()
+
+    def _publish_status(self) -> None:
+        """Tell other processes that the loop turns, and how much waits. Called once a turn."""
+        if self._status is not None:
+            core, backlog, prompts = self._core, self._core.backlog, self._core.prompt_backlog
+            self._status.publish(
+                EngineStatus(
+                    pid=self._ready.pid,
+                    heartbeat_s=core.clock(),
+                    step_began_s=core.oldest_launch_s,
+                    queued_tokens=backlog.num_tokens,
+                    queued_rows=core.scheduler.queue.num_rows,
+                    tokens_per_s=backlog.tokens_per_s,
+                    queued_large_tokens=backlog.large_tokens,
+                    queued_prompt_tokens=prompts.num_tokens,
+                    prompt_tokens_per_s=prompts.tokens_per_s,
+                )
+            )
 
     def _poll_timeout_ms(self, metrics_are_current: bool) -> int:
         idle_ms = self.IDLE_POLL_MS if metrics_are_current else self.STALE_METRICS_POLL_MS
@@ -118,51 +158,166 @@ class EngineServer:
         refused: list[Outcome] = []
         while True:
             try:
-                sender, header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
+                sender, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
             except zmq.Again:
                 return refused
-            message = decode_to_engine(header)
-            if isinstance(message, Submit):
-                refused += self._submit(sender, message, frames[0])
-            elif isinstance(message, Compare):
-                self._router.add(message.id, sender)
-                self._core.compare(unpack_comparison(message, frames))
-            elif isinstance(message, Cancel):
-                for request_id in message.ids:
-                    self._core.cancel(request_id)
-                    self._router.remove(request_id)
-            elif isinstance(message, Hello):
-                self._socket.send_multipart([sender, encode(self._ready)])
-            elif self.memory is not None and message.memory == self.memory.info.name:
-                if isinstance(message, MemoryMapped):
-                    self.memory.add_reader(sender, message.reader, message.pid)
-                else:
-                    self.memory.release(sender, message.blocks)
+            try:
+                refused += self._handle(sender, parts)
+            except Exception:  # no message may stop the engine
+                log.exception("a message of an API process could not be handled")
             if self._core.can_fill_step:  # checked after a message, so that every call handles one
                 return refused
 
-    def _submit(self, sender: bytes, message: Submit, frame: bytes) -> list[Outcome]:
+    def _handle(self, sender: bytes, parts: Sequence[bytes]) -> list[Outcome]:
+        """Handle one message. Returns the failures of requests that the core refuses."""
+        header, *frames = parts
+        try:
+            message = decode_to_engine(header)
+        except msgspec.DecodeError:
+            return self._submit_each(sender, header, frames)
+        if isinstance(message, Hello):
+            self._welcome(sender, message)
+        elif sender not in self._clients:
+            return []  # sent before its process exited
+        elif isinstance(message, Submit):
+            return self._submit(sender, message, header, frames)
+        elif isinstance(message, Compare):
+            return self._compare(sender, message, frames)
+        elif isinstance(message, Cancel):
+            for request_id in message.ids:
+                if self._router.owner(request_id) == sender:
+                    self._core.cancel(request_id)
+                    self._router.remove(request_id)
+        elif self.memory is not None and message.memory == self.memory.info.name:
+            if isinstance(message, MemoryMapped):
+                self.memory.add_reader(sender, message.reader, message.pid)
+            else:
+                self.memory.release(sender, message.blocks)
+        return []
+
+    def _submit(
+        self, sender: bytes, message: Submit, header: bytes, frames: Sequence[bytes]
+    ) -> list[Outcome]:
+        try:
+            requests = unpack_requests(message.requests, frames[0])
+        except Exception:
+            return self._submit_each(sender, header, frames)
+        return self._take_on(sender, requests)
+
+    def _submit_each(self, sender: bytes, header: bytes, frames: Sequence[bytes]) -> list[Outcome]:
+        """Take on the requests of a message that can be read, and fail those that cannot."""
+        requests, failures = unpack_each(header, frames[0])
+        if sender not in self._clients:
+            return []
+        log.error("%d requests of an API process could not be read: %s", len(failures), failures[:1])
+        self._send(sender, failures)
+        return self._take_on(sender, requests)
+
+    def _compare(self, sender: bytes, message: Compare, frames: Sequence[bytes]) -> list[Outcome]:
+        try:
+            comparison = unpack_comparison(message, frames)
+        except (ValueError, TypeError) as error:
+            why = BadValue(f"the engine cannot read this comparison: {error}")
+            self._send(sender, [Failure(message.id, why)])
+            return []
+        return self._take_on(sender, [comparison])
+
+    def _take_on(self, sender: bytes, work: Sequence[Request | Comparison]) -> list[Outcome]:
         refused: list[Outcome] = []
-        for request in unpack_requests(message.requests, frame):
-            self._router.add(request.id, sender)
-            try:
-                self._core.add(request)
-            except PenstockError as error:
-                refused.append(Failure(request.id, error))
+        for each in work:
+            if self._router.add(each.id, sender):
+                refused += self._core.submit(each)
+            else:  # the request that has the id keeps it, and its outcomes
+                in_use = BadValue(f"request_id {each.id!r} is already in use", param="request_id")
+                self._send(sender, [Failure(each.id, in_use)])
         return refused
 
+    # API processes that come and go.
+
+    def _welcome(self, sender: bytes, message: Hello) -> None:
+        """Tell an API process that the engine is ready. Work of its former connection is lost to it."""
+        if sender not in self._clients:
+            for former in self._clients.connections_of(message.client):
+                self._drop_client(former)
+            pidfd = self._clients.add(sender, message.client, message.pid)
+            if pidfd is not None:
+                self._poller.register(pidfd, zmq.POLLIN)
+        if sender in self._clients:  # or its process has exited
+            self._socket.send_multipart([sender, encode(self._ready)])
+
+    def _drop_exited_clients(self, readable: Collection[object]) -> None:
+        for connection in self._clients.exited(readable):
+            self._drop_client(connection)
+
+    def _drop_client(self, connection: bytes) -> None:
+        """Cancel everything that a connection has submitted: nobody awaits it any more."""
+        if (pidfd := self._clients.pidfd(connection)) is not None:
+            self._poller.unregister(pidfd)
+        self._clients.remove(connection)
+        self._last_rows.pop(connection, None)
+        abandoned = self._router.remove_owner(connection)
+        for request_id in abandoned:
+            self._core.cancel(request_id)
+        log.info("an API process is gone; %d of its requests were cancelled", len(abandoned))
+
+    # Outcomes.
+
     def _send_outcomes(self, outcomes: list[Outcome]) -> None:
-        """Send a message to each API process that has outcomes, and one for each large output.
+        for connection, theirs in self._router.route(outcomes, self._core.generates).items():
+            self._send(connection, theirs)
+
+    def _send(self, connection: bytes, outcomes: Sequence[Outcome]) -> None:
+        """Send outcomes in one message, and one for each large output.
 
         Sending never waits: ZeroMQ queues the messages of an API process that reads slowly.
         """
-        for connection, theirs in self._router.route(outcomes, self._core.generates).items():
-            last_rows = self._last_rows.get(connection, ())
-            for group in split_into_messages(theirs):
-                frames = pack_outcomes(group, last_rows, partial(self._share, connection))
-                self._socket.send_multipart([connection, *frames], zmq.NOBLOCK, copy=False)
+        last_rows = self._last_rows.get(connection, ())
+        for group in split_into_messages(outcomes):
+            try:
+                messages = [self._pack(connection, group, last_rows)]
                 last_rows = last_decoded_rows(group, last_rows)
-            self._last_rows[connection] = last_rows
+            except Exception:
+                messages, last_rows = self._pack_each(connection, group), ()
+            for frames in messages:
+                self._socket.send_multipart([connection, *frames], zmq.NOBLOCK, copy=False)
+        self._last_rows[connection] = last_rows
 
-    def _share(self, connection: bytes, array: Array) -> Region | None:
-        return None if self.memory is None else self.memory.share(array, connection)
+    def _pack(self, connection: bytes, outcomes: Sequence[Outcome], last_rows: SequenceIds) -> list[Any]:
+        """The frames of one message. If packing fails, nothing stays shared."""
+        shared: list[int] = []
+
+        def share(array: Array) -> Region | None:
+            region = None if self.memory is None else self.memory.share(array, connection)
+            if region is not None:
+                shared.append(region.start)
+            return region
+
+        try:
+            return pack_outcomes(outcomes, last_rows, share, self._number)
+        except Exception:
+            if self.memory is not None:
+                self.memory.release(connection, shared)
+            raise
+
+    def _pack_each(self, connection: bytes, outcomes: Sequence[Outcome]) -> list[list[Any]]:
+        """The frames of a message for each outcome. One that cannot be packed becomes a failure."""
+        messages: list[list[Any]] = []
+        for outcome in outcomes:
+            try:
+                messages.append(self._pack(connection, [outcome], ()))
+            except Exception as error:
+                log.exception("an outcome could not be packed")
+                messages.append(self._pack(connection, self._unsendable(outcome, error), ()))
+        return messages
+
+    def _unsendable(self, outcome: Outcome, error: Exception) -> list[Failure]:
+        """End the requests of an outcome that cannot be sent."""
+        if isinstance(outcome, Failure):  # its message has characters that cannot be encoded
+            readable = outcome.error.message.encode(errors="backslashreplace").decode()
+            return [Failure(outcome.id, type(outcome.error)(readable))]
+        ids = {name for name, _ in outcome.rows} if isinstance(outcome, DecodedTokens) else {outcome.id}
+        for request_id in ids:
+            self._core.cancel(request_id)
+            self._router.remove(request_id)
+        why = EngineError(f"the output cannot be sent: {type(error).__name__}: {error}")
+        return [Failure(request_id, why) for request_id in ids]

@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import secrets
-import select
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.free_ranges import FreeRanges
 from penstock.types import Array
+from penstock.wire.processes import WatchedProcess
 
 log = logging.getLogger("penstock.engine")
 MIN_SHARED_BYTES = 1 << 18  # for smaller arrays, the message that releases the block costs more than a copy
@@ -51,37 +51,14 @@ class Reader:
     """An API process that has mapped the memory."""
 
     name: str
-    pid: int
-    pidfd: int | None  # readable once the process has exited; None where the system has no pidfd
+    process: WatchedProcess
     references: Counter[int] = field(default_factory=Counter)  # block → times that the process was given it
 
     @classmethod
     def open(cls, name: str, pid: int) -> Reader | None:
         """None if the process has already exited."""
-        try:
-            return cls(name, pid, os.pidfd_open(pid))
-        except ProcessLookupError:
-            return None
-        except (OSError, AttributeError):
-            return cls(name, pid, None)
-
-    @property
-    def has_exited(self) -> bool:
-        if self.pidfd is not None:
-            poll = select.poll()
-            poll.register(self.pidfd, select.POLLIN)
-            return bool(poll.poll(0))
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-        return False
-
-    def close(self) -> None:
-        if self.pidfd is not None:
-            os.close(self.pidfd)
+        process = WatchedProcess.open(pid)
+        return None if process is None else cls(name, process)
 
 
 @dataclass(slots=True)
@@ -161,7 +138,7 @@ class SharedMemory:
         """No process can map the memory any more; existing arrays stay valid."""
         os.close(self._file)
         for reader in self._readers.values():
-            reader.close()
+            reader.process.close()
         self._readers.clear()
 
     def _allocate(self, size: int) -> int | None:
@@ -180,9 +157,9 @@ class SharedMemory:
 
     def _remove_exited_readers(self) -> None:
         for connection, reader in list(self._readers.items()):
-            if reader.has_exited:
+            if reader.process.has_exited:
                 del self._readers[connection]
-                reader.close()
+                reader.process.close()
                 for start in reader.references.elements():
                     self._unreference(start)
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.backlog import Backlog
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +32,28 @@ class EngineStatus:
     queued_tokens: int = 0
     queued_rows: int = 0
     tokens_per_s: float = 0.0  # recent rate at which steps finish tokens; 0: not known yet
+    queued_large_tokens: int = 0  # of those queued, tokens of requests that run over several steps
+    queued_prompt_tokens: int = 0  # of prompts that wait to generate
+    prompt_tokens_per_s: float = 0.0  # recent rate at which prompts begin to generate; 0: not known yet
+
+    @property
+    def backlog(self) -> Backlog:
+        """The pooling work that waits."""
+        small = self.queued_tokens - self.queued_large_tokens
+        return Backlog(small, self.queued_large_tokens, self.tokens_per_s)
+
+    @property
+    def prompt_backlog(self) -> Backlog:
+        """The prompts that wait to generate."""
+        return Backlog(self.queued_prompt_tokens, 0, self.prompt_tokens_per_s)
 
 
 _FIELDS = tuple(EngineStatus.__dataclass_fields__)
+_IS_INT = tuple(isinstance(field.default, int) for field in EngineStatus.__dataclass_fields__.values())
 _SIZE = 8 * len(_FIELDS)
+_AFTER_PID = struct.Struct(f"{len(_FIELDS) - 1}d")
+_values_after_pid = attrgetter(*_FIELDS[1:])
+_QUEUED = tuple(_FIELDS.index(name) for name in ("queued_tokens", "queued_prompt_tokens"))
 
 
 class StatusWriter:
@@ -42,16 +65,15 @@ class StatusWriter:
 
     def publish(self, status: EngineStatus) -> None:
         """Write every value; the process id last, so that a reader never takes old values for new ones."""
-        values = [float(getattr(status, name)) for name in _FIELDS]
-        self._values[1:] = values[1:]
-        self._values[0] = values[0]
+        _AFTER_PID.pack_into(self._values.data, 8, *_values_after_pid(status))
+        self._values[0] = status.pid
 
     def beat(self, now_s: float) -> None:
         """Record one turn of the loop."""
         self._values[1] = now_s
 
     def launching(self, began_s: float) -> None:
-        """Record that the loop begins to launch a step, or with 0 that it no longer does."""
+        """Record that the loop begins to launch a step. It ends with the next `publish`, or with 0."""
         self._values[2] = began_s
 
 
@@ -62,8 +84,17 @@ class StatusReader:
         self._values = _map(path, writable=False)
 
     def read(self) -> EngineStatus:
-        pid, heartbeat_s, launch_began_s, step_began_s, tokens, rows, rate = self._values.tolist()
-        return EngineStatus(int(pid), heartbeat_s, launch_began_s, step_began_s, int(tokens), int(rows), rate)
+        values: list[Any] = [
+            int(value) if is_int else value
+            for value, is_int in zip(self._values.tolist(), _IS_INT, strict=True)
+        ]
+        return EngineStatus(*values)
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether anything waits; much cheaper than `read`."""
+        values = self._values
+        return bool(values[_QUEUED[0]] or values[_QUEUED[1]])
 
 
 def create_status_page(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.api.app import build_app
+from penstock.api.process import http_config
 from penstock.api.state import ServedModel, ServerState
 from penstock.config import ServerConfig
 from penstock.tasks.model import TextModel
@@ -31,16 +31,23 @@ def make_state(
 @contextmanager
 def listening(state: ServerState) -> Iterator[str]:
     """Serve from a thread of this process and yield the address."""
+    with server_thread(state) as (url, _, _):
+        yield url
+
+
+@contextmanager
+def server_thread(state: ServerState) -> Iterator[tuple[str, uvicorn.Server, threading.Thread]]:
+    """Serve from a thread of this process; yield the address, the server and its thread."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(build_app(state), http="httptools", lifespan="on", log_config=None)
-    server = uvicorn.Server(config)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = uvicorn.Server(http_config(state, listener))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive())
     assert server.started
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield url, server, thread
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)

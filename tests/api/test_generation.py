@@ -370,14 +370,21 @@ class TestBadInput:
             assert words in error["message"]
         assert engine.requests == []
 
-    def test_an_invalid_grammar_is_refused(self, http: TestClient) -> None:
+    def test_a_grammar_beyond_the_bounds_is_refused_without_the_engine(
+        self, http: TestClient, engine: ScriptedEngine
+    ) -> None:
         pytest.importorskip("llguidance")
+        rules = "".join(f"r{i}: r{i + 1}\n" for i in range(2900))
+        arrays = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(2000)}
+        schema = {"$ref": "#/$defs/d0", "$defs": arrays}
         for body in (
-            {"guided_regex": "a(b"},
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            {"guided_grammar": f"start: r0\n{rules}"},
+            {"structured_outputs": {"grammar": f"start: r0\n{rules}"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
         ):
             status, error = refused(http, "/v1/chat/completions", **body)
-            assert status == 400 and error["param"] in body and "cannot be used" in error["message"]
+            assert status == 400 and error["param"] in body and "in a chain" in error["message"]
+        assert engine.requests == []
 
     def test_a_choice_reaches_the_engine_as_a_grammar(self, http: TestClient, engine: ScriptedEngine) -> None:
         pytest.importorskip("llguidance")

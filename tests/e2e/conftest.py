@@ -71,6 +71,6 @@ def shared_gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
 @pytest.fixture(scope="module")
 def gated_server(shared_gates: Gates) -> Iterator[Server]:
     """A server on the null device that runs one row a step; `shared_gates` hold its steps back."""
-    flags = ("--device", "null", "--max-num-seqs", "1")
+    flags = ("--device", "null", "--max-num-seqs", "1", "--max-queue-seconds", "0")
     with serving(*flags, environment=shared_gates.environment) as running:
         yield running

@@ -35,6 +35,18 @@ class Gates:
         with self._closed("start"):
             yield
 
+    @contextmanager
+    def no_launch_returns(self) -> Iterator[None]:
+        """Keep the engine's loop in its next launch, as a graph capture does."""
+        with self._closed("launches"):
+            yield
+
+    @contextmanager
+    def engines_crash_at_start(self) -> Iterator[None]:
+        """Let every engine process raise an exception while it loads the model."""
+        with self._closed("crash-at-start"):
+            yield
+
     def finish_one_step(self) -> None:
         """Let one step pass the closed gate."""
         permit = self.folder / "permit"

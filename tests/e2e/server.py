@@ -63,6 +63,23 @@ class Server:
                 found.append(int(folder.name))
         return found
 
+    @contextmanager
+    def stopped(self, module: str) -> Iterator[int]:
+        """Stop the only child that runs `module` by a signal; continue it afterwards if it still lives."""
+        (pid,) = self.children(module)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            if pid in self.children(module):
+                os.kill(pid, signal.SIGCONT)
+
+    @property
+    def runtime_folder(self) -> Path:
+        """The folder in which the server's processes meet, as seen by what the supervisor has mapped."""
+        maps = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
+        return Path(next(line.split()[-1] for line in maps if line.endswith("/engine.status"))).parent
+
     def kill(self, module: str) -> None:
         """Kill the only child that runs `module`, and wait until another has taken its place."""
         (pid,) = self.children(module)
@@ -106,7 +123,9 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    *flags: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[Server]:
     """Start a server with one API process and yield it when it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "serve", "--port", "0", "--api-server-count", "1", *flags],
@@ -114,6 +133,7 @@ def serving(*flags: str, environment: Mapping[str, str] | None = None) -> Iterat
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
+        cwd=cwd,
     )
     server = Server(process)
     reader = threading.Thread(target=_collect_log, args=(server,), daemon=True)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
 from penstock import Engine
 from penstock.errors import BadValue, NotPossible
-from tests.checkpoints import BERT_CONFIG, WORDS, bert_tensors, write_bert
+from tests.checkpoints import WORDS, write_token_classifier
 from tests.e2e.server import serving
 
 TEXTS = [" ".join(WORDS[i : i + 9]) for i in range(0, 45, 9)] + ["  Watering, the PEOPLE"]
@@ -21,18 +20,7 @@ NAMES = ["O", "B-PER", "I-PER"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    generator = torch.Generator().manual_seed(1)
-    head = {
-        "classifier.weight": torch.randn(3, 32, generator=generator),
-        "classifier.bias": torch.zeros(3),
-    }
-    tensors = {f"bert.{name}": value for name, value in bert_tensors(BERT_CONFIG).items()} | head
-    config = {
-        "architectures": ["BertForTokenClassification"],
-        "id2label": {str(index): name for index, name in enumerate(NAMES)},
-    }
-    folder = tmp_path_factory.mktemp("models") / "ner"
-    return write_bert(folder, tensors=tensors, config=config, modules=False)
+    return write_token_classifier(tmp_path_factory.mktemp("models") / "ner", NAMES)
 
 
 @pytest.fixture(scope="module")

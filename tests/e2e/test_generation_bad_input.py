@@ -17,6 +17,12 @@ LIMIT = 256
 HELD = ("penstock_kv_blocks", "penstock_running_rows", "penstock_requests_in_flight")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
+CHAINED_RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(2900)) + 'r2900: "a"'
+CHAINED_ARRAYS = {
+    "$ref": "#/$defs/d0",
+    "$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(2000)},
+}
+
 
 def messages(role: str = "user", content: Any = "hi") -> list[dict[str, Any]]:
     return [{"role": role, "content": content}]
@@ -74,17 +80,25 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": []}, "guided_choice", "at least one"),
     ({"guided_choice": [""]}, "guided_choice", "empty"),
     ({"guided_regex": "a" * 300_000}, "guided_regex", "300000 characters"),
+    ({"guided_grammar": CHAINED_RULES}, "guided_grammar", "in a chain"),
+    ({"structured_outputs": {"json": CHAINED_ARRAYS}}, "structured_outputs", "in a chain"),
+    ({"guided_json": '{"items":' * 5000 + "{}" + "}" * 5000}, "guided_json", "nests"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
     ({"response_format": {"type": "xml"}}, "response_format", ""),
     ({"n": 0}, "n", "at least 1"),
     ({"n": -3}, "n", "at least 1"),
     ({"n": 100_000}, "n", "sequences"),
-    ({"temperature": -0.5}, "temperature", "0 or more"),
+    ({"temperature": -0.5}, "temperature", "use 0 to 1000"),
     ({"top_p": 0}, "top_p", "above 0"),
     ({"top_p": 1.5}, "top_p", "at most 1"),
     ({"top_k": -2}, "top_k", "1 or more"),
-    ({"min_p": 2}, "min_p", "at most 1"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"top_k": 2**64}, "top_k", "1 or more"),
+    ({"temperature": 1e308}, "temperature", "0 to 1000"),
+    ({"repetition_penalty": 1e308}, "repetition_penalty", "1e-06 to 1e+06"),
+    ({"repetition_penalty": 1e-308}, "repetition_penalty", "1e-06 to 1e+06"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
+    ({"min_p": 2}, "min_p", "use 0 to 1"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "use 1e-06"),
     ({"presence_penalty": 3}, "presence_penalty", "-2 to 2"),
     ({"seed": 2**70}, "seed", ""),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),

@@ -10,10 +10,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-import torch
 
 from penstock import Engine
-from tests.checkpoints import BERT_CONFIG, bert_tensors, write_bert, write_json
+from tests.checkpoints import write_late
 from tests.e2e.server import Server, serving
 
 TEXTS = ["the water, was long.", "find a word", "oil"]
@@ -22,16 +21,7 @@ DIM = 16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = BERT_CONFIG | {"architectures": ["HF_ColBERT"], "dim": DIM}
-    tensors = {f"bert.{name}": tensor for name, tensor in bert_tensors(config).items()}
-    generator = torch.Generator().manual_seed(2)
-    tensors["linear.weight"] = torch.randn((DIM, config["hidden_size"]), generator=generator)
-    folder = tmp_path_factory.mktemp("models") / "late"
-    write_bert(folder, tensors=tensors, config=config, modules=False)
-    write_json(folder / "special_tokens_map.json", {"mask_token": "[MASK]", "unk_token": "[UNK]"})
-    metadata = {"query_maxlen": 12, "query_token_id": "query", "doc_token_id": "document"}
-    write_json(folder / "artifact.metadata", metadata)
-    return folder
+    return write_late(tmp_path_factory.mktemp("models") / "late", DIM)
 
 
 @pytest.fixture(scope="module")

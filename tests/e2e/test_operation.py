@@ -25,7 +25,8 @@ ROUTE = "/v1/embeddings"
 
 
 def test_health_version_models_schema_and_pages_answer(http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "alive"}
+    assert http.get("/live").json() == {"status": "alive"}
+    assert http.get("/health").json() == {"status": "healthy"}
     assert http.get("/ready").json() == {"status": "ready"}
     assert http.get("/version").json()["version"]
     card = http.get("/v1/models").json()["data"][0]
@@ -80,6 +81,7 @@ def test_several_api_processes_share_one_engine(null_server: Server) -> None:
     headers = {"Authorization": "Bearer secret", "Connection": "close"}
     for _ in range(20):  # each new connection reaches either process
         answer = null_server.http.post(ROUTE, json={"input": "a"}, headers=headers)
+        assert answer.status_code == 200, answer.text
         assert len(answer.json()["data"][0]["embedding"]) == 384
 
 
@@ -164,7 +166,16 @@ def test_a_full_server_answers_429_and_says_when_to_retry(
 
 
 def test_a_full_queue_answers_429(gates: Gates, background: ThreadPoolExecutor) -> None:
-    flags = ("--device", "null", "--max-num-seqs", "1", "--max-queued-tokens", "100")
+    flags = (
+        "--device",
+        "null",
+        "--max-num-seqs",
+        "1",
+        "--max-queued-tokens",
+        "100",
+        "--max-queue-seconds",
+        "0",
+    )
     with serving(*flags, environment=gates.environment) as server:
         with gates.no_step_finishes():
             running = background.submit(server.post, ROUTE, input="a")
@@ -174,7 +185,23 @@ def test_a_full_queue_answers_429(gates: Gates, background: ThreadPoolExecutor) 
             refused = server.post(ROUTE, input="word " * 20)
             assert refused.status_code == 429
             assert "retry-after" in refused.headers
+            server.wait_for_metric("penstock_rejected_total", 1)
         assert running.result(PATIENCE_S).status_code == queued.result(PATIENCE_S).status_code == 200
+
+
+def test_a_request_that_does_not_start_within_the_bound_gets_429(
+    gates: Gates, background: ThreadPoolExecutor
+) -> None:
+    flags = ("--device", "null", "--max-num-seqs", "1", "--max-queue-seconds", "0.2")
+    with serving(*flags, environment=gates.environment) as server:
+        with gates.no_step_finishes():
+            running = background.submit(server.post, ROUTE, input="a")
+            server.wait_for_metric(RUNNING_ROWS, 1)
+            late = server.post(ROUTE, input="b")
+            assert late.status_code == 429
+            assert "waited 0.2 s and did not start" in late.json()["error"]["message"]
+            assert int(late.headers["retry-after"]) >= 1
+        assert running.result(PATIENCE_S).status_code == 200
 
 
 def test_a_killed_engine_answers_503_with_a_reason_and_is_restarted(
@@ -191,7 +218,8 @@ def test_a_killed_engine_answers_503_with_a_reason_and_is_restarted(
             assert "engine" in failed.json()["error"]["message"]
             server.wait_for(lambda: "SIGKILL" in server.http.get("/ready").text)
             assert server.http.get("/ready").status_code == 503
-            assert server.http.get("/health").status_code == 200
+            assert server.http.get("/health").status_code == 503
+            assert server.http.get("/live").status_code == 200
         server.wait_ready()
         assert server.children(ENGINE) != [engine]
         assert server.post(ROUTE, input="a").status_code == 200
@@ -224,10 +252,11 @@ def test_a_lost_device_answers_503_with_a_reason_and_gets_a_new_engine(gates: Ga
         assert server.post(ROUTE, input=["a", "b", "c"]).status_code == 200
 
 
-def test_a_killed_api_process_is_restarted() -> None:
+def test_a_killed_api_process_is_restarted_however_often() -> None:
     with serving("--device", "null") as server:
-        server.kill(API)
-        server.wait_ready()
+        for _ in range(3):
+            server.kill(API)
+            server.wait_ready()
         assert server.post(ROUTE, input="a").status_code == 200
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock import SamplingParams
-from penstock.engine.grammars import Grammars
+from penstock.engine.grammars import Compiled, Grammars
 from penstock.errors import ModelLoadError
 from penstock.types import Grammar, SamplerParams
 from tests.generation.direct import generate
@@ -184,7 +184,7 @@ class Alternating:
 
 def test_a_constrained_sequence_follows_its_grammar_and_others_do_not_wait(folders: dict[str, Path]) -> None:
     with engine(folders["llama"], pipeline_depth=2) as used:
-        used.local.engine.core.grammars = Grammars(lambda grammar: Alternating)
+        used.local.engine.core.grammars = Grammars(lambda grammar, max_s: Compiled(Alternating))
         free = SamplerParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
         bound = msgspec.structs.replace(free, grammar=Grammar("regex", ""))
         rows = prompts()

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from penstock import AsyncEngine, SamplingParams
-from penstock.errors import RowFailed
+from penstock.errors import NotPossible, RowFailed
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import GeneratePlan, SampledResult, SamplerParams
 from tests.e2e.llama import write_llama
@@ -113,7 +113,7 @@ def test_a_stream_ends_with_the_error(folder: Path) -> None:
 def test_forbidding_every_token_is_an_error(folder: Path) -> None:
     none = SamplerParams(max_tokens=3, allowed_token_ids=(7,), bad_token_ids=((7,),))
     with engine(folder) as used:
-        with pytest.raises(RowFailed, match="no token may follow"):
+        with pytest.raises(NotPossible, match="no token may follow"):
             generate(used, [[5]], none)
         check_nothing_is_held(used)
 

@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(penstock.__file__).parent
 
 # Package or top-level module → what it may import besides itself. A line never names a lower line.
-BASE = {"types", "config", "errors", "content", "free_ranges", "handle"}
+BASE = {"types", "config", "errors", "content", "free_ranges", "handle", "isolation", "backlog"}
 CPU_PACKAGES = BASE | {"checkpoint", "kvcache", "scheduler", "inputs", "outputs"}
 # What an API process may load.
 CLIENT_PACKAGES = BASE | {"checkpoint", "inputs", "outputs", "buffered_metrics"}
@@ -31,6 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "content": {"types"},
     "free_ranges": set(),
     "handle": {"types", "errors"},
+    "isolation": set(),
+    "backlog": {"errors"},
     "buffered_metrics": set(),
     "checkpoint": BASE,
     "kvcache": {"types", "errors", "content"},

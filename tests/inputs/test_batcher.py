@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadValue
-from penstock.inputs.batcher import MAX_INLINE_CHARS, BatchTokenizer
+from penstock.inputs.batcher import MAX_INLINE_CHARS, MAX_SLICE_CHARS, BatchTokenizer
+from penstock.inputs.long_texts import RowLimit
 from penstock.types import Ints
 
 
@@ -63,3 +64,87 @@ def test_a_bad_text_fails_only_its_own_call(text: str) -> None:
     rows, _ = encode_all([["fine" * MAX_INLINE_CHARS], [text], ["fine" * MAX_INLINE_CHARS]])
     assert isinstance(rows[1], BadValue)
     assert len(rows[0]) == len(rows[2]) == 1  # type: ignore[arg-type]
+
+
+class SteppedLetters(Letters):
+    """Encodes a slice only when it is told to, and notes the sizes of its slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slices: list[list[int]] = []
+        self.may_encode = threading.Semaphore(0)
+
+    def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
+    ) -> list[Ints]:
+        if threading.current_thread() is not threading.main_thread():
+            self.may_encode.acquire()
+        self.slices.append([len(text) for text in texts])
+        return super().encode(texts, add_special_tokens)
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_a_small_call_waits_for_one_slice_of_a_large_one() -> None:
+    async def run() -> None:
+        letters = SteppedLetters()
+        batcher = BatchTokenizer(letters)  # type: ignore[arg-type]
+        texts = ["y" * 1000 for _ in range(2048)]
+        large = asyncio.create_task(batcher.encode(texts))
+        await settled()
+        small = asyncio.create_task(batcher.encode(["x" * 2000]))
+        await settled()
+        letters.may_encode.release(2)
+        assert [row.tolist() for row in await asyncio.wait_for(small, 30)] == [[2000]]
+        assert not large.done() and len(letters.slices) == 2
+        assert all(sum(sizes) <= MAX_SLICE_CHARS + 2000 for sizes in letters.slices)
+        letters.may_encode.release(100)
+        assert [row.tolist() for row in await asyncio.wait_for(large, 30)] == [[1000]] * 2048
+        batcher.close()
+
+    asyncio.run(run())
+
+
+def test_large_calls_share_the_slices() -> None:
+    async def run() -> None:
+        letters = SteppedLetters()
+        batcher = BatchTokenizer(letters)  # type: ignore[arg-type]
+        calls = [asyncio.create_task(batcher.encode([str(n) * 1000] * 200)) for n in range(4)]
+        await settled()
+        letters.may_encode.release(100)
+        assert [len(rows) for rows in await asyncio.gather(*calls)] == [200] * 4
+        assert all(sum(sizes) <= MAX_SLICE_CHARS + 1000 for sizes in letters.slices)
+        batcher.close()
+
+    asyncio.run(run())
+
+
+def test_small_work_does_not_wait_for_large_work() -> None:
+    async def run() -> None:
+        batcher = BatchTokenizer(Letters())  # type: ignore[arg-type]
+        held = threading.Event()
+        large = [asyncio.create_task(batcher.call(held.wait, 10**6)) for _ in range(8)]
+        await settled()
+        assert await asyncio.wait_for(batcher.call(lambda: "done", 100), 30) == "done"
+        assert not any(task.done() for task in large)
+        held.set()
+        assert all(await asyncio.gather(*large))
+        batcher.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_whose_rows_are_too_long_fails_before_the_rest_is_tokenised() -> None:
+    async def run() -> None:
+        letters = SteppedLetters()
+        letters.may_encode.release(100)
+        batcher = BatchTokenizer(letters)  # type: ignore[arg-type]
+        with pytest.raises(BadValue, match="input 0 has 1 tokens, but the model takes at most 0"):
+            await batcher.encode(["y" * 1000] * 2048, True, RowLimit(0))
+        assert len(letters.slices) < 4
+        batcher.close()
+
+    asyncio.run(run())

@@ -117,6 +117,16 @@ def test_contradicting_options_are_rejected() -> None:
         ChatTemplate("{% if %}")
 
 
+@pytest.mark.parametrize("content", [None, "", []])
+def test_a_message_without_text_is_not_continued(content: Any) -> None:
+    with pytest.raises(BadValue, match="needs text"):
+        ChatTemplate(TEMPLATE, {}).render(
+            [{"role": "assistant", "content": content}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+
+
 def test_a_template_is_found_in_every_file_that_may_hold_it(tmp_path: Path) -> None:
     settings = tmp_path / "tokenizer_config.json"
     with pytest.raises(BadValue, match="no chat template"):

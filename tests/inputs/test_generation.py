@@ -82,15 +82,36 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [10**9]}, "stop_token_ids has"),
     ({"bad_words": [" "]}, "bad_words has an empty text"),
     ({"seed": 2**63}, "64 bits"),
-    ({"guided_regex": "a(b"}, "the regular expression cannot be used"),
+    ({"guided_regex": "a{1000000}"}, "repeats more than"),
     ({"guided_json": "{"}, "guided_json is not valid JSON"),
-    ({"guided_json": {"type": "wrong"}}, "the JSON schema cannot be used: Invalid type: wrong"),
-    ({"guided_grammar": "start: nothing"}, "unknown name"),
+    ({"guided_json": "[" * 5000}, "nests"),
+    ({"guided_grammar": "x" * 300_000}, "characters"),
     ({"guided_choice": []}, "at least one text"),
     ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_regex and guided_choice contradict"),
     ({"guided_regex": "b", "ignore_eos": True}, "ignore_eos and structured output contradict"),
     ({"response_format": {"type": "json_schema"}}, "needs json_schema.schema"),
-    ({"structured_outputs": {"regex": "["}}, "regular expression"),
+    ({"structured_outputs": {"regex": "a" * 300_000}}, "characters"),
+    ({"temperature": 1e308}, "use 0 to 1000"),
+    ({"temperature": float("inf")}, "temperature is inf"),
+    ({"top_p": float("nan")}, "top_p is nan"),
+    ({"top_k": 2**64}, "top_k is"),
+    ({"top_k": -(10**5000)}, "top_k is a number of"),
+    ({"repetition_penalty": 1e308}, "use 1e-06 to 1e+06"),
+    ({"repetition_penalty": 1e-308}, "use 1e-06 to 1e+06"),
+    ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
+    ({"max_tokens": 10**5000}, "max_tokens is a number of"),
+    ({"min_tokens": 10**5000}, "min_tokens is a number of"),
+    ({"seed": 10**5000}, "64 bits"),
+    ({"n": 10**9}, "at most 16384 sequences"),
+    ({"logprobs": 10**5000}, "use 0 to 20"),
+    ({"logit_bias": {"9" * 5000: 1}}, "keys must be token ids"),
+    ({"logit_bias": {"٣": 1}}, "keys must be token ids"),
+    ({"logit_bias": {"3": float("inf")}}, "finite"),
+    ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "use at most 1024"),
+    ({"allowed_token_ids": [10**5000]}, "allowed_token_ids has a number of"),
+    ({"bad_words": ["x"] * 2 + [str(i) for i in range(1025)]}, "use at most 1024"),
+    ({"bad_words": ["é" * 100_000]}, "use shorter ones"),
+    ({"bad_words": ["abc xyz " * 60]}, "tokens in one text"),
 ]  # fmt: skip
 
 
@@ -114,7 +135,25 @@ def test_stop_strings_are_checked(text: GenerationInputs, stop: Any) -> None:
     assert caught.value.param == "stop"
 
 
+def test_stop_token_ids_are_distinct_and_bounded(text: GenerationInputs) -> None:
+    assert sampling(text, stop_token_ids=[3, 5] * 1_000_000).stop_token_ids == (3, 5)
+    many = msgspec.structs.replace(text.spec, vocab_size=5000)
+    text = GenerationInputs(many, text.tokenizer)
+    assert len(sampling(text, stop_token_ids=list(range(1024))).stop_token_ids) == 1024
+    with pytest.raises(BadValue, match="stop_token_ids has 1025 token ids; use at most 1024"):
+        sampling(text, stop_token_ids=list(range(1025)))
+
+
+def test_a_long_cache_salt_and_long_stop_strings_are_refused(text: GenerationInputs) -> None:
+    for given, param in (({"cache_salt": "x" * 1025}, "cache_salt"), ({"stop": ["x" * 8193]}, "stop")):
+        with pytest.raises(BadValue) as caught:
+            text.job("r", [ints([1])], fields(**given))
+        assert caught.value.param == param
+
+
 def test_equivalent_values_give_equal_parameters(text: GenerationInputs) -> None:
+    assert sampling(text, top_k=2**62).top_k == 0  # more than the vocabulary: all tokens
+    assert sampling(text, top_p=1e-300).top_p == 1e-6
     assert sampling(text, top_k=-1).top_k == 0
     assert sampling(text, temperature=0.001).temperature == 0.01
     assert sampling(text, temperature=0).temperature == 0
@@ -234,7 +273,7 @@ def test_rows_share_a_request_unless_seeds_or_stops_differ(text: GenerationInput
         ({"guided_json": '{"type": "array"}'}, "json", "array"),
         ({"structured_outputs": {"json": {"type": "null"}}}, "json", "null"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "lark", '"a" | "b"'),
-        ({"guided_grammar": 'root ::= "x" [0-9]+'}, "lark", "x"),
+        ({"guided_grammar": 'root ::= "x" [0-9]+'}, "gbnf", "x"),
         ({"guided_regex": "[a-z]+"}, "regex", "[a-z]+"),
     ],
 )

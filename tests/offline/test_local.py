@@ -15,7 +15,7 @@ from penstock.errors import BadValue, EngineUnavailable
 from penstock.offline import local
 from penstock.offline.local import LocalEngine
 from penstock.scheduler.scheduler import Budget, Scheduler
-from penstock.types import Outcome, PooledOutput, Request
+from penstock.types import Outcome, PooledOutput
 from tests.engine.fakes import ManualRunner, PoisonedRunner, expected_values
 from tests.generation.fakes import continued, generation_request, make_core
 from tests.generation.streams import QueuedTokens, read_stream
@@ -168,10 +168,10 @@ def test_all_requests_fail_with_the_reason_when_the_engine_stops(
     futures = [engine.submit(make_request(str(i), [4])) for i in range(3)]
     wait_until(lambda: len(engine.core.pending) == 3)
 
-    def broken(request: Request) -> None:
+    def broken() -> list[Outcome]:
         raise RuntimeError("the core is broken")
 
-    engine.core.add = broken  # type: ignore[method-assign]
+    engine.core.step = broken  # type: ignore[method-assign]
     futures.append(engine.submit(make_request("last", [4])))
     for future in futures:
         with pytest.raises(EngineUnavailable, match="the core is broken"):

@@ -199,6 +199,35 @@ def test_a_longer_bad_word_keeps_the_recorded_tokens_of_other_slots() -> None:
     assert tokens == [5, 5, 6, 5, 5, 6, 5, 5], "prompts do not count"
 
 
+def test_edits_of_many_tokens_give_what_one_edit_after_another_gives() -> None:
+    """Bias, stop tokens and bad words as tables, against loops over them."""
+    params = SamplerParams(
+        temperature=0.0,
+        max_tokens=64,
+        min_tokens=3,
+        logit_bias={token: (token % 7) - 3.0 for token in range(0, VOCAB, 2)},
+        stop_token_ids=tuple(range(5, 15)),
+        bad_token_ids=((1,), (2, 3), (2, 4, 3), (9, 9, 9, 6), (6,)),
+    )
+    sampler = Sampler(VOCAB, 4, CPU)
+    sampler.join(2, params, ints([1]))
+    slots, output = ints([2]), []
+    for step in range(12):
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(step))
+        wanted = logits[0].clone()
+        for word in params.bad_token_ids:
+            if tuple(output[len(output) - len(word) + 1 :]) == word[:-1] and len(output) >= len(word) - 1:
+                wanted[word[-1]] = -torch.inf
+        if step < params.min_tokens:
+            wanted[list(params.stop_token_ids)] = -torch.inf
+        for token, bias in params.logit_bias.items():
+            wanted[token] += bias
+        token = int(sampler(logits, slots, torch.from_numpy(slots)).token_ids[0])
+        assert token == int(wanted.argmax()), f"step {step}"
+        output.append(token)
+    assert sampler.plan.entries().num_entries == len(params.logit_bias) + 10 + 5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_of_the_model_s_own_distribution(dtype: torch.dtype) -> None:
     sampler = Sampler(VOCAB, 4, CPU)
@@ -227,9 +256,24 @@ def test_logprobs_are_of_the_model_s_own_distribution(dtype: torch.dtype) -> Non
         (SamplerParams(allowed_token_ids=(-1,)), "allowed_token_ids has token id -1"),
         (SamplerParams(allowed_token_ids=()), "allowed_token_ids is empty"),
         (SamplerParams(bad_token_ids=((1, 99),)), "bad_words has token id 99"),
+        (SamplerParams(bad_token_ids=((1,) * 65,)), "65 tokens in one text; use at most 64"),
+        (SamplerParams(bad_token_ids=tuple((1, i % VOCAB, i // VOCAB) for i in range(2049))), "2049 token"),
+        (SamplerParams(stop_token_ids=tuple(range(1025))), "1025 token ids; use at most 1024"),
+        (SamplerParams(stop_token_ids=(2**31,)), "stop_token_ids has token id"),
+        (SamplerParams(eos_token_ids=(-(10**5000),)), "eos_token_ids has token id a number of"),
+        (SamplerParams(logit_bias=dict.fromkeys(range(1025), 1.0)), "use at most 1024"),
+        (SamplerParams(logit_bias={1: float("nan")}), "not finite"),
+        (SamplerParams(repetition_penalty=1e308), "repetition_penalty is 1e\\+308"),
+        (SamplerParams(repetition_penalty=1e-308), "repetition_penalty is 1e-308"),
+        (SamplerParams(temperature=1e300), "temperature is 1e\\+300; use 0 to 1000"),
+        (SamplerParams(presence_penalty=float("nan")), "presence_penalty is nan"),
+        (SamplerParams(top_k=2**63), "top_k is"),
+        (SamplerParams(min_tokens=2**31), "min_tokens is"),
+        (SamplerParams(max_tokens=0), "max_tokens is 0; use 1 to"),
+        (SamplerParams(seed=10**5000), "seed is a number of"),
     ],
 )
-def test_tokens_outside_the_vocabulary_are_refused(params: SamplerParams, words: str) -> None:
+def test_values_that_cannot_be_sampled_with_are_refused(params: SamplerParams, words: str) -> None:
     sampler = Sampler(VOCAB, 4, CPU)
     with pytest.raises(BadValue, match=words):
         sampler.join(0, params, ints([1]))

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from penstock.isolation import isolated_python
 from penstock.serving.child import Child, engine_child, spawned_engine
 
 
@@ -32,21 +33,51 @@ def test_a_process_that_exits_before_its_configuration_is_reported_like_any_othe
     assert child.poll_exit() == -9
 
 
-def test_the_restart_delay_doubles_with_early_exits_up_to_its_maximum(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = 100.0
+def exit_once(child: Child, *, has_served: bool) -> None:
+    process = child.spawn()
+    if has_served:
+        child.mark_served()
+    process.kill()
+    process.wait()
+
+
+def restart_delays(
+    monkeypatch: pytest.MonkeyPatch, child: Child, lives: list[tuple[bool, float]]
+) -> list[float]:
+    """The delays after lives of a process, each given by whether it served and by its length."""
+    now_s, delays_s = 100.0, []
     monkeypatch.setattr("penstock.serving.child.time.monotonic", lambda: now_s)
-    delays_s, child = [], Child("json.tool")
-    for lifetime_s in (0.1,) * 10 + (61.0, 0.1):
-        process = child.spawn()
-        process.kill()
-        process.wait()
+    for has_served, lifetime_s in lives:
+        exit_once(child, has_served=has_served)
         now_s += lifetime_s
         assert child.poll_exit() == -9 and child.restart_at_s is not None
         delays_s.append(round(child.restart_at_s - now_s, 3))
+    assert child.num_restarts == len(lives)
+    return delays_s
+
+
+def test_the_delay_of_a_process_that_cannot_start_doubles_up_to_its_maximum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lives = [(False, 0.1)] * 10 + [(True, 61.0), (False, 0.1)]
+    child = Child("json.tool")
+    delays_s = restart_delays(monkeypatch, child, lives)
     assert delays_s == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0, 0.2, 0.2]
-    assert child.num_restarts == 12
+    assert child.num_failed_starts == 1 and child.has_ever_served
+
+
+def test_the_delay_of_a_process_that_served_stays_short_however_often_it_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise one client that crashes it would keep all others waiting."""
+    child = Child("json.tool")
+    assert restart_delays(monkeypatch, child, [(True, 0.1)] * 6) == [0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+    assert child.num_failed_starts == 0
+
+
+def test_the_maximum_delay_can_be_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child("json.tool", max_restart_delay_s=1.0)
+    assert restart_delays(monkeypatch, child, [(False, 0.1)] * 5) == [0.2, 0.4, 0.8, 1.0, 1.0]
 
 
 def test_an_exception_before_the_launch_stops_the_spawned_engine() -> None:
@@ -59,7 +90,7 @@ def test_an_exception_before_the_launch_stops_the_spawned_engine() -> None:
 
 def test_an_engine_process_without_a_configuration_exits_silently() -> None:
     child = engine_child("null")
-    command = [sys.executable, "-m", child.module, *child.arguments]
+    command = isolated_python("-m", child.module, *child.arguments)
     ran = subprocess.run(command, input=b"", capture_output=True, timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
 

@@ -140,7 +140,8 @@ def test_failures_are_received_as_the_same_error(error: PenstockError) -> None:
 
 
 def test_control_messages_keep_their_type() -> None:
-    assert isinstance(decode_to_engine(encode(Hello())), Hello)
+    hello = decode_to_engine(encode(Hello("me", 7)))
+    assert isinstance(hello, Hello) and (hello.client, hello.pid) == ("me", 7)
     cancel = decode_to_engine(encode(Cancel(["a", "b"])))
     assert isinstance(cancel, Cancel) and cancel.ids == ["a", "b"]
     ready = decode_from_engine(encode(Ready(7, {"device": "cpu"})))

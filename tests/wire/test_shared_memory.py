@@ -42,9 +42,9 @@ def simulate_exit(memory: SharedMemory, connection: bytes) -> None:
     """Make the engine see that the process of a connection has exited."""
     reading, writing = os.pipe()
     os.close(writing)
-    reader = memory._readers[connection]
-    reader.close()
-    reader.pidfd = reading
+    process = memory._readers[connection].process
+    process.close()
+    process.pidfd = reading
 
 
 Step = tuple[str, int]

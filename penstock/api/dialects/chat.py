@@ -13,6 +13,8 @@ from penstock.outputs.logprobs import chat_content, prompt_entries
 from penstock.tasks.generate import ChatPrompt, Generate
 from penstock.tasks.text_stream import TextDelta
 
+MAX_MESSAGES = 4096
+
 
 class ChatRequest(TextFields, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
@@ -36,6 +38,10 @@ class ChatRequest(TextFields, kw_only=True):
 async def chat_completions(call: Call, body: ChatRequest) -> Reply | Streamed:
     """Reply to a conversation through the model's chat template; `stream` sends text while it is
     generated."""
+    if len(body.messages) > MAX_MESSAGES:
+        raise BadValue(
+            f"messages has {len(body.messages)} entries; give at most {MAX_MESSAGES}", param="messages"
+        )
     messages = [_checked(message, index) for index, message in enumerate(body.messages)]
 
     source = ChatPrompt(

@@ -29,4 +29,4 @@ async def entities(call: Call, body: EntitiesRequest) -> Reply:
     def data() -> list[dict[str, Any]]:
         return [{"index": index, "entities": row} for index, row in enumerate(result.value)]
 
-    return list_reply(call, body, result, "entities", data)
+    return await list_reply(call, body, result, "entities", data)

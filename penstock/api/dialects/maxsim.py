@@ -12,7 +12,8 @@ from penstock.api.endpoint import Call, Reply
 from penstock.api.replies import json_reply
 from penstock.api.run import check_num_rows, check_timeout
 from penstock.errors import DeadlineExceeded
-from penstock.inputs.vectors import make_comparison
+from penstock.inputs.vectors import check_cost, make_comparison
+from penstock.types import Comparison
 
 Matrix = list[list[float]] | str  # rows of numbers, or base64 of them
 
@@ -37,11 +38,30 @@ async def maxsim(call: Call, body: MaxsimRequest) -> Reply:
     call.request_id = body.request_id
     model = call.state.model(body.model)
     check_num_rows(call, len(body.documents), "documents")
-    check_timeout(body.timeout)
+    timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
+    check_timeout(timeout_s)
     began = time.monotonic()
-    comparison = await asyncio.to_thread(
-        make_comparison,
-        call.state.next_id(),
+    comparison = await asyncio.to_thread(_comparison, call.state.next_id(), body)
+    comparison.arrival_s = call.began_s
+    comparison.deadline_s = None if timeout_s is None else call.began_s + timeout_s
+    call.tokenize_s = time.monotonic() - began
+    try:
+        left_s = None if comparison.deadline_s is None else comparison.deadline_s - time.monotonic()
+        async with asyncio.timeout(left_s):
+            answer = await model.engine.compare(comparison)
+    except TimeoutError:
+        raise DeadlineExceeded(f"not finished within the timeout of {timeout_s:g} s") from None
+    call.queue_s = max(0.0, answer.timings.queue_s - call.tokenize_s)  # the engine counts from the arrival
+    call.device_s = answer.timings.device_s
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(answer.values[:, 0])]
+    name = f"maxsim-{body.request_id or comparison.id}"
+    head = {"id": name, "created": int(time.time()), "model": model.spec.name}
+    return json_reply({"object": "list", **head, "data": data})
+
+
+def _comparison(request_id: str, body: MaxsimRequest) -> Comparison:
+    comparison = make_comparison(
+        request_id,
         body.queries,
         body.documents,
         dtype=body.dtype,
@@ -49,15 +69,5 @@ async def maxsim(call: Call, body: MaxsimRequest) -> Reply:
         query_scales=body.query_scales,
         document_scales=body.document_scales,
     )
-    comparison.arrival_s = call.began_s
-    call.tokenize_s = time.monotonic() - began
-    try:
-        async with asyncio.timeout(body.timeout):
-            answer = await model.engine.compare(comparison)
-    except TimeoutError:
-        raise DeadlineExceeded(f"not finished within the timeout of {body.timeout} s") from None
-    call.device_s = answer.timings.device_s
-    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(answer.values[:, 0])]
-    name = f"maxsim-{body.request_id or comparison.id}"
-    head = {"id": name, "created": int(time.time()), "model": model.spec.name}
-    return json_reply({"object": "list", **head, "data": data})
+    check_cost(comparison)
+    return comparison

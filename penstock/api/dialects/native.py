@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import orjson
 
 from penstock.api.embeddings import vectors
@@ -13,12 +15,16 @@ from penstock.api.fields import ChunkFields, InputFields, agreed
 from penstock.api.replies import list_reply, sparse_terms
 from penstock.api.run import check_num_rows, run
 from penstock.api.state import ServedModel
-from penstock.errors import BadValue
+from penstock.errors import BadValue, BodyTooLarge
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.classify import Classify
 from penstock.tasks.multi_task import MultiTask
 from penstock.tasks.sparse import Sparse
-from penstock.types import PoolingParams, Task
+from penstock.types import Ints, PoolingParams, Task
+
+MAX_DETOKENIZED_IDS = 1 << 20
+MAX_INLINE_IDS = 1024  # fewer are decoded on the event loop
+_MAX_LOOP_IDS = 1 << 15  # fewer are encoded as JSON on the event loop
 
 
 class PoolingRequest(ChunkFields, kw_only=True):
@@ -101,7 +107,7 @@ async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, task
             for i, row in enumerate(zip(*columns, strict=True))
         ]
 
-    return list_reply(call, body, result, "pool", data)
+    return await list_reply(call, body, result, "pool", data)
 
 
 def _task_params(body: PoolingRequest, task: Task) -> PoolingParams:
@@ -138,7 +144,7 @@ async def _sparse_reply(
         rows = sparse_terms(model.text, result.value)
         return [{"object": kind, "index": index, field: terms} for index, terms in enumerate(rows)]
 
-    return list_reply(call, body, result, "pool" if kind == "pooling" else kind, data)
+    return await list_reply(call, body, result, "pool" if kind == "pooling" else kind, data)
 
 
 async def classify(call: Call, body: ClassifyRequest) -> Reply:
@@ -156,7 +162,7 @@ async def classify(call: Call, body: ClassifyRequest) -> Reply:
             for i, row in enumerate(values)
         ]
 
-    return list_reply(call, body, result, "classify", data)
+    return await list_reply(call, body, result, "classify", data)
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -188,32 +194,57 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     if not texts:
         raise BadValue("input is empty; give at least one text", param="input")
     rows = await model.text.batcher.encode(texts, body.add_special_tokens)
-    tokenizer = model.text.tokenizer
+    make = partial(_tokenize_reply, model, body, rows, one=isinstance(given, str))
+    num_tokens = sum(map(len, rows))
+    return make() if num_tokens <= _MAX_LOOP_IDS else await model.text.batcher.call(make, num_tokens)
+
+
+def _tokenize_reply(model: ServedModel, body: TokenizeRequest, rows: list[Ints], *, one: bool) -> Reply:
     answers = []
     for row in rows:
-        answer = {"count": len(row), "max_model_len": model.spec.max_model_len, "tokens": row}
+        tokens = row if len(row) <= _MAX_LOOP_IDS else orjson.Fragment(_long_json(row))
+        answer: dict[str, Any] = {
+            "count": len(row),
+            "max_model_len": model.spec.max_model_len,
+            "tokens": tokens,
+        }
         if body.return_token_strs:
-            answer["token_strs"] = tokenizer.token_strings(row.tolist())
+            ids, places = np.unique(row, return_inverse=True)
+            strings = model.text.tokenizer.token_strings(ids.tolist())
+            answer["token_strs"] = [strings[place] for place in places.tolist()]
         answers.append(answer)
-    one = isinstance(given, str)
     content = answers[0] if one else {"data": answers, "count": sum(len(row) for row in rows)}
     return Reply(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def _long_json(row: Ints) -> bytes:
+    """A long list of token ids, encoded in parts: other threads wait for each of them."""
+    parts = np.array_split(row, -(-len(row) // _MAX_LOOP_IDS))
+    return b"[%b]" % b",".join(orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts)
 
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
     """Decode token ids to text."""
     model = call.state.model(body.model)
-    rows = body.tokens if body.tokens and isinstance(body.tokens[0], list) else [body.tokens]
-    checked: list[list[int]] = []
-    for index, row in enumerate(rows):
-        if not isinstance(row, list) or not all(isinstance(i, int) for i in row):
-            raise BadValue(f"tokens {index} is not a list of token ids", param="tokens")
-        ids = [int(i) for i in row if isinstance(i, int)]
-        if any(not 0 <= i < model.text.tokenizer.vocab_size for i in ids):
-            raise BadValue(f"tokens {index} holds an id that the tokenizer does not know", param="tokens")
-        checked.append(ids)
-    texts = [model.text.tokenizer.decode(ids, body.skip_special_tokens) for ids in checked]
-    content = (
-        {"prompt": texts[0]} if rows[0] is body.tokens else {"data": [{"prompt": text} for text in texts]}
+    is_one = not (body.tokens and isinstance(body.tokens[0], list))
+    rows: list[Any] = [body.tokens] if is_one else body.tokens
+    check_num_rows(call, len(rows), "tokens")
+    num_ids = sum(len(row) for row in rows if isinstance(row, list))
+    if num_ids > MAX_DETOKENIZED_IDS:
+        raise BodyTooLarge(
+            f"tokens has {num_ids} ids; one request takes at most {MAX_DETOKENIZED_IDS}", param="tokens"
+        )
+    decode = partial(_decoded, model, rows, body.skip_special_tokens)
+    texts = decode() if num_ids <= MAX_INLINE_IDS else await model.text.batcher.call(decode, num_ids)
+    return Reply(
+        orjson.dumps({"prompt": texts[0]} if is_one else {"data": [{"prompt": text} for text in texts]})
     )
-    return Reply(orjson.dumps(content))
+
+
+def _decoded(model: ServedModel, rows: list[Any], skip_special_tokens: bool) -> list[str]:
+    for index, row in enumerate(rows):
+        if not isinstance(row, list) or not set(map(type, row)) <= {int}:
+            raise BadValue(f"tokens {index} is not a list of token ids", param="tokens")
+        if row and (min(row) < 0 or max(row) >= model.text.tokenizer.vocab_size):
+            raise BadValue(f"tokens {index} holds an id that the tokenizer does not know", param="tokens")
+    return model.text.tokenizer.decode_rows(rows, skip_special_tokens)

@@ -14,17 +14,27 @@ from penstock.errors import EngineUnavailable
 HTML = b"text/html; charset=utf-8"
 
 
-async def health(call: Call) -> Reply:
-    """Report that this process is alive."""
+async def live(call: Call) -> Reply:
+    """Report that this process is alive, whatever the engine does."""
     return Reply(b'{"status":"alive"}')
+
+
+async def health(call: Call) -> Reply:
+    """Report whether requests can be served; 503 with the reason otherwise."""
+    _check_engines(call)
+    return Reply(b'{"status":"healthy"}')
 
 
 async def ready(call: Call) -> Reply:
     """Report whether the engine can serve; 503 with the reason otherwise."""
+    _check_engines(call)
+    return Reply(b'{"status":"ready"}')
+
+
+def _check_engines(call: Call) -> None:
     for model in call.state.models.values():
         if not model.engine.ready:
             raise EngineUnavailable(model.engine.unavailable_reason)
-    return Reply(b'{"status":"ready"}')
 
 
 async def metrics(call: Call) -> Reply:

@@ -10,12 +10,15 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import msgspec
+import orjson
 from numpy.typing import NDArray
 
 from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import CacheSalt
 from penstock.api.replies import json_reply, list_reply, record_phases
-from penstock.api.run import Result, Scheduled, run
+from penstock.api.run import Result, Scheduled, check_num_rows, run
 from penstock.errors import BadValue, PenstockError
+from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
 from penstock.inputs.pair_options import Pair, PairOptions, make_pairs
 from penstock.outputs.ranking import check_top_n, top_indices
 from penstock.tasks.score import Score
@@ -41,7 +44,7 @@ class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     user: str | None = None
-    cache_salt: str = ""
+    cache_salt: CacheSalt = ""
 
     def options(self) -> PairOptions:
         return PairOptions(
@@ -96,6 +99,7 @@ class CohereRerankRequest(RerankRequest, kw_only=True):
 async def score(call: Call, body: ScoreRequest) -> Reply:
     """Score how well each document answers its query."""
     first, second = (_listed(side) for side in body.sides())
+    check_num_rows(call, max(len(first), len(second)), "documents")
     queries, documents = _texts(first, "queries"), _texts(second, "documents")
     for index, query in enumerate(queries):
         _check_query(query, f"query {index}", "queries")
@@ -107,22 +111,26 @@ async def score(call: Call, body: ScoreRequest) -> Reply:
             {"index": index, "object": "score", "score": value} for index, value in enumerate(result.value)
         ]
 
-    return list_reply(call, body, result, "score", data)
+    return await list_reply(call, body, result, "score", data)
 
 
 async def rerank(call: Call, body: RerankRequest) -> Reply:
     """Rank documents from best to worst."""
+    documents = _returned_documents(body)
     result = await _ranked(call, body)
     began = time.monotonic()
     head = result.head(body, "rerank")
     meta = {"billed_units": {"search_units": _search_units(body)}}
-    reply = json_reply({**head, "results": _results(body, result), "usage": result.usage, "meta": meta})
+    reply = json_reply(
+        {**head, "results": _results(body, result.value, documents), "usage": result.usage, "meta": meta}
+    )
     record_phases(call, began)
     return reply
 
 
 async def cohere_rerank(call: Call, body: CohereRerankRequest) -> Reply:
     """Rank documents from best to worst, in the shape of Cohere's v2 API."""
+    documents = _returned_documents(body)
     result = await _ranked(call, body)
     began = time.monotonic()
     meta = {
@@ -131,7 +139,7 @@ async def cohere_rerank(call: Call, body: CohereRerankRequest) -> Reply:
         "tokens": {"input_tokens": result.request.num_tokens},
     }
     name = result.head(body, "rerank")["id"]
-    reply = json_reply({"id": name, "results": _results(body, result), "meta": meta})
+    reply = json_reply({"id": name, "results": _results(body, result.value, documents), "meta": meta})
     record_phases(call, began)
     return reply
 
@@ -148,6 +156,7 @@ async def run_pairs(
     call: Call, body: PairBody, pairs: list[Pair], options: PairOptions, *, activate: bool | None
 ) -> Result[Scores]:
     """Score pairs. Scores stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
+    options = replace(options, max_request_tokens=MAX_REQUEST_TOKENS)
     task = Score(pairs=pairs, params=PoolingParams(Task.SCORE, normalize=activate), options=options)
     return await run(call, body, call.state.model(body.model), task, rows_name="documents")
 
@@ -155,18 +164,36 @@ async def run_pairs(
 async def _ranked(call: Call, body: RerankRequest) -> Result[Scores]:
     check_top_n(body.top_n)
     _check_query(body.query, "query", "query")
+    check_num_rows(call, len(body.documents), "documents")
     pairs = make_pairs(body.query, _texts(body.documents, "documents"))
     return await run_pairs(call, body, pairs, body.options(), activate=body.use_activation)
 
 
-def _results(body: RerankRequest, result: Result[Scores]) -> list[dict[str, Any]]:
-    scores = result.value
+def _returned_documents(body: RerankRequest) -> list[Any] | None:
+    """The documents as the reply holds them, if it does. What it cannot hold is refused before it runs."""
+    if not body.return_documents:
+        return None
+    return [_returned(document, index) for index, document in enumerate(body.documents)]
+
+
+def _returned(document: Document, index: int) -> Any:
+    if isinstance(document, str):
+        return {"text": document}
+    try:
+        return orjson.Fragment(orjson.dumps(document))
+    except TypeError as error:  # nested too deeply, or an integer of more than 64 bits
+        raise BadValue(
+            f"documents {index} cannot be returned: {error}; simplify it or leave return_documents out",
+            param="documents",
+        ) from None
+
+
+def _results(body: RerankRequest, scores: Scores, documents: list[Any] | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index in top_indices(scores, body.top_n):
         row = {"index": index, "relevance_score": scores[index]}
-        if body.return_documents:
-            document = body.documents[index]
-            row["document"] = {"text": document} if isinstance(document, str) else document
+        if documents is not None:
+            row["document"] = documents[index]
         rows.append(row)
     return rows
 

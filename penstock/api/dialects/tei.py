@@ -10,6 +10,7 @@ import msgspec
 from penstock.api.dialects.ranking import run_pairs
 from penstock.api.endpoint import Call, Dialect, Reply
 from penstock.api.replies import json_reply, record_phases
+from penstock.api.run import check_num_rows
 from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockError, QueueFull
 from penstock.inputs.pair_options import PairOptions, make_pairs
 from penstock.inputs.pairs import score_kind
@@ -64,6 +65,7 @@ async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
         raise BadValue("query is an empty text", param="query")
     if not body.texts:
         raise BadValue("texts is empty; give at least one text", param="texts")
+    check_num_rows(call, len(body.texts), "texts")
     options = _options(body.truncate, body.truncation_direction)
     activate = False if body.raw_scores else None
     result = await run_pairs(call, body, make_pairs(body.query, body.texts), options, activate=activate)
@@ -87,6 +89,7 @@ async def similarity(call: Call, body: SimilarityRequest) -> Reply:
         raise BadValue("source_sentence is an empty text", param="inputs")
     if not body.inputs.sentences:
         raise BadValue("sentences is empty; give at least one text", param="inputs")
+    check_num_rows(call, len(body.inputs.sentences), "sentences")
     options = _options(
         parameters.truncate, parameters.truncation_direction, parameters.prompt_name, symmetric=True
     )

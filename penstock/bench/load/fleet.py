@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from penstock.bench.load.store import write_store, write_tickets
 from penstock.bench.load.worker import allow_open_files
 from penstock.config import available_cpus
 from penstock.errors import BadValue, EngineError
+from penstock.isolation import isolated_environment, isolated_python
 
 _START_S = 60.0  # maximum time that a load process may take to start
 _STOP_S = 10.0
@@ -230,7 +230,8 @@ def _start(plan: WorkerPlan) -> subprocess.Popen[bytes]:
     """Start it in a session of its own: ctrl-C reaches only the parent, which stops it in an orderly way."""
     files = [plan.store_fd] + ([] if plan.tickets_fd is None else [plan.tickets_fd])
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.bench.load.worker"],
+        isolated_python("-m", "penstock.bench.load.worker"),
+        env=isolated_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=files,

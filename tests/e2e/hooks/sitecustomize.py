@@ -23,8 +23,11 @@ def install(folder: Path) -> None:
 
     init, launch = NullRunner.__init__, NullRunner.launch
     start, steps, permit, failure = (folder / name for name in ("start", "steps", "permit", "device-failure"))
+    launches, crash = folder / "launches", folder / "crash-at-start"
 
     def gated_init(self: NullRunner, *arguments: object, **options: object) -> None:
+        if crash.exists():
+            raise RuntimeError("crashed at the start, as the test wants")
         while start.exists():
             time.sleep(POLL_S)
         init(self, *arguments, **options)  # type: ignore[arg-type]
@@ -46,6 +49,8 @@ def install(folder: Path) -> None:
             message = failure.read_text()
             failure.unlink()
             raise DeviceFailed(message)
+        while launches.exists():
+            time.sleep(POLL_S)
         if not steps.exists():
             return launch(self, plan)
         held: Future[StepResult] = Future()

@@ -1,0 +1,117 @@
+"""Admission: refuse a request that the queue has no room for before any work is spent on it.
+
+The engine publishes what waits and how fast it runs. An API process adds what it is tokenising, estimates the
+tokens of a new request from the size of its body, and answers 429 where they exceed a limit. An estimate may
+be wrong, so the engine checks again with the real number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.backlog import Backlog, check_wait, retry_after_s
+from penstock.errors import QueueFull
+from penstock.wire.status import StatusReader
+
+_FIRST_RATIO = 0.25  # tokens in a byte of the body, as in English; rather too few: the engine checks again
+_FIRST_BYTES = 4096  # of the bodies that this first ratio counts for
+_TRUST_S = 0.005  # small requests that follow one that was admitted are not checked for this long
+_FADE = 0.95  # weight of what was known before, at each request
+
+
+class TokenRatio:
+    """Tokens in a byte of the body: a moving average over requests, by size."""
+
+    def __init__(self) -> None:
+        self._bytes = float(_FIRST_BYTES)
+        self._tokens = _FIRST_RATIO * _FIRST_BYTES
+
+    def estimate(self, num_bytes: int) -> int:
+        return int(num_bytes * self._tokens / self._bytes)
+
+    def learn(self, num_bytes: int, num_tokens: int) -> None:
+        self._bytes = self._bytes * _FADE + num_bytes
+        self._tokens = self._tokens * _FADE + num_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Admitted:
+    """A request that may be tokenised."""
+
+    num_bytes: int
+    estimated_tokens: int
+    is_large: bool
+
+
+class Admission:
+    """The door of one engine. Without a status page, as with a local engine, it is always open."""
+
+    def __init__(
+        self,
+        status: StatusReader | None = None,
+        settings: Callable[[], Mapping[str, Any]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`settings` gives the engine's resolved settings; none while the engine is not ready."""
+        self._status = status
+        self._settings = settings
+        self._ratios: defaultdict[str, TokenRatio] = defaultdict(TokenRatio)
+        self._tokenising = [0, 0]  # estimated tokens of requests that are tokenised: small, large
+        self._clock = clock
+        self._trusted_until_s = [0.0, 0.0]  # pooling, generation
+
+    def admit(self, kind: str, num_bytes: int, num_rows: int = 1, *, generates: bool = False) -> Admitted:
+        """Count a request in, or raise `QueueFull`. Call `tokenised` when it is ready to be submitted.
+
+        `kind` names requests of similar bodies: they have about as many tokens in a byte.
+        """
+        admitted = Admitted(num_bytes, self._ratios[kind].estimate(num_bytes), False)
+        if self._status is not None:
+            settings = self._settings()
+            if settings:
+                admitted.is_large = (
+                    admitted.estimated_tokens > settings["max_num_batched_tokens"]
+                    or num_rows > settings["max_num_seqs"]
+                )
+                if admitted.is_large or self._clock() >= self._trusted_until_s[generates]:
+                    self._check(admitted, settings, generates)
+        self._tokenising[admitted.is_large] += admitted.estimated_tokens
+        return admitted
+
+    def tokenised(self, kind: str, admitted: Admitted, num_tokens: int | None) -> None:
+        """Count a request out that is submitted now; without `num_tokens`, one that failed."""
+        self._tokenising[admitted.is_large] -= admitted.estimated_tokens
+        if num_tokens is not None:
+            self._ratios[kind].learn(admitted.num_bytes, num_tokens)
+
+    def with_retry_after(self, error: QueueFull) -> QueueFull:
+        """Tell in an error of the engine when to try again, by what waits now."""
+        settings = self._settings()
+        if self._status is not None and settings and (limit_s := settings["max_queue_seconds"]):
+            wait_s = self._status.read().backlog.wait_s(is_large=True)
+            error.retry_after_s = retry_after_s(wait_s, limit_s)
+        return error
+
+    def _check(self, admitted: Admitted, settings: Mapping[str, Any], generates: bool) -> None:
+        if self._status is None or not (any(self._tokenising) or self._status.has_backlog):
+            return
+        status, (small, large) = self._status.read(), self._tokenising
+        published = status.prompt_backlog if generates else status.backlog
+        backlog = Backlog(
+            published.small_tokens + small, published.large_tokens + large, published.tokens_per_s
+        )
+        waiting, limit = backlog.num_tokens, settings["max_queued_tokens"]
+        if waiting and waiting + admitted.estimated_tokens > limit:
+            error = QueueFull(
+                f"about {waiting} tokens are waiting and at most {limit} may; this request has about "
+                f"{admitted.estimated_tokens}; try again shortly"
+            )
+            error.retry_after_s = retry_after_s(backlog.wait_s(is_large=True), 0)
+            raise error
+        check_wait(backlog.wait_s(is_large=admitted.is_large or generates), settings["max_queue_seconds"])
+        if not admitted.is_large:
+            self._trusted_until_s[generates] = self._clock() + _TRUST_S

@@ -1,0 +1,613 @@
+"""One HTTP connection: uvicorn's protocol with bounds on what a client can make the server hold or wait for.
+
+A request's body is collected here and reaches the application whole, so that half a body holds no task's
+attention and no place among the requests in flight. A limit that is met in the middle of a request is raised
+by `receive`, where the endpoint turns it into an answer in its dialect's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.parse
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import httptools
+import msgspec
+from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState as UvicornState
+
+from penstock.api.connection_table import ConnectionTable
+from penstock.api.endpoint import JSON, openai_error
+from penstock.api.metrics import REQUESTS
+from penstock.errors import (
+    BadValue,
+    BodyTooLarge,
+    HeadersTooLarge,
+    PenstockError,
+    ReadTimeout,
+    UnknownHost,
+    UrlTooLong,
+)
+
+MAX_PIPELINED = 64  # requests of one connection that wait for the answer of another
+ALWAYS_READ_BYTES = 1 << 16  # a body of this size is read even if the server holds as many bytes as it may
+MAX_DISCARDED_BYTES = 1 << 30  # that a client may still send after its answer, in time
+LINGER_S = 2.0  # for a client to read why its connection ends
+_FRAMING = (b"content-length", b"transfer-encoding")  # headers that tell where a body ends
+_STATUS_PREFIX = b"HTTP/1.1 "  # every answer begins with it
+
+
+class _LimitMet(Exception):
+    """Stops the parser. The connection knows the reason."""
+
+
+class Exchange(RequestResponseCycle):
+    """A request and its answer."""
+
+    def __init__(self, connection: Connection, *, expect_100_continue: bool, keep_alive: bool) -> None:
+        super().__init__(
+            scope=connection.scope,
+            transport=connection.transport,
+            flow=connection.flow,
+            logger=connection.logger,
+            access_logger=connection.access_logger,
+            access_log=False,  # see `send`
+            default_headers=connection.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=expect_100_continue,
+            keep_alive=keep_alive,
+            on_response=connection.on_response_complete,
+        )
+        self.connection = connection
+        self.failure: PenstockError | None = None  # raised to the application where it waits
+        self.num_body_bytes = 0
+        self.body: bytes | bytearray = b""  # type: ignore[assignment]
+        self._num_held = 0  # of the bytes that the process may hold
+        self._is_delivered = False
+
+    def add_body(self, piece: bytes) -> None:
+        """Collect a piece of the body, or fail the request if the body is too large."""
+        if self.failure is not None or self.response_complete:
+            self.connection.discard(len(piece))
+            return
+        size = self.num_body_bytes = self.num_body_bytes + len(piece)
+        table = self.connection.table
+        table.buffered.held += len(piece)
+        self._num_held += len(piece)
+        if size > table.limits.max_body_bytes:
+            self.fail(BodyTooLarge(f"the body exceeds the limit of {table.limits.max_body_bytes} bytes"))
+        elif table.buffered.held > table.buffered.limit and size > ALWAYS_READ_BYTES:
+            table.count("buffered_bytes")
+            self.fail(table.buffered.full())
+        elif not self.body:
+            self.body = piece
+        elif isinstance(self.body, bytearray):
+            self.body += piece
+        else:
+            self.body = bytearray(self.body)
+            self.body += piece
+
+    def fail(self, error: PenstockError, *, close: bool = False) -> None:
+        """Raise the error to the application. `close` ends the connection after the answer."""
+        self.failure = error
+        self.release()
+        if close:
+            self.keep_alive = False
+            if self.more_body and not isinstance(self.transport, _Detour):
+                self.transport = cast(asyncio.Transport, _Detour(self.connection))
+        self.message_event.set()
+
+    def release(self) -> None:
+        """Let go of the body."""
+        self.body = b""
+        self.connection.table.buffered.held -= self._num_held
+        self._num_held = 0
+
+    def disconnect(self) -> None:
+        if not self.response_complete:
+            self.disconnected = True
+        self.release()
+        self.message_event.set()
+
+    def probe(self) -> None:
+        """Send bytes that the answer has in any case. The machine of a client that is gone refuses them.
+
+        Before the answer these are the first of its status line; within a chunked one, a leading zero of the
+        next chunk's size.
+        """
+        if not self.response_started:
+            self.transport.write(_STATUS_PREFIX)
+            self.transport = cast(asyncio.Transport, _Detour(self.connection, len(_STATUS_PREFIX)))
+        elif self.chunked_encoding and not self.response_complete:
+            self.transport.write(b"0")
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """The whole body; after that, the disconnect. Raises what has failed the request."""
+        if self.waiting_for_100_continue and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.waiting_for_100_continue = False
+        while not self.disconnected and not self.response_complete:
+            if self.failure is not None:
+                raise self.failure
+            if not self.more_body and not self._is_delivered:
+                self._is_delivered = True
+                body, self.body = self.body, b""
+                return {"type": "http.request", "body": cast(bytes, body), "more_body": False}
+            await self.message_event.wait()
+            self.message_event.clear()
+        return {"type": "http.disconnect"}
+
+    def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
+        if not self.response_started:
+            if self.waiting_for_100_continue and self.more_body:
+                self.keep_alive = False  # nobody can tell whether the client will still send its body
+            if self.connection.logs_access and message["type"] == "http.response.start":
+                self._log(message["status"])
+        return super().send(message)
+
+    def _log(self, status: int) -> None:
+        """Without the query, which may hold secrets."""
+        scope = self.scope
+        client = ":".join(map(str, scope["client"] or ()))
+        path = urllib.parse.quote(scope["path"])
+        self.access_logger.info(
+            '%s - "%s %s HTTP/%s" %d', client, scope["method"], path, scope["http_version"], status
+        )
+
+
+class _Detour:
+    """A transport for an answer that does not begin or end as usual.
+
+    It leaves out the bytes that have been sent before, and it does not close while the client still sends:
+    the client's machine would drop the answer.
+    """
+
+    def __init__(self, connection: Connection, num_sent: int = 0) -> None:
+        self._connection = connection
+        self._num_sent = num_sent
+
+    def write(self, data: bytes) -> None:
+        if self._num_sent:
+            data, self._num_sent = data[self._num_sent :], 0
+        self._connection.transport.write(data)
+
+    def close(self) -> None:
+        self._connection.linger()
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+
+class _BodyReader:
+    """Passes one body on from a parser to its connection, and nothing else."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._is_complete = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_complete:
+            self._connection.on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_complete:
+            self._is_complete = True
+            self._connection.on_message_complete()
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection. `check_time` is called once in a while and ends what takes too long."""
+
+    cycle: Exchange  # the last request of which the headers are complete
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: UvicornState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        table: ConnectionTable,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.table = table
+        self.limits = table.limits
+        self.address = ""  # that it counts for
+        self.logs_access = self.access_log
+        self._asgi: Any = {"version": self.asgi_version, "spec_version": "2.3"}
+        self.host: bytes | None = None
+        self._waiting: deque[tuple[Exchange, ASGI3Application]] = deque()
+        self._running: Exchange | None = None
+        self._refusal: PenstockError | None = None  # the last answer of this connection
+        self._limit_met: PenstockError | None = None  # by what the parser is reading
+        self._reads_head = False
+        self._discards = False  # whatever else the client sends
+        self._has_ended = False  # the client sends no more
+        self._head_bytes = 0
+        self._chunk_bytes = 0
+        self._chunk_s = 0.0  # when the last data came
+        self._has_progress = False  # in the last chunk: headers, content or the end of a body
+        self._num_discarded = 0
+        self._num_overhead = 0  # bytes of a body that are not content
+        self._since_s = self.loop.time()  # when the connection began to do what it does now
+        self._write_paused_s: float | None = None
+        self._closing_s: float | None = None
+        self._lingering_s: float | None = None
+
+    # --- the transport's side ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if (error := self.table.add(self)) is not None:
+            if self.table.may_explain():
+                self._refuse(error)
+            else:
+                transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.table.remove(self)
+        for exchange in (self._running, *(each for each, _ in self._waiting)):
+            if exchange is not None:
+                exchange.disconnect()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._discards:
+            self.discard(len(data))
+            return
+        self._chunk_bytes = len(data)
+        self._chunk_s = self.loop.time()
+        self._has_progress = False
+        was_in_head = self._reads_head
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            if self._limit_met is None:
+                self.table.count("syntax")
+            self._stop(self._limit_met or BadValue("this is not a valid HTTP request"))
+        else:
+            if self._reads_head:
+                if was_in_head:
+                    self._count_head(len(data))
+            elif not self._has_progress:
+                self._count_overhead(len(data))
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection if an answer is due: the client may still read."""
+        self._has_ended = True
+        if self._reads_head:
+            self._stop(BadValue("the connection ended before the headers were complete"))
+            return True
+        if not self._has_answer_due:
+            return None
+        if self.cycle.more_body and self.cycle.failure is None and not self.cycle.response_started:
+            size = self.cycle.num_body_bytes
+            self.cycle.fail(BadValue(f"the connection ended after {size} bytes of the body"), close=True)
+        self.cycle.keep_alive = self.cycle.keep_alive and self._refusal is not None
+        if self._running is not None:
+            self._running.probe()
+        self.table.watch_half_closed(self)
+        return True
+
+    def pause_writing(self) -> None:
+        self._write_paused_s = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._write_paused_s = None
+        super().resume_writing()
+
+    def file_number(self) -> int:
+        """The number of the socket; -1 if it is closed."""
+        connected = self.transport.get_extra_info("socket")
+        return -1 if connected is None else int(connected.fileno())
+
+    # --- the parser's side ------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.host = None
+        self.expect_100_continue = False
+        self.headers = []
+        self._reads_head = True
+        self._head_bytes = self._num_discarded = self._num_overhead = 0
+        self._since_s = self._chunk_s
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+        if len(self.url) > self.limits.max_url_bytes:
+            limit = self.limits.max_url_bytes
+            self._meet("url_bytes", UrlTooLong(f"the URL is longer than the limit of {limit} bytes"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._reads_head:  # a trailer: nothing here uses them
+            self._num_overhead += 1
+            return
+        name = name.lower()
+        if name == b"host":
+            if self.host is not None:
+                self._meet("syntax", BadValue("the request has more than one Host header"))
+            self.host = value
+        elif name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+        if len(self.headers) > self.limits.max_headers:
+            limit = self.limits.max_headers
+            self._meet("headers", HeadersTooLarge(f"the request has more than {limit} headers"))
+
+    def on_headers_complete(self) -> None:
+        if self._head_bytes + self._chunk_bytes > self.limits.max_header_bytes:
+            self._check_head_bytes()
+        self._reads_head = False
+        self._has_progress = True
+        self._since_s = self._chunk_s
+        app = self._make_scope()
+        version = self.scope["http_version"]
+        is_last = self.table.is_draining
+        previous = self.cycle
+        self.cycle = exchange = Exchange(
+            self,
+            expect_100_continue=self.expect_100_continue and version != "1.0",
+            keep_alive=version != "1.0" and not is_last and self.parser.should_keep_alive(),
+        )
+        if previous is None or previous.response_complete:
+            self._start(exchange, app)
+            return
+        self.flow.pause_reading()
+        self._waiting.append((exchange, app))
+        if len(self._waiting) > MAX_PIPELINED:
+            self.table.count("pipelined")
+            refused = BadValue(f"more than {MAX_PIPELINED} requests wait on this connection")
+            exchange.fail(refused, close=True)
+            self._limit_met = refused
+            raise _LimitMet
+
+    def on_body(self, body: bytes) -> None:
+        self._has_progress = True
+        self.cycle.add_body(body)
+
+    def on_message_complete(self) -> None:
+        self._has_progress = True
+        self._since_s = self._chunk_s
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self._running is not None:
+            self._running.release()
+            self._running = None
+        if self.transport.is_closing() or self._lingering_s is not None:
+            return
+        if self._waiting:
+            self._start(*self._waiting.popleft())
+            if self._waiting:
+                return
+        elif self._refusal is not None:
+            self._send_refusal()
+            return
+        elif self.cycle.more_body:
+            pass  # an early answer: the rest of the body is discarded, and its time runs on
+        else:
+            self._since_s = self.loop.time()
+        self.flow.resume_reading()
+
+    # --- what takes too long or too much ----------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no part of a request has arrived that is not answered."""
+        is_reading = self._reads_head or (self.cycle is not None and self.cycle.more_body)
+        return not self._has_answer_due and not is_reading
+
+    @property
+    def _has_answer_due(self) -> bool:
+        return self._running is not None or bool(self._waiting) or self._refusal is not None
+
+    def check_time(self, now_s: float) -> None:
+        """End the connection, or its request, if the client has taken too long."""
+        if self.transport.is_closing():
+            self._closing_s = self._closing_s or now_s
+            if now_s - self._closing_s > self.limits.write_timeout_s:
+                self._abort("write_timeout")
+        elif self._write_paused_s is not None:
+            if now_s - self._write_paused_s > self.limits.write_timeout_s:
+                self._abort("write_timeout")
+        elif self._lingering_s is not None:
+            if now_s - self._lingering_s > LINGER_S:
+                self.transport.close()
+        elif self.flow.read_paused:
+            self._since_s = now_s
+        elif self._reads_head:
+            self._check_head_time(now_s)
+        elif self.cycle is not None and self.cycle.more_body:
+            self._check_body_time(now_s)
+        elif self.is_idle and now_s - self._since_s > self.limits.idle_timeout_s:
+            self.table.count("idle_timeout")
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """Called when the server begins to drain."""
+        self.table.begin_drain()
+        if self.cycle is None or self._reads_head:
+            return  # a request may be on its way; it is answered with `connection: close`
+        if self._has_answer_due:
+            self.cycle.keep_alive = False
+        else:
+            self.transport.close()
+
+    def end_requests(self, error: PenstockError) -> None:
+        """Fail everything that is not answered."""
+        if self._reads_head:
+            self._stop(error)
+        for exchange in (self._running, *(each for each, _ in self._waiting)):
+            if exchange is not None:
+                exchange.fail(error, close=exchange is self.cycle)
+        if not self._has_answer_due and self._lingering_s is None:
+            self.transport.close()
+
+    def discard(self, num_bytes: int) -> None:
+        """Count bytes that nobody will read; disconnect a client that does not stop."""
+        self._num_discarded += num_bytes
+        if self._num_discarded > MAX_DISCARDED_BYTES:
+            self.transport.close()
+
+    def linger(self) -> None:
+        """End our side, and wait a moment for the client to end its own."""
+        self._discards = True
+        if self._has_ended or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._lingering_s = self.loop.time()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _check_head_time(self, now_s: float) -> None:
+        if now_s - self._since_s > (limit_s := self.limits.header_timeout_s):
+            self.table.count("header_timeout")
+            self._stop(ReadTimeout(f"the headers were not complete after {limit_s:g} s"))
+
+    def _check_body_time(self, now_s: float) -> None:
+        limits, exchange = self.limits, self.cycle
+        received = exchange.num_body_bytes  # what is discarded earns no time
+        if now_s - self._since_s <= limits.body_timeout_s + received / limits.min_body_rate:
+            return
+        self.table.count("body_timeout")
+        if exchange.response_started:
+            self.transport.close()
+            return
+        exchange.fail(
+            ReadTimeout(
+                f"the body was not complete after {now_s - self._since_s:.0f} s; {received} bytes of it came"
+            ),
+            close=True,
+        )
+        self._discards = True
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Answer as if no upgrade had been asked for. The parser takes the body for the new protocol's."""
+        framing = [b"%s: %s\r\n" % each for each in self.headers if each[0] in _FRAMING]
+        self.cycle.keep_alive = False
+        if not framing:
+            self._discards = True
+            return
+        self.cycle.more_body = True
+        self.parser = httptools.HttpRequestParser(_BodyReader(self))
+        self.data_received(b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest)))
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > self.limits.max_header_bytes:
+            self._stop(self._head_too_large())
+
+    def _check_head_bytes(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_header_bytes:
+            self._limit_met = self._head_too_large()
+            raise _LimitMet
+
+    def _head_too_large(self) -> HeadersTooLarge:
+        self.table.count("header_bytes")
+        return HeadersTooLarge(f"the headers exceed the limit of {self.limits.max_header_bytes} bytes")
+
+    def _count_overhead(self, num_bytes: int) -> None:
+        """Bound chunk extensions and trailers, which the parser may collect."""
+        self._num_overhead += num_bytes
+        if self._num_overhead > self.limits.max_header_bytes:
+            self._stop(self._head_too_large())
+
+    def _meet(self, limit: str, error: PenstockError) -> None:
+        self.table.count(limit)
+        self._limit_met = error
+        raise _LimitMet
+
+    def _abort(self, limit: str) -> None:
+        self.table.count(limit)
+        self.transport.abort()
+
+    # --- answers ----------------------------------------------------------------------------------------
+
+    def _make_scope(self) -> ASGI3Application:
+        """Make the request's scope; return the application that answers it."""
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        self.scope = {
+            "type": "http",
+            "asgi": self._asgi,
+            "http_version": self.parser.get_http_version(),
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme or "http",
+            "method": self.parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self.headers,
+        }
+        error = None
+        if self.table.hosts is not None and self.host is not None:
+            error = self.table.hosts.check(self.host)
+        return self.app if error is None else _refuse_host(error)
+
+    def _start(self, exchange: Exchange, app: ASGI3Application) -> None:
+        self._running = exchange
+        if self._has_ended:
+            exchange.probe()
+        task = self.loop.create_task(exchange.run_asgi(app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    def _stop(self, error: PenstockError) -> None:
+        """Read no further. The request at fault gets the error; after it the connection ends."""
+        exchange = self.cycle
+        is_in_body = not self._reads_head and exchange is not None and exchange.more_body
+        self._discards = True
+        self._reads_head = False
+        if exchange is not None and exchange.failure is not None and not exchange.keep_alive:
+            return  # it ends the connection already
+        if is_in_body and not exchange.response_started:
+            exchange.fail(error, close=True)
+        else:
+            self._refuse(error)
+
+    def _refuse(self, error: PenstockError) -> None:
+        """Answer with an error when all earlier answers are sent."""
+        self._discards = True
+        self._refusal = error
+        if self._running is None and not self._waiting:
+            self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        assert self._refusal is not None
+        error, self._refusal = self._refusal, None
+        REQUESTS.labels("other", str(error.status)).inc()
+        headers, body = _error_parts(error)
+        lines = [b"%s: %s\r\n" % header for header in (*headers, (b"connection", b"close"))]
+        self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
+        self.linger()
+
+
+def _error_parts(error: PenstockError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of an error that no route answers."""
+    body = msgspec.json.encode(openai_error(error))
+    headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body))]
+    if (retry_s := getattr(error, "retry_after_s", None)) is not None:
+        headers.append((b"retry-after", b"%d" % retry_s))
+    return headers, body
+
+
+def _refuse_host(error: UnknownHost) -> ASGI3Application:
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        REQUESTS.labels("other", str(error.status)).inc()
+        headers, body = _error_parts(error)
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return refuse

@@ -1,0 +1,28 @@
+"""The command line of this process, as other users of the machine see it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+
+_ARGUMENTS_BEGIN = 45  # field of /proc/self/stat, counted from behind the name
+
+
+def hide_argument(secret: str | None) -> None:
+    """Overwrite a secret in the command line that `ps` shows. Linux only; elsewhere it stays visible.
+
+    The kernel shows the memory in which the process received its arguments, which the process may change.
+    """
+    if not secret:
+        return
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, end = (int(field) for field in fields[_ARGUMENTS_BEGIN : _ARGUMENTS_BEGIN + 2])
+        shown, hidden = Path("/proc/self/cmdline").read_bytes(), secret.encode()
+        if begin == 0 or len(shown) != end - begin:
+            return  # something else manages this memory
+        for argument in shown.split(b"\0"):
+            if argument == hidden or argument.endswith(b"=" + hidden):
+                ctypes.memset(begin + len(argument) - len(hidden), ord("x"), len(hidden))
+            begin += len(argument) + 1

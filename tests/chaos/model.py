@@ -1,0 +1,26 @@
+"""A checkpoint that does everything on one engine, and has a poisoned token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.llama import write_llama
+
+POISON = "tool call"  # one token; no text of the load contains it
+
+
+def write_poisoned_llama(folder: Path) -> Path:
+    """A small Llama that embeds, scores and generates. `POISON` in a text makes its values not finite."""
+    from penstock.inputs.tokenizer import Tokenizer
+
+    write_llama(folder)
+    token_id = int(Tokenizer(folder).encode([POISON], add_special_tokens=False)[0][0])
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][token_id] = torch.nan
+    weights["lm_head.weight"][token_id] = 0.0  # other tokens have larger logits: it is never generated
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,46 @@
+"""The servers that are fuzzed: one for each kind of model, started as a user starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import write_cross_encoder, write_late, write_m3, write_token_classifier
+from tests.e2e.llama import write_llama
+
+FLAGS = ("--device", "cpu", "--threads", "1")
+TEXT = "the long water"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server, the share of all cases that it gets, and the request that the probe repeats."""
+
+    name: str
+    share: float
+    route: str
+    body: dict[str, Any]
+    write: Callable[[Path], Path] | None = None  # None: the default model
+
+    def flags(self, folder: Path) -> tuple[str, ...]:
+        model = () if self.write is None else (str(self.write(folder / self.name)),)
+        return (*model, *FLAGS)
+
+
+def _write_llama(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return write_llama(folder)
+
+
+TARGETS = (
+    Target("minilm", 0.35, "/v1/embeddings", {"input": TEXT}),
+    Target(
+        "llama", 0.25, "/v1/completions", {"prompt": TEXT, "max_tokens": 2, "temperature": 0}, _write_llama
+    ),
+    Target("reranker", 0.1, "/rerank", {"query": TEXT, "documents": ["water", "oil"]}, write_cross_encoder),
+    Target("late", 0.1, "/rerank", {"query": TEXT, "documents": ["water", "oil"]}, write_late),
+    Target("m3", 0.1, "/v1/sparse", {"input": TEXT}, write_m3),
+    Target("entities", 0.1, "/v1/entities", {"input": TEXT}, write_token_classifier),
+)
