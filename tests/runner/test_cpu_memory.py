@@ -62,10 +62,14 @@ def test_the_caches_are_bounded_unless_the_environment_says_how(monkeypatch: pyt
     assert os.environ[CACHES[1]] == str(cpu_memory.MAX_CACHED_DESCRIPTORS)
 
 
-def test_the_heap_is_trimmed_once_in_an_interval() -> None:
-    trims: list[float] = []
-    trimmer = HeapTrimmer(lambda: trims.append(0.0), interval_s=10.0)
-    start = trimmer._trimmed_s
-    for seconds in (1, 9, 10, 12, 19, 21):
+def test_the_heap_is_trimmed_when_the_process_has_grown() -> None:
+    """By growth since the last trim: memory that a trim could not return must not cause another."""
+    sizes, trims = iter([100, 300, 250, 350, 400, 310]), []
+    trimmer = HeapTrimmer(lambda: trims.append(0), lambda: next(sizes) << 20)
+    trimmer._trimmed_bytes = 100 << 20
+    start = trimmer._checked_s
+    seen = []
+    for seconds in (1, 5, 6, 9, 10, 15, 20):  # within 5 s of the last look, it does not look
         trimmer.after_step(start + seconds)
-    assert len(trims) == 2
+        seen.append(len(trims))
+    assert seen == [0, 0, 0, 0, 1, 1, 2] and trimmer._trimmed_bytes == 310 << 20
