@@ -1,8 +1,7 @@
-"""Bounds on the memory of an engine that computes on a CPU.
+"""The memory of an engine that computes on a CPU.
 
-The matrix library generates code for every shape of product and caches it. A step's number of tokens is part
-of the shape, so under mixed load nearly every step adds entries. Objects that live long among a step's large
-tensors also leave holes in the heap, whose pages are returned to the system here.
+Objects that live long, such as the matrix library's code for each shape, lie among a step's large tensors and
+leave holes in the heap. Their pages are returned to the system here. `layers.cpu_shapes` bounds the shapes.
 """
 
 from __future__ import annotations
@@ -14,32 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# An entry takes about 0.6 MB. A model has four or five shapes of product for each number of tokens, so single
-# texts of up to about 100 tokens always find theirs. Creating one takes about 0.3 ms.
-MAX_CACHED_PRIMITIVES = 512
-# torch's own cache in front of it holds descriptors of 0.3 MB each and saves no measurable time.
-MAX_CACHED_DESCRIPTORS = 16
 # Trimming takes 5 to 20 ms, and the next steps fault their pages in again.
 MIN_TRIM_INTERVAL_S = 5.0
 MAX_UNTRIMMED_BYTES = 128 << 20
 _MEMORY_USE = Path("/proc/self/statm")  # in pages
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-_LIMITS = {
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": MAX_CACHED_PRIMITIVES,
-    "LRU_CACHE_CAPACITY": MAX_CACHED_DESCRIPTORS,
-}
-
-
-def limit_primitive_caches() -> None:
-    """Bound both caches, unless the environment does.
-
-    The libraries read these variables when the process computes its first product, so this has to come
-    before. In a process that has computed before, the earlier values stay.
-    """
-    for name, capacity in _LIMITS.items():
-        os.environ.setdefault(name, str(capacity))
 
 
 def total_memory_bytes() -> int:
