@@ -44,8 +44,8 @@ run([length for length in range(1, 181) if length not in sizes])
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts glibc's heap")
 def test_memory_stops_growing_while_new_shapes_keep_coming(tmp_path: Path) -> None:
-    """A primitive takes 0.5 MB, and each size needs four. If every length needed its own, the last 100 lengths
-    would add 200 MB."""
+    """A primitive takes 0.5 MB, and each size needs four. If every length needed its own, the last 100
+    lengths would add 200 MB."""
     folder = write_bert(tmp_path / "model", config={"max_position_embeddings": 264})
     environment = {name: value for name, value in os.environ.items() if name not in CACHES}
     ran = subprocess.run(
