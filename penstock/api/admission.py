@@ -19,6 +19,8 @@ from penstock.wire.status import StatusReader
 
 _FIRST_RATIO = 0.25  # tokens in a byte of the body, as in English; rather too few: the engine checks again
 _FIRST_BYTES = 4096  # of the bodies that this first ratio counts for
+_SMALL_BYTES = 1024  # bodies that are tokenised at once
+_SMALL_ROWS = 8
 _TRUST_S = 0.005  # small requests that follow one that was admitted are not checked for this long
 _FADE = 0.95  # weight of what was known before, at each request
 
@@ -63,6 +65,15 @@ class Admission:
         self._tokenising = [0, 0]  # estimated tokens of requests that are tokenised: small, large
         self._clock = clock
         self._trusted_until_s = [0.0, 0.0]  # pooling, generation
+
+    def takes(self, num_bytes: int, num_rows: int) -> bool:
+        """Whether a pooling request is taken without an estimate: it is small, and nothing waits or another
+        small request has just been admitted."""
+        if num_bytes > _SMALL_BYTES or num_rows > _SMALL_ROWS:
+            return False
+        if self._status is None or not self._status.has_backlog:
+            return True
+        return self._clock() < self._trusted_until_s[0]
 
     def admit(self, kind: str, num_bytes: int, num_rows: int = 1, *, generates: bool = False) -> Admitted:
         """Count a request in, or raise `QueueFull`. Call `tokenised` when it is ready to be submitted.

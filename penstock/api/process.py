@@ -120,6 +120,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection has to look at it
     report_started(launch)
+    for model in state.models.values():
+        if isinstance(model.engine, EngineClient):
+            model.engine.on_ready = partial(report_started, launch)
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -50,10 +50,14 @@ async def run(
     """Prepare, submit and finish a task, no longer than the caller is willing to wait."""
     call.request_id = body.request_id
     task.check(model.text)
-    check_num_rows(call, task.num_rows, rows_name)
+    num_rows = task.num_rows
+    check_num_rows(call, num_rows, rows_name)
     scheduling = scheduling_of(call, body)
     began = time.monotonic()
-    prepared = await _prepare(call, model, task)
+    if model.admission.takes(call.body_bytes, num_rows):
+        prepared = await task.prepare(model.text, call.state.next_id())
+    else:
+        prepared = await _prepare(call, model, task)
     request = prepared.request
     call.tokenize_s = time.monotonic() - began
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)

@@ -73,13 +73,19 @@ class BatchTokenizer:
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="penstock-inputs")
         self._large = ThreadPoolExecutor(num_workers, thread_name_prefix="penstock-large-inputs")
 
+    def encode_short(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Ints] | None:
+        """The rows of texts that are encoded sooner than handed to a thread; None if they are longer."""
+        if num_chars(texts) > MAX_INLINE_CHARS:
+            return None
+        return self.tokenizer.encode(texts, add_special_tokens)
+
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None
     ) -> list[Ints]:
         """Like `Tokenizer.encode`."""
+        if (rows := self.encode_short(texts, add_special_tokens)) is not None:
+            return rows
         size = num_chars(texts)
-        if size <= MAX_INLINE_CHARS:
-            return self.tokenizer.encode(texts, add_special_tokens)
         longest = max_chars(texts)
         if longest > MAX_SLICE_CHARS or (limit is not None and longest > limit.max_whole_chars):
             return await self.call(partial(self.tokenizer.encode, texts, add_special_tokens, limit), size)

@@ -29,6 +29,8 @@ class Child:
     arguments: tuple[str, ...] = ()
     pass_fds: tuple[int, ...] = ()
     max_restart_delay_s: float = 30.0  # of a process that cannot start
+    standby_arguments: tuple[str, ...] = ()  # of a process that waits to take over; none: there is no such
+    standby: subprocess.Popen[bytes] | None = None
     process: subprocess.Popen[bytes] | None = None
     spawned_s: float = 0.0
     restart_at_s: float | None = None
@@ -42,18 +44,29 @@ class Child:
 
     MIN_RESTART_DELAY_S = 0.2
     MAX_RESTART_DELAY_AFTER_SERVING_S = 1.0
-    HEALTHY_AFTER_S = 60.0  # an exit before this is an early one, and doubles the delay
+    HEALTHY_AFTER_S = 10.0  # an exit before this is an early one, and doubles the delay
 
     def spawn(self) -> subprocess.Popen[bytes]:
-        """Start the process, which waits for its configuration."""
+        """Start the process, which waits for its configuration. A process that stands by takes its place."""
         self.restart_at_s = None
         self.spawned_s = time.monotonic()
         self.has_served, self.stopped_s, self.kill_reason = False, 0.0, ""
-        command = isolated_python("-m", self.module, *self.arguments)
-        self.process = subprocess.Popen(
+        standby, self.standby = self.standby, None
+        if standby is None or standby.poll() is not None:
+            standby = self._popen(self.arguments)
+        self.process = standby
+        return standby
+
+    def prepare_standby(self) -> None:
+        """Start a process that does the slow part of its start and waits to take over."""
+        if self.standby_arguments and (self.standby is None or self.standby.poll() is not None):
+            self.standby = self._popen(self.standby_arguments)
+
+    def _popen(self, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        command = isolated_python("-m", self.module, *arguments)
+        return subprocess.Popen(
             command, stdin=subprocess.PIPE, pass_fds=self.pass_fds, env=isolated_environment()
         )
-        return self.process
 
     def start(self) -> None:
         """Send the configuration to the process, which is spawned first if there is none."""
@@ -90,6 +103,9 @@ class Child:
 
     def stop(self, timeout_s: float) -> None:
         """Terminate the process; kill it if it has not exited in time."""
+        if self.standby is not None:
+            self.standby.kill()
+            self.standby.wait()
         if self.process is None:
             return
         self.process.terminate()
@@ -103,6 +119,9 @@ class Child:
 def engine_child(device: str) -> Child:
     """The engine process, not yet spawned."""
     return Child("penstock.serving.engine_process", arguments=(device,))
+
+
+STANDBY = "standby"  # an engine process imports what every engine needs, and takes no device yet
 
 
 @contextlib.contextmanager

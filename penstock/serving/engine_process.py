@@ -23,6 +23,7 @@ from penstock.engine.build import build_core
 from penstock.errors import PenstockError
 from penstock.runner.load import settle
 from penstock.runner.profile import ProfiledRunner
+from penstock.serving.child import STANDBY
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     EXIT_DEVICE_FAILED,
@@ -41,7 +42,7 @@ def preload(device: str) -> None:
     """Do the slow part of the start that does not depend on the model."""
     if device == "null":
         return
-    if device != "cpu":
+    if device not in ("cpu", STANDBY):
         Thread(target=_create_cuda_context, args=(device,), daemon=True).start()
     import torch  # noqa: F401
 

@@ -110,7 +110,9 @@ def _remove_orphaned_folder(parent: Parent) -> None:
         shutil.rmtree(parent.folder, ignore_errors=True)
 
 
-def report_started(launch: ApiLaunch) -> None:
-    """Tell the supervisor that this process accepts connections."""
+def report_started(launch: ApiLaunch, engine_pid: int = 0) -> None:
+    """Tell the supervisor that this process accepts connections, and to which engine it is connected."""
     if launch.started_file is not None:
-        Path(launch.started_file).write_text(str(os.getpid()))
+        draft = Path(f"{launch.started_file}.part")
+        draft.write_text(f"{os.getpid()} {engine_pid}")
+        draft.replace(launch.started_file)

@@ -20,7 +20,7 @@ import msgspec
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import ConfigError, ModelLoadError, StartFailed
-from penstock.serving.child import Child, engine_child
+from penstock.serving.child import STANDBY, Child, engine_child
 from penstock.serving.launch import (
     EXIT_BAD_MODEL,
     EXIT_DEVICE_FAILED,
@@ -50,6 +50,8 @@ class Supervisor:
         self.config = server
         self.spec = spec
         self._engine = engine_child(engine.device) if spawned is None else spawned
+        if uses_standby(server.standby_engine, engine.device):
+            self._engine.standby_arguments = (STANDBY,)
         self._profiling = engine.profile is not None
         self._watch = LivenessWatch(
             HangLimits.for_replacing(server.engine_hang_timeout_s, server.engine_step_timeout_s)
@@ -154,9 +156,18 @@ class Supervisor:
         """Whether the process has said that it serves. What it said stays when it exits."""
         if child is self._engine:
             return self._status.read().pid == pid
+        return self._reported(child)[0] == str(pid)
+
+    def _reported(self, api: Child) -> tuple[str, str]:
+        """What an API process has said last: its process id, and that of the engine it is connected to."""
         with contextlib.suppress(OSError):
-            return self._started_files[self._apis.index(child)].read_text() == str(pid)
-        return False
+            own, engine = self._started_files[self._apis.index(api)].read_text().split()
+            return own, engine
+        return "", ""
+
+    def _is_connected(self, api: Child) -> bool:
+        own, engine = (str(child.process.pid) if child.process else "" for child in (api, self._engine))
+        return self._reported(api) == (own, engine)
 
     def _on_ready(self) -> None:
         from penstock.serving.process_metrics import show_restarts
@@ -171,6 +182,7 @@ class Supervisor:
             time.monotonic() - self._started_s,
         )
         show_restarts()
+        self._engine.prepare_standby()
 
     def _on_child_exit(self, child: Child, code: int, pid: int) -> None:
         from prometheus_client.multiprocess import mark_process_dead
@@ -262,7 +274,9 @@ class Supervisor:
         return 128 + second
 
     def _answers_ready(self) -> bool:
-        """Whether `GET /ready` succeeds."""
+        """Whether every API process is connected to the engine, and `GET /ready` succeeds."""
+        if not all(map(self._is_connected, self._apis)):
+            return False
         host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "") else self.config.host
         connection = http.client.HTTPConnection(host, self.port, timeout=1.0)
         try:
@@ -277,6 +291,14 @@ class Supervisor:
         draft = self._state_file.with_suffix(".part")
         draft.write_bytes(msgspec.json.encode(EngineState(state, detail, self._engine.num_restarts)))
         draft.replace(self._state_file)
+
+
+def uses_standby(asked: bool | None, device: str) -> bool:
+    """Whether a process stands by to replace the engine."""
+    if device == "null":  # nothing is slow to import
+        return False
+    has_gpu = device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists())
+    return has_gpu if asked is None else asked
 
 
 _OUT_OF_MEMORY = ". The system kills processes like this when memory runs out"

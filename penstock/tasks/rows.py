@@ -50,19 +50,29 @@ class TextTask(ABC, Generic[R]):
 
     async def request(self, model: TextModel, request_id: str) -> Request:
         """One row for each input, after its prompt."""
-        processor, options = model.processor, self.options
-        texts, rows = await split_off_loop(model, self.inputs, allow_empty_text=self.allows_empty_text)
+        processor, options, params = model.processor, self.options, self.params
+        if num_token_ids(self.inputs) <= MAX_LOOP_TOKENS:
+            texts, rows = split_inputs(self.inputs, allow_empty_text=self.allows_empty_text)
+        else:
+            texts, rows = await split_off_loop(model, self.inputs, allow_empty_text=self.allows_empty_text)
         if texts is not None:
-            prompted = processor.with_prompt(texts, options)
-            limit = processor.row_limit(self.params, options)
-            if self.check_lengths is not None:  # it rejects long rows in its own words
-                limit = replace(limit, truncates=True)
-            rows = await model.batcher.encode(prompted, options.add_special_tokens, limit)
+            rows = await self._encode(model, processor.with_prompt(texts, options))
         if self.check_lengths is not None:
             self.check_lengths([len(row) for row in rows])
-        join = partial(processor.join, request_id, rows, self.params, options, from_text=texts is not None)
-        num_tokens = sum(map(len, rows))
-        return join() if num_tokens <= MAX_LOOP_TOKENS else await model.batcher.call(join, num_tokens)
+        from_text, num_tokens = texts is not None, sum(map(len, rows))
+        if num_tokens <= MAX_LOOP_TOKENS:
+            return processor.join(request_id, rows, params, options, from_text=from_text)
+        join = partial(processor.join, request_id, rows, params, options, from_text=from_text)
+        return await model.batcher.call(join, num_tokens)
+
+    async def _encode(self, model: TextModel, texts: Sequence[str]) -> list[Ints]:
+        special = self.options.add_special_tokens
+        if (rows := model.batcher.encode_short(texts, special)) is not None:
+            return rows
+        limit = model.processor.row_limit(self.params, self.options)
+        if self.check_lengths is not None:  # it rejects long rows in its own words
+            limit = replace(limit, truncates=True)
+        return await model.batcher.encode(texts, special, limit)
 
     def windows(self, size: int) -> Iterator[TextTask[R]]:
         rows = split_windows(self.inputs, size)

@@ -67,6 +67,7 @@ class EngineClient(EngineHandle):
         self._watch = None if hang_limits is None else LivenessWatch(hang_limits)
         self._hang = ""  # why the engine counts as hung; empty: it does not
         self._liveness_timer: asyncio.TimerHandle | None = None
+        self.on_ready: Callable[[int], None] = lambda pid: None  # called with the engine's process id
         self.status = status  # what the engine publishes beside its messages, if anything
         self._address = address
         self._explain_unavailable = explain_unavailable
@@ -238,6 +239,7 @@ class EngineClient(EngineHandle):
         self._last_rows = ()
         self._map_memory(engine.shared)
         log.info("engine ready (process %d)", engine.pid)
+        self.on_ready(engine.pid)
 
     def _map_memory(self, info: SharedMemoryInfo | None) -> None:
         """Map the engine's shared memory and tell the engine. Without it, large outputs are sent."""

@@ -71,7 +71,7 @@ class Served:
         def fail(*_: Any, **__: Any) -> Any:
             raise AssertionError("the request was tokenised")
 
-        for name in ("encode", "encode_with_offsets", "call"):
+        for name in ("encode", "encode_short", "encode_with_offsets", "call"):
             monkeypatch.setattr(self.model.text.batcher, name, fail)
 
 

@@ -101,12 +101,12 @@ class Faults:
         await self._recovers("SIGSTOP of an API process", MAX_RECOVERY_S)
 
     async def kill_everything(self) -> None:
-        for pid in (*self.server.children(ENGINE), *self.server.children(API)):
+        for pid in (*self.server.engines(), *self.server.children(API)):
             _send_signal(pid, signal.SIGKILL)
-        await self._recovers("kill -9 of all processes but the supervisor", MAX_RECOVERY_S)
+        await self._recovers("kill -9 of the engine and all API processes", MAX_RECOVERY_S)
 
     def _signal(self, module: str, number: signal.Signals) -> int:
-        if not (pids := self.server.children(module)):
+        if not (pids := self.server.engines() if module == ENGINE else self.server.children(module)):
             return 0
         pid = self._draw.choice(pids)
         _send_signal(pid, number)

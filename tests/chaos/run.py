@@ -98,8 +98,8 @@ def check_rest(server: Server, tally: Tally) -> None:
     server.wait_ready()
     for name in ("penstock_queue_rows", "penstock_running_rows", "penstock_kv_blocks"):
         server.wait_for(lambda name=name: name == "penstock_kv_blocks" or server.metric(name) == 0)
-    if len(server.children(API)) != 2 or len(server.children(ENGINE)) != 1:
-        tally.violated("rest", f"processes: {server.children(API)} and {server.children(ENGINE)}")
+    if len(server.children(API)) != 2 or len(server.engines()) != 1:
+        tally.violated("rest", f"processes: {server.children(API)} and {server.engines()}")
     if any("Traceback" in line for line in server.log):
         tally.violated("rest", "the log has a traceback:\n" + "".join(server.log[-40:]))
     if (code := server.terminate()) != 0:
@@ -151,7 +151,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as work:
         folder = write_poisoned_llama(Path(work) / "model")
         flags = ["--device", "cpu", "--served-model-name", "chaos", "--api-server-count", "2"]
-        flags += ["--engine-hang-timeout", f"{HANG_TIMEOUT_S:g}", "--shared-memory-mb", "64"]
+        flags += [
+            "--standby-engine",
+            "--engine-hang-timeout",
+            f"{HANG_TIMEOUT_S:g}",
+            "--shared-memory-mb",
+            "64",
+        ]
         with serving(str(folder), *flags) as server:
             tally, faults, memory = asyncio.run(chaos(server, options.minutes * 60, options.seed))
             check_rest(server, tally)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -79,6 +80,15 @@ class Server:
         """The folder in which the server's processes meet, as seen by what the supervisor has mapped."""
         maps = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
         return Path(next(line.split()[-1] for line in maps if line.endswith("/engine.status"))).parent
+
+    def engines(self) -> list[int]:
+        """Process ids of engines that serve or start, without one that stands by."""
+        found = []
+        for pid in self.children(ENGINE):
+            with contextlib.suppress(OSError):
+                if "engine.status" in Path(f"/proc/{pid}/maps").read_text():
+                    found.append(pid)
+        return found
 
     def kill(self, module: str) -> None:
         """Kill the only child that runs `module`, and wait until another has taken its place."""

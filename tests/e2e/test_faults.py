@@ -43,6 +43,21 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+# Standby.
+
+
+def test_a_process_that_stands_by_replaces_a_killed_engine() -> None:
+    with serving("--device", "cpu", "--standby-engine") as server:
+        server.wait_for(lambda: len(server.children(ENGINE)) == 2)
+        (engine,) = server.engines()
+        (standby,) = {*server.children(ENGINE)} - {engine}
+        os.kill(engine, signal.SIGKILL)
+        server.wait_for(lambda: server.engines() == [standby])
+        server.wait_ready()
+        assert server.post(ROUTE, input="a").status_code == 200
+        server.wait_for(lambda: len(server.children(ENGINE)) == 2)  # the next one stands by
+
+
 # Hangs.
 
 

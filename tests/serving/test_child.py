@@ -107,3 +107,35 @@ def test_torch_is_preloaded_only_for_devices_that_need_it(device: str, imported:
 def test_preloading_works_without_a_cuda_driver(device: str) -> None:
     script = f"from penstock.serving.engine_process import _create_cuda_context as f; f({device!r})"
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
+def test_a_process_that_stands_by_takes_over_and_another_is_started_when_asked() -> None:
+    child = Child("json.tool", config=b"{}", standby_arguments=("--no-ensure-ascii",))
+    child.prepare_standby()
+    standby = child.standby
+    child.prepare_standby()
+    assert standby is not None and child.standby is standby, "one is enough"
+    assert child.spawn() is standby and child.standby is None
+    child.start()
+    assert standby.wait(20) == 0
+    child.prepare_standby()
+    assert child.standby is not None and child.standby is not standby
+    child.stop(1.0)
+    assert child.standby.poll() is not None
+
+
+def test_a_standby_that_has_exited_does_not_take_over() -> None:
+    child = Child("json.tool", standby_arguments=("--no-ensure-ascii",))
+    child.prepare_standby()
+    assert child.standby is not None
+    child.standby.kill()
+    child.standby.wait()
+    process = child.spawn()
+    assert process.poll() is None
+    child.stop(0.0)
+
+
+def test_without_arguments_nothing_stands_by() -> None:
+    child = Child("json.tool")
+    child.prepare_standby()
+    assert child.standby is None

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_a_process_that_has_ever_served_is_restarted_for_as_long_as_it_takes(sup
 def test_a_process_has_served_once_it_says_so_itself(supervisor: Supervisor) -> None:
     api, engine = supervisor._apis[0], supervisor._engine
     assert not supervisor._can_serve(api, 7) and not supervisor._can_serve(engine, 7)
-    supervisor._started_files[0].write_text("7")
+    supervisor._started_files[0].write_text("7 0")
     StatusWriter(supervisor._runtime.path / "engine.status").publish(EngineStatus(pid=7))
     for child in (api, engine):
         assert supervisor._can_serve(child, 7) and not supervisor._can_serve(child, 8)
@@ -100,3 +101,28 @@ def test_a_server_that_cannot_listen_leaves_no_folder(
     with pytest.raises(ConfigError, match="cannot listen"):
         Supervisor(engine, ServerConfig(port=supervisor.port), describe(engine))
     assert created == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "expected"),
+    [
+        (None, "cpu", False),
+        (None, "cuda:1", True),
+        (True, "cpu", True),
+        (False, "cuda", False),
+        (True, "null", False),
+    ],
+)
+def test_a_process_stands_by_beside_a_gpu_or_where_it_is_asked_for(
+    asked: bool | None, device: str, expected: bool
+) -> None:
+    assert module.uses_standby(asked, device) is expected
+
+
+def test_an_api_process_is_connected_once_it_names_the_engine_that_runs(supervisor: Supervisor) -> None:
+    api, engine = supervisor._apis[0], supervisor._engine
+    api.process, engine.process = Mock(pid=7), Mock(pid=8)
+    for reported, expected in (("7 0", False), ("7 9", False), ("6 8", False), ("7 8", True)):
+        supervisor._started_files[0].write_text(reported)
+        assert supervisor._is_connected(api) is expected
+    api.process = engine.process = None
