@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test gpu-test chaos fuzz docs check format install clean
+.PHONY: serve test gpu-test chaos fuzz docs check format lock audit sbom install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -57,6 +57,31 @@ format: $(VENV)/.dev
 # The documentation as a site; a broken link fails. To read it with search: $(BIN)/mkdocs serve
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Tools that the project itself does not need, in an environment of their own.
+TOOLS      ?= build/tools
+LOCK_FLAGS ?=
+$(TOOLS)/.done:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check 'uv>=0.8' 'pip-audit>=2.9' 'cyclonedx-bom>=7'
+	touch $@
+
+# Versions and hashes of everything in the container image. Takes the newest that pyproject.toml allows.
+lock: $(TOOLS)/.done
+	printf '%s\n' '# Every package of the container image, with the hashes of its files. Written by `make lock`; do not edit.' \
+	  '# Python 3.12, Linux x86-64, torch with CUDA. For a CPU image: make lock LOCK_FLAGS="--torch-backend cpu"' > $(TOOLS)/lock.txt
+	$(TOOLS)/bin/uv pip compile pyproject.toml --generate-hashes --python-version 3.12 --no-config --upgrade --quiet \
+	  --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-index-url $(LOCK_FLAGS) >> $(TOOLS)/lock.txt
+	mv $(TOOLS)/lock.txt requirements/container.txt
+
+# Known vulnerabilities of the locked packages. A package that cannot be looked up fails the check.
+audit: $(TOOLS)/.done
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/container.txt
+
+# What the image contains, as CycloneDX JSON in build/sbom.json.
+sbom: $(TOOLS)/.done
+	$(TOOLS)/bin/cyclonedx-py requirements requirements/container.txt --pyproject pyproject.toml \
+	  --output-reproducible --of JSON -o build/sbom.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

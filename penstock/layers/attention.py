@@ -37,6 +37,7 @@ from penstock.layers.batch import (
     PagedTensors,
     reads_in_place,
 )
+from penstock.layers.cpu_shapes import zero_padding
 from penstock.layers.scratch import AttentionRoute, QKVViews, RepeatedLaunch
 from penstock.types import LengthGroup
 
@@ -177,15 +178,15 @@ def _attend_groups(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    groups: Iterable[LengthGroup],
+    groups: tuple[LengthGroup, ...],
     kind: AttentionKind,
     bias: ScoreBias | None = None,
 ) -> Tensor:
-    """[tokens, heads · dim]; tokens of no group are left uninitialised."""
+    """[tokens, heads · dim]; tokens before the first group are left uninitialised."""
     tokens, heads, dim = query.shape
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
     _fill_groups(out, groups, query, key, value, kind, bias)
-    return out
+    return zero_padding(out, groups)
 
 
 def _fill_groups(

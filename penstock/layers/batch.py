@@ -11,6 +11,7 @@ from penstock.kernels.attention import write_kv_cache
 from penstock.kernels.language import use_kernel
 from penstock.kernels.rotary import KVCacheWrite
 from penstock.kvcache.store import KVStore
+from penstock.layers.cpu_shapes import pad_rows
 from penstock.layers.scratch import StepScratch
 from penstock.types import LengthGroup
 
@@ -80,7 +81,8 @@ class KVAccess:
         if use_kernel(self.store.keys):
             write_kv_cache(key, value, self.store.keys[layer], self.store.values[layer], self.token_slots)
         else:
-            self.store.write(layer, self.write_slots, key, value)
+            count = len(self.write_slots)  # padding tokens follow
+            self.store.write(layer, self.write_slots, key[:count], value[:count])
 
     def write_and_gather(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write what later steps need, and put cached keys and values before the step's own."""
@@ -99,8 +101,9 @@ class KVAccess:
         keys = key.new_empty((total, *key.shape[1:]))
         values = value.new_empty((total, *value.shape[1:]))
         cached_at, new_at = self.cached_key_at.long(), self.new_key_at.long()
-        keys.index_copy_(0, cached_at, cached_key).index_copy_(0, new_at, key)
-        values.index_copy_(0, cached_at, cached_value).index_copy_(0, new_at, value)
+        count = len(new_at)  # padding tokens follow
+        keys.index_copy_(0, cached_at, cached_key).index_copy_(0, new_at, key[:count])
+        values.index_copy_(0, cached_at, cached_value).index_copy_(0, new_at, value[:count])
         return keys, values
 
 
@@ -160,6 +163,17 @@ class Batch:
     def is_scratch(self, x: Tensor) -> bool:
         """Whether `x` is a scratch buffer, so that the next layer writes to the same tensor."""
         return any(x is buffer for buffers in self.scratch.buffers.values() for buffer in buffers)
+
+    def padded(self, size: int) -> Batch:
+        """The batch with padding tokens behind the last row, which belong to none."""
+        if size == self.num_tokens or self.adapters is not None:  # adapters are spread over the rows' tokens
+            return self
+        return replace(
+            self,
+            token_ids=pad_rows(self.token_ids, size),
+            positions=pad_rows(self.positions, size),
+            type_ids=pad_rows(self.type_ids, size),
+        )
 
     def select_outputs(self, context: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The last layer's attention and its residual, of the output tokens alone: what follows attention

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.layers.batch import Batch
+from penstock.layers.cpu_shapes import zero_padding
 
 _MAX_SCORES = 1 << 26  # in memory at a time; a larger group is split
 
@@ -100,7 +101,7 @@ def attend_disentangled(
                 )
             context = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
             out[first:stop].view(rows, length, heads, dim).copy_(context.transpose(1, 2))
-    return out
+    return zero_padding(out, batch.groups)
 
 
 def distance_bias(query: Tensor, key: Tensor, terms: DistanceTerms) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
+from penstock.layers.cpu_shapes import pad_rows, padded_size
 
 _MAGIC = float(1 << 23)  # added to a float, it leaves the value rounded to an integer in the low bits
 
@@ -43,7 +44,7 @@ class Int8Linear:
         zero = (-low * inverse).round_().add_(1)  # [tokens, 1], integers
         levels = torch.addcmul(zero + _MAGIC, x, inverse).view(torch.int32).to(torch.uint8)
         product: Tensor = _onednn().qlinear_pointwise(
-            levels,
+            pad_rows(levels, padded_size(len(x))),
             1.0,
             0,
             self.weight,
@@ -56,7 +57,7 @@ class Int8Linear:
             "none",
             [],
             "",
-        )
+        )[: len(x)]
         product.addr_(zero.squeeze(1), self.weight_sums, alpha=-1)
         out = torch.addcmul(self.bias, product, scale)
         if self.act is not None:

@@ -16,6 +16,7 @@ from penstock.kernels.activation import ACTIVATION_CODES, bias_act_
 from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
+from penstock.layers.cpu_shapes import pad_rows, padded_size
 from penstock.layers.fp8 import Fp8Linear
 
 _PACK_ROWS = 512  # the batch size that the packed layout is tuned for; any size works
@@ -69,7 +70,10 @@ def scratch_width(layer: LinearLayer) -> int:
 
 
 class PackedLinear:
-    """A CPU linear layer on the matrix library's weight layout, with fused epilogues."""
+    """A CPU linear layer on the matrix library's weight layout, with fused epilogues.
+
+    The runner pads whole steps. Other numbers of rows, such as those of a head, are padded here.
+    """
 
     FUSED: ClassVar[dict[str, tuple[str, str]]] = {
         "identity": ("none", ""),
@@ -88,6 +92,12 @@ class PackedLinear:
 
     def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = dequantize(x, self.weight.dtype)
+        rows = len(x)
+        if (size := padded_size(rows)) == rows:
+            return self._product(x, residual)
+        return self._product(pad_rows(x, size), pad_rows(residual, size))[:rows]
+
+    def _product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         product: Tensor
         if residual is not None and self.op == "none" and self.fuses_activation:
             product = _mkldnn()._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.layers.activation import activation
 from penstock.layers.batch import Batch
+from penstock.layers.cpu_shapes import zero_padding
 
 
 class RaggedConv1d:
@@ -28,4 +29,4 @@ class RaggedConv1d:
             convolved = F.conv1d(rows, self.weight, self.bias, padding=padding, groups=self.groups)
             into = out[group.first_token : stop].view(group.num_rows, group.length, -1)
             into.copy_(convolved.transpose(1, 2))
-        return self.act(out)
+        return self.act(zero_padding(out, batch.groups))

@@ -1,8 +1,7 @@
-"""Bounds on the memory of an engine that computes on a CPU.
+"""The memory of an engine that computes on a CPU.
 
-The matrix library generates code for every shape of product and caches it. A step's number of tokens is part
-of the shape, so under mixed load nearly every step adds entries. Objects that live long among a step's large
-tensors also leave holes in the heap, whose pages are returned to the system here.
+Objects that live long, such as the matrix library's code for each shape, lie among a step's large tensors and
+leave holes in the heap. Their pages are returned to the system here. `layers.cpu_shapes` bounds the shapes.
 """
 
 from __future__ import annotations
@@ -14,51 +13,54 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# An entry takes about 0.6 MB. A model has four or five shapes of product for each number of tokens, so single
-# texts of up to about 100 tokens always find theirs. Creating one takes about 0.3 ms.
-MAX_CACHED_PRIMITIVES = 512
-# torch's own cache in front of it holds descriptors of 0.3 MB each and saves no measurable time.
-MAX_CACHED_DESCRIPTORS = 16
-TRIM_INTERVAL_S = 30.0
+# Trimming takes 5 to 20 ms, and the next steps fault their pages in again.
+MIN_TRIM_INTERVAL_S = 5.0
+MAX_UNTRIMMED_BYTES = 128 << 20
+_MEMORY_USE = Path("/proc/self/statm")  # in pages
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-_LIMITS = {
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": MAX_CACHED_PRIMITIVES,
-    "LRU_CACHE_CAPACITY": MAX_CACHED_DESCRIPTORS,
-}
-
-
-def limit_primitive_caches() -> None:
-    """Bound both caches, unless the environment does.
-
-    The libraries read these variables when the process computes its first product, so this has to come
-    before. In a process that has computed before, the earlier values stay.
-    """
-    for name, capacity in _LIMITS.items():
-        os.environ.setdefault(name, str(capacity))
 
 
 def total_memory_bytes() -> int:
     """The memory of this machine, or of the container if it may use less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # "max" is no number: there is no limit
         total = min(total, int(_CONTAINER_LIMIT.read_text()))
     return total
 
 
 class HeapTrimmer:
-    """Returns the free pages of the heap to the system, at most once in `interval_s`."""
+    """Returns the free pages of the heap to the system once the process has grown by `MAX_UNTRIMMED_BYTES`
+    since the last time.
 
-    def __init__(self, trim: Callable[[], None] | None = None, interval_s: float = TRIM_INTERVAL_S) -> None:
+    The heap cannot say how much a trim would return, because it counts pages that were returned before. So
+    growth is the measure, looked at once in `MIN_TRIM_INTERVAL_S`.
+    """
+
+    def __init__(
+        self, trim: Callable[[], None] | None = None, private_bytes: Callable[[], int] | None = None
+    ) -> None:
         self._trim = trim or _malloc_trim()
-        self._interval_s = interval_s
-        self._trimmed_s = time.perf_counter()
+        self._private_bytes = private_bytes or _private_bytes
+        self._trimmed_bytes = 0  # the process's memory after the last trim
+        self._checked_s = time.perf_counter()
 
     def after_step(self, now_s: float) -> None:
         """`now_s`: the time by `time.perf_counter`."""
-        if now_s - self._trimmed_s >= self._interval_s:
-            self._trimmed_s = now_s
+        if now_s - self._checked_s < MIN_TRIM_INTERVAL_S:
+            return
+        self._checked_s = now_s
+        if self._private_bytes() > self._trimmed_bytes + MAX_UNTRIMMED_BYTES:
             self._trim()
+            self._trimmed_bytes = self._private_bytes()
+
+
+def _private_bytes() -> int:
+    """Memory of this process that is neither a file's nor shared; 0 where the system does not say."""
+    with suppress(OSError, ValueError):
+        _, resident, shared, *_ = map(int, _MEMORY_USE.read_text().split())
+        return (resident - shared) * _PAGE_BYTES
+    return 0
 
 
 def _malloc_trim() -> Callable[[], None]:

@@ -16,7 +16,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
 from penstock.errors import ConfigError, ModelLoadError
 from penstock.runner.base import BLOCK_SIZE, Runner
-from penstock.runner.cpu_memory import limit_primitive_caches, total_memory_bytes
+from penstock.runner.cpu_memory import total_memory_bytes
 from penstock.types import Task
 
 if TYPE_CHECKING:
@@ -102,8 +102,6 @@ def _load(spec: ModelSpec, settings: Resolved) -> Loaded:
 
 def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     watch = Stopwatch()
-    if settings.device == "cpu":
-        limit_primitive_caches()  # before the first product
     with watch.timed("imports"):
         import torch
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from penstock.errors import DeviceOutOfMemory
 from penstock.kvcache.store import KVCache
+from penstock.layers.batch import Batch
+from penstock.layers.cpu_shapes import padded_size, pads_steps
 from penstock.models.registry import Model
 from penstock.pooling.build import Pooler
 from penstock.pooling.heads import to_output
@@ -83,6 +85,7 @@ class ModelRunner:
         self._depth = depth
         self._turn = 0
         self._no_hidden = torch.empty((0, model.hidden_size), device=device)  # of a step without tokens
+        self._pads_steps = pads_steps(device)
         self._trimmer = HeapTrimmer()  # of steps on a CPU
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-step")
 
@@ -138,7 +141,7 @@ class ModelRunner:
         outputs = self._output_plan(plan)
         sent = iter(self.staging.send(pool_arrays(plan, outputs) + variant_arrays(plan.variants)))
         batch = pool_batch(plan, outputs, self.cache, sent)
-        hidden = self.model(batch) if plan.num_tokens else self._no_hidden
+        hidden = self._hidden(batch) if plan.num_tokens else self._no_hidden
         return self.pooler(hidden, batch.output_batch(), plan.variants, variant_tensors(plan.variants, sent))
 
     @torch.inference_mode()
@@ -159,7 +162,13 @@ class ModelRunner:
         sent = iter(self.staging.send(generation_arrays(plan) + SampleTensors.arrays(sample)))
         batch = generation_batch(plan, self.cache, sent)
         tensors = SampleTensors.take(sample, sent)
-        return generator(self.model(generator.feed(batch, tensors)), sample, tensors)
+        return generator(self._hidden(generator.feed(batch, tensors)), sample, tensors)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """The model's hidden states, of the batch's own tokens."""
+        if not self._pads_steps:
+            return self.model(batch)
+        return self.model(batch.padded(padded_size(batch.num_tokens)))[: batch.num_tokens]
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:

@@ -67,6 +67,19 @@ def with_half_a_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(BERT_CONFIG)[:60])
 
 
+def with_seven_heads(folder: Path) -> None:
+    write_json(folder / "config.json", BERT_CONFIG | {"num_attention_heads": 7})
+
+
+def with_a_billion_positions(folder: Path) -> None:
+    write_json(folder / "config.json", BERT_CONFIG | {"max_position_embeddings": 10**9})
+
+
+def with_a_huge_header(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes((2**62).to_bytes(8, "little") + weights.read_bytes()[8:])
+
+
 BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     without_a_tokenizer: ("no tokenizer.json", "no vocabulary"),
     with_a_broken_tokenizer: ("tokenizer.json is not a tokenizer",),
@@ -79,10 +92,19 @@ BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     with_a_pickle_for_weights: ("safetensors",),
     with_a_wrong_table_size: ("word_embeddings.weight", f"[{WORDS + 50}, 32]"),
     with_half_a_config: ("config.json",),
+    with_seven_heads: ("config.json", "num_attention_heads = 7"),
+    with_a_billion_positions: ("config.json", "max_position_embeddings = 1000000000"),
+    with_a_huge_header: ("not a readable safetensors file",),
 }
 
 # One for each stage of start-up: tokenizer, configuration, weight files, tensors.
-SERVED = [without_a_tokenizer, with_half_a_config, with_truncated_weights, with_a_wrong_table_size]
+SERVED = [
+    without_a_tokenizer,
+    with_half_a_config,
+    with_truncated_weights,
+    with_a_wrong_table_size,
+    with_seven_heads,
+]
 
 
 @pytest.mark.parametrize("damage", SERVED, ids=lambda damage: damage.__name__)
