@@ -12,7 +12,7 @@ from tests.e2e.server import Server
 from tests.fuzz.cases import Case, Schema, as_case, make_case, numeric_bodies
 from tests.fuzz.exchange import Outcome, exchange
 
-NUM_CASES = 400
+NUM_CASES = 200
 NUM_WORKERS = 4
 EXTREMES = (2**64, -(2**64), 2**63, -1, 1e308)
 

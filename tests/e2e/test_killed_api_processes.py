@@ -17,7 +17,7 @@ from tests.e2e.mixed_load import reference_cases, running_load, wait_until_idle
 from tests.e2e.server import API, Server, serving
 
 NUM_API_PROCESSES = 3
-NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "3"))  # more of them for a long run
+NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "2"))  # more of them for a long run
 SEED = int(os.environ.get("PENSTOCK_TEST_SEED", "0"))
 ROUTE = "/v1/embeddings"
 QUEUED_ROWS, RUNNING_ROWS = "penstock_queue_rows", "penstock_running_rows"
