@@ -96,7 +96,7 @@ class Scheduler:
     """
 
     LOOK_AHEAD = 64  # requests behind one that does not fit that may still fill the step
-    SHORT_STEPS = 32  # after the last step with small and large requests, those of large ones stay short
+    SHORT_STEPS = 32  # after the last step with small requests, those of large ones stay short
 
     def __init__(
         self,
@@ -250,6 +250,7 @@ class Scheduler:
         num_visited = self._fill(self.queue.of_kind(large=False), self._step_room(), scheduled)
         if scheduled:
             self.queue.remove_finished(num_visited)
+            self._num_short_steps = self.SHORT_STEPS
         self._small_lead = 0
         return scheduled
 

@@ -152,6 +152,15 @@ def test_steps_of_large_requests_stay_short_while_small_ones_come_and_not_for_ev
     assert step_of(scheduler) == {"large": 100}
 
 
+def test_a_large_request_that_follows_small_ones_begins_with_short_steps() -> None:
+    scheduler = scheduler_of()
+    scheduler.max_shared_tokens = 40
+    scheduler.add(make_request("single", [10]))
+    assert step_of(scheduler) == {"single": 10}
+    scheduler.add(make_request("large", [10] * 1000))
+    assert step_of(scheduler) == {"large": 40}
+
+
 def test_cancelling_a_large_request_keeps_the_books_right() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("large", [10] * 30))
