@@ -56,7 +56,9 @@ class TextTask(ABC, Generic[R]):
         else:
             texts, rows = await split_off_loop(model, self.inputs, allow_empty_text=self.allows_empty_text)
         if texts is not None:
-            rows = await self._encode(model, processor.with_prompt(texts, options))
+            prompted = processor.with_prompt(texts, options)
+            short = model.batcher.encode_short(prompted, options.add_special_tokens)
+            rows = await self._encode_long(model, prompted) if short is None else short
         if self.check_lengths is not None:
             self.check_lengths([len(row) for row in rows])
         from_text, num_tokens = texts is not None, sum(map(len, rows))
@@ -65,14 +67,11 @@ class TextTask(ABC, Generic[R]):
         join = partial(processor.join, request_id, rows, params, options, from_text=from_text)
         return await model.batcher.call(join, num_tokens)
 
-    async def _encode(self, model: TextModel, texts: Sequence[str]) -> list[Ints]:
-        special = self.options.add_special_tokens
-        if (rows := model.batcher.encode_short(texts, special)) is not None:
-            return rows
+    async def _encode_long(self, model: TextModel, texts: Sequence[str]) -> list[Ints]:
         limit = model.processor.row_limit(self.params, self.options)
         if self.check_lengths is not None:  # it rejects long rows in its own words
             limit = replace(limit, truncates=True)
-        return await model.batcher.encode(texts, special, limit)
+        return await model.batcher.encode(texts, self.options.add_special_tokens, limit)
 
     def windows(self, size: int) -> Iterator[TextTask[R]]:
         rows = split_windows(self.inputs, size)
