@@ -20,7 +20,7 @@ from penstock.errors import EngineUnavailable, ServerFull
 if TYPE_CHECKING:
     from penstock.api.connections import Connection
 
-MAX_REFUSED = 128  # connections that are kept for a moment only to be told why they are refused
+MAX_REFUSED = 128  # refused connections that stay open until their client has read the reason
 POLL_INTERVAL_S = 0.05  # how often clients that have closed their side are looked at
 DRAIN_GRACE_S = 0.5  # for a request that is on its way when the server begins to drain
 LAST_ANSWERS_S = 1.0  # for the answers of requests that the end of the drain has cut short

@@ -90,8 +90,8 @@ def needed_pieces(encode: Encode, text: str, limit: RowLimit | None, index: int)
         return [Piece(0, len(text), *encode([text]))]
     if found is None:
         raise BadValue(
-            f"{limit.name} {index} has {len(text)} characters, and the tokens that are needed cannot be told "
-            f"from {limit.max_scanned_chars} of them; shorten it or use spaces between words",
+            f"{limit.name} {index} has {len(text)} characters, but {limit.max_scanned_chars} of them do not "
+            "determine the tokens that are needed; shorten it or use spaces between words",
             param=limit.param,
         )
     if not limit.truncates:
@@ -100,7 +100,7 @@ def needed_pieces(encode: Encode, text: str, limit: RowLimit | None, index: int)
 
 
 def _first_or_last_tokens(encode: Encode, text: str, limit: RowLimit) -> Piece | None:
-    """A part at one end of the text with more tokens than the limit; None if there are not so many."""
+    """A part at one end of the text with more tokens than the limit; None if it has fewer."""
     size, count = 2 * limit.max_tokens + _MIN_FIRST_CHARS, limit.max_tokens + 1
     while size <= min(limit.max_scanned_chars, len(text) - _CONTEXT_CHARS):
         if limit.side == "right" or not limit.truncates:

@@ -174,7 +174,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_written, optimized=False, **options)
-        self.globals.pop("lipsum", None)  # writes as much as it is told to
+        self.globals.pop("lipsum", None)  # its output has any length that a template asks for
 
     def guard_filters(self) -> None:
         """Charge for all filters; call it when all of them are set."""
@@ -210,7 +210,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _charged(super().call(context, obj, *args, **kwargs))
 
     def turn(self, units: int) -> str:
-        """Count a turn of a loop or a call of a macro that writes so many characters of its own."""
+        """Charge an iteration of a loop, or a call of a macro, with the characters that it writes."""
         _budget.get().turn(units)
         return ""
 

@@ -19,7 +19,7 @@ _OptionalTensor = TypeVar("_OptionalTensor", Tensor, Tensor | None)
 
 
 def padded_size(tokens: int) -> int:
-    """The size that so many tokens are padded to: 192 sizes up to 1,024, and 32 more for each doubling.
+    """The size that a number of tokens is padded to: 192 sizes up to 1,024, and 32 more for each doubling.
 
     A product's time is proportional to its tokens, so sizes are close: padding adds at most 3 %, and up to 64
     tokens nothing.

@@ -237,5 +237,5 @@ def test_one_large_request_outweighs_many_small_ones() -> None:
 def test_nothing_is_refused_while_the_engine_is_not_ready_or_publishes_nothing(tmp_path: Path) -> None:
     create_status_page(tmp_path / "page")
     StatusWriter(tmp_path / "page").publish(FULL)
-    Admission(StatusReader(tmp_path / "page"), dict).admit("Embed", 10**9)
-    Admission().admit("Embed", 10**9)
+    for door in (Admission(StatusReader(tmp_path / "page"), dict), Admission()):
+        assert door.admit("Embed", 10**9).estimated_tokens > 10**8

@@ -67,7 +67,7 @@ class Reference:
 
 
 async def learn(client: httpx.AsyncClient, texts: list[str]) -> Reference:
-    """Ask an idle server. Answers that could not be told apart would prove nothing, so they are refused."""
+    """Ask an idle server. Exit if two texts have almost equal vectors: a swap of them would go unnoticed."""
     vectors = np.concatenate([await _embed(client, texts[at : at + 32]) for at in range(0, len(texts), 32)])
     nearest = np.sort(np.linalg.norm(vectors[:, None] - vectors[None], axis=2), axis=1)[:, 1]
     if nearest.min() < 10 * TOLERANCE:

@@ -96,8 +96,8 @@ async def chaos(server: Server, seconds: float, seed: int) -> tuple[Tally, Fault
 def check_rest(server: Server, tally: Tally) -> None:
     """After the faults the server is idle, complete, and stops as it should."""
     server.wait_ready()
-    for name in ("penstock_queue_rows", "penstock_running_rows", "penstock_kv_blocks"):
-        server.wait_for(lambda name=name: name == "penstock_kv_blocks" or server.metric(name) == 0)
+    for name in ("penstock_queue_rows", "penstock_running_rows", "penstock_comparisons"):
+        server.wait_for_metric(name, 0)
     if len(server.children(API)) != 2 or len(server.engines()) != 1:
         tally.violated("rest", f"processes: {server.children(API)} and {server.engines()}")
     if any("Traceback" in line for line in server.log):

@@ -125,6 +125,7 @@ def test_without_a_known_rate_only_the_bound_on_tokens_refuses() -> None:
     device = Device(measured=False)
     for number in range(1000):
         device.core.add(make_request(str(number), [100]))
+    assert device.core.backlog.num_tokens == 100_000
 
 
 def test_a_request_that_has_not_started_in_time_fails_with_429() -> None:
