@@ -53,7 +53,7 @@ _QUEUED = tuple(_FIELDS.index(name) for name in ("queued_tokens", "queued_prompt
 
 
 class StatusWriter:
-    """The engine's side. A value is written by `page[...]`, which costs about 100 ns."""
+    """The engine's side."""
 
     def __init__(self, path: Path) -> None:
         self._values = _map(path, writable=True)
@@ -64,10 +64,6 @@ class StatusWriter:
         """Write every value; the process id last, so that a reader never takes old values for new ones."""
         _AFTER_PID.pack_into(self._values.data, 8, *status[1:])
         self._values[0] = status.pid
-
-    def beat(self, now_s: float) -> None:
-        """Record one turn of the loop."""
-        self._values[1] = now_s
 
     def launching(self, began_s: float) -> None:
         """Record that the loop begins to launch a step, or with 0 that it has done so."""

@@ -51,12 +51,11 @@ def test_the_page_tells_what_waits_in_small_and_large_requests_and_in_prompts(pa
     assert status.prompt_backlog.wait_s(is_large=True) == 2.0
 
 
-def test_a_heartbeat_and_a_launch_change_their_own_value_only(page: Path) -> None:
+def test_a_launch_changes_its_own_value_only(page: Path) -> None:
     writer, reader = StatusWriter(page), StatusReader(page)
     writer.publish(EngineStatus(pid=1, queued_tokens=7))
-    writer.beat(3.5)
     writer.launching(3.25)
-    assert reader.read() == EngineStatus(pid=1, heartbeat_s=3.5, launch_began_s=3.25, queued_tokens=7)
+    assert reader.read() == EngineStatus(pid=1, launch_began_s=3.25, queued_tokens=7)
 
 
 def test_a_new_engine_clears_what_the_old_one_wrote(page: Path) -> None:
