@@ -73,6 +73,7 @@ class Family:
     instruction_template: str | None = None  # with {instruction}; precedes every text
     embed_mark: str | None = None  # mean pooling starts after this text
     is_listwise: bool = False  # scores a whole list of documents in one row
+    is_nested: bool = False  # config.json has the sizes of the text tower in text_config
     generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
 
     def is_causal(self, config: Mapping[str, Any]) -> bool:
@@ -236,6 +237,25 @@ def read_architecture(file: Path, config: Mapping[str, Any], *, native: bool = T
     transformers is to run it (`native` False)."""
     name = _named(file, config)
     return find_architecture(name, config) if native else _any_architecture(name, config)
+
+
+def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the part that reads text: all of `config`, unless the family nests it.
+
+    Keys of the text tower win, except for what names the architecture."""
+    nested = config.get("text_config")
+    if nested is None:
+        return config
+    if not architecture.family.is_nested:
+        raise ModelLoadError(
+            f"{file} has a text_config: {architecture.name} reads more than text, which is not supported",
+            param="model",
+        )
+    if not isinstance(nested, dict):
+        raise ModelLoadError(f"{file} has text_config = {nested!r}; it has to be an object", param="model")
+    outer = {key: value for key, value in config.items() if key != "text_config"}
+    named = {key: config[key] for key in ("architectures", "model_type") if key in config}
+    return outer | nested | named
 
 
 def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:

@@ -13,7 +13,13 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.checkpoint.adapters import adapter_names
-from penstock.checkpoint.families import Architecture, Family, find_architecture, read_architecture
+from penstock.checkpoint.families import (
+    Architecture,
+    Family,
+    find_architecture,
+    read_architecture,
+    text_tower,
+)
 from penstock.checkpoint.files import (
     CheckpointFiles,
     mapping,
@@ -172,12 +178,8 @@ def read_spec(
     config_file, overrides = folder / "config.json", overrides or {}
     config = read_json(config_file) | overrides
     architecture = read_architecture(config_file, config, native=native)
-    if native and config.get("text_config") is not None:
-        raise ModelLoadError(
-            f"{config_file} has a text_config: {architecture.name} reads more than text, which is not "
-            "supported",
-            param="model",
-        )
+    if native:
+        config = text_tower(architecture, config_file, config)
     family = architecture.family
     if native:
         read_sizes(config_file, family, config)
