@@ -313,8 +313,8 @@ def _unsupported(what: str, name: str, config: Mapping[str, Any]) -> ModelLoadEr
     prefixes = ", ".join(f"{prefix}*" for prefix in sorted(f.class_prefix for f in FAMILIES.values()))
     return ModelLoadError(
         f"architecture {what} is not supported because {why_unsupported(name, config)}; supported: "
-        f"{prefixes}, where * is one of {', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others that "
-        "transformers knows",
+        f"{prefixes}, where * is one of {', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others "
+        "that transformers knows",
         param="model",
     )
 
