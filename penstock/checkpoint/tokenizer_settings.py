@@ -51,7 +51,16 @@ def read_text_frame(folder: Path) -> TextFrame | None:
             code,
         )
         return None
-    if not flags or (code is None and kind not in _OBEYING_CLASSES):
+    if code is None and kind not in _OBEYING_CLASSES:
+        if flags.get("add_eos_token"):
+            log.warning(
+                "%s has add_eos_token = true in tokenizer_config.json, which its class %s ignores: "
+                "tokenizer.json alone decides whether a text ends with an end token",
+                folder,
+                settings.get("tokenizer_class"),
+            )
+        return None
+    if not flags:
         return None
     for name, value in flags.items():
         if not isinstance(value, bool):
