@@ -14,6 +14,7 @@ from penstock.errors import ModelLoadError
 log = logging.getLogger(__name__)
 # Classes whose `add_bos_token` and `add_eos_token` transformers 4 obeyed, and what they did without them.
 _OBEYING_CLASSES = ("Llama", "CodeLlama", "Gemma", "Cohere")
+_FLAGS = ("add_bos_token", "add_eos_token")
 _REMOTE_QWEN = "tokenization_qwen.Qwen2Tokenizer"  # of gte-Qwen2-instruct
 
 
@@ -39,8 +40,7 @@ def read_text_frame(folder: Path) -> TextFrame | None:
       tokenizer.json.
     """
     settings = optional_json(folder / "tokenizer_config.json")
-    flags = {name: settings.get(name) for name in ("add_bos_token", "add_eos_token")}
-    flags = {name: value for name, value in flags.items() if value is not None}
+    flags: dict[str, Any] = {name: value for name in _FLAGS if (value := settings.get(name)) is not None}
     kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
     code = _remote_code(settings)
     if code is not None and not code.startswith(_REMOTE_QWEN):

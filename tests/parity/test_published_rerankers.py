@@ -21,6 +21,7 @@ from penstock.checkpoint.spec import describe
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.errors import ModelLoadError, NotPossible
 from penstock.types import Task
+from tests.api.local_app import local_app
 from tests.parity.decoders import change_config
 from tests.parity.rerankers import LIMIT, write
 
@@ -389,3 +390,18 @@ def test_a_chat_template_that_does_not_carry_a_pair_is_refused(
     folder = write_cross_encoder(tmp_path / "odd", ("yes", "no"), chat)
     with pytest.raises(ModelLoadError, match=message):
         read(folder)
+
+
+def test_ranking_routes_answer_422_for_a_language_model_and_say_why(tmp_path: Path) -> None:
+    folder = write(tmp_path / "Qwen3-0.6B", "Qwen3ForCausalLM")
+    with local_app(folder) as (http, _):
+        for route, body in {
+            "/rerank": {"query": "a", "documents": ["b"]},
+            "/v2/rerank": {"query": "a", "documents": ["b"]},
+            "/score": {"queries": "a", "documents": ["b"]},
+            "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
+        }.items():
+            refused = http.post(route, json=body)
+            assert refused.status_code == 422, refused.text
+            assert "nothing marks Qwen3ForCausalLM as an embedder or a reranker" in refused.text
+        assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 200
