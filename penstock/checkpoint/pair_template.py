@@ -6,7 +6,7 @@ The template is rendered once, with placeholders for the texts. What it writes a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -56,7 +56,7 @@ class _PairTemplate(NamedTuple):
             ) from None
 
 
-def read_pair_prompt(files: CheckpointFiles, tokenizer: Tokenizer) -> Prompt | None:
+def read_pair_prompt(files: CheckpointFiles, open_tokenizer: Callable[[], Tokenizer]) -> Prompt | None:
     """The prompt of a CrossEncoder; None where it joins the texts by the tokenizer's pair template."""
     template = _find_template(files)
     if template is None:
@@ -75,7 +75,7 @@ def read_pair_prompt(files: CheckpointFiles, tokenizer: Tokenizer) -> Prompt | N
     text = _named(text)
     if (known := _known_prompt(text, instruction, wording)) is not None:
         return known._replace(strips=strips)
-    parts = _split(text, tokenizer)
+    parts = _split(text, open_tokenizer())
     return Prompt(parts, instruction=instruction, wording=wording, strips=strips, opened=False)
 
 

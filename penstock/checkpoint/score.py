@@ -220,7 +220,7 @@ def _own_prompt(
     if scores_logits or (architecture.classifies_sequences and files.modules and modalities is not None):
         from penstock.checkpoint.pair_template import read_pair_prompt  # Jinja is not needed otherwise
 
-        prompt = read_pair_prompt(files, vocabulary.rust)
+        prompt = read_pair_prompt(files, lambda: vocabulary.rust)
         if prompt is not None or modalities is not None:
             return _OwnPrompt(prompt, prompt is None)
     prompts = [PROMPTS[name] for name in architecture.family.score_prompts]

@@ -307,6 +307,20 @@ def test_a_conversion_to_one_label_is_asked_as_the_model_it_was_made_from(tmp_pa
     assert plain.score is not None and plain.score.template == ()
 
 
+def test_a_classifier_reads_pairs_through_its_chat_template_where_its_layout_says_so(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    folder = write(tmp_path / "classifier", "Qwen3ForSequenceClassification", num_labels=1)
+    (folder / "chat_template.jinja").write_text(QWEN3_CHAT)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    sentence_transformers.CrossEncoder(str(folder), device="cpu").save_pretrained(str(tmp_path / "saved"))
+    assert tokenizer.chat_template is not None and (tmp_path / "saved/modules.json").is_file()
+    reference = sentence_transformers.CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    expected = reference.predict([(QUERY, document) for document in DOCUMENTS])
+    with open_engine(tmp_path / "saved") as engine:
+        np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS), expected, atol=2e-4)
+        assert engine.spec.score is not None and engine.spec.score.template
+
+
 def read(folder: Path, **options: Any) -> Any:
     return describe(EngineConfig(model=str(folder), **options))
 
