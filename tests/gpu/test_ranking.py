@@ -57,4 +57,4 @@ def test_listwise_rerankers_score_as_on_the_cpu(tmp_path: Path) -> None:
 )
 def test_rerankers_known_by_name_score_as_on_the_cpu(tmp_path: Path, name: str) -> None:
     expected, got = both(write(tmp_path / name, "Qwen3ForCausalLM"), "float32")
-    np.testing.assert_allclose(got, expected, atol=1e-3)
+    np.testing.assert_allclose(got, expected, atol=5e-3)
