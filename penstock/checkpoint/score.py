@@ -179,7 +179,7 @@ class _Vocabulary:
 def _tokens(files: CheckpointFiles, vocabulary: _Vocabulary) -> tuple[int, ...]:
     """The answer tokens that the files or the caller name, relevant first."""
     for module in files.modules_of("LogitScore"):
-        values = optional_json(files.folder / module.path / "config.json")
+        values = optional_json(files.root / module.path / "config.json")
         pair = (values.get("true_token_id"), values.get("false_token_id"))
         return tuple(int(number) for number in pair if number is not None)
     config = files.config
