@@ -225,7 +225,14 @@ def read_spec(
     is_causal = family.is_causal(config)
     if late is not None and is_causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
+    if query_route is not None and (sparse is None or sparse.kind != "splade"):
+        raise ModelLoadError(
+            f"{folder} sends queries through SparseStaticEmbedding, but documents through no SpladePooling, "
+            "which is not supported",
+            param="model",
+        )
     positions = max_positions(family, config, config_file)
+    found_tasks = _tasks(files, architecture, sparse, score) if late is None else _late_tasks(files)
     return ModelSpec(
         folder=str(layout.folder),
         root=str(layout.root),
@@ -246,7 +253,7 @@ def read_spec(
         default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=bool(files.transformer.get("do_lower_case", False)),
-        tasks=_tasks(files, architecture, sparse, score) if late is None else _late_tasks(files),
+        tasks=(Task.SPARSE,) if query_route is not None else found_tasks,
         labels=label_names(architecture, config),
         sparse=sparse,
         multi_vector=multi_vector_file(files.folder) if sparse is not None and late is None else None,

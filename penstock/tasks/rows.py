@@ -95,7 +95,8 @@ class RowTask(TextTask[R]):
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
         request = await self.request(model, request_id)
-        return Prepared(request, partial(self.finish, model, request), self.is_slow_to_finish(request))
+        is_slow = self.is_slow_to_finish(request)
+        return Prepared(request, partial(self.finish, model, request), is_slow_to_finish=is_slow)
 
     def is_slow_to_finish(self, request: Request) -> bool:
         return request.num_tokens > MAX_LOOP_TOKENS
