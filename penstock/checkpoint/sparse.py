@@ -54,8 +54,8 @@ def read_sparse(
             )
         if module is None:
             return SparseSpec("splade")
-        file, values = files.root / module.path / "config.json", files.module_config(module)
-        refuse_unknown_keys(file, values, _SPLADE_KEYS)
+        values = files.module_config(module)
+        refuse_unknown_keys(files.root / module.path / "config.json", values, _SPLADE_KEYS)
         return _splade(values)
     file = _layer_file(files.folder, _LEXICAL_LAYER)
     if file is None or architecture.suffix not in ("Model", "ForMaskedLM"):

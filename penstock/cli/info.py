@@ -51,7 +51,7 @@ def gather(config: EngineConfig) -> dict[str, Any]:
     weights = weight_facts(weight_files(spec))
     return {
         "name": spec.name,
-        "folder": spec.folder,
+        "folder": str(spec.root_path),
         "architecture": spec.architecture,
         "tasks": [task.value for task in spec.tasks],
         **{name: _first(spec.config, keys) for name, keys in _SIZES.items()},

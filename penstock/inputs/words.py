@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers, pre_tokenizers
 
 from penstock.inputs.token_rows import TokenRows
-from penstock.types import Ints, cumulative
+from penstock.types import Ints
 
 MAX_TEXT_CHARS = 1 << 14  # longer texts are left to the tokenizer
 _MAX_WORDS = 1 << 17  # known words
@@ -102,7 +102,8 @@ class WordTokenizer:
             self._reset()  # words without tokens must not stay known
             raise
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        self._starts = np.concatenate((self._starts, len(self._ids) + cumulative(lengths)[:-1]))
+        starts = len(self._ids) + np.cumsum(lengths) - lengths
+        self._starts = np.concatenate((self._starts, starts))
         self._lengths = np.concatenate((self._lengths, lengths))
         self._ids = np.concatenate((self._ids, *rows))
         self._num_chars += sum(map(len, new))

@@ -1,4 +1,4 @@
-"""Static embeddings, and modules in their own folders, against sentence-transformers and model2vec's steps."""
+"""Static embeddings and modules in their own folders, against sentence-transformers and model2vec."""
 
 from __future__ import annotations
 
