@@ -103,7 +103,7 @@ def _read_weights(file: Path) -> NDArray[np.float32]:
         )
     try:
         with safe_open(str(file), framework="numpy") as tensors:
-            weights = tensors.get_tensor("weight").astype(np.float32)
+            weights: NDArray[np.float32] = tensors.get_tensor("weight").astype(np.float32)
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{file} is not a readable safetensors file: {error}", param="model") from None
     if not np.isfinite(weights).all() or (weights < 0).any():
