@@ -34,7 +34,7 @@ from penstock.checkpoint.files import (
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.labels import label_count, label_names
-from penstock.checkpoint.late import LateSpec, read_late
+from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.layout import QueryRoute, read_layout
 from penstock.checkpoint.limits import max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, check_widths, read_pooling, static_pooling
@@ -52,6 +52,7 @@ from penstock.checkpoint.static import (
     read_static,
     static_length,
 )
+from penstock.checkpoint.unsupported import why_no_config
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
@@ -209,14 +210,16 @@ def read_spec(
             )
         return _static_spec(layout, name, overrides, pooler)
     config_file = layout.folder / "config.json"
+    if not config_file.is_file():
+        raise ModelLoadError(f"{folder} is not a model folder: {why_no_config(folder)}", param="model")
     config = read_json(config_file) | overrides
     architecture = read_architecture(config_file, config, native=native)
     if native:
         config = text_tower(architecture, config_file, config)
     family = architecture.family
+    files = read_files(layout, config, overrides)
     if native:
         read_sizes(config_file, family, config)
-    files = read_files(layout, config, overrides)
     hidden_size = files.integer(*family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
@@ -238,7 +241,7 @@ def read_spec(
         root=str(layout.root),
         name=name,
         architecture=architecture.name,
-        config=config,
+        config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
         overrides=overrides,
         max_model_len=max_model_len(files, positions),
         max_positions=positions,
