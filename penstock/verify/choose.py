@@ -35,7 +35,7 @@ def choose(spec: ModelSpec) -> Library:
     has_modules = (spec.root_path / "modules.json").is_file()
     if spec.static is not None and not has_modules:
         raise ConfigError(
-            f"{spec.name} has no modules.json: its reference is the model2vec package, which `penstock verify` "
+            f"{spec.name} has no modules.json: its reference is model2vec, which `penstock verify` "
             "does not drive",
             param="model",
         )
