@@ -143,6 +143,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     why_not_chunked: str | None = None  # why a row cannot be spread over steps; None: it can
     shares_prefixes: bool = False  # rows are expected to begin with the same tokens
     generates: bool = False
+    is_static: bool = False  # a table of token vectors, without layers
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -171,10 +172,17 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
     device = _device(config.device, machine)
     on_cpu = not device.startswith("cuda")
     _check_quantization(config, device, machine)
+    if model.is_static and config.quantization is not None:
+        raise ConfigError(
+            f"quantization {config.quantization} does not apply to static embeddings; leave it out",
+            param="quantization",
+        )
     dtype = _dtype(config, on_cpu, machine)
     max_model_len = _max_model_len(config, model)
     best = CPU_STEP_TOKENS
-    if not on_cpu:
+    if model.is_static:
+        best = STATIC_STEP_TOKENS
+    elif not on_cpu:
         best = cuda_step_tokens(model.hidden_size, model.num_layers, config.quantization)
     max_num_batched_tokens = _given(config.max_num_batched_tokens, best)
     _positive("max_num_batched_tokens", max_num_batched_tokens)
@@ -184,7 +192,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         quantization=config.quantization,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=_given(config.max_num_seqs, 256 if on_cpu else 1024),
+        max_num_seqs=_given(config.max_num_seqs, _num_seqs(on_cpu, model)),
         max_queued_tokens=_given(config.max_queued_tokens, 1_000_000 if on_cpu else 50_000_000),
         max_queue_seconds=_queue_seconds(config.max_queue_seconds),
         pipeline_depth=_given(config.pipeline_depth, 1 if on_cpu else 2),
@@ -199,10 +207,11 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
         generates=model.generates,
         generate_prefixes=generate_prefixes,
         kv_cache_bytes=_kv_cache(config.kv_cache_gb, on_cpu, model.generates),
-        share_identical=config.share_identical,
+        # Comparing rows of a static model costs more than running them.
+        share_identical=config.share_identical and not model.is_static,
         document_cache_bytes=_document_cache(config.document_cache_gb),
         step_output_bytes=_step_output(config.step_output_mb),
-        graphs=_graphs(config, on_cpu, dtype),
+        graphs=_graphs(config, on_cpu, dtype) and not model.is_static,
         profile=config.profile or "",
         profile_steps=config.profile_steps,
     )
@@ -212,6 +221,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: Machine) -> Resolv
 
 
 CPU_STEP_TOKENS = 1024  # a step's activations fit in the CPU cache; measured by benchmarks/cpu_profile.py
+STATIC_STEP_TOKENS = 1 << 17  # a token is one row of a table, so a step has to have many of them
 CUDA_STEP_TOKENS = 16_384  # for a model of unknown size
 _KNEE = 1 << 24  # tokens × hidden size, fitted to measurements
 _MAX_STEP_FLOPS = 6e13  # a tenth of a second on a large GPU
@@ -231,6 +241,12 @@ def cuda_step_tokens(hidden: int | None, layers: int | None, quantization: str |
     tokens = min(_KNEE / hidden, _MAX_STEP_FLOPS / flops_per_token)
     tokens *= 2 if quantization in _EIGHT_BIT else 1
     return min(32_768, max(1024, 1 << (int(tokens).bit_length() - 1)))
+
+
+def _num_seqs(on_cpu: bool, model: ModelFacts) -> int:
+    if model.is_static:
+        return 1 << 14
+    return 256 if on_cpu else 1024
 
 
 def _max_model_len(config: EngineConfig, model: ModelFacts) -> int:

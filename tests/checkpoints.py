@@ -156,6 +156,18 @@ def write_splade(folder: Path) -> Path:
     return folder
 
 
+def write_static(folder: Path) -> Path:
+    """Write a SentenceTransformer of a table and Normalize, which has no config.json."""
+    tokenizer = wordpiece_tokenizer()
+    draw = torch.Generator().manual_seed(2)
+    folder.mkdir(parents=True, exist_ok=True)
+    table = torch.randn((tokenizer.get_vocab_size(), 32), generator=draw)
+    save_file({"embedding.weight": table}, folder / "model.safetensors")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_modules(folder, [("StaticEmbedding", ""), ("Normalize", "1_Normalize")])
+    return folder
+
+
 def write_lexical(folder: Path) -> Path:
     """Write a BERT with the sparse layer of BGE-M3 in a file of its own."""
     write_bert(folder)

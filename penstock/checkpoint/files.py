@@ -18,15 +18,21 @@ TRANSFORMER_MODULES = ("Transformer", "MLMTransformer")
 MASK_MODULE = "MultiVectorMask"
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 40 MB
 WEIGHT_INDEX = "model.safetensors.index.json"
+STATIC_MODULE = "StaticEmbedding"
+SPARSE_STATIC_MODULE = "SparseStaticEmbedding"
+ROUTER_MODULES = ("Router", "Asym")  # two names of one class
 _KNOWN_MODULES = (
     *TRANSFORMER_MODULES,
+    STATIC_MODULE,
     "Pooling",
     "SpladePooling",
     "Dense",
+    "LayerNorm",
     "Normalize",
     "Dropout",
     "LogitScore",
     MASK_MODULE,
+    *ROUTER_MODULES,
 )
 
 
@@ -47,7 +53,8 @@ class Module(NamedTuple):
 class CheckpointFiles:
     """What the files of a model folder hold."""
 
-    folder: Path
+    root: Path  # holds modules.json; paths of modules are below it
+    folder: Path  # holds the model's config.json, tokenizer and weights: the root, or a module's folder
     config: dict[str, Any]  # config.json under the caller's overrides
     overrides: dict[str, Any]
     modules: tuple[Module, ...]  # of the sentence-transformers layout; none for a plain checkpoint
@@ -69,18 +76,27 @@ class CheckpointFiles:
         return any(self.modules_of(kind))
 
     def module_config(self, module: Module) -> dict[str, Any]:
-        return read_json(self.folder / module.path / "config.json")
+        return read_json(self.root / module.path / "config.json")
 
 
-def read_files(folder: Path, config: dict[str, Any], overrides: dict[str, Any]) -> CheckpointFiles:
-    modules = _read_modules(folder / "modules.json")
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a model's files are and which modules they describe."""
+
+    root: Path
+    folder: Path
+    modules: tuple[Module, ...]  # those of a Router's document route take its place
+
+
+def read_files(layout: Layout, config: dict[str, Any], overrides: dict[str, Any]) -> CheckpointFiles:
     return CheckpointFiles(
-        folder=folder,
+        root=layout.root,
+        folder=layout.folder,
         config=config,
         overrides=overrides,
-        modules=modules,
-        transformer=_transformer_options(folder, modules),
-        sentence_transformers=optional_json(folder / "config_sentence_transformers.json"),
+        modules=layout.modules,
+        transformer=_transformer_options(layout.root, layout.modules),
+        sentence_transformers=optional_json(layout.root / "config_sentence_transformers.json"),
     )
 
 
@@ -176,23 +192,27 @@ def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _read_modules(file: Path) -> tuple[Module, ...]:
+def read_modules(file: Path) -> tuple[Module, ...]:
+    """The entries of modules.json; none if there is no such file."""
     if not file.is_file():
         return ()
     rows = _decode(file)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ModelLoadError(f"{file} is not a list of modules")
-    modules = tuple(
-        Module(str(row.get("type", "")).rsplit(".", 1)[-1], str(row.get("path", ""))) for row in rows
-    )
-    for module in modules:
-        inside(file.parent, module.path, file)
-        if module.kind not in _KNOWN_MODULES:
-            raise ModelLoadError(
-                f"{file} has a module {module.kind!r}, which is not supported; "
-                f"supported: {', '.join(_KNOWN_MODULES)}"
-            )
-    return modules
+    return tuple(named_module(file, str(row.get("type", "")), str(row.get("path", ""))) for row in rows)
+
+
+def named_module(file: Path, kind: str, path: str, more: tuple[str, ...] = ()) -> Module:
+    """The module of class `kind` that `file` names. `more` are classes that are supported here alone."""
+    module = Module(kind.rsplit(".", 1)[-1], path)
+    inside(file.parent, path, file)
+    supported = (*_KNOWN_MODULES, *more)
+    if module.kind not in supported:
+        raise ModelLoadError(
+            f"{file} has a module {module.kind!r}, which is not supported; supported: {', '.join(supported)}",
+            param="model",
+        )
+    return module
 
 
 def _transformer_options(folder: Path, modules: tuple[Module, ...]) -> dict[str, Any]:

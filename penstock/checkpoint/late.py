@@ -75,11 +75,11 @@ def read_late(files: CheckpointFiles, architecture: Architecture, hidden_size: i
     elif _is_pylate(files):
         late = _pylate(files, _overridden(files.sentence_transformers, files, _PYLATE_KEYS))
     elif architecture.is_colbert:
-        metadata = optional_json(files.folder / "artifact.metadata")
+        metadata = optional_json(files.root / "artifact.metadata")
         values = _overridden(metadata, files, _STANFORD_KEYS)
         late = _stanford(files, architecture, values, hidden_size)
     if late is not None:
-        _check(files.folder, late, hidden_size)
+        _check(files.root, late, hidden_size)
     return late
 
 
@@ -152,7 +152,7 @@ def _multi_vector(files: CheckpointFiles, values: Mapping[str, Any], hidden_size
 
 def _dense_modules(files: CheckpointFiles) -> tuple[DenseSpec, ...]:
     return tuple(
-        read_dense(files.folder, module.path, reads="token_embeddings", activation="identity")
+        read_dense(files.root, module.path, reads="token_embeddings", activation="identity")
         for module in files.modules_of("Dense")
     )
 

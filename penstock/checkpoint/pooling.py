@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.checkpoint.dense import DenseSpec, read_dense
+from penstock.checkpoint.dense import (
+    DenseSpec,
+    LayerNormSpec,
+    ModuleSpec,
+    UnitSpec,
+    check_normalize,
+    read_dense,
+    read_layer_norm,
+    refuse_unknown_keys,
+)
 from penstock.checkpoint.families import Architecture
 from penstock.checkpoint.files import CheckpointFiles
 from penstock.config import PoolerConfig
@@ -36,6 +45,8 @@ _METHOD_NAMES = {
     "last": "last",
 }
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
+_AFTER_STATIC = ("Dense", "LayerNorm", "Normalize", "Dropout")
+_POOLING_KEYS = ("pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension", *_FLAGS)
 # Pooling types of `--pooler-config` that add a task and leave the vectors alone.
 SPLADE, STEP = "splade", "step"
 
@@ -43,8 +54,8 @@ SPLADE, STEP = "splade", "step"
 class PoolingSpec(msgspec.Struct, frozen=True):
     methods: tuple[str, ...]  # several are concatenated
     include_prompt: bool = True
-    dense: tuple[DenseSpec, ...] = ()
-    normalize: bool = False
+    modules: tuple[ModuleSpec, ...] = ()  # that the pooled vector runs through, in order
+    normalize: bool = False  # to unit length, after all of them
     after: str | None = None  # the mean starts after this text
 
 
@@ -58,6 +69,28 @@ def read_pooling(
         pooling = default_pooling(architecture, files.config)
     if pooler.pooling_type is not None and not any(is_pooling_type(pooler, kind) for kind in (SPLADE, STEP)):
         pooling = msgspec.structs.replace(pooling, methods=(pooling_method(pooler.pooling_type),))
+    if pooler.normalize is not None:
+        pooling = msgspec.structs.replace(pooling, normalize=pooler.normalize)
+    return pooling
+
+
+def static_pooling(files: CheckpointFiles, pooler: PoolerConfig, *, normalize: bool) -> PoolingSpec:
+    """The mean of token vectors, then the modules behind the table; `normalize` where no file names any."""
+    if pooler.pooling_type is not None and pooler.pooling_type.lower() not in ("mean", "avg"):
+        raise ModelLoadError(
+            f"pooling_type is {pooler.pooling_type!r}, but static embeddings are averaged; use mean",
+            param="pooler_config",
+        )
+    pooling = (
+        _from_modules(files, is_late=False) if files.modules else PoolingSpec(("mean",), normalize=normalize)
+    )
+    for module in files.modules[1:]:
+        if module.kind not in _AFTER_STATIC:
+            raise ModelLoadError(
+                f"{files.root / 'modules.json'} has a {module.kind} module behind a StaticEmbedding, which "
+                f"is not supported; supported: {', '.join(_AFTER_STATIC)}",
+                param="model",
+            )
     if pooler.normalize is not None:
         pooling = msgspec.structs.replace(pooling, normalize=pooler.normalize)
     return pooling
@@ -92,22 +125,56 @@ def is_pooling_type(pooler: PoolerConfig, kind: str) -> bool:
 
 def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
     methods: tuple[str, ...] = ("mean",)
-    include_prompt, normalize, dense = True, False, []
-    for module in files.modules:
-        if module.kind == "Pooling":
-            values = files.module_config(module)
-            methods = _methods(values, files.folder / module.path / "config.json")
-            include_prompt = bool(values.get("include_prompt", True))
-        elif module.kind == "Dense" and not is_late:
-            if normalize:
-                raise ModelLoadError(
-                    f"{files.folder / 'modules.json'} has the Dense module {module.path} after a Normalize "
-                    "module, which is not supported; Dense modules have to come first"
-                )
-            dense.append(read_dense(files.folder, module.path))
-        elif module.kind == "Normalize":
-            normalize = True
-    return PoolingSpec(methods, include_prompt, tuple(dense), normalize)
+    include_prompt = True
+    for module in files.modules_of("Pooling"):
+        file, values = files.root / module.path / "config.json", files.module_config(module)
+        refuse_unknown_keys(file, values, _POOLING_KEYS)
+        methods, include_prompt = _methods(values, file), bool(values.get("include_prompt", True))
+    if is_late:
+        return PoolingSpec(methods, include_prompt, normalize=files.has_module("Normalize"))
+    modules = list(_after_pooling(files))
+    normalize = bool(modules) and isinstance(modules[-1], UnitSpec)
+    while modules and isinstance(modules[-1], UnitSpec):
+        modules.pop()  # a second one changes nothing
+    return PoolingSpec(methods, include_prompt, tuple(modules), normalize)
+
+
+def _after_pooling(files: CheckpointFiles) -> Iterator[ModuleSpec]:
+    """What a pooled vector runs through. sentence-transformers runs modules in the order of modules.json."""
+    for number, module in enumerate(files.modules):
+        if module.kind not in ("Dense", "LayerNorm", "Normalize"):
+            continue
+        if any(later.kind == "Pooling" for later in files.modules[number:]):
+            raise ModelLoadError(
+                f"{files.root / 'modules.json'} has the {module.kind} module {module.path} before a Pooling "
+                "module, which is not supported; it has to come after it",
+                param="model",
+            )
+        if module.kind == "Dense":
+            yield read_dense(files.root, module.path)
+        elif module.kind == "LayerNorm":
+            yield read_layer_norm(files.root, module.path)
+        else:
+            check_normalize(files.root, module.path)
+            yield UnitSpec()
+
+
+def check_widths(files: CheckpointFiles, pooling: PoolingSpec, width: int) -> int:
+    """The size of the final vector. A module that reads vectors of another size is refused."""
+    for module in pooling.modules:
+        expected = None
+        if isinstance(module, DenseSpec):
+            expected = module.in_features
+        elif isinstance(module, LayerNormSpec):
+            expected = module.size
+        if expected is not None and expected != width:
+            path = "" if isinstance(module, UnitSpec) else module.folder
+            raise ModelLoadError(
+                f"{files.root / path} reads vectors of {expected} numbers, but it is given {width}",
+                param="model",
+            )
+        width = module.out_features if isinstance(module, DenseSpec) else width
+    return width
 
 
 def _methods(values: Mapping[str, Any], file: Path) -> tuple[str, ...]:

@@ -187,7 +187,7 @@ def _tokens(files: CheckpointFiles, vocabulary: _Vocabulary) -> tuple[int, ...]:
 
 
 def _module_tokens(files: CheckpointFiles, module: Module) -> tuple[int, ...]:
-    values, file = files.module_config(module), files.folder / module.path / "config.json"
+    values, file = files.module_config(module), files.root / module.path / "config.json"
     if (name := values.get("module_input_name", "causal_logits")) != "causal_logits":
         raise ModelLoadError(f"{file} has module_input_name = {shown(name)}; only causal_logits is supported")
     size, tokens = files.integer("vocab_size"), []

@@ -210,6 +210,21 @@ def read_sizes(file: Path, family: Family, config: Mapping[str, Any]) -> ModelSi
     )
 
 
+def table_sizes(vocabulary: int, width: int) -> ModelSizes:
+    """The sizes of a table of token vectors, without layers."""
+    return ModelSizes(
+        hidden=width,
+        layers=0,
+        heads=1,
+        kv_heads=1,
+        head_dim=width,
+        intermediate=0,
+        vocabulary=vocabulary,
+        embedding=width,
+        positions=0,
+    )
+
+
 def check_numbers(file: Path, config: Mapping[str, Any]) -> None:
     """Check the type and range of every known key, whether or not this family reads it."""
     for key, accepted in _INTEGERS.items():

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.checkpoint.dense import refuse_unknown_keys
 from penstock.checkpoint.families import Architecture
 from penstock.checkpoint.files import CheckpointFiles
 from penstock.checkpoint.pooling import SPLADE, is_pooling_type
@@ -17,6 +18,13 @@ from penstock.types import Task
 
 _LEXICAL_LAYER = "sparse_linear"  # BGE-M3 stores each of its two layers in a file of its own
 _MULTI_VECTOR_LAYER = "colbert_linear"
+_SPLADE_KEYS = (
+    "pooling_strategy",
+    "activation_function",
+    "embedding_dimension",
+    "word_embedding_dimension",
+    "chunk_size",
+)
 _LOGS = {"relu": 1, "log1p_relu": 2}
 
 
@@ -44,7 +52,11 @@ def read_sparse(
                 f"SPLADE needs a masked-language model, such as BertForMaskedLM; {architecture.name} is none",
                 param="model",
             )
-        return SparseSpec("splade") if module is None else _splade(files.module_config(module))
+        if module is None:
+            return SparseSpec("splade")
+        values = files.module_config(module)
+        refuse_unknown_keys(files.root / module.path / "config.json", values, _SPLADE_KEYS)
+        return _splade(values)
     file = _layer_file(files.folder, _LEXICAL_LAYER)
     if file is None or architecture.suffix not in ("Model", "ForMaskedLM"):
         return None

@@ -22,8 +22,10 @@ from penstock.checkpoint.families import (
 )
 from penstock.checkpoint.files import (
     CheckpointFiles,
+    Layout,
     mapping,
     optional_integer,
+    optional_json,
     read_files,
     read_json,
     shown,
@@ -34,12 +36,23 @@ from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.identity import read_identity
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
+from penstock.checkpoint.layout import QueryRoute, read_layout
 from penstock.checkpoint.limits import max_model_len, max_positions
-from penstock.checkpoint.pooling import PoolingSpec, read_pooling
+from penstock.checkpoint.pooling import PoolingSpec, check_widths, read_pooling, static_pooling
 from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score, why_not_score
-from penstock.checkpoint.sizes import ModelSizes, read_sizes
+from penstock.checkpoint.sizes import ModelSizes, read_sizes, table_sizes
 from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_sparse
+from penstock.checkpoint.static import ARCHITECTURE as STATIC_ARCHITECTURE
+from penstock.checkpoint.static import MAX_TOKENS as MAX_STATIC_TOKENS
+from penstock.checkpoint.static import (
+    StaticSpec,
+    is_static,
+    names_static,
+    normalizes,
+    read_static,
+    static_length,
+)
 from penstock.checkpoint.unsupported import why_no_config
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
@@ -47,7 +60,8 @@ from penstock.types import Task
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    folder: str
+    folder: str  # holds the config.json, tokenizer and weights of the model itself
+    root: str = ""  # holds modules.json; the folders of modules are below it. "": the same as `folder`
     name: str
     architecture: str
     config: dict[str, Any]
@@ -73,6 +87,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # a request may choose one of them
     multi_vector: str | None = None  # BGE-M3's file with the projection of its token vectors
+    static: StaticSpec | None = None  # a table of token vectors, without a model behind it
+    query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
     late: LateSpec | None = None  # one vector per token, compared token by token
     score: ScoreSpec | None = None  # for models that read a query and a document together
     why_not_score: str | None = None  # of a model that could compare vectors, but is not known to embed
@@ -114,11 +130,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             why_not_chunked=self.why_not_chunked,
             shares_prefixes=self.shares_prefixes,
             generates=self.generates,
+            is_static=self.static is not None,
         )
 
     @property
     def sizes(self) -> ModelSizes:
         """The sizes of a native model's parts."""
+        if self.static is not None:
+            return table_sizes(self.static.vocab_size, self.static.dim)
         family = find_architecture(self.architecture, self.config).family
         return read_sizes(self.path / "config.json", family, self.config)
 
@@ -144,6 +163,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def path(self) -> Path:
         return Path(self.folder)
+
+    @property
+    def root_path(self) -> Path:
+        return Path(self.root or self.folder)
 
     def width(self, task: Task) -> int:
         """How many numbers an output row of this task has."""
@@ -183,7 +206,17 @@ def read_spec(
 ) -> ModelSpec:
     """`native`: an architecture without a family record is refused before anything else is read."""
     pooler = pooler or PoolerConfig()
-    config_file, overrides = folder / "config.json", overrides or {}
+    overrides = overrides or {}
+    _check_architecture(folder / "config.json", overrides, native=native)
+    layout, query_route = read_layout(folder)
+    if is_static(layout):
+        if not native:
+            raise ModelLoadError(
+                f"{folder} holds static embeddings, which --model-impl transformers cannot run; leave it out",
+                param="model_impl",
+            )
+        return _static_spec(layout, name, overrides, pooler)
+    config_file = layout.folder / "config.json"
     if not config_file.is_file():
         raise ModelLoadError(f"{folder} is not a model folder: {why_no_config(folder)}", param="model")
     config = read_json(config_file) | overrides
@@ -191,7 +224,7 @@ def read_spec(
     if native:
         config = text_tower(architecture, config_file, config)
     family = architecture.family
-    files = read_files(folder, config, overrides)
+    files = read_files(layout, config, overrides)
     if native:
         read_sizes(config_file, family, config)
     hidden_size = files.integer(*family.keys.hidden_size)
@@ -208,9 +241,19 @@ def read_spec(
     is_causal = family.is_causal(config)
     if late is not None and is_causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
+    if query_route is not None and (sparse is None or sparse.kind != "splade"):
+        raise ModelLoadError(
+            f"{folder} sends queries through SparseStaticEmbedding, but documents through no SpladePooling, "
+            "which is not supported",
+            param="model",
+        )
     positions = max_positions(family, config, config_file)
+    found_tasks = _scoring(_tasks(files, architecture, sparse, score), unknown)
+    if late is not None:
+        found_tasks = _late_tasks(files)
     return ModelSpec(
-        folder=str(folder),
+        folder=str(layout.folder),
+        root=str(layout.root),
         name=name,
         architecture=architecture.name,
         config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
@@ -219,7 +262,7 @@ def read_spec(
         max_positions=positions,
         hidden_size=hidden_size,
         num_layers=optional_integer(config, *family.keys.num_layers),
-        embed_dim=pooling.dense[-1].out_features if pooling.dense else hidden_size * len(pooling.methods),
+        embed_dim=check_widths(files, pooling, hidden_size * len(pooling.methods)),
         token_dim=hidden_size if late is None else late.dim,
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
@@ -228,13 +271,11 @@ def read_spec(
         default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=bool(files.transformer.get("do_lower_case", False)),
-        tasks=_scoring(_tasks(files, architecture, sparse, score), unknown)
-        if late is None
-        else _late_tasks(files),
+        tasks=(Task.SPARSE,) if query_route is not None else found_tasks,
         why_not_score=unknown,
         labels=label_names(architecture, config),
         sparse=sparse,
-        multi_vector=multi_vector_file(folder) if sparse is not None and late is None else None,
+        multi_vector=multi_vector_file(files.folder) if sparse is not None and late is None else None,
         score=score,
         reward=read_reward(files, architecture, pooler),
         late=late,
@@ -242,8 +283,49 @@ def read_spec(
         instruction_template=family.instruction_template,
         is_causal=is_causal,
         eos_token_ids=eos_token_ids(files),
-        why_not_generate=why_not_generate(folder, architecture, config),
+        why_not_generate=why_not_generate(files.folder, architecture, config),
         generates_by_default=family.generates_by_default or (not files.modules and score is None),
+        query_route=query_route,
+    )
+
+
+def _check_architecture(file: Path, overrides: dict[str, Any], *, native: bool) -> None:
+    """Refuse an architecture that is not supported before any other file is read. Modules may have a
+    config.json of their own, so there may be none here."""
+    config = optional_json(file) | overrides
+    if (config.get("architectures") or config.get("model_type")) and not names_static(config):
+        read_architecture(file, config, native=native)
+
+
+def _static_spec(layout: Layout, name: str, overrides: dict[str, Any], pooler: PoolerConfig) -> ModelSpec:
+    """The description of a folder with static embeddings, which may have no config.json."""
+    static = read_static(layout)
+    config = optional_json(layout.folder / "config.json") | overrides
+    files = read_files(layout, config, overrides)
+    pooling = static_pooling(files, pooler, normalize=not layout.modules and normalizes(files))
+    length = static_length(files)
+    return ModelSpec(
+        folder=str(layout.folder),
+        root=str(layout.root),
+        name=name,
+        architecture=STATIC_ARCHITECTURE,
+        config=config,
+        overrides=overrides,
+        max_model_len=length,
+        max_positions=MAX_STATIC_TOKENS,
+        hidden_size=static.dim,
+        num_layers=0,
+        embed_dim=check_widths(files, pooling, static.dim),
+        token_dim=static.dim,
+        vocab_size=static.vocab_size,
+        pooling=pooling,
+        prompts=_prompts(files),
+        default_prompt_name=_text(files, "default_prompt_name"),
+        similarity=_text(files, "similarity_fn_name") or "cosine",
+        lower_case=False,
+        tasks=(Task.EMBED, Task.TOKEN_EMBED, Task.SCORE),
+        static=static,
+        why_not_generate="static embeddings have no language-model head",
     )
 
 
@@ -256,13 +338,13 @@ def _text(files: CheckpointFiles, key: str) -> str | None:
     """A string of config_sentence_transformers.json."""
     value = files.sentence_transformers.get(key)
     if value is not None and not isinstance(value, str):
-        file = files.folder / "config_sentence_transformers.json"
+        file = files.root / "config_sentence_transformers.json"
         raise ModelLoadError(f"{file} has {key} = {shown(value)}; it has to be a string", param="model")
     return value
 
 
 def _prompts(files: CheckpointFiles) -> dict[str, str]:
-    file = files.folder / "config_sentence_transformers.json"
+    file = files.root / "config_sentence_transformers.json"
     texts = mapping(files.sentence_transformers, "prompts", file=file)
     return {name: str(text) for name, text in texts.items() if text is not None}
 

@@ -136,7 +136,7 @@ class Embedder:
     def _check_lengths(self, lengths: list[int], first: int) -> int:
         """The number of rows beyond the limit. Errors name the row by its number in the file."""
         limit = self.spec.max_model_len
-        if 0 in lengths:
+        if 0 in lengths and self.spec.static is None:  # which have a vector for such rows
             raise BadValue(f"row {first + lengths.index(0)} has no tokens", param="input")
         long = [at for at, length in enumerate(lengths) if length > limit]
         if long and not self.truncates:

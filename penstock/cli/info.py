@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.checkpoint.dense import DenseSpec, UnitSpec
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE_AND_ARGUMENT, EngineFields
 from penstock.config import EngineConfig, from_mapping
@@ -50,7 +51,7 @@ def gather(config: EngineConfig) -> dict[str, Any]:
     weights = weight_facts(weight_files(spec))
     return {
         "name": spec.name,
-        "folder": spec.folder,
+        "folder": str(spec.root_path),
         "architecture": spec.architecture,
         "tasks": [task.value for task in spec.tasks],
         **{name: _first(spec.config, keys) for name, keys in _SIZES.items()},
@@ -79,7 +80,8 @@ def _pooling(spec: ModelSpec) -> dict[str, Any]:
         "normalize": spec.pooling.normalize,
         "dense": [
             {"in": dense.in_features, "out": dense.out_features, "activation": dense.activation}
-            for dense in spec.pooling.dense
+            for dense in spec.pooling.modules
+            if isinstance(dense, DenseSpec)
         ],
     }
 
@@ -122,7 +124,8 @@ def weight_files(spec: ModelSpec) -> list[Path]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelLoadError(f"{index} is not a weight index: {error}") from None
     files = [spec.path / name for name in names]
-    files += [spec.path / dense.folder / "model.safetensors" for dense in spec.pooling.dense]
+    folders = [module.folder for module in spec.pooling.modules if not isinstance(module, UnitSpec)]
+    files += [spec.root_path / folder / "model.safetensors" for folder in folders]
     return [file for file in files if file.is_file()]
 
 

@@ -17,7 +17,9 @@ from typing import TypeVar
 from penstock.config import available_cpus
 from penstock.errors import BadValue
 from penstock.inputs.long_texts import RowLimit, max_chars, num_chars
+from penstock.inputs.token_rows import TokenRows
 from penstock.inputs.tokenizer import EncodedText, Tokenizer
+from penstock.inputs.words import MAX_TEXT_CHARS
 from penstock.types import Ints
 
 T = TypeVar("T")
@@ -97,6 +99,17 @@ class BatchTokenizer:
         if not self._running:
             self._start(loop)
         return await job.future
+
+    async def encode_words(self, texts: Sequence[str]) -> TokenRows | None:
+        """The rows of short texts without special tokens; None if the tokenizer knows no words or a text is
+        long."""
+        words = self.tokenizer.words
+        if words is None or max_chars(texts) > MAX_TEXT_CHARS:
+            return None
+        size = num_chars(texts)
+        if size <= MAX_INLINE_CHARS:
+            return words.encode(texts)
+        return await self.call(partial(words.encode, texts), size)
 
     async def encode_with_offsets(
         self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None

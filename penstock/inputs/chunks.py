@@ -146,8 +146,8 @@ class Chunker:
         pooling = self.spec.pooling
         if pooling.methods != ("mean",):
             return f"it pools by {' + '.join(pooling.methods)}, and late chunks are means of token vectors"
-        if pooling.dense:
-            return "it has Dense modules after the pooling"
+        if pooling.modules:
+            return "it has Dense or LayerNorm modules after the pooling"
         return None if Task.TOKEN_EMBED in self.spec.tasks else "it has no task 'token_embed'"
 
     def _prompt_tokens(self, options: InputOptions) -> Ints | None:

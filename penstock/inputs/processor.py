@@ -20,6 +20,8 @@ from penstock.inputs.instruction import InstructionEnd
 from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
+from penstock.inputs.static import StaticInputs
+from penstock.inputs.token_rows import Rows, TokenRows, flat_ids, row_lengths
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
 from penstock.types import (
@@ -73,6 +75,7 @@ class InputProcessor:
             )
         if spec.lower_case:
             tokenizer.lower_case()
+        self.static = None if spec.static is None else StaticInputs(spec.static, tokenizer)
         after = spec.pooling.after
         self._instruction_end = InstructionEnd(tokenizer, after) if after is not None else None
         self._prompt_lengths: dict[tuple[str, bool], int] = {}
@@ -173,7 +176,7 @@ class InputProcessor:
     def join(
         self,
         request_id: str,
-        rows: list[Ints],
+        rows: Rows,
         params: PoolingParams,
         options: InputOptions,
         *,
@@ -181,15 +184,17 @@ class InputProcessor:
     ) -> Request:
         """Truncate rows of token ids to the limit and join them into one flat request."""
         if from_text and self.late is not None and params.task is Task.TOKEN_EMBED:
-            return self._late_request(self.late, request_id, rows, params, options)
+            return self._late_request(self.late, request_id, list(rows), params, options)
         limit = self.spec.max_model_len
         cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
         has_special_tokens = from_text and options.add_special_tokens
         frame = (self.tokenizer.prefix, self.tokenizer.suffix) if has_special_tokens else (0, 0)
-        rows = truncate_rows(rows, cut_at, limit, frame, options.truncation_side)
-        lengths = np.array([len(row) for row in rows], dtype=np.int32)
+        if not isinstance(rows, TokenRows) or rows.max_length > (limit if cut_at is None else cut_at):
+            rows = truncate_rows(list(rows), cut_at, limit, frame, options.truncation_side)
+        token_ids, lengths = flat_ids(rows), row_lengths(rows)
+        if self.static is not None and from_text:
+            token_ids, lengths = self.static(token_ids, lengths)
         _check_not_empty(lengths)
-        token_ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if not from_text:
             self._check_range(token_ids)
         params = self.engine_params(params)

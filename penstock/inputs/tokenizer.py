@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, normalizers, processors
@@ -24,6 +25,7 @@ from penstock.inputs.long_texts import (
     num_chars,
     windows,
 )
+from penstock.inputs.words import WordTokenizer
 from penstock.types import Ints
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,28 @@ class Tokenizer:
         """Lower-case texts before any other normalisation. Special tokens in a text are not changed."""
         first, rest = normalizers.Lowercase(), self._rust.normalizer
         self._rust.normalizer = first if rest is None else normalizers.Sequence([first, rest])
+
+    def without_special_tokens(self) -> None:
+        """Add no special tokens to a text, whatever a caller asks for."""
+        self._rust.post_processor = processors.TemplateProcessing(
+            single="$A", pair="$A $B", special_tokens=[]
+        )
+        self.prefix = self.suffix = 0
+        self.__dict__.pop("frame", None)
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """The id of the token that stands for what the vocabulary does not have."""
+        if hasattr(self._rust.model, "unk_token"):
+            token = self._rust.model.unk_token
+            return None if token is None else self.token_id(token)
+        unknown: int | None = msgspec.json.decode(self._rust.to_str())["model"].get("unk_id")  # Unigram
+        return unknown
+
+    @cached_property
+    def words(self) -> WordTokenizer | None:
+        """Tokenises texts by their words, without special tokens; None if the tokenizer cannot."""
+        return WordTokenizer.of(self._rust, self._encode_bare)
 
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, limit: RowLimit | None = None

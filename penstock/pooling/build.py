@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.dense import DenseSpec
+from penstock.checkpoint.dense import DenseSpec, ModuleSpec, UnitSpec
 from penstock.checkpoint.labels import label_count
 from penstock.checkpoint.spec import ModelSpec
 from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.linear import Linear
-from penstock.pooling.heads import Dense, unit
+from penstock.pooling.heads import Dense, LayerNorm, VectorModule, unit
 from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
 from penstock.pooling.score import ScoreHead
 from penstock.pooling.side_heads import lexical_head, multi_vector_head
@@ -36,13 +36,17 @@ class VariantTensors(NamedTuple):
 class Pooler:
     """Pools each variant of a step; values that several variants need are computed once."""
 
-    def __init__(self, spec: ModelSpec, heads: Mapping[Task, TaskHead], dense: list[Dense]) -> None:
+    def __init__(
+        self, spec: ModelSpec, heads: Mapping[Task, TaskHead], modules: Sequence[VectorModule]
+    ) -> None:
         self.names = spec.pooling.methods
         self.methods = [METHODS[name] for name in self.names]
         self.carries = any(name in CARRIED for name in self.names)
-        self.dense = dense
+        self.modules = modules
         # Where pooling is a single method, one kernel pools, cuts and normalises.
-        self.single_method = self.names[0] if len(self.names) == 1 and not dense else None
+        self.single_method = self.names[0] if len(self.names) == 1 and not modules else None
+        # Of a model that gives row means itself, so that nobody needs the hidden states of its tokens.
+        self.row_means: Callable[[Batch], Tensor] | None = None
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
         self.normalize = spec.pooling.normalize
         self.normalize_tokens = spec.pooling.normalize if spec.late is None else spec.late.normalize
@@ -74,7 +78,12 @@ class Pooler:
             if task is Task.SPARSE and self.splade is not None:
                 out.append(self.splade(hidden, batch, variant, selected))
                 continue
-            if task is Task.EMBED and self.single_method is not None and has_kernel(hidden, batch):
+            if (
+                task is Task.EMBED
+                and self.single_method is not None
+                and self.row_means is None
+                and has_kernel(hidden, batch)
+            ):
                 dims, normalize = self._cut(variant.params)
                 out.append(
                     pool(self.single_method, hidden, batch, rows=selected, dims=dims, normalize=normalize)
@@ -85,6 +94,12 @@ class Pooler:
                 values = values.index_select(0, selected)
             out.append(self._finish(values, variant.params))
         return out
+
+    def reads_tokens(self, variants: tuple[Variant, ...]) -> bool:
+        """Whether any variant needs the hidden states of tokens."""
+        if self.row_means is None:
+            return True
+        return any(variant.pairs is None and variant.params.task is not Task.EMBED for variant in variants)
 
     def reads(self, variants: tuple[Variant, ...]) -> str | None:
         """The one pooling method that all variants use. None: they use several, or read all tokens."""
@@ -138,10 +153,13 @@ class Pooler:
         return self.score_head(values) if task is Task.SCORE and self.score_head is not None else values
 
     def _pool(self, hidden: Tensor, batch: Batch) -> Tensor:
-        parts = [method(hidden, batch) for method in self.methods]
-        pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        for dense in self.dense:
-            pooled = dense(pooled)
+        if self.row_means is not None:
+            pooled = self.row_means(batch)
+        else:
+            parts = [method(hidden, batch) for method in self.methods]
+            pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        for module in self.modules:
+            pooled = module(pooled)
         return pooled
 
     def _finish(self, values: Tensor, params: PoolingParams) -> Tensor:
@@ -185,9 +203,9 @@ def build_pooler(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Pooler:
-    """Build the pooler. Dense modules on pooled vectors are small, so they stay in fp32 whatever dtype the
+    """Build the pooler. Modules on pooled vectors are small, so they stay in fp32 whatever dtype the
     model uses; those on every token run in its `dtype`."""
-    dense = [_dense(spec, dense, load_format, seed, device) for dense in spec.pooling.dense]
+    modules = [_module(spec, module, load_format, seed, device) for module in spec.pooling.modules]
     if spec.late is not None and spec.late.dense and Task.TOKEN_EMBED not in heads:
         layers = [_dense(spec, dense, load_format, seed, device, dtype) for dense in spec.late.dense]
         heads = {**heads, Task.TOKEN_EMBED: TaskHead("all", Stack(*layers), spec.late.dim)}
@@ -196,7 +214,20 @@ def build_pooler(
     if spec.multi_vector is not None:
         vectors = multi_vector_head(spec, spec.multi_vector, load_format, seed, device)
         heads = {**heads, Task.TOKEN_EMBED: vectors}
-    return Pooler(spec, heads, dense)
+    return Pooler(spec, heads, modules)
+
+
+def _module(
+    spec: ModelSpec, module: ModuleSpec, load_format: str, seed: int, device: torch.device
+) -> VectorModule:
+    if isinstance(module, UnitSpec):
+        return unit
+    if isinstance(module, DenseSpec):
+        return _dense(spec, module, load_format, seed, device)
+    weights = open_weights(spec.root_path / module.folder, load_format, seed, torch.float32, device)
+    norm = LayerNorm(weights.take("norm.weight", module.size), weights.take("norm.bias", module.size))
+    weights.check_all_read(())
+    return norm
 
 
 def _dense(
@@ -207,7 +238,7 @@ def _dense(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Dense:
-    weights = open_weights(spec.path / dense.folder, load_format, seed, dtype, device)
+    weights = open_weights(spec.root_path / dense.folder, load_format, seed, dtype, device)
     weight = weights.take("linear.weight", dense.out_features, dense.in_features)
     bias = weights.take("linear.bias", dense.out_features) if dense.bias else None
     residual = None

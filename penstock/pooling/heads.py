@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels import output_quantize
@@ -12,6 +14,8 @@ from penstock.kernels import pooling as kernel
 from penstock.kernels.language import use_kernel
 from penstock.layers.linear import LinearLayer
 from penstock.types import OutputDtype, Variant
+
+VectorModule = Callable[[Tensor], Tensor]  # fp32 [rows, width] → [rows, width]
 
 
 class Dense:
@@ -27,6 +31,18 @@ class Dense:
         if self.residual is not None:
             return out + self.residual(pooled)
         return out + pooled if self.add_input else out
+
+
+class LayerNorm:
+    """A layer norm after pooling."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        return F.layer_norm(pooled, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def unit(vectors: Tensor, selected: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:

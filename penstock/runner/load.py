@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from penstock.checkpoint.files import usable_values
 from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
@@ -22,8 +24,10 @@ from penstock.types import Task
 if TYPE_CHECKING:
     import torch
 
+    from penstock.checkpoint.static import StaticSpec
     from penstock.kvcache.store import KVCache
     from penstock.models.registry import CausalModel, Model
+    from penstock.models.static import StaticModel
     from penstock.runner.model_runner import ModelRunner
     from penstock.scoring.pairs import PairScorer
 
@@ -115,6 +119,7 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     with torch.inference_mode(), watch.timed("weights"), _buildable(spec, device):
         model = _model(spec, settings, dtype, device)
         pooler = build_pooler(spec, model.heads, settings.load_format, settings.seed, device, dtype)
+        pooler.row_means = getattr(model, "row_means", None)
     pooler.scorer = _scorer(spec, settings, device)
     num_cached_vectors = 0 if pooler.scorer is None else len(pooler.scorer.store)
     cache, blocks = None, 0
@@ -214,6 +219,8 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     from penstock.models.registry import build_model
     from penstock.weights.stream import open_weights
 
+    if spec.static is not None:
+        return _static_model(spec, spec.static, settings, device)
     _check_layers(spec, settings)
     sizes = spec.sizes
     check_memory(sizes, 1 if settings.quantization else dtype.itemsize, _total_bytes(device))
@@ -231,6 +238,22 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
         score_tokens=tokens,
         generates=settings.generates,
     )
+
+
+def _static_model(
+    spec: ModelSpec, static: StaticSpec, settings: Resolved, device: torch.device
+) -> StaticModel:
+    """The table stays in fp32 whatever the dtype: a mean costs as much as its memory reads, and no more."""
+    import torch
+
+    from penstock.models.static import build_static_model
+    from penstock.weights.stream import open_weights
+
+    check_memory(spec.sizes, torch.float32.itemsize, _total_bytes(device))
+    if settings.load_format == "dummy":
+        static = msgspec.structs.replace(static, has_mapping=False, has_weights=False, rows=static.vocab_size)
+    weights = open_weights(spec.path, settings.load_format, settings.seed, torch.float32, device)
+    return build_static_model(static, weights)
 
 
 def _total_bytes(device: torch.device) -> int:

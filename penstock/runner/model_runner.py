@@ -141,7 +141,8 @@ class ModelRunner:
         outputs = self._output_plan(plan)
         sent = iter(self.staging.send(pool_arrays(plan, outputs) + variant_arrays(plan.variants)))
         batch = pool_batch(plan, outputs, self.cache, sent)
-        hidden = self._hidden(batch) if plan.num_tokens else self._no_hidden
+        reads_tokens = plan.num_tokens > 0 and self.pooler.reads_tokens(plan.variants)
+        hidden = self._hidden(batch) if reads_tokens else self._no_hidden
         return self.pooler(hidden, batch.output_batch(), plan.variants, variant_tensors(plan.variants, sent))
 
     @torch.inference_mode()

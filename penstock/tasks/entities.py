@@ -43,7 +43,7 @@ class FindEntities(TextTask[list[list[Entity]]]):
         num_tokens = sum(len(row.ids) for row in located)
         is_large = num_tokens > MAX_LOOP_TOKENS
         request, offsets = await model.batcher.call(join, num_tokens) if is_large else join()
-        return Prepared(request, partial(self._entities, model, request, offsets), is_large)
+        return Prepared(request, partial(self._entities, model, request, offsets), is_slow_to_finish=is_large)
 
     def merge(self, parts: Sequence[list[list[Entity]]]) -> list[list[Entity]]:
         return concatenate(parts)

@@ -8,6 +8,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.inputs.batcher import BatchTokenizer
 from penstock.inputs.generation import GenerationInputs
 from penstock.inputs.processor import InputProcessor
+from penstock.inputs.static_queries import StaticQueries
 from penstock.inputs.tokenizer import Tokenizer
 
 
@@ -20,6 +21,8 @@ class TextModel:
         self.tokenizer = Tokenizer(spec.path)
         self.processor = InputProcessor(spec, self.tokenizer)
         self.batcher = BatchTokenizer(self.tokenizer)
+        route = spec.query_route
+        self.queries = None if route is None else StaticQueries(route, self.processor)
         self._chat_template = chat_template
 
     @cached_property

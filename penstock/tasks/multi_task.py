@@ -41,6 +41,11 @@ class MultiTask(RowTask[list[Any]]):
         for task in tasks:
             refuse_generation(task)
         check_min_weight(self.min_weight)
+        if model.queries is not None:
+            raise NotPossible(
+                f"model {model.spec.name} has a route for queries; ask for task 'sparse' alone",
+                param="task",
+            )
         for params in self.all_params:
             model.processor.check(params)
 

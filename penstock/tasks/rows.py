@@ -19,6 +19,7 @@ from penstock.inputs.processor import (
     num_token_ids,
     split_inputs,
 )
+from penstock.inputs.token_rows import Rows, num_tokens, row_lengths
 from penstock.tasks.model import TextModel
 from penstock.tasks.run import Prepared
 from penstock.types import Ints, PooledOutput, PoolingParams, Request
@@ -55,17 +56,25 @@ class TextTask(ABC, Generic[R]):
             texts, rows = split_inputs(self.inputs, allow_empty_text=self.allows_empty_text)
         else:
             texts, rows = await split_off_loop(model, self.inputs, allow_empty_text=self.allows_empty_text)
+        found: Rows = rows
         if texts is not None:
-            prompted = processor.with_prompt(texts, options)
-            short = model.batcher.encode_short(prompted, options.add_special_tokens)
-            rows = await self._encode_long(model, prompted) if short is None else short
+            found = await self._encode(model, processor.with_prompt(texts, options))
         if self.check_lengths is not None:
-            self.check_lengths([len(row) for row in rows])
-        from_text, num_tokens = texts is not None, sum(map(len, rows))
-        if num_tokens <= MAX_LOOP_TOKENS:
-            return processor.join(request_id, rows, params, options, from_text=from_text)
-        join = partial(processor.join, request_id, rows, params, options, from_text=from_text)
-        return await model.batcher.call(join, num_tokens)
+            self.check_lengths(row_lengths(found).tolist())
+        from_text, size = texts is not None, num_tokens(found)
+        if size <= MAX_LOOP_TOKENS:
+            return processor.join(request_id, found, params, options, from_text=from_text)
+        join = partial(processor.join, request_id, found, params, options, from_text=from_text)
+        return await model.batcher.call(join, size)
+
+    async def _encode(self, model: TextModel, texts: Sequence[str]) -> Rows:
+        if (
+            model.processor.static is not None
+            and (rows := await model.batcher.encode_words(texts)) is not None
+        ):
+            return rows
+        short = model.batcher.encode_short(texts, self.options.add_special_tokens)
+        return await self._encode_long(model, texts) if short is None else short
 
     async def _encode_long(self, model: TextModel, texts: Sequence[str]) -> list[Ints]:
         limit = model.processor.row_limit(self.params, self.options)
@@ -86,7 +95,8 @@ class RowTask(TextTask[R]):
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[R]:
         request = await self.request(model, request_id)
-        return Prepared(request, partial(self.finish, model, request), self.is_slow_to_finish(request))
+        is_slow = self.is_slow_to_finish(request)
+        return Prepared(request, partial(self.finish, model, request), is_slow_to_finish=is_slow)
 
     def is_slow_to_finish(self, request: Request) -> bool:
         return request.num_tokens > MAX_LOOP_TOKENS

@@ -33,6 +33,7 @@ class Prepared(Generic[R_co]):
 
     request: Request
     finish: Callable[[PooledOutput], R_co]
+    output: PooledOutput | None = None  # known already: the request need not be submitted
     is_slow_to_finish: bool = False  # then an event loop finishes it on another thread
 
 
@@ -81,6 +82,13 @@ async def submit(engine: EngineHandle, request: Request, scheduling: Scheduling)
         raise DeadlineExceeded(f"not finished within the timeout of {scheduling.timeout_s:g} s") from None
 
 
+async def run_prepared(engine: EngineHandle, prepared: Prepared[R], scheduling: Scheduling) -> PooledOutput:
+    """The output of a prepared request, from the engine unless it is known already."""
+    if prepared.output is not None:
+        return prepared.output
+    return await submit(engine, prepared.request, scheduling)
+
+
 async def finish(prepared: Prepared[R], output: PooledOutput) -> R:
     if prepared.is_slow_to_finish:
         return await asyncio.to_thread(prepared.finish, output)
@@ -123,7 +131,7 @@ class TaskRunner:
                 if len(running) == MAX_WINDOWS_IN_FLIGHT:
                     await complete_oldest()
                 prepared = await window.prepare(self.model, next(self.request_ids))
-                submitted = asyncio.ensure_future(submit(self.engine, prepared.request, scheduling))
+                submitted = asyncio.ensure_future(run_prepared(self.engine, prepared, scheduling))
                 running.append((prepared, window.num_rows, submitted))
                 await asyncio.sleep(0)  # lets the request leave before the next window is tokenised
             while running:
@@ -136,7 +144,7 @@ class TaskRunner:
 
     async def _run_window(self, task: PoolingTask[R], scheduling: Scheduling) -> R:
         prepared = await task.prepare(self.model, next(self.request_ids))
-        return await finish(prepared, await submit(self.engine, prepared.request, scheduling))
+        return await finish(prepared, await run_prepared(self.engine, prepared, scheduling))
 
 
 def request_ids(prefix: str) -> Iterator[str]:

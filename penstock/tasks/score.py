@@ -41,7 +41,7 @@ class Score:
         size = sum(len(query) + len(document) for query, document in self.pairs)
         request = await model.batcher.call(make, size)
         is_slow = request.num_tokens > MAX_LOOP_TOKENS and model.spec.score_kind == "list"
-        return Prepared(request, partial(self._scores, model, request), is_slow)
+        return Prepared(request, partial(self._scores, model, request), is_slow_to_finish=is_slow)
 
     def _scores(self, model: TextModel, request: Request, output: PooledOutput) -> NDArray[Any]:
         return finish_pairs(model.spec, self.pairs, request, output).values[:, 0]

@@ -32,7 +32,13 @@ def choose(spec: ModelSpec) -> Library:
                 f"{spec.name} has {name}: its reference is {library}, which `penstock verify` does not drive",
                 param="model",
             )
-    has_modules = (spec.path / "modules.json").is_file()
+    has_modules = (spec.root_path / "modules.json").is_file()
+    if spec.static is not None and not has_modules:
+        raise ConfigError(
+            f"{spec.name} has no modules.json: its reference is model2vec, which `penstock verify` "
+            "does not drive",
+            param="model",
+        )
     if spec.late is not None or spec.architecture == COLBERT_CLASS:
         return "multi-vector-encoder"
     if spec.tasks[0] is Task.SPARSE:

@@ -89,7 +89,7 @@ class _SentenceTransformersReference(Reference):
         import sentence_transformers
 
         self.model = getattr(sentence_transformers, self.kind)(
-            spec.folder,
+            str(spec.root_path),
             device=options.device,
             local_files_only=True,
             trust_remote_code=options.runs_model_code,

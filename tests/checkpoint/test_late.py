@@ -108,7 +108,7 @@ def test_pylate_modules_and_settings_are_read(tmp_path: Path) -> None:
     assert (late.query_length, late.document_length) == (48, 300)
     assert (late.query_marker, late.document_marker) == ("[Q] ", "")
     assert late.expand_to == 48 and late.attend and late.skip_words == ("a", "b")
-    assert spec.token_dim == 12 and spec.pooling.dense == ()
+    assert spec.token_dim == 12 and spec.pooling.modules == ()
     assert not late_of(tmp_path, do_query_expansion=False).attend
 
 
@@ -128,10 +128,11 @@ def test_a_pooling_module_adds_the_embed_task(tmp_path: Path) -> None:
 
 
 def test_a_dense_module_after_the_pooling_is_no_late_interaction(tmp_path: Path) -> None:
-    pylate(tmp_path, ("Pooling", "2_Pooling"))
+    pylate(tmp_path)
     write_json(tmp_path / "2_Pooling/config.json", {"pooling_mode": "cls"})
+    write_modules(tmp_path, [("Transformer", ""), ("Pooling", "2_Pooling"), ("Dense", "1_Dense")])
     spec = read_spec(tmp_path, "m")
-    assert spec.late is None and len(spec.pooling.dense) == 1
+    assert spec.late is None and len(spec.pooling.modules) == 1
 
 
 def multi_vector(folder: Path, mask: dict[str, Any], **transformer: Any) -> Path:

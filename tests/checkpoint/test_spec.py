@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.checkpoint.dense import DenseSpec
+from penstock.checkpoint.dense import DenseSpec, LayerNormSpec, UnitSpec
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.checkpoint.sparse import SparseSpec
 from penstock.checkpoint.spec import describe, read_spec
@@ -135,19 +136,20 @@ def test_a_normalize_module_turns_normalising_on(folder: Path) -> None:
 )
 def test_a_dense_module_is_read_with_its_activation(folder: Path, written: str, read: str) -> None:
     spec = read_spec(with_dense(folder, activation_function=written), "m")
-    assert spec.pooling.dense == (DenseSpec("2_Dense", 32, 12, True, read),)
+    assert spec.pooling.modules == (DenseSpec("2_Dense", 32, 12, True, read),)
     assert spec.embed_dim == 12
 
 
 def test_a_dense_module_may_have_a_residual_and_no_bias(folder: Path) -> None:
     values = {"activation_function": "torch.nn.modules.activation.Tanh", "bias": False, "use_residual": True}
-    (dense,) = pooling_of(with_dense(folder, **values)).dense
-    assert dense.residual and not dense.bias
+    (dense,) = pooling_of(with_dense(folder, **values)).modules
+    assert isinstance(dense, DenseSpec) and dense.residual and not dense.bias
 
 
 def test_a_dense_module_that_names_no_activation_has_the_reference_default(folder: Path) -> None:
     """sentence-transformers applies tanh when the file does not say otherwise."""
-    assert pooling_of(with_dense(folder)).dense[0].activation == "tanh"
+    (dense,) = pooling_of(with_dense(folder)).modules
+    assert isinstance(dense, DenseSpec) and dense.activation == "tanh"
 
 
 def test_an_unsupported_dense_activation_is_refused_with_the_supported_ones(folder: Path) -> None:
@@ -162,10 +164,52 @@ def test_a_dense_module_on_token_vectors_is_refused(folder: Path) -> None:
         read_spec(with_dense(folder, module_input_name="token_embeddings"), "m")
 
 
-def test_normalising_before_a_dense_module_is_refused_and_not_reordered(folder: Path) -> None:
+def test_modules_after_the_pooling_keep_their_order(folder: Path) -> None:
     with_dense(folder)
-    write_modules(folder, [TRANSFORMER, POOLING, ("Normalize", "3_Normalize"), ("Dense", "2_Dense")])
-    with pytest.raises(ModelLoadError, match="Normalize"):
+    write_json(folder / "4_LayerNorm/config.json", {"dimension": 12})
+    normalize, dense, norm = ("Normalize", "3_Normalize"), ("Dense", "2_Dense"), ("LayerNorm", "4_LayerNorm")
+    write_modules(folder, [TRANSFORMER, POOLING, normalize, dense, norm])
+    pooling = read_spec(folder, "m").pooling
+    assert [type(module) for module in pooling.modules] == [UnitSpec, DenseSpec, LayerNormSpec]
+    assert not pooling.normalize
+    write_modules(folder, [TRANSFORMER, POOLING, normalize, dense, norm, normalize, ("Dropout", "5")])
+    again = read_spec(folder, "m").pooling
+    assert again.modules == pooling.modules and again.normalize
+
+
+@pytest.mark.parametrize("early", [("Dense", "2_Dense"), ("Normalize", "3_Normalize")])
+def test_a_module_before_the_pooling_is_refused(folder: Path, early: tuple[str, str]) -> None:
+    with_dense(folder)
+    write_modules(folder, [TRANSFORMER, early, POOLING])
+    with pytest.raises(ModelLoadError, match=f"{early[0]} module {early[1]} before a Pooling module"):
+        read_spec(folder, "m")
+
+
+def test_a_module_that_is_given_vectors_of_another_size_is_refused(folder: Path) -> None:
+    with_dense(folder)
+    write_json(folder / "4_LayerNorm/config.json", {"dimension": 13})
+    write_modules(folder, [TRANSFORMER, POOLING, ("Dense", "2_Dense"), ("LayerNorm", "4_LayerNorm")])
+    with pytest.raises(ModelLoadError, match=r"4_LayerNorm reads vectors of 13 numbers, but it is given 12"):
+        read_spec(folder, "m")
+
+
+@pytest.mark.parametrize(("kind", "path"), [POOLING, ("Dense", "2_Dense"), ("Normalize", "3_Normalize")])
+def test_a_key_that_no_module_has_is_refused_by_name(folder: Path, kind: str, path: str) -> None:
+    with_dense(folder)
+    file = folder / path / "config.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    write_json(file, known | {"temperature": 0.5})
+    write_modules(folder, [TRANSFORMER, POOLING, *([(kind, path)] if kind != "Pooling" else [])])
+    with pytest.raises(ModelLoadError, match=r"temperature, which is not supported; supported: "):
+        read_spec(folder, "m")
+
+
+@pytest.mark.parametrize(
+    "kind", ["CNN", "LSTM", "BoW", "WordEmbeddings", "WordWeights", "WeightedLayerPooling", "CLIPModel"]
+)
+def test_a_module_that_is_not_supported_is_refused_by_name(folder: Path, kind: str) -> None:
+    write_modules(folder, [TRANSFORMER, (kind, "1_Other"), POOLING])
+    with pytest.raises(ModelLoadError, match=f"'{kind}', which is not supported; supported: Transformer"):
         read_spec(folder, "m")
 
 
@@ -174,7 +218,7 @@ def test_several_dense_modules_are_applied_in_order(folder: Path) -> None:
     write_json(folder / "3_Dense/config.json", {"in_features": 12, "out_features": 5})
     write_modules(folder, [TRANSFORMER, POOLING, ("Dense", "2_Dense"), ("Dense", "3_Dense")])
     spec = read_spec(folder, "m")
-    assert [dense.folder for dense in spec.pooling.dense] == ["2_Dense", "3_Dense"]
+    assert [dense.folder for dense in spec.pooling.modules] == ["2_Dense", "3_Dense"]
     assert spec.embed_dim == 5
 
 

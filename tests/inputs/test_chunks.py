@@ -214,7 +214,7 @@ def test_chunking_is_rejected_for_other_tasks(folder: Path) -> None:
         (PoolingSpec(("cls",)), "pools by cls"),
         (PoolingSpec(("last",)), "pools by last"),
         (PoolingSpec(("mean", "max")), r"mean \+ max"),
-        (PoolingSpec(("mean",), dense=(DenseSpec("2_Dense", 8, 4, True, "tanh"),)), "Dense"),
+        (PoolingSpec(("mean",), modules=(DenseSpec("2_Dense", 8, 4, True, "tanh"),)), "Dense"),
     ],
 )
 def test_late_chunking_needs_mean_pooling_without_dense_modules(

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 import transformers
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import modules
 from torch import nn
 
 from penstock.config import PoolerConfig
 from penstock.types import Task
+from tests.checkpoints import wordpiece_tokenizer
 from tests.parity import decoders, encoders
 from tests.parity.encoders import Settings, reference_terms
 from tests.parity.reference import (
@@ -65,6 +67,7 @@ def subjects() -> Iterator[Subject]:
     yield from _classics()
     yield from _encoders()
     yield from _decoders()
+    yield Subject("static", "StaticEmbedding", Task.EMBED, "sentence-transformers", _ask_static)
 
 
 # Answers of a reference.
@@ -141,6 +144,20 @@ def _headed(folder: Path, model: nn.Module, rows: list[list[int]], task: Task) -
     answer = {Task.TOKEN_EMBED: tokens_of, Task.SPARSE: reference_terms}.get(task, logits_of)
     options = SPLADE if task is Task.SPARSE else {}
     return Question(folder, model, rows, partial(answer, rows=rows), options)
+
+
+# A table of token vectors.
+
+
+def _ask_static(folder: Path) -> Question:
+    tokenizer = wordpiece_tokenizer()
+    weights = torch.randn(tokenizer.get_vocab_size(), 64, generator=torch.Generator().manual_seed(4))
+    table = modules.StaticEmbedding(tokenizer, embedding_weights=weights)
+    reference = SentenceTransformer(modules=[table, modules.Normalize()], device="cpu")
+    reference.save(str(folder / "model"), create_model_card=False)
+    texts = [text for text in make_texts(40) if text]
+    rows = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return Question(folder / "model", reference, rows, partial(encoded, texts))
 
 
 # ModernBERT, NomicBERT, GTE, Jina's XLM-R, DeBERTa.

@@ -32,7 +32,7 @@ class PaddedEmbedder(ABC):
         self.folder = model_folder(options)
         self.spec = read_spec(self.folder, self.folder.name)
         self.batch_size = options.batch_size
-        if self.spec.pooling.dense or len(self.spec.pooling.methods) > 1:
+        if self.spec.pooling.modules or len(self.spec.pooling.methods) > 1:
             raise BadValue(f"{self.folder} has heads that this backend does not support; use another")
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file(self.folder)))
         self.tokenizer.enable_truncation(self.spec.max_model_len)

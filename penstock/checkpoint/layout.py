@@ -1,0 +1,123 @@
+"""Finds the parts of a model folder: its modules, and the folder with its config.json, tokenizer and weights.
+
+A plain checkpoint has everything at its root. In the sentence-transformers layout each module may have a
+folder of its own, and a Router holds two lists of modules, for queries and for documents.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from penstock.checkpoint.files import (
+    ROUTER_MODULES,
+    SPARSE_STATIC_MODULE,
+    STATIC_MODULE,
+    TRANSFORMER_MODULES,
+    Layout,
+    Module,
+    mapping,
+    named_module,
+    optional_json,
+    read_json,
+    read_modules,
+    shown,
+)
+from penstock.errors import ModelLoadError
+
+ROUTES = ("query", "document")
+
+
+class QueryRoute(msgspec.Struct, frozen=True):
+    """A Router's route for queries: a weight for each token, without a model. All else is a document."""
+
+    folder: str  # of the SparseStaticEmbedding module, with its tokenizer and weights
+    is_default: bool  # a text whose input type is not given is a query
+
+
+def read_layout(root: Path) -> tuple[Layout, QueryRoute | None]:
+    modules = read_modules(root / "modules.json")
+    query = None
+    if modules and modules[0].kind in ROUTER_MODULES:
+        modules, query = _routed(root, modules)
+    if any(module.kind in ROUTER_MODULES for module in modules):
+        raise ModelLoadError(
+            f"{root / 'modules.json'} has a Router that is not its first module, which is not supported",
+            param="model",
+        )
+    if not modules and (root / "idf.json").is_file():
+        raise ModelLoadError(
+            f"{root} has idf.json but no modules.json, so nothing says how its sparse weights are made; "
+            "take a revision of the model with modules.json and router_config.json",
+            param="model",
+        )
+    return Layout(root, _model_folder(root, modules), modules), query
+
+
+def _model_folder(root: Path, modules: tuple[Module, ...]) -> Path:
+    """The folder of the module that reads the text, if it has files of its own."""
+    for module in modules[:1]:
+        if module.kind in (*TRANSFORMER_MODULES, STATIC_MODULE):
+            folder = root / module.path
+            needed = "tokenizer.json" if module.kind == STATIC_MODULE else "config.json"
+            if (folder / needed).is_file():
+                return folder
+    return root
+
+
+def _routed(root: Path, modules: tuple[Module, ...]) -> tuple[tuple[Module, ...], QueryRoute | None]:
+    """The modules that documents run through, and the route of queries if it differs."""
+    router, *others = modules
+    file = root / router.path / "router_config.json"
+    config = read_json(file) if file.is_file() else read_json(root / router.path / "config.json")
+    kinds, structure = mapping(config, "types", file=file), mapping(config, "structure", file=file)
+    if set(structure) != set(ROUTES):
+        raise ModelLoadError(
+            f"{file} has routes {', '.join(map(shown, structure))}; supported: {' and '.join(ROUTES)}",
+            param="model",
+        )
+    parameters = mapping(config, "parameters", file=file)
+    if parameters.get("route_mappings"):
+        raise ModelLoadError(
+            f"{file} has route_mappings, which are not supported; supported: routes named query and document",
+            param="model",
+        )
+    routes = {
+        name: tuple(
+            named_module(
+                file,
+                str(kinds.get(each, "")),
+                str(PurePosixPath(router.path, each)) if each else router.path,
+                (SPARSE_STATIC_MODULE,),
+            )
+            for each in structure[name]
+        )
+        for name in ROUTES
+    }
+    query, document = routes["query"], routes["document"]
+    if query == document:
+        return (*document, *others), None
+    if [module.kind for module in query] != [SPARSE_STATIC_MODULE] or others:
+        found = " + ".join(module.kind for module in (*query, *others))
+        raise ModelLoadError(
+            f"{file} sends queries through {found}, which is not supported; supported: "
+            f"{SPARSE_STATIC_MODULE} alone, or the same modules for queries and documents",
+            param="model",
+        )
+    if [module.kind for module in document if module.kind in (SPARSE_STATIC_MODULE, STATIC_MODULE)]:
+        raise ModelLoadError(
+            f"{file} sends documents through {' + '.join(module.kind for module in document)}, which is not "
+            "supported; supported: Transformer + SpladePooling",
+            param="model",
+        )
+    default = parameters.get("default_route")
+    if default is None and parameters.get("allow_empty_key", True):
+        default = next(iter(structure))
+    return document, QueryRoute(query[0].path, is_default=default == "query")
+
+
+def max_query_tokens(folder: Path) -> int | None:
+    """Where queries are cut: model_max_length of the query route's tokenizer; None: nowhere."""
+    length = optional_json(folder / "tokenizer_config.json").get("model_max_length")
+    return length if isinstance(length, int) and 0 < length < 1_000_000 else None

@@ -1,0 +1,38 @@
+"""Names, types and shapes of stored tensors, from the header of a safetensors file. Reads no values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.errors import ModelLoadError
+
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+
+
+class StoredTensor(NamedTuple):
+    dtype: str  # as the format names it, such as F32 or I8
+    shape: tuple[int, ...]
+
+
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a safetensors file by name."""
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 2 <= size <= min(_MAX_HEADER_BYTES, file.stat().st_size):
+                raise ValueError(f"its header would take {size} bytes")
+            header = msgspec.json.decode(stream.read(size))
+        return {
+            name: StoredTensor(str(entry["dtype"]), tuple(int(length) for length in entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except FileNotFoundError:
+        raise ModelLoadError(
+            f"{file} is missing; the model's vectors are read from it", param="model"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{file} is not a readable safetensors file: {error}", param="model") from None

@@ -1,0 +1,61 @@
+"""Rows of token ids in one flat array, so that thousands of short rows need no Python object each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+from penstock.types import Ints, cumulative
+
+
+class TokenRows(Sequence[Ints]):
+    """Token ids of all rows, row after row. As a sequence it gives one array for each row."""
+
+    def __init__(self, token_ids: Ints, lengths: Ints) -> None:
+        self.token_ids = token_ids  # int32 [tokens]
+        self.lengths = lengths  # int32 [rows]
+
+    @cached_property
+    def _starts(self) -> Ints:
+        return cumulative(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Ints: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Ints]: ...
+
+    def __getitem__(self, index: int | slice) -> Ints | list[Ints]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return self.token_ids[self._starts[at] : self._starts[at + 1]]
+
+    @property
+    def max_length(self) -> int:
+        return int(self.lengths.max(initial=0))
+
+
+Rows = list[Ints] | TokenRows
+
+
+def num_tokens(rows: Rows) -> int:
+    return len(rows.token_ids) if isinstance(rows, TokenRows) else sum(map(len, rows))
+
+
+def row_lengths(rows: Rows) -> Ints:
+    return (
+        rows.lengths if isinstance(rows, TokenRows) else np.array([len(row) for row in rows], dtype=np.int32)
+    )
+
+
+def flat_ids(rows: Rows) -> Ints:
+    if isinstance(rows, TokenRows):
+        return rows.token_ids
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
