@@ -147,6 +147,7 @@ _RECORDS = (
         heads=_DECODER_HEADS - {Task.REWARD},
         has_rotary_positions=False,
     ),
+    _encoder("gliner", "GLiNER", "gliner:gliner", heads=frozenset({Task.ENTITIES})),
     _encoder("gte", "Gte", "gte:gte", has_rotary_positions=True),
     _decoder(
         "JinaForRanking",
@@ -265,6 +266,12 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         if backbone is None:
             raise _unsupported(f"{name} on model_type {config.get('model_type')!r}")
         return Architecture(name, backbone)
+    if name == "Extractor":
+        raise ModelLoadError(
+            "architecture 'Extractor' (GLiNER2) is not supported; of this kind, GLiNER models (gliner_config.json) "
+            "and GLiClass models are",
+            param="model",
+        )
     if name in FAMILIES:
         return Architecture(name, FAMILIES[name])
     for family in FAMILIES.values():

@@ -25,12 +25,12 @@ from penstock.checkpoint.files import (
     mapping,
     optional_integer,
     read_files,
-    read_json,
     shown,
     usable_values,
 )
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
+from penstock.checkpoint.gliner import EntitySpec, read_entities, read_model_config
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import LateSpec, read_late
 from penstock.checkpoint.limits import max_model_len, max_positions
@@ -73,6 +73,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     multi_vector: str | None = None  # BGE-M3's file with the projection of its token vectors
     late: LateSpec | None = None  # one vector per token, compared token by token
     score: ScoreSpec | None = None  # for models that read a query and a document together
+    entities: EntitySpec | None = None  # for models that find entities of labels in the request
     eos_token_ids: tuple[int, ...] = ()  # end a generated text
     why_not_generate: str | None = "no checkpoint was read"  # None: it can
     generates_by_default: bool = False
@@ -145,6 +146,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
         if task is Task.SCORE:
             return MARK_DIM if self.score is not None and self.score.marks else 1
+        if task is Task.ENTITIES and self.entities is not None:
+            return self.entities.outputs_per_label  # for each label
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
@@ -176,7 +179,7 @@ def read_spec(
     """`native`: an architecture without a family record is refused before anything else is read."""
     pooler = pooler or PoolerConfig()
     config_file, overrides = folder / "config.json", overrides or {}
-    config = read_json(config_file) | overrides
+    config = read_model_config(folder) | overrides
     architecture = read_architecture(config_file, config, native=native)
     if native:
         config = text_tower(architecture, config_file, config)
@@ -213,7 +216,8 @@ def read_spec(
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=bool(files.transformer.get("do_lower_case", False)),
         tasks=_tasks(files, architecture, sparse, score) if late is None else _late_tasks(files),
-        labels=label_names(architecture, config),
+        labels=() if Task.ENTITIES in family.heads else label_names(architecture, config),
+        entities=read_entities(config),
         sparse=sparse,
         multi_vector=multi_vector_file(folder) if sparse is not None and late is None else None,
         score=score,
@@ -284,6 +288,8 @@ def _tasks(
 
     Models that read pairs score them; embedders score by comparing vectors.
     """
+    if Task.ENTITIES in architecture.family.heads:
+        return (Task.ENTITIES,)
     if sparse is not None and sparse.kind == "splade":
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:

@@ -313,7 +313,9 @@ def _check_longest(
 
 def _check_tokens(lengths: Ints, options: PairOptions) -> None:
     """Refuse rows that are small as they are sent, but not with a query in each of them."""
-    check_request_tokens(int(lengths.sum(dtype=np.int64)), options.max_request_tokens, options.names.second_param)
+    check_request_tokens(
+        int(lengths.sum(dtype=np.int64)), options.max_request_tokens, options.names.second_param
+    )
 
 
 def _type_ids(processor: InputProcessor, query_sizes: Ints, document_sizes: Ints) -> Ints | None:

@@ -17,6 +17,7 @@ import numpy as np
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
 from penstock.inputs.instruction import InstructionEnd
+from penstock.inputs.labelled import LabelledInputs
 from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
@@ -77,6 +78,7 @@ class InputProcessor:
         self._instruction_end = InstructionEnd(tokenizer, after) if after is not None else None
         self._prompt_lengths: dict[tuple[str, bool], int] = {}
         self.late = None if spec.late is None else LateInputs(spec, tokenizer)
+        self.labelled = None if spec.entities is None else LabelledInputs(spec, spec.entities, tokenizer)
 
     def prepare(
         self, request_id: str, inputs: Inputs, params: PoolingParams, options: InputOptions = DEFAULT_OPTIONS
@@ -97,6 +99,9 @@ class InputProcessor:
                 + ", ".join(task.value for task in self.spec.tasks),
                 param="task",
             )
+        if params.task in (Task.ENTITIES, Task.ZERO_SHOT) and not params.num_labels:
+            route = "/v1/entities" if params.task is Task.ENTITIES else "/v1/zero-shot"
+            raise BadValue(f"task {params.task.value!r} needs labels; send them to {route}", param="task")
         if params.task is Task.SPARSE or params.top_k is not None:
             self._check_sparse(params)
         if params.dimensions is None:

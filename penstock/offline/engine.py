@@ -244,6 +244,10 @@ class Engine:
         texts: Inputs,
         *,
         aggregation: Aggregation = "simple",
+        labels: Sequence[str] | None = None,
+        threshold: float = 0.5,
+        flat: bool = True,
+        multi_label: bool = False,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
@@ -252,10 +256,22 @@ class Engine:
 
         `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbours with one tag, and
         `first`, `average`, `max` choose one label for each word first.
+
+        A GLiNER model finds those of your `labels` whose score exceeds `threshold`. Entities do not overlap,
+        unless `flat` is False, which allows one inside another, or `multi_label` is True, which allows
+        several labels for the same words.
         """
         return self._loop.wait(
             self._async.entities(
-                texts, aggregation=aggregation, priority=priority, progress=progress, **options
+                texts,
+                aggregation=aggregation,
+                labels=labels,
+                threshold=threshold,
+                flat=flat,
+                multi_label=multi_label,
+                priority=priority,
+                progress=progress,
+                **options,
             )
         )
 

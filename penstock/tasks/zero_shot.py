@@ -20,6 +20,7 @@ from penstock.inputs.long_texts import check_expanded
 from penstock.inputs.offsets import require_texts
 from penstock.inputs.pair_options import PairNames, PairOptions
 from penstock.inputs.pairs import prepare_classified_pairs
+from penstock.tasks.labels import check_labels
 from penstock.tasks.model import TextModel
 from penstock.tasks.rows import concatenate
 from penstock.tasks.run import Prepared
@@ -69,7 +70,7 @@ class ZeroShot:
 
     def check(self, model: TextModel) -> None:
         _inference_labels(model)
-        check_labels(self.labels)
+        check_labels(self.labels, MAX_LABELS)
         template = self.options.hypothesis_template
         before, mark, after = template.partition("{}")
         if not mark or any(brace in before + after for brace in "{}"):
@@ -92,9 +93,7 @@ class ZeroShot:
             cuts_first_only=True,
             names=_NAMES,
         )
-        make = partial(
-            prepare_classified_pairs, model.processor, request_id, pairs, _LOGITS, options
-        )
+        make = partial(prepare_classified_pairs, model.processor, request_id, pairs, _LOGITS, options)
         request = await model.batcher.call(make, sum(map(len, texts)) + repeated)
         return Prepared(request, partial(self._ranked, _inference_labels(model)))
 
@@ -113,20 +112,6 @@ class ZeroShot:
 
     def merge(self, parts: Sequence[list[LabelScores]]) -> list[LabelScores]:
         return concatenate(parts)
-
-
-def check_labels(labels: Any) -> None:
-    if isinstance(labels, str) or not isinstance(labels, Sequence) or not labels:
-        raise BadValue("labels is empty; give a list with at least one label", param="labels")
-    if len(labels) > MAX_LABELS:
-        raise BadValue(f"labels has {len(labels)} labels; use at most {MAX_LABELS}", param="labels")
-    seen: set[str] = set()
-    for index, label in enumerate(labels):
-        if not isinstance(label, str) or not label.strip():
-            raise BadValue(f"labels {index} is not a text with at least one character", param="labels")
-        if label in seen:
-            raise BadValue(f"labels {index} is given twice: {label!r}", param="labels")
-        seen.add(label)
 
 
 def rank_labels(labels: Sequence[str], scores: NDArray[Any]) -> list[LabelScores]:

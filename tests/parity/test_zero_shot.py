@@ -78,9 +78,7 @@ def test_pairs_have_the_probabilities_of_the_reference(opened: Opened) -> None:
 
 @pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("template", ["This example is {}.", "the {} was long"])
-def test_scores_are_those_of_the_zero_shot_pipeline(
-    opened: Opened, multi_label: bool, template: str
-) -> None:
+def test_scores_are_those_of_the_zero_shot_pipeline(opened: Opened, multi_label: bool, template: str) -> None:
     expected = opened.pipeline(TEXTS, LABELS, multi_label=multi_label, hypothesis_template=template)
     got = opened.engine.zero_shot(TEXTS, LABELS, multi_label=multi_label, hypothesis_template=template)
     assert np.ptp([row["scores"] for row in expected]) > 0.05
