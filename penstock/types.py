@@ -384,7 +384,8 @@ class PairPlan:
         )
 
 
-TEXT_MARK, LABEL_MARK = 1, 2  # in `Request.token_mask`: tokens that stand for a word and for a label
+# Bits of `Request.token_mask`: tokens that stand for a word of the text, and for a label.
+TEXT_MARK, LABEL_MARK = 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

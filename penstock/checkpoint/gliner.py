@@ -143,6 +143,19 @@ def read_entities(config: Mapping[str, Any]) -> EntitySpec | None:
     )
 
 
+def allow_long_rows(encoder: dict[str, Any]) -> dict[str, Any]:
+    """An encoder's configuration with the positions that its relative distances allow."""
+    positions = encoder.get("max_position_embeddings")
+    has_relative_positions = (
+        encoder.get("relative_attention") and encoder.get("position_biased_input") is False
+    )
+    if isinstance(positions, int) and has_relative_positions:  # distances are bucketed, so rows may be longer
+        if (optional_integer(encoder, "max_relative_positions") or -1) < 1:
+            encoder["max_relative_positions"] = positions
+        encoder["max_position_embeddings"] = max(positions, _MAX_POSITIONS)
+    return encoder
+
+
 def _encoder(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     name, encoder = given.get("model_name"), given.get("encoder_config")
     if encoder is None:
@@ -164,15 +177,7 @@ def _encoder(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             param="model",
         )
     encoder = {key: value for key, value in encoder.items() if key not in ("architectures", "text_config")}
-    positions = encoder.get("max_position_embeddings")
-    has_relative_positions = (
-        encoder.get("relative_attention") and encoder.get("position_biased_input") is False
-    )
-    if isinstance(positions, int) and has_relative_positions:  # distances are bucketed, so rows may be longer
-        if (optional_integer(encoder, "max_relative_positions") or -1) < 1:
-            encoder["max_relative_positions"] = positions
-        encoder["max_position_embeddings"] = max(positions, _MAX_POSITIONS)
-    return encoder
+    return allow_long_rows(encoder)
 
 
 def _integer(file: Path, given: Mapping[str, Any], key: str, default: int, high: int) -> int:

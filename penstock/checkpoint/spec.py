@@ -30,6 +30,7 @@ from penstock.checkpoint.files import (
 )
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
+from penstock.checkpoint.gliclass import ZeroShotSpec, encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import EntitySpec, read_entities, read_model_config
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import LateSpec, read_late
@@ -42,6 +43,9 @@ from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_spars
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
+
+
+_LABELLED = frozenset({Task.ENTITIES, Task.ZERO_SHOT})  # tasks whose labels come with the request
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     late: LateSpec | None = None  # one vector per token, compared token by token
     score: ScoreSpec | None = None  # for models that read a query and a document together
     entities: EntitySpec | None = None  # for models that find entities of labels in the request
+    zero_shot: ZeroShotSpec | None = None  # for models that classify by labels in the request
     eos_token_ids: tuple[int, ...] = ()  # end a generated text
     why_not_generate: str | None = "no checkpoint was read"  # None: it can
     generates_by_default: bool = False
@@ -148,6 +153,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return MARK_DIM if self.score is not None and self.score.marks else 1
         if task is Task.ENTITIES and self.entities is not None:
             return self.entities.outputs_per_label  # for each label
+        if task is Task.ZERO_SHOT:
+            return 1  # for each label
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
@@ -183,6 +190,8 @@ def read_spec(
     architecture = read_architecture(config_file, config, native=native)
     if native:
         config = text_tower(architecture, config_file, config)
+    if Task.ZERO_SHOT in architecture.family.heads:
+        config = encoder_config(config_file, config)
     family = architecture.family
     if native:
         read_sizes(config_file, family, config)
@@ -216,8 +225,9 @@ def read_spec(
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=bool(files.transformer.get("do_lower_case", False)),
         tasks=_tasks(files, architecture, sparse, score) if late is None else _late_tasks(files),
-        labels=() if Task.ENTITIES in family.heads else label_names(architecture, config),
+        labels=() if family.heads & _LABELLED else label_names(architecture, config),
         entities=read_entities(config),
+        zero_shot=read_zero_shot(config),
         sparse=sparse,
         multi_vector=multi_vector_file(folder) if sparse is not None and late is None else None,
         score=score,
@@ -288,8 +298,8 @@ def _tasks(
 
     Models that read pairs score them; embedders score by comparing vectors.
     """
-    if Task.ENTITIES in architecture.family.heads:
-        return (Task.ENTITIES,)
+    if labelled := architecture.family.heads & _LABELLED:
+        return tuple(labelled)
     if sparse is not None and sparse.kind == "splade":
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:

@@ -26,14 +26,14 @@ _UNUSED = ("position_ids",)
 
 
 @dataclass(frozen=True, slots=True)
-class _Dense:
+class Dense:
     """A linear layer of the head, in fp32."""
 
     weight: Tensor
     bias: Tensor
 
     @classmethod
-    def read(cls, weights: WeightSource, name: str, inputs: int, outputs: int) -> _Dense:
+    def read(cls, weights: WeightSource, name: str, inputs: int, outputs: int) -> Dense:
         return cls(
             weights.take(f"{name}.weight", outputs, inputs).float(),
             weights.take(f"{name}.bias", outputs).float(),
@@ -47,14 +47,14 @@ class _Dense:
 class _Projection:
     """Two linear layers with a ReLU between them."""
 
-    first: _Dense
-    second: _Dense
+    first: Dense
+    second: Dense
 
     @classmethod
     def read(cls, weights: WeightSource, name: str, inputs: int, outputs: int, inner: int) -> _Projection:
         return cls(
-            _Dense.read(weights, f"{name}.0", inputs, inner),
-            _Dense.read(weights, f"{name}.3", inner, outputs),
+            Dense.read(weights, f"{name}.0", inputs, inner),
+            Dense.read(weights, f"{name}.3", inner, outputs),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -66,9 +66,9 @@ class _WordStates:
 
     def __init__(self, build: LayerBuilder, encoder_size: int, settings: Mapping[str, Any]) -> None:
         size, weights = settings["hidden_size"], build.weights
-        self.project: _Dense | None = None
+        self.project: Dense | None = None
         if size != encoder_size:
-            self.project = _Dense.read(weights, "token_rep_layer.projection", encoder_size, size)
+            self.project = Dense.read(weights, "token_rep_layer.projection", encoder_size, size)
         layers = settings["num_rnn_layers"]
         self.lstm = BiLSTM(weights, "rnn.lstm.", size, size // 2, layers) if layers else None
 
@@ -97,10 +97,10 @@ class SpanHead:
         self.start = _Projection.read(weights, f"{spans}project_start", size, size, inner)
         self.end = _Projection.read(weights, f"{spans}project_end", size, size, inner)
         self.label = _Projection.read(weights, "prompt_rep_layer", size, size, 4 * size)
-        self.join: _Dense  # of both ends
-        self.out: _Dense | None = None
+        self.join: Dense  # of both ends
+        self.out: Dense | None = None
         if settings["span_mode"] == "marker":
-            self.join = _Dense.read(weights, f"{spans}out_project", 2 * size, size)
+            self.join = Dense.read(weights, f"{spans}out_project", 2 * size, size)
         else:
             joined = _Projection.read(weights, f"{spans}out_project", 2 * size, size, 4 * size)
             self.join, self.out = joined.first, joined.second
@@ -135,10 +135,10 @@ class TokenHead:
     def __init__(self, build: LayerBuilder, encoder_size: int, settings: Mapping[str, Any]) -> None:
         size, weights = settings["hidden_size"], build.weights
         self.states = _WordStates(build, encoder_size, settings)
-        self.word = _Dense.read(weights, "scorer.proj_token", size, 2 * size)
-        self.label = _Dense.read(weights, "scorer.proj_label", size, 2 * size)
-        self.join = _Dense.read(weights, "scorer.out_mlp.0", 3 * size, 4 * size)
-        self.out = _Dense.read(weights, "scorer.out_mlp.3", 4 * size, 3)
+        self.word = Dense.read(weights, "scorer.proj_token", size, 2 * size)
+        self.label = Dense.read(weights, "scorer.proj_label", size, 2 * size)
+        self.join = Dense.read(weights, "scorer.out_mlp.0", 3 * size, 4 * size)
+        self.out = Dense.read(weights, "scorer.out_mlp.3", 4 * size, 3)
 
     def __call__(self, hidden: Tensor, labels: LabelTensors) -> Tensor:
         """Probabilities [tokens, labels · 3]."""

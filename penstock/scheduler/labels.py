@@ -27,12 +27,12 @@ def label_variant(
     tokens = tokens_of(rows, lengths, cu_lengths)
     marks = np.concatenate([_marks(each) for each in slices if params in each.request.all_params])
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), lengths[rows])
-    words = np.flatnonzero(marks == TEXT_MARK).astype(np.int32)
+    words = np.flatnonzero(marks & TEXT_MARK).astype(np.int32)
     num_words = np.bincount(row_of[words], minlength=len(rows)).astype(np.int32)
     max_words = max(1, int(num_words.max()))
     within = np.arange(len(words), dtype=np.int32) - np.repeat(cumulative(num_words)[:-1], num_words)
     plan = LabelPlan(
-        label_tokens=tokens[marks == LABEL_MARK],
+        label_tokens=tokens[(marks & LABEL_MARK) != 0],
         word_tokens=tokens[words],
         word_slots=row_of[words] * np.int32(max_words) + within,
         output_rows=words,

@@ -1,7 +1,7 @@
 """Zero-shot classification: how well labels that the caller names fit each text.
 
 A classifier for natural-language inference reads a text and a sentence about it for each label, as the
-zero-shot pipeline of transformers does.
+zero-shot pipeline of transformers does. A GLiClass model reads all labels and the text in one row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.labels import NliLabels, nli_labels
 from penstock.errors import BadValue, NotPossible
+from penstock.inputs.labelled import LabelledOptions
 from penstock.inputs.long_texts import check_expanded
 from penstock.inputs.offsets import require_texts
 from penstock.inputs.pair_options import PairNames, PairOptions
@@ -65,12 +66,20 @@ class ZeroShot:
 
     @property
     def num_rows(self) -> int:
-        """A row for each text and label."""
+        """A row for each text and label, as NLI models need them."""
         return (1 if isinstance(self.texts, str) else len(self.texts)) * len(self.labels)
 
     def check(self, model: TextModel) -> None:
-        _inference_labels(model)
         check_labels(self.labels, MAX_LABELS)
+        if model.processor.label_prompts is not None:
+            if self.options.hypothesis_template != DEFAULT_HYPOTHESIS:
+                raise BadValue(
+                    f"hypothesis_template does not apply to model {model.spec.name}, which reads the labels "
+                    "themselves; leave it out",
+                    param="hypothesis_template",
+                )
+            return
+        _inference_labels(model)
         template = self.options.hypothesis_template
         before, mark, after = template.partition("{}")
         if not mark or any(brace in before + after for brace in "{}"):
@@ -82,6 +91,12 @@ class ZeroShot:
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[LabelScores]]:
         texts = require_texts(self.texts, allow_empty_text=self.allows_empty_text)
+        if (prompts := model.processor.label_prompts) is not None:
+            rows = LabelledOptions(
+                self.options.truncate_prompt_tokens, self.options.cache_salt, self.options.max_request_tokens
+            )
+            write = partial(prompts.prepare, request_id, texts, self.labels, rows)
+            return Prepared(await model.batcher.call(write, sum(map(len, texts))), self._from_logits)
         hypotheses = [self.options.hypothesis_template.replace("{}", label) for label in self.labels]
         repeated = sum(map(len, hypotheses)) * len(texts)
         check_expanded(repeated, "labels")
@@ -96,6 +111,12 @@ class ZeroShot:
         make = partial(prepare_classified_pairs, model.processor, request_id, pairs, _LOGITS, options)
         request = await model.batcher.call(make, sum(map(len, texts)) + repeated)
         return Prepared(request, partial(self._ranked, _inference_labels(model)))
+
+    def _from_logits(self, output: PooledOutput) -> list[LabelScores]:
+        """The scores of a model that reads all labels at once, [texts, labels]."""
+        logits = output.values.astype(np.float32)
+        scores = 1 / (1 + np.exp(-logits)) if self.options.multi_label else _softmax(logits)
+        return rank_labels(self.labels, scores)
 
     def _ranked(self, nli: NliLabels, output: PooledOutput) -> list[LabelScores]:
         logits = output.values.astype(np.float32).reshape(-1, len(self.labels), output.values.shape[1])
