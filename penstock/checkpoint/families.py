@@ -269,8 +269,8 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         return Architecture(name, backbone)
     if name == "Extractor":
         raise ModelLoadError(
-            "architecture 'Extractor' (GLiNER2) is not supported; of this kind, GLiNER models (gliner_config.json) "
-            "and GLiClass models are",
+            "architecture 'Extractor' (GLiNER2) is not supported; of this kind, GLiNER models "
+            "(gliner_config.json) and GLiClass models are",
             param="model",
         )
     if name in FAMILIES:

@@ -162,8 +162,8 @@ def _encoder(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         encoder = _ENCODERS.get(str(name))
         if encoder is None:
             raise ModelLoadError(
-                f"{file} names the encoder {shown(name)} without its configuration; give it as encoder_config. "
-                f"Known without: {', '.join(_ENCODERS)}",
+                f"{file} names the encoder {shown(name)} without its configuration; give it as "
+                f"encoder_config. Known without: {', '.join(_ENCODERS)}",
                 param="model",
             )
     if not isinstance(encoder, dict):
@@ -172,8 +172,8 @@ def _encoder(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         )
     if (kind := encoder.get("model_type", "deberta-v2")) != "deberta-v2":
         raise ModelLoadError(
-            f"{file} has an encoder of model_type {shown(kind)}, which is not supported for GLiNER; supported: "
-            "deberta-v2",
+            f"{file} has an encoder of model_type {shown(kind)}, which is not supported for GLiNER; "
+            "supported: deberta-v2",
             param="model",
         )
     encoder = {key: value for key, value in encoder.items() if key not in ("architectures", "text_config")}

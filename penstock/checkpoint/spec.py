@@ -44,7 +44,6 @@ from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
 
-
 _LABELLED = frozenset({Task.ENTITIES, Task.ZERO_SHOT})  # tasks whose labels come with the request
 
 

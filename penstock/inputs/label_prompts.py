@@ -27,8 +27,8 @@ class LabelPrompts:
         ):
             if (found := tokenizer.token_id(token)) != wanted:
                 raise ModelLoadError(
-                    f"config.json gives {token} the id {wanted}, but the tokenizer has {found}; take both from "
-                    "the same model",
+                    f"config.json gives {token} the id {wanted}, but the tokenizer has {found}; take both "
+                    "from the same model",
                     param="model",
                 )
 
@@ -43,7 +43,7 @@ class LabelPrompts:
         prompt = "".join(f"{zero_shot.label_token}{label}" for label in labels) + zero_shot.separator
         check_expanded(len(prompt) * len(texts), "labels")
         limit = truncation_limit(options.truncate_prompt_tokens, self.max_tokens)
-        # A row is tokenised whole, so that its tokens are the reference's. One that is far too long is refused.
+        # A row is tokenised whole, so that its tokens are the reference's.
         row_limit = RowLimit(self.max_tokens if limit is None else limit, truncates=False)
         whole = ExpandedTexts(
             lambda index: self._row_text(prompt, texts[index]), [len(prompt) + len(text) for text in texts]
@@ -67,7 +67,7 @@ class LabelPrompts:
         )
 
     def _row_text(self, prompt: str, text: str) -> str:
-        """Labels and text in the model's order. Markers in a text would count as labels, so they are removed."""
+        """Labels and text in the model's order. Markers in a text would count as labels, so they go."""
         text = text.replace(self.zero_shot.label_token, "").replace(self.zero_shot.separator, "")
         return prompt + text if self.zero_shot.is_prompt_first else text + prompt
 
@@ -82,8 +82,8 @@ class LabelPrompts:
             end = int(np.argmax(row == self.zero_shot.label_token_id))
         if end - surplus <= first:
             raise BadValue(
-                f"the labels take {len(row) - (end - first)} of {limit} tokens and leave no room for the text; "
-                "give fewer or shorter labels",
+                f"the labels take {len(row) - (end - first)} of {limit} tokens and leave no room for the "
+                "text; give fewer or shorter labels",
                 param="labels",
             )
         return np.concatenate([row[: end - surplus], row[end:]])

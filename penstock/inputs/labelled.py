@@ -55,8 +55,8 @@ class LabelledInputs:
             or tokenizer.token_id(entities.separator) is None
         ):
             raise ModelLoadError(
-                f"gliner_config.json has class_token_index = {entities.label_token_id}, but the tokenizer gives "
-                f"{entities.label_token} the id {self.label_id}; take both from the same model",
+                f"gliner_config.json has class_token_index = {entities.label_token_id}, but the tokenizer "
+                f"gives {entities.label_token} the id {self.label_id}; take both from the same model",
                 param="model",
             )
 
@@ -139,8 +139,8 @@ class LabelledInputs:
             return len(firsts)
         if limit is None or room <= 0:
             raise BadValue(
-                f"input {index} with its labels has {fixed + len(row.ids)} tokens, but the model takes at most "
-                f"{room + fixed}; shorten it, give fewer labels, or set truncate_prompt_tokens to -1",
+                f"input {index} with its labels has {fixed + len(row.ids)} tokens, but the model takes at "
+                f"most {room + fixed}; shorten it, give fewer labels, or set truncate_prompt_tokens to -1",
                 param="input",
             )
         ends = np.append(firsts[1:], len(row.ids))

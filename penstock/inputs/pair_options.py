@@ -74,8 +74,8 @@ def check_are_pairs(inputs: Sequence[Any], *, allow_empty_text: bool = True) -> 
     for index, pair in enumerate(inputs):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
             raise BadValue(
-                f"input {index} is not a pair of texts, but input 0 is a list of texts; give only pairs, each "
-                "with two texts",
+                f"input {index} is not a pair of texts, but input 0 is a list of texts; give only pairs, "
+                "each with two texts",
                 param="input",
             )
         if not allow_empty_text and not (pair[0] and pair[1]):

@@ -424,11 +424,11 @@ def _row_limit(processor: InputProcessor, lengths: Ints, options: PairOptions) -
     limit = processor.spec.max_model_len
     cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
     if cut_at is None and (lengths > limit).any():
-        index = int(np.argmax(lengths > limit))
+        index, names = int(np.argmax(lengths > limit)), options.names
         raise BadValue(
-            f"{options.names.second} {index} with its {options.names.first} has {int(lengths[index])} tokens, "
-            f"but the model takes at most {limit}; shorten it or set truncate_prompt_tokens to -1",
-            param=options.names.second_param,
+            f"{names.second} {index} with its {names.first} has {int(lengths[index])} tokens, but the model "
+            f"takes at most {limit}; shorten it or set truncate_prompt_tokens to -1",
+            param=names.second_param,
         )
     frame = processor.tokenizer.pair_frame.size
     if cut_at is not None and cut_at <= frame:

@@ -102,9 +102,6 @@ class InputProcessor:
                 + ", ".join(task.value for task in self.spec.tasks),
                 param="task",
             )
-        if params.task in (Task.ENTITIES, Task.ZERO_SHOT) and not params.num_labels:
-            route = "/v1/entities" if params.task is Task.ENTITIES else "/v1/zero-shot"
-            raise BadValue(f"task {params.task.value!r} needs labels; send them to {route}", param="task")
         if params.task is Task.SPARSE or params.top_k is not None:
             self._check_sparse(params)
         if params.dimensions is None:

@@ -14,7 +14,7 @@ from penstock.layers.labels import LabelTensors
 class TaskHead:
     """`method` is a pooling method, or "all" to project every token.
 
-    The head of a model that reads labels from the prompt has `score_labels` instead: `outputs` for each label.
+    The head of a model that reads labels from the prompt has `score_labels`, with `outputs` for each label.
     """
 
     method: str

@@ -24,8 +24,17 @@ class LabelTensors(NamedTuple):
 
     @classmethod
     def take(cls, plan: LabelPlan, sent: Iterator[Tensor]) -> LabelTensors:
-        arrays = [next(sent) for _ in plan.arrays()]
-        return cls(*arrays, plan.num_labels, plan.max_words, plan.num_tokens)
+        """The arrays of the plan, in its order."""
+        return cls(
+            label_tokens=next(sent),
+            word_tokens=next(sent),
+            word_slots=next(sent),
+            output_rows=next(sent),
+            num_words=next(sent),
+            num_labels=plan.num_labels,
+            max_words=plan.max_words,
+            num_tokens=plan.num_tokens,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -43,7 +52,7 @@ class LabelTensors(NamedTuple):
         return padded.view(self.num_rows, self.max_words, -1)
 
     def by_token(self, values: Tensor) -> Tensor:
-        """Values of the words [rows, max words, width] as those of all tokens, with zeros for other tokens."""
+        """Values of the words [rows, max words, width] as those of all tokens, with zeros for the others."""
         flat = values.reshape(self.num_rows * self.max_words, -1).index_select(0, self.word_slots)
         out = flat.new_zeros((self.num_tokens, flat.shape[-1]))
         return out.index_copy_(0, self.output_rows.long(), flat)

@@ -1,4 +1,4 @@
-"""Entities from the scores of a GLiNER model: candidates above a threshold, then the best that do not overlap.
+"""Entities from the scores of a GLiNER model: the best spans above a threshold that do not overlap.
 
 Spans are chosen as GLiNER chooses them: from the best score on, each unless it overlaps one chosen before.
 """
@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
 
 
 def span_candidates(scores: Floats, num_labels: int, threshold: float) -> list[Candidate]:
-    """The spans above the threshold; scores [words, width · labels] are those of spans that begin at a word."""
+    """The spans above the threshold; scores [words, width · labels] belong to the spans that begin there."""
     cube = scores.reshape(len(scores), scores.shape[1] // num_labels, num_labels)
     start, width, label = np.nonzero(cube > threshold)
     inside = start + width < len(scores)
@@ -113,6 +113,6 @@ def _overlaps(span: tuple[int, int], others: Ints, flat: bool) -> bool:
 def _check_count(count: int, threshold: float) -> None:
     if count > MAX_CANDIDATES:
         raise BadValue(
-            f"threshold is {threshold:g}, which more than {MAX_CANDIDATES} spans of one text exceed; raise it",
+            f"more than {MAX_CANDIDATES} spans of one text exceed the threshold of {threshold:g}; raise it",
             param="threshold",
         )

@@ -129,7 +129,7 @@ def variant_tensors(variants: tuple[Variant, ...], sent: Sent) -> list[VariantTe
 
 
 def _pooler_index(variant: Variant) -> Ints | None:
-    """What the pooler selects for a variant; a `PairPlan` and a `LabelPlan` name what they read themselves."""
+    """What the pooler selects for a variant. A `PairPlan` and a `LabelPlan` name what they read."""
     if variant.labels is not None:
         return None
     return variant.index if variant.pairs is None else variant.tokens

@@ -89,8 +89,8 @@ class FindLabelledEntities:
     def check(self, model: TextModel) -> None:
         if model.processor.labelled is None:
             raise NotPossible(
-                f"model {model.spec.name} takes no labels: it finds entities of its own labels, or none; leave "
-                "labels out, or serve a GLiNER model",
+                f"model {model.spec.name} takes no labels: it finds entities of its own labels, or none; "
+                "leave labels out, or serve a GLiNER model",
                 param="labels",
             )
         check_labels(self.labels, MAX_LABELS)

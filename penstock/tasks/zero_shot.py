@@ -156,7 +156,7 @@ def _inference_labels(model: TextModel) -> NliLabels:
     if (found := nli_labels(spec.labels)) is None:
         raise NotPossible(
             f"model {spec.name} is no zero-shot classifier: its labels are {', '.join(spec.labels[:8])}; "
-            "zero-shot needs a model with the labels entailment and contradiction, or entailment and one other",
+            "zero-shot needs labels such as entailment, neutral and contradiction, or a GLiClass model",
             param="model",
         )
     return found

@@ -17,13 +17,20 @@ import transformers
 
 from penstock import Engine
 from penstock.errors import BadValue, NotPossible
-from tests.checkpoints import WORDS, write_cross_encoder
-from tests.parity.reference import LIMIT, make_texts
-from tests.parity.test_cross_encoders import Family
+from tests.checkpoints import WORDS, wordpiece_tokenizer, write_cross_encoder
+from tests.parity.reference import LIMIT, make_texts, randomise
 
 LABELS = ["water", "long people", "oil and words", "find"]
 TEXTS = [text for text in make_texts(30) if text and len(text.split()) < LIMIT // 4][:8]
 PAIRS = [(first, second) for first in TEXTS[:4] for second in TEXTS[2:6]]
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": LIMIT,
+    "pad_token_id": 0,
+}
 DEBERTA = {
     "relative_attention": True,
     "position_buckets": 32,
@@ -55,12 +62,24 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name, options, labels = CASES[request.param]
     folder = tmp_path_factory.mktemp("models") / request.param
     id2label = dict(enumerate(labels))
-    Family(name, options=options).write(
-        folder,
-        num_labels=len(labels),
+    tokenizer = wordpiece_tokenizer()
+    config = getattr(transformers, f"{name}Config")(
+        **SIZES,
+        **options,
+        vocab_size=tokenizer.get_vocab_size(),
         id2label=id2label,
         label2id={label: index for index, label in id2label.items()},
     )
+    written = getattr(transformers, f"{name}ForSequenceClassification")(config).eval()
+    randomise(written, 1)
+    written.save_pretrained(folder)
+    special = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=LIMIT,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **special,
+    ).save_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     pipeline = transformers.ZeroShotClassificationPipeline(model=model, tokenizer=tokenizer, device="cpu")
