@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.checkpoint.files import optional_integer, shown
-from penstock.checkpoint.gliner import allow_long_rows
+from penstock.checkpoint.gliner import allow_long_rows, check_encoder
 from penstock.errors import ModelLoadError
 
 GLICLASS_CLASS = "GLiClassModel"
@@ -65,13 +65,9 @@ def encoder_config(file: Path, config: dict[str, Any]) -> dict[str, Any]:
         raise ModelLoadError(
             f"{file} has encoder_config = {shown(encoder)}; it has to be an object", param="model"
         )
-    if (kind := encoder.get("model_type", "deberta-v2")) != "deberta-v2":
-        raise ModelLoadError(
-            f"{file} has an encoder of model_type {shown(kind)}, which is not supported for GLiClass; "
-            "supported: deberta-v2",
-            param="model",
-        )
-    encoder = allow_long_rows({key: value for key, value in encoder.items() if key != "architectures"})
+    encoder = {key: value for key, value in encoder.items() if key != "architectures"}
+    check_encoder(file, encoder, "GLiClass")
+    encoder = allow_long_rows(encoder)
     hidden_size, vocab_size = config.get("hidden_size"), config.get("vocab_size")
     if vocab_size is not None:
         encoder["vocab_size"] = vocab_size
@@ -83,6 +79,7 @@ def encoder_config(file: Path, config: dict[str, Any]) -> dict[str, Any]:
             param="model",
         )
     settings = {
+        "encoder": encoder["model_type"],
         "scorer_type": config.get("scorer_type", "simple"),
         "pooling_strategy": config.get("pooling_strategy", "first"),
         "projector_hidden_act": config.get("projector_hidden_act", "gelu"),

@@ -16,6 +16,7 @@ from penstock.errors import ModelLoadError
 
 GLINER_FILE = "gliner_config.json"
 GLINER_CLASS = "GLiNERModel"  # what the derived configuration calls the architecture
+ENCODERS = ("deberta-v2", "modernbert")  # model types; the first is meant where a file names none
 TOKEN_LEVEL = "token_level"  # a span mode: words are scored, not spans
 _MAX_POSITIONS = 2048  # of an encoder that knows relative positions only
 _MODEL_TYPES = (None, "gliner", "gliner_uni_encoder_span", "gliner_uni_encoder_token")
@@ -35,6 +36,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "labels_decoder_config": (None,),
     "decoder_config": (None,),
     "relations_layer": (None,),
+    "triples_layer": (None,),
     "represent_spans": (False, None),
     "precomputed_prompts_mode": (None, False),
 }
@@ -115,6 +117,7 @@ def gliner_config(file: Path) -> dict[str, Any]:
         "max_width": _integer(file, given, "max_width", 12, 256),
         "max_len": _integer(file, given, "max_len", 384, 1 << 16),
         "num_rnn_layers": optional_integer({"num_rnn_layers": 1} | given, "num_rnn_layers") or 0,
+        "encoder": encoder["model_type"],
         "span_mode": given.get("span_mode", _SPAN_MODES[0]),
         "embed_ent_token": given.get("embed_ent_token") is not False,
         "ent_token": str(given.get("ent_token", "<<ENT>>")),
@@ -141,6 +144,17 @@ def read_entities(config: Mapping[str, Any]) -> EntitySpec | None:
         max_width=0 if settings["span_mode"] == TOKEN_LEVEL else settings["max_width"],
         reads_label_token=settings["embed_ent_token"],
     )
+
+
+def check_encoder(file: Path, encoder: dict[str, Any], model: str) -> None:
+    """Refuse encoders that `models/gliner.py` cannot build."""
+    kind = encoder.setdefault("model_type", ENCODERS[0])
+    if kind not in ENCODERS:
+        raise ModelLoadError(
+            f"{file} has an encoder of model_type {shown(kind)}, which is not supported for {model}; "
+            f"supported: {', '.join(ENCODERS)}",
+            param="model",
+        )
 
 
 def allow_long_rows(encoder: dict[str, Any]) -> dict[str, Any]:
@@ -170,13 +184,8 @@ def _encoder(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelLoadError(
             f"{file} has encoder_config = {shown(encoder)}; it has to be an object", param="model"
         )
-    if (kind := encoder.get("model_type", "deberta-v2")) != "deberta-v2":
-        raise ModelLoadError(
-            f"{file} has an encoder of model_type {shown(kind)}, which is not supported for GLiNER; "
-            "supported: deberta-v2",
-            param="model",
-        )
     encoder = {key: value for key, value in encoder.items() if key not in ("architectures", "text_config")}
+    check_encoder(file, encoder, "GLiNER")
     return allow_long_rows(encoder)
 
 

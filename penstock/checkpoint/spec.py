@@ -87,6 +87,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return Task.GENERATE in self.tasks
 
     @property
+    def reads_labels(self) -> bool:
+        """Whether its labels come with the request."""
+        return not _LABELLED.isdisjoint(self.tasks)
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether rows are expected to begin with the same tokens. Those of a causal reranker do: they begin
         with the instruction and the query."""

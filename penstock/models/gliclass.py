@@ -1,4 +1,4 @@
-"""GLiClass: a DeBERTa encoder that reads labels and a text together, and scores the text against each label.
+"""GLiClass: an encoder that reads labels and a text together, and scores the text against each label.
 
 Everything behind the encoder runs in fp32, because it is small.
 """
@@ -15,8 +15,7 @@ from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import TaskHead
 from penstock.layers.labels import LabelTensors
-from penstock.models.deberta import Deberta, deberta
-from penstock.models.gliner import Dense
+from penstock.models.gliner import Dense, Encoder, label_encoder
 from penstock.types import Task
 
 _MLP_SIZE = 256
@@ -119,9 +118,9 @@ _SCORERS: dict[str, Callable[[LayerBuilder, int], Scorer]] = {
 }
 
 
-def gliclass(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Deberta:
-    model = deberta(build, config, None)
-    scorer = LabelHead(build, config["hidden_size"], config["gliclass"])
+def gliclass(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
+    settings: Mapping[str, Any] = config["gliclass"]
+    model = label_encoder(build, config, settings["encoder"])
+    scorer = LabelHead(build, config["hidden_size"], settings)
     model.heads[Task.ZERO_SHOT] = TaskHead("labels", lambda hidden: hidden, 1, scorer)
-    model.ignored_tensors = ("position_ids", "logit_scale")
     return model

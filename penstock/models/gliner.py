@@ -1,4 +1,4 @@
-"""GLiNER: a DeBERTa encoder that reads labels and a text together, and scores spans of words against labels.
+"""GLiNER: an encoder that reads labels and a text together, and scores spans of words against labels.
 
 Everything behind the encoder runs in fp32: it is small, and the scores are compared with a threshold.
 """
@@ -19,10 +19,11 @@ from penstock.layers.head import TaskHead
 from penstock.layers.labels import LabelTensors
 from penstock.layers.lstm import BiLSTM
 from penstock.models.deberta import Deberta, deberta
+from penstock.models.modernbert import ModernBert, modernbert
 from penstock.types import Task
 from penstock.weights.stream import WeightSource
 
-_UNUSED = ("position_ids",)
+_UNUSED = ("position_ids", "logit_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +162,21 @@ class TokenHead:
         return labels.by_token(torch.stack(scores, dim=2).sigmoid_())
 
 
-def gliner(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Deberta:
+Encoder = Deberta | ModernBert
+
+
+def label_encoder(build: LayerBuilder, config: Mapping[str, Any], kind: str) -> Encoder:
+    """The encoder of a model that reads labels from the prompt."""
+    model = modernbert(build, config, None) if kind == "modernbert" else deberta(build, config, None)
+    model.ignored_tensors = _UNUSED
+    return model
+
+
+def gliner(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     settings: Mapping[str, Any] = config["gliner"]
-    model = deberta(build, config, None)
+    model = label_encoder(build, config, settings["encoder"])
     is_token_level = settings["span_mode"] == TOKEN_LEVEL
     scorer = (TokenHead if is_token_level else SpanHead)(build, config["hidden_size"], settings)
     width = 3 if is_token_level else settings["max_width"]
     model.heads[Task.ENTITIES] = TaskHead("labels", lambda hidden: hidden, width, scorer)
-    model.ignored_tensors = _UNUSED
     return model

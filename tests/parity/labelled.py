@@ -157,8 +157,20 @@ def _tokenizer(folder: Path, added: tuple[str, ...]) -> Any:
     return tokenizer
 
 
-def _encoder(vocab_size: int) -> Any:
-    """DeBERTa v3, with fewer positions than the rows of the tests have: it knows relative ones only."""
+def _encoder(vocab_size: int, kind: str) -> Any:
+    """ModernBERT, or DeBERTa v3 with fewer positions than the rows of the tests have: it knows relative ones
+    only."""
+    if kind == "modernbert":
+        return transformers.ModernBertConfig(
+            vocab_size=vocab_size,
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=96,
+            max_position_embeddings=256,
+            local_attention=8,
+            pad_token_id=1,
+        )
     return transformers.DebertaV2Config(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -182,17 +194,17 @@ def _write(folder: Path, model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, values in model.named_parameters():
             if values.dim():
-                scale, mean = (0.13, 0.0) if values.dim() > 1 else (0.1, float("LayerNorm.weight" in name))
+                scale, mean = (0.13, 0.0) if values.dim() > 1 else (0.1, float("orm.weight" in name))
                 values.copy_(torch.randn(values.shape, generator=generator) * scale + mean)
     save_file(
         {name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
     )
 
 
-def write_gliner(folder: Path, mode: str = "markerV0", **options: Any) -> Written:
+def write_gliner(folder: Path, mode: str = "markerV0", kind: str = "deberta-v2") -> Written:
     tokenizer = _tokenizer(folder, GLINER_TOKENS)
-    encoder = _encoder(len(tokenizer))
-    model = Gliner(transformers.DebertaV2Model(encoder), encoder.hidden_size, mode).eval()
+    encoder = _encoder(len(tokenizer), kind)
+    model = Gliner(transformers.AutoModel.from_config(encoder), encoder.hidden_size, mode).eval()
     _write(folder, model, seed=4)
     if mode == "token_level":  # so that some words begin and end entities
         model.scorer.out_mlp[3].bias.data += 1.5
@@ -206,16 +218,15 @@ def write_gliner(folder: Path, mode: str = "markerV0", **options: Any) -> Writte
         "class_token_index": tokenizer.convert_tokens_to_ids("<<ENT>>"),
         "vocab_size": len(tokenizer),
         "encoder_config": encoder.to_dict(),
-        **options,
     }
     (folder / "gliner_config.json").write_text(json.dumps(config))
     return Written(folder, model, tokenizer)
 
 
-def write_gliclass(folder: Path, **options: Any) -> Written:
+def write_gliclass(folder: Path, kind: str = "deberta-v2", **options: Any) -> Written:
     tokenizer = _tokenizer(folder, GLICLASS_TOKENS)
-    encoder = _encoder(len(tokenizer))
-    model = Gliclass(transformers.DebertaV2Model(encoder), encoder.hidden_size, options).eval()
+    encoder = _encoder(len(tokenizer), kind)
+    model = Gliclass(transformers.AutoModel.from_config(encoder), encoder.hidden_size, options).eval()
     _write(folder, model, seed=4)
     config = {
         "architectures": ["GLiClassModel"],

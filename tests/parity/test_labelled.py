@@ -21,7 +21,12 @@ from tests.checkpoints import WORDS, write_json, write_token_classifier
 from tests.parity.labelled import MAX_WIDTH, MAX_WORDS, Written, write_gliclass, write_gliner
 
 LABELS = ["person", "long water", "oil", "two words and more"]
-MODES = ["markerV0", "marker", "token_level"]
+KINDS = {
+    "markerV0": ("markerV0", "deberta-v2"),
+    "marker": ("marker", "deberta-v2"),
+    "token-level": ("token_level", "deberta-v2"),
+    "modernbert": ("markerV0", "modernbert"),
+}
 Found = list[tuple[int, int, str]]
 
 
@@ -94,11 +99,11 @@ def expected(
     return {(words[s].start(), words[e].end(), LABELS[label]): score for s, e, label, score in chosen}
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=KINDS)
 def gliner(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Written]]:
-    written = write_gliner(tmp_path_factory.mktemp(request.param), request.param)
+    written = write_gliner(tmp_path_factory.mktemp(request.param), *KINDS[request.param])
     with Engine(str(written.folder), device="cpu", threads=1) as engine:
         yield engine, written
 
@@ -165,7 +170,7 @@ def test_what_a_model_with_labels_of_the_request_cannot_do_is_refused(
         ({"labels_encoder": "BAAI/bge-small-en-v1.5"}, "labels_encoder = .*this kind of GLiNER"),
         ({"span_mode": "conv_share"}, "supported: 'markerV0', 'marker', 'token_level'"),
         ({"words_splitter_type": "spacy"}, "words_splitter_type"),
-        ({"encoder_config": {"model_type": "t5"}}, "model_type 't5'.*supported: deberta-v2"),
+        ({"encoder_config": {"model_type": "t5"}}, "model_type 't5'.*supported: deberta-v2, modernbert"),
         ({"encoder_config": None, "model_name": "x/y"}, "names the encoder 'x/y'"),
     ],
 )
@@ -185,10 +190,11 @@ def test_an_older_file_names_its_encoder_only(tmp_path: Path) -> None:
     assert spec.entities is not None and spec.entities.max_words == 384
 
 
-GLICLASS = {
+GLICLASS: dict[str, dict[str, Any]] = {
     "dot": {"prompt_first": True},
     "text-first": {"scorer_type": "weighted-dot"},
     "mean": {"prompt_first": True, "scorer_type": "weighted-dot", "pooling_strategy": "avg"},
+    "modernbert": {"prompt_first": True, "kind": "modernbert"},
     "mlp": {
         "prompt_first": True,
         "scorer_type": "mlp",
