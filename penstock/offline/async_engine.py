@@ -48,7 +48,7 @@ from penstock.tasks.score import RankedDocument, Score, rank
 from penstock.tasks.sparse import Sparse
 from penstock.tasks.text_stream import TextDelta
 from penstock.tasks.token_embed import TokenEmbed
-from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, LabelScores, ZeroShot, ZeroShotOptions
+from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, LabelScores, ZeroShotOptions, zero_shot_task
 from penstock.types import OutputDtype, PoolingParams, Task
 
 R = TypeVar("R")
@@ -237,7 +237,7 @@ class AsyncEngine:
             truncate_prompt_tokens=truncate_prompt_tokens,
             cache_salt=cache_salt,
         )
-        return await self._run(ZeroShot(texts=texts, labels=labels, options=options), priority, progress)
+        return await self._run(zero_shot_task(self.local.text, texts, labels, options), priority, progress)
 
     @explicit_signature
     async def token_classify(

@@ -57,7 +57,7 @@ DEFAULT_ZERO_SHOT = ZeroShotOptions()
 
 @dataclass(kw_only=True, eq=False)
 class ZeroShot:
-    """The scores of the labels for each text."""
+    """The scores of the labels for each text, by an NLI model: a row for each text and label."""
 
     texts: str | Sequence[str]
     labels: Sequence[str]
@@ -65,20 +65,15 @@ class ZeroShot:
     allows_empty_text: bool = True
 
     @property
+    def num_texts(self) -> int:
+        return 1 if isinstance(self.texts, str) else len(self.texts)
+
+    @property
     def num_rows(self) -> int:
-        """A row for each text and label, as NLI models need them."""
-        return (1 if isinstance(self.texts, str) else len(self.texts)) * len(self.labels)
+        return self.num_texts * len(self.labels)
 
     def check(self, model: TextModel) -> None:
         check_labels(self.labels, MAX_LABELS)
-        if model.processor.label_prompts is not None:
-            if self.options.hypothesis_template != DEFAULT_HYPOTHESIS:
-                raise BadValue(
-                    f"hypothesis_template does not apply to model {model.spec.name}, which reads the labels "
-                    "themselves; leave it out",
-                    param="hypothesis_template",
-                )
-            return
         _inference_labels(model)
         template = self.options.hypothesis_template
         before, mark, after = template.partition("{}")
@@ -91,12 +86,6 @@ class ZeroShot:
 
     async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[LabelScores]]:
         texts = require_texts(self.texts, allow_empty_text=self.allows_empty_text)
-        if (prompts := model.processor.label_prompts) is not None:
-            rows = LabelledOptions(
-                self.options.truncate_prompt_tokens, self.options.cache_salt, self.options.max_request_tokens
-            )
-            write = partial(prompts.prepare, request_id, texts, self.labels, rows)
-            return Prepared(await model.batcher.call(write, sum(map(len, texts))), self._from_logits)
         hypotheses = [self.options.hypothesis_template.replace("{}", label) for label in self.labels]
         repeated = sum(map(len, hypotheses)) * len(texts)
         check_expanded(repeated, "labels")
@@ -112,12 +101,6 @@ class ZeroShot:
         request = await model.batcher.call(make, sum(map(len, texts)) + repeated)
         return Prepared(request, partial(self._ranked, _inference_labels(model)))
 
-    def _from_logits(self, output: PooledOutput) -> list[LabelScores]:
-        """The scores of a model that reads all labels at once, [texts, labels]."""
-        logits = output.values.astype(np.float32)
-        scores = 1 / (1 + np.exp(-logits)) if self.options.multi_label else _softmax(logits)
-        return rank_labels(self.labels, scores)
-
     def _ranked(self, nli: NliLabels, output: PooledOutput) -> list[LabelScores]:
         logits = output.values.astype(np.float32).reshape(-1, len(self.labels), output.values.shape[1])
         if self.options.multi_label or len(self.labels) == 1:
@@ -128,11 +111,55 @@ class ZeroShot:
 
     def windows(self, size: int) -> Iterator[ZeroShot]:
         texts = require_texts(self.texts)
-        step = max(1, size // len(self.labels))
+        step = max(1, size * len(texts) // self.num_rows)
         return (replace(self, texts=texts[first : first + step]) for first in range(0, len(texts), step))
 
     def merge(self, parts: Sequence[list[LabelScores]]) -> list[LabelScores]:
         return concatenate(parts)
+
+
+class PromptedZeroShot(ZeroShot):
+    """The same by a GLiClass model: one row a text, with all labels."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_texts
+
+    def check(self, model: TextModel) -> None:
+        check_labels(self.labels, MAX_LABELS)
+        if self.options.hypothesis_template != DEFAULT_HYPOTHESIS:
+            raise BadValue(
+                f"hypothesis_template does not apply to model {model.spec.name}, which reads the labels "
+                "themselves; leave it out",
+                param="hypothesis_template",
+            )
+
+    async def prepare(self, model: TextModel, request_id: str) -> Prepared[list[LabelScores]]:
+        texts = require_texts(self.texts, allow_empty_text=self.allows_empty_text)
+        prompts, options = model.processor.label_prompts, self.options
+        if prompts is None:
+            raise ValueError(f"model {model.spec.name} reads no labels")
+        rows = LabelledOptions(options.truncate_prompt_tokens, options.cache_salt, options.max_request_tokens)
+        write = partial(prompts.prepare, request_id, texts, self.labels, rows)
+        return Prepared(await model.batcher.call(write, sum(map(len, texts))), self._scores)
+
+    def _scores(self, output: PooledOutput) -> list[LabelScores]:
+        logits = output.values.astype(np.float32)  # [texts, labels]
+        scores = 1 / (1 + np.exp(-logits)) if self.options.multi_label else _softmax(logits)
+        return rank_labels(self.labels, scores)
+
+
+def zero_shot_task(
+    model: TextModel,
+    texts: str | Sequence[str],
+    labels: Sequence[str],
+    options: ZeroShotOptions,
+    *,
+    allows_empty_text: bool = True,
+) -> ZeroShot:
+    """The task for this kind of model."""
+    kind = ZeroShot if model.processor.label_prompts is None else PromptedZeroShot
+    return kind(texts=texts, labels=labels, options=options, allows_empty_text=allows_empty_text)
 
 
 def rank_labels(labels: Sequence[str], scores: NDArray[Any]) -> list[LabelScores]:

@@ -11,7 +11,7 @@ from penstock.api.fields import CacheSalt
 from penstock.api.replies import list_reply
 from penstock.api.run import run
 from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
-from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, ZeroShot, ZeroShotOptions
+from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, ZeroShotOptions, zero_shot_task
 
 
 class ZeroShotRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -42,7 +42,7 @@ class ZeroShotRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 async def zero_shot(call: Call, body: ZeroShotRequest) -> Reply:
     """Score labels that come with the request for each text, the best first."""
     model = call.state.model(body.model)
-    task = ZeroShot(texts=body.input, labels=body.labels, options=body.options(), allows_empty_text=False)
+    task = zero_shot_task(model.text, body.input, body.labels, body.options(), allows_empty_text=False)
     result = await run(call, body, model, task)
 
     def data() -> list[dict[str, Any]]:
