@@ -93,8 +93,11 @@ class EntitySpec(msgspec.Struct, frozen=True):
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """config.json, or what `gliner_config.json` says in the same form."""
-    file = folder / GLINER_FILE
-    return gliner_config(file) if file.is_file() else read_json(folder / "config.json")
+    return gliner_config(folder / GLINER_FILE) if is_gliner(folder) else read_json(folder / "config.json")
+
+
+def is_gliner(folder: Path) -> bool:
+    return (folder / GLINER_FILE).is_file()
 
 
 def gliner_config(file: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from penstock.checkpoint.files import (
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import ZeroShotSpec, encoder_config, read_zero_shot
-from penstock.checkpoint.gliner import EntitySpec, read_entities, read_model_config
+from penstock.checkpoint.gliner import EntitySpec, is_gliner, read_entities, read_model_config
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import LateSpec, read_late
 from penstock.checkpoint.limits import max_model_len, max_positions
@@ -40,6 +40,7 @@ from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
 from penstock.checkpoint.sizes import ModelSizes, read_sizes
 from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_sparse
+from penstock.checkpoint.unsupported import why_no_config
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
@@ -175,6 +176,11 @@ def describe(config: EngineConfig) -> ModelSpec:
             config.score_template,
             native=native,
         )
+    if not native and spec.reads_labels:
+        raise ModelLoadError(
+            f"model_impl is transformers, which has no {spec.architecture}; leave --model-impl out",
+            param="model_impl",
+        )
     return with_generation(spec, config.enable_generation) if native else _hidden_states_only(spec)
 
 
@@ -190,6 +196,8 @@ def read_spec(
     """`native`: an architecture without a family record is refused before anything else is read."""
     pooler = pooler or PoolerConfig()
     config_file, overrides = folder / "config.json", overrides or {}
+    if not config_file.is_file() and not is_gliner(folder):
+        raise ModelLoadError(f"{folder} is not a model folder: {why_no_config(folder)}", param="model")
     config = read_model_config(folder) | overrides
     architecture = read_architecture(config_file, config, native=native)
     if native:
@@ -197,9 +205,9 @@ def read_spec(
     if Task.ZERO_SHOT in architecture.family.heads:
         config = encoder_config(config_file, config)
     family = architecture.family
+    files = read_files(folder, config, overrides)
     if native:
         read_sizes(config_file, family, config)
-    files = read_files(folder, config, overrides)
     hidden_size = files.integer(*family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
