@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from penstock.types import LABEL_MARK, TEXT_MARK
 from tests.parity.reference import unigram
 
 GLINER_TOKENS = ("[FLERT]", "<<ENT>>", "<<SEP>>")
@@ -189,23 +191,25 @@ def _encoder(vocab_size: int, kind: str) -> Any:
     )
 
 
-def _write(folder: Path, model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def _write(folder: Path, model: nn.Module, width: float) -> None:
+    generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, values in model.named_parameters():
             if values.dim():
-                scale, mean = (0.13, 0.0) if values.dim() > 1 else (0.1, float("orm.weight" in name))
+                scale, mean = (width, 0.0) if values.dim() > 1 else (0.1, float("orm.weight" in name))
                 values.copy_(torch.randn(values.shape, generator=generator) * scale + mean)
     save_file(
         {name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
     )
 
 
-def write_gliner(folder: Path, mode: str = "markerV0", kind: str = "deberta-v2") -> Written:
+def write_gliner(
+    folder: Path, mode: str = "markerV0", kind: str = "deberta-v2", scale: float = 0.13
+) -> Written:
     tokenizer = _tokenizer(folder, GLINER_TOKENS)
     encoder = _encoder(len(tokenizer), kind)
     model = Gliner(transformers.AutoModel.from_config(encoder), encoder.hidden_size, mode).eval()
-    _write(folder, model, seed=4)
+    _write(folder, model, scale)
     if mode == "token_level":  # so that some words begin and end entities
         model.scorer.out_mlp[3].bias.data += 1.5
         save_file({k: v.clone() for k, v in model.state_dict().items()}, folder / "model.safetensors")
@@ -223,11 +227,11 @@ def write_gliner(folder: Path, mode: str = "markerV0", kind: str = "deberta-v2")
     return Written(folder, model, tokenizer)
 
 
-def write_gliclass(folder: Path, kind: str = "deberta-v2", **options: Any) -> Written:
+def write_gliclass(folder: Path, kind: str = "deberta-v2", scale: float = 0.13, **options: Any) -> Written:
     tokenizer = _tokenizer(folder, GLICLASS_TOKENS)
     encoder = _encoder(len(tokenizer), kind)
     model = Gliclass(transformers.AutoModel.from_config(encoder), encoder.hidden_size, options).eval()
-    _write(folder, model, seed=4)
+    _write(folder, model, scale)
     config = {
         "architectures": ["GLiClassModel"],
         "model_type": "GLiClass",
@@ -241,3 +245,36 @@ def write_gliclass(folder: Path, kind: str = "deberta-v2", **options: Any) -> Wr
     }
     (folder / "config.json").write_text(json.dumps(config))
     return Written(folder, model, tokenizer)
+
+
+def make_rows(
+    written: Written, markers: tuple[str, str], num_labels: int, word_mark: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows of random tokens in GLiNER's layout, and the marks of their labels and words."""
+    random = np.random.default_rng(6)
+    label, separator = (written.token(marker) for marker in markers)
+    rows, marks = [], []
+    for size in (1, 2, 7, 16, 33, 60):
+        row, mark = [written.token("<s>")], [0]
+        for tokens in random.integers(10, 150, size=(num_labels, 3)).tolist():
+            row += [label, *tokens]
+            mark += [LABEL_MARK, 0, 0, 0]
+        rows.append([*row, separator, *random.integers(10, 150, size=size).tolist(), written.token("</s>")])
+        marks.append([*mark, 0, *[word_mark] * size, 0])
+    return rows, marks
+
+
+@torch.inference_mode()
+def entity_scores(model: Any, rows: list[list[int]], marks: list[list[int]]) -> Any:
+    """[words of all rows, values]."""
+    found = []
+    for row, mark in zip(rows, marks, strict=True):
+        at = [[index for index, each in enumerate(mark) if each == kind] for kind in (LABEL_MARK, TEXT_MARK)]
+        found.append(model(torch.tensor(row), *at).float().flatten(1).numpy())
+    return np.concatenate(found)
+
+
+@torch.inference_mode()
+def label_scores(model: Any, rows: list[list[int]], ids: tuple[int, int]) -> Any:
+    """[rows, labels]."""
+    return np.stack([model(torch.tensor(row), *ids).float().numpy() for row in rows])
