@@ -32,12 +32,13 @@ from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import ZeroShotSpec, encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import EntitySpec, is_gliner, read_entities, read_model_config
+from penstock.checkpoint.identity import read_identity
 from penstock.checkpoint.labels import label_count, label_names
-from penstock.checkpoint.late import LateSpec, read_late
+from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.limits import max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, read_pooling
 from penstock.checkpoint.reward import RewardSpec, read_reward
-from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
+from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score, why_not_score
 from penstock.checkpoint.sizes import ModelSizes, read_sizes
 from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_sparse
 from penstock.checkpoint.unsupported import why_no_config
@@ -79,6 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     score: ScoreSpec | None = None  # for models that read a query and a document together
     entities: EntitySpec | None = None  # for models that find entities of labels in the request
     zero_shot: ZeroShotSpec | None = None  # for models that classify by labels in the request
+    why_not_score: str | None = None  # of a model that could compare vectors, but is not known to embed
     eos_token_ids: tuple[int, ...] = ()  # end a generated text
     why_not_generate: str | None = "no checkpoint was read"  # None: it can
     generates_by_default: bool = False
@@ -91,6 +93,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def reads_labels(self) -> bool:
         """Whether its labels come with the request."""
         return not _LABELLED.isdisjoint(self.tasks)
+
+    @property
+    def is_unmarked(self) -> bool:
+        """Whether nothing says that its vectors mean anything."""
+        return self.why_not_score is not None and Task.EMBED in self.tasks
 
     @property
     def shares_prefixes(self) -> bool:
@@ -212,7 +219,13 @@ def read_spec(
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
     sparse = read_sparse(files, architecture, pooler)
-    score = read_score(files, architecture, template=score_template, score_labels=pooler.score_labels)
+    identity = read_identity(folder, name, config)
+    score = read_score(
+        files, architecture, identity, template=score_template, score_labels=pooler.score_labels
+    )
+    unknown = why_not_score(files, architecture, identity)
+    if score is not None or pooler.pooling_type is not None:
+        unknown = None
     is_causal = family.is_causal(config)
     if late is not None and is_causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
@@ -221,7 +234,7 @@ def read_spec(
         folder=str(folder),
         name=name,
         architecture=architecture.name,
-        config=config,
+        config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
         overrides=overrides,
         max_model_len=max_model_len(files, positions),
         max_positions=positions,
@@ -236,7 +249,10 @@ def read_spec(
         default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=bool(files.transformer.get("do_lower_case", False)),
-        tasks=_tasks(files, architecture, sparse, score) if late is None else _late_tasks(files),
+        tasks=_scoring(_tasks(files, architecture, sparse, score), unknown)
+        if late is None
+        else _late_tasks(files),
+        why_not_score=unknown,
         labels=() if family.heads & _LABELLED else label_names(architecture, config),
         entities=read_entities(config),
         zero_shot=read_zero_shot(config),
@@ -294,7 +310,8 @@ def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
 
 def _hidden_states_only(spec: ModelSpec) -> ModelSpec:
     """The part of a model that transformers runs: its hidden states, without heads and KV cache."""
-    tasks = (Task.EMBED, Task.TOKEN_EMBED, *([Task.SCORE] if spec.tasks[0] is Task.EMBED else []))
+    compares = spec.tasks[0] is Task.EMBED and Task.SCORE in spec.tasks
+    tasks = (Task.EMBED, Task.TOKEN_EMBED, *([Task.SCORE] if compares else []))
     token_dim = spec.token_dim
     if spec.late is not None and spec.late.dense:
         token_dim = spec.late.dense[0].in_features
@@ -327,6 +344,10 @@ def _tasks(
     if architecture.classifies_tokens:
         return (Task.TOKEN_CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
     return (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE)
+
+
+def _scoring(tasks: tuple[Task, ...], why_not: str | None) -> tuple[Task, ...]:
+    return tasks if why_not is None else tuple(task for task in tasks if task is not Task.SCORE)
 
 
 def _late_tasks(files: CheckpointFiles) -> tuple[Task, ...]:
