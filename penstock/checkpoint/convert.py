@@ -21,6 +21,7 @@ _SOURCES = (
     "vocab.json",
     "merges.txt",
     "spiece.model",
+    "spm.model",
     "sentencepiece.bpe.model",
     "tokenizer.model",
 )
@@ -40,8 +41,10 @@ def tokenizer_file(folder: Path) -> Path:
         return file
     sources = [folder / name for name in _SOURCES if (folder / name).is_file()]
     if not sources:
+        encoder = "; copy the tokenizer of its encoder (model_name in gliner_config.json) into it"
+        hint = encoder if (folder / "gliner_config.json").is_file() else ""
         raise ModelLoadError(
-            f"{folder} has no tokenizer.json and no vocabulary to convert ({', '.join(_SOURCES)})"
+            f"{folder} has no tokenizer.json and no vocabulary to convert ({', '.join(_SOURCES)}){hint}"
         )
     cached = _cached_file(sources + [folder / name for name in _SETTINGS if (folder / name).is_file()])
     if not cached.is_file():

@@ -153,6 +153,8 @@ _RECORDS = (
         heads=_DECODER_HEADS - {Task.REWARD},
         has_rotary_positions=False,
     ),
+    _encoder("GLiClass", "GLiClass", "gliclass:gliclass", heads=frozenset({Task.ZERO_SHOT})),
+    _encoder("gliner", "GLiNER", "gliner:gliner", heads=frozenset({Task.ENTITIES})),
     _encoder("gte", "Gte", "gte:gte", has_rotary_positions=True),
     _decoder(
         "JinaForRanking",

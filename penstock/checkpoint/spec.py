@@ -27,12 +27,13 @@ from penstock.checkpoint.files import (
     optional_integer,
     optional_json,
     read_files,
-    read_json,
     shown,
     usable_values,
 )
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
+from penstock.checkpoint.gliclass import ZeroShotSpec, encoder_config, read_zero_shot
+from penstock.checkpoint.gliner import EntitySpec, is_gliner, read_entities, read_model_config
 from penstock.checkpoint.identity import read_identity
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
@@ -57,6 +58,8 @@ from penstock.checkpoint.unsupported import why_no_config
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
+
+_LABELLED = frozenset({Task.ENTITIES, Task.ZERO_SHOT})  # tasks whose labels come with the request
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +94,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
     late: LateSpec | None = None  # one vector per token, compared token by token
     score: ScoreSpec | None = None  # for models that read a query and a document together
+    entities: EntitySpec | None = None  # for models that find entities of labels in the request
+    zero_shot: ZeroShotSpec | None = None  # for models that classify by labels in the request
     why_not_score: str | None = None  # of a model that could compare vectors, but is not known to embed
     eos_token_ids: tuple[int, ...] = ()  # end a generated text
     why_not_generate: str | None = "no checkpoint was read"  # None: it can
@@ -99,6 +104,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generates(self) -> bool:
         return Task.GENERATE in self.tasks
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether its labels come with the request."""
+        return not _LABELLED.isdisjoint(self.tasks)
 
     @property
     def is_unmarked(self) -> bool:
@@ -176,6 +186,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
         if task is Task.SCORE:
             return MARK_DIM if self.score is not None and self.score.marks else 1
+        if task is Task.ENTITIES and self.entities is not None:
+            return self.entities.outputs_per_label  # for each label
+        if task is Task.ZERO_SHOT:
+            return 1  # for each label
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
@@ -191,6 +205,11 @@ def describe(config: EngineConfig) -> ModelSpec:
             config.pooler_config,
             config.score_template,
             native=native,
+        )
+    if not native and spec.reads_labels:
+        raise ModelLoadError(
+            f"model_impl is transformers, which has no {spec.architecture}; leave --model-impl out",
+            param="model_impl",
         )
     return with_generation(spec, config.enable_generation) if native else _hidden_states_only(spec)
 
@@ -217,12 +236,14 @@ def read_spec(
             )
         return _static_spec(layout, name, overrides, pooler)
     config_file = layout.folder / "config.json"
-    if not config_file.is_file():
+    if not config_file.is_file() and not is_gliner(folder):
         raise ModelLoadError(f"{folder} is not a model folder: {why_no_config(folder)}", param="model")
-    config = read_json(config_file) | overrides
+    config = read_model_config(layout.folder) | overrides
     architecture = read_architecture(config_file, config, native=native)
     if native:
         config = text_tower(architecture, config_file, config)
+    if Task.ZERO_SHOT in architecture.family.heads:
+        config = encoder_config(config_file, config)
     family = architecture.family
     files = read_files(layout, config, overrides)
     if native:
@@ -273,7 +294,9 @@ def read_spec(
         lower_case=bool(files.transformer.get("do_lower_case", False)),
         tasks=(Task.SPARSE,) if query_route is not None else found_tasks,
         why_not_score=unknown,
-        labels=label_names(architecture, config),
+        labels=() if family.heads & _LABELLED else label_names(architecture, config),
+        entities=read_entities(config),
+        zero_shot=read_zero_shot(config),
         sparse=sparse,
         multi_vector=multi_vector_file(files.folder) if sparse is not None and late is None else None,
         score=score,
@@ -386,6 +409,8 @@ def _tasks(
 
     Models that read pairs score them; embedders score by comparing vectors.
     """
+    if labelled := architecture.family.heads & _LABELLED:
+        return tuple(labelled)
     if sparse is not None and sparse.kind == "splade":
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.layers.labels import LabelTensors
+
 
 @dataclass(frozen=True, slots=True)
 class TaskHead:
-    """`method` is a pooling method, or "all" to project every token."""
+    """`method` is a pooling method, or "all" to project every token.
+
+    The head of a model that reads labels from the prompt has `score_labels`, with `outputs` for each label.
+    """
 
     method: str
     project: Callable[[Tensor], Tensor]  # [n, hidden] → [n, outputs]
     outputs: int
+    score_labels: Callable[[Tensor, LabelTensors], Tensor] | None = (
+        None  # hidden states → [n, outputs · labels]
+    )
 
 
 class Stack:

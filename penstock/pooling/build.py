@@ -13,6 +13,7 @@ from penstock.checkpoint.labels import label_count
 from penstock.checkpoint.spec import ModelSpec
 from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
+from penstock.layers.labels import LabelTensors
 from penstock.layers.linear import Linear
 from penstock.pooling.heads import Dense, LayerNorm, VectorModule, unit
 from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
@@ -31,6 +32,7 @@ class VariantTensors(NamedTuple):
 
     selected: Tensor | None = None  # int32, rows or tokens; None: all of them
     pairs: PairTensors | None = None  # of a variant that scores pairs
+    labels: LabelTensors | None = None  # of a variant whose prompts name labels
 
 
 class Pooler:
@@ -70,8 +72,11 @@ class Pooler:
         if batch.kv is not None and self.carries:
             done[Task.EMBED, False] = self._pool(hidden, batch)  # sums are carried even if no row ends
         out = []
-        for variant, (selected, pairs) in zip(variants, tensors, strict=True):
+        for variant, (selected, pairs, labels) in zip(variants, tensors, strict=True):
             task = variant.params.task
+            if labels is not None:
+                out.append(self._label_scores(task, hidden, labels))
+                continue
             if pairs is not None:
                 out.append(self._scores(hidden, batch, selected, pairs, done))
                 continue
@@ -108,6 +113,8 @@ class Pooler:
             task = variant.params.task
             if variant.pairs is not None or variant.params.per_token or task is Task.SPARSE:
                 return None
+            if variant.labels is not None:
+                return None
             if task is Task.EMBED:
                 found.update(self.names)
             elif (head := self.heads.get(task) or self.heads.get(Task.CLASSIFY)) is not None:
@@ -132,6 +139,12 @@ class Pooler:
         if self.scorer.late:
             return self.scorer(unit(vectors, tokens, self.scorer.store.dtype), pairs)
         return self.scorer(unit(vectors) if self.normalize else vectors, pairs)
+
+    def _label_scores(self, task: Task, hidden: Tensor, labels: LabelTensors) -> Tensor:
+        score = self.heads[task].score_labels
+        if score is None:
+            raise ValueError(f"the head for {task.value} reads no labels")
+        return score(hidden, labels)
 
     def _values(
         self, key: _ValuesKey, hidden: Tensor, batch: Batch, done: dict[_ValuesKey, Tensor]

@@ -176,7 +176,8 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
         return
     with watch.timed("graphs"):
         max_tokens, has_skip = settings.max_num_batched_tokens, spec.pooling.after is not None
-        warmup.capture_graphs(runner, runner.graphs, spec.tasks[0], longest, max_tokens, has_skip=has_skip)
+        task = Task.EMBED if spec.reads_labels else spec.tasks[0]
+        warmup.capture_graphs(runner, runner.graphs, task, longest, max_tokens, has_skip=has_skip)
         if runner.decode is not None and generates:
             with torch.inference_mode():
                 warmup.capture_decode_graphs(runner.decode, warm_up_keys(settings.max_num_seqs))

@@ -16,9 +16,9 @@ from sentence_transformers.sentence_transformer import modules
 from torch import nn
 
 from penstock.config import PoolerConfig
-from penstock.types import Task
+from penstock.types import TEXT_MARK, Task
 from tests.checkpoints import wordpiece_tokenizer
-from tests.parity import decoders, encoders
+from tests.parity import decoders, encoders, labelled
 from tests.parity.encoders import Settings, reference_terms
 from tests.parity.reference import (
     FAMILIES,
@@ -51,6 +51,8 @@ class Question:
     options: dict[str, Any] = field(default_factory=dict)  # of the engine
     overrides: Settings = field(default_factory=dict)
     segments: list[int] | None = None
+    marks: list[int] | None = None  # of rows with labels: which tokens stand for labels and words
+    num_labels: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Subject:
 def subjects() -> Iterator[Subject]:
     yield from _classics()
     yield from _encoders()
+    yield from _labelled()
     yield from _decoders()
     yield Subject("static", "StaticEmbedding", Task.EMBED, "sentence-transformers", _ask_static)
 
@@ -200,6 +203,46 @@ def _ask_encoder(name: str, task: Task, folder: Path) -> Question:
     if task is Task.EMBED:
         return Question(folder, model, rows, partial(pooled, rows=rows), overrides=case.overrides)
     return _headed(folder, model, rows, task)
+
+
+# Models that read labels from the prompt.
+
+_NUM_LABELS = 3
+_LABELLED = {
+    ("gliner", "markerV0"): ("markerV0", "deberta-v2"),
+    ("gliner", "token-level"): ("token_level", "deberta-v2"),
+    ("gliner", "modernbert"): ("markerV0", "modernbert"),
+    ("GLiClass", "deberta"): ("simple", "deberta-v2"),
+    ("GLiClass", "modernbert"): ("weighted-dot", "modernbert"),
+}
+
+
+def _labelled() -> Iterator[Subject]:
+    for (family, layout), (mode, kind) in _LABELLED.items():
+        task = Task.ENTITIES if family == "gliner" else Task.ZERO_SHOT
+        ask = _ask_gliner if family == "gliner" else _ask_gliclass
+        yield Subject(family, layout, task, "its published description", partial(ask, mode, kind))
+
+
+def _ask_gliner(mode: str, kind: str, folder: Path) -> Question:
+    written = labelled.write_gliner(folder, mode, kind, SCALE)
+    rows, marks = labelled.make_rows(written, ("<<ENT>>", "<<SEP>>"), _NUM_LABELS, TEXT_MARK)
+    answer = partial(labelled.entity_scores, rows=rows, marks=marks)
+    return Question(
+        folder, written.model, rows, answer, marks=[m for row in marks for m in row], num_labels=_NUM_LABELS
+    )
+
+
+def _ask_gliclass(scorer: str, kind: str, folder: Path) -> Question:
+    written = labelled.write_gliclass(folder, kind, SCALE, prompt_first=True, scorer_type=scorer)
+    rows, marks = labelled.make_rows(written, ("<<LABEL>>", "<<SEP>>"), _NUM_LABELS, 0)
+    for row in marks:
+        row[0] = TEXT_MARK  # the first token is pooled
+    ids = (written.token("<<LABEL>>"), written.token("<<SEP>>"))
+    answer = partial(labelled.label_scores, rows=rows, ids=ids)
+    return Question(
+        folder, written.model, rows, answer, marks=[m for row in marks for m in row], num_labels=_NUM_LABELS
+    )
 
 
 # Decoders.
