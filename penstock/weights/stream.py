@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.checkpoint.files import weight_files
 from penstock.errors import ModelLoadError
+from penstock.weights.files import open_file
 
 _FP8 = torch.float8_e4m3fn
 _SCALES = "_scale_inv"  # ends the name of an fp8 tensor's scales
@@ -79,23 +79,14 @@ class WeightSource(ABC):
 
 
 class SafetensorsSource(WeightSource):
-    """Reads `model.safetensors` or the shards in its index, without loading whole files."""
+    """Reads a folder's weight files without loading whole files. Pickles are converted to safetensors."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._folder = folder
-        self._shards = [self._open(file) for file in _files(folder)]
-        self._tensors = {_modern(key): (shard, key) for shard in self._shards for key in shard.keys()}  # noqa: SIM118
+        files = [open_file(file) for file in _files(folder)]
+        self._tensors = {_modern(tensor.key): tensor for file in files for tensor in file.tensors}
         self._unread = set(self._tensors)
-
-    @staticmethod
-    def _open(file: Path) -> safe_open:
-        try:
-            return safe_open(str(file), framework="pt", device="cpu")
-        except FileNotFoundError:
-            raise ModelLoadError(f"{file} is missing, but model.safetensors.index.json names it") from None
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{file} is not a readable safetensors file: {error}") from None
 
     def has(self, name: str) -> bool:
         return name in self._tensors
@@ -103,22 +94,16 @@ class SafetensorsSource(WeightSource):
     def check(self, name: str, shape: Sequence[int]) -> None:
         if name not in self._tensors:
             raise ModelLoadError(f"{self._folder} has no tensor {name!r}, which this model needs")
-        shard, key = self._tensors[name]
-        stored = shard.get_slice(key).get_shape()
-        if tuple(stored) != tuple(shape):
+        stored = self._tensors[name].shape
+        if stored != tuple(shape):
             raise ModelLoadError(
                 f"tensor {name!r} has shape {list(stored)}, but config.json asks for {list(shape)}"
             )
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         self.check(name, shape)
-        shard, key = self._tensors[name]
-        try:
-            tensor: Tensor = shard.get_tensor(key)
-        except SafetensorError as error:
-            raise ModelLoadError(f"tensor {name!r} in {self._folder} cannot be read: {error}") from None
         self._unread.discard(name)
-        return tensor
+        return self._tensors[name].read()
 
     def prefix_of(self, *names: str) -> str:
         for name in names:
@@ -179,13 +164,9 @@ def open_weights(
 def _files(folder: Path) -> list[Path]:
     if files := weight_files(folder):
         return files
-    if (folder / "pytorch_model.bin").is_file():
-        raise ModelLoadError(
-            f"{folder} has only pytorch_model.bin, a pickle, which is not supported; convert it to "
-            "model.safetensors"
-        )
     raise ModelLoadError(
-        f"{folder} has no model.safetensors; use --load-format dummy to run with random weights"
+        f"{folder} has no model.safetensors and no pytorch_model.bin; use --load-format dummy to run with "
+        "random weights"
     )
 
 

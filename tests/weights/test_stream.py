@@ -171,12 +171,6 @@ def test_a_folder_without_weights_suggests_dummy_weights(tmp_path: Path) -> None
         source(tmp_path)
 
 
-def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(ModelLoadError, match=r"only pytorch_model\.bin, a pickle"):
-        source(tmp_path)
-
-
 def test_dummy_weights_follow_their_seed() -> None:
     def draw(seed: int) -> Tensor:
         weights = DummySource(seed, torch.float32, CPU)
