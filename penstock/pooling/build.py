@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -207,11 +208,11 @@ def _dense(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Dense:
-    weights = open_weights(spec.path / dense.folder, load_format, seed, dtype, device)
-    weight = weights.take("linear.weight", dense.out_features, dense.in_features)
-    bias = weights.take("linear.bias", dense.out_features) if dense.bias else None
-    residual = None
-    if dense.residual and dense.in_features != dense.out_features:
-        residual = Linear(weights.take("residual.weight", dense.out_features, dense.in_features), None)
-    weights.check_all_read(())
+    with closing(open_weights(spec.path / dense.folder, load_format, seed, dtype, device)) as weights:
+        weight = weights.take("linear.weight", dense.out_features, dense.in_features)
+        bias = weights.take("linear.bias", dense.out_features) if dense.bias else None
+        residual = None
+        if dense.residual and dense.in_features != dense.out_features:
+            residual = Linear(weights.take("residual.weight", dense.out_features, dense.in_features), None)
+        weights.check_all_read(())
     return Dense(Linear(weight, bias, dense.activation), residual, dense.residual)

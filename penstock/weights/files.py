@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.checkpoint.files import PICKLES
 from penstock.errors import ModelLoadError
+from penstock.weights.bulk import Part
 from penstock.weights.dtypes import DTYPES
 from penstock.weights.pickles import converted, load_pickle
 
@@ -27,6 +28,10 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | None  # None: PyTorch has no such format
     offset: int  # bytes from the beginning of the file
     size: int  # bytes
+
+    @property
+    def part(self) -> Part:
+        return Part(self.file.path, self.offset, self.size)
 
     def read(self) -> Tensor:
         """The tensor in memory that is mapped from the file."""
