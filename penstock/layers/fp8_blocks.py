@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,13 +41,6 @@ def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
     return BlockQuantized(values, torch.cat(rows))
 
 
-class StoredWeight(NamedTuple):
-    """The weight of a module in a checkpoint."""
-
-    module: str
-    in_blocks: bool
-
-
 class ExpertStack:
     """The weights of all experts in one tensor, filled in place, so that no layer is in memory twice."""
 
@@ -70,21 +62,17 @@ class ExpertStack:
         else:
             self.all = torch.empty(shape, dtype=weights.dtype, device=device)
 
-    def fill(self, stored: Sequence[StoredWeight]) -> None:
-        """Read the weights of all experts, in the order of experts and halves. Those that are stored as they
-        are kept are read together."""
-        shape, names = (self.outputs, self.inputs), [f"{weight.module}.weight" for weight in stored]
-        if isinstance(self.all, Tensor) and not any(weight.in_blocks for weight in stored):
-            self.weights.fill(self.all, [Wanted(name, shape) for name in names])
-        elif isinstance(self.all, BlockQuantized) and all(weight.in_blocks for weight in stored):
-            self.weights.fill(self.all.values, [Wanted(name, shape) for name in names])
-            self.weights.fill(
-                self.all.scales, [Wanted(f"{name}_scale_inv", self.scale_shape) for name in names]
-            )
-        else:
-            for number, (name, weight) in enumerate(zip(names, stored, strict=True)):
-                read = read_blocks if weight.in_blocks else read_plain_weight
-                self.put(*divmod(number, self.halves), read(self.weights, name, *shape))
+    def fill(self, modules: Sequence[str]) -> None:
+        """Read the weights of all experts together, in the order of experts and halves. They have to be
+        stored as they are kept: all of them in fp8 blocks, or none."""
+        names = [f"{module}.weight" for module in modules]
+        wanted = [Wanted(name, (self.outputs, self.inputs)) for name in names]
+        if isinstance(self.all, Tensor):
+            self.weights.fill(self.all, wanted)
+            return
+        end = "_scale_inv" if self.weights.has(f"{names[0]}_scale_inv") else "_scale"
+        self.weights.fill(self.all.values, wanted)
+        self.weights.fill(self.all.scales, [Wanted(name + end, self.scale_shape) for name in names])
 
     def fill_joined(self, wanted: Wanted) -> None:
         """Read one tensor that holds the weights of all experts."""

@@ -28,7 +28,7 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
-from penstock.layers.fp8_blocks import ExpertStack, StoredWeight, supports_fp8_blocks
+from penstock.layers.fp8_blocks import ExpertStack, read_blocks, read_plain_weight, supports_fp8_blocks
 from penstock.weights.stream import Wanted
 
 ROUTING_SIZES = (1, 17, 33, 65, 129)  # tokens; each compiles another form of the routing kernel
@@ -175,5 +175,13 @@ def read_experts(
         modules = [
             f"{prefix}{expert}.{part}_proj" for expert in range(shape.num_experts) for part in projections
         ]
-        stacks[name].fill([StoredWeight(module, build.is_stored_in_blocks(module)) for module in modules])
+        in_blocks = [build.is_stored_in_blocks(module) for module in modules]
+        if all(in_blocks) if blocks else not any(in_blocks):
+            stacks[name].fill(modules)
+            continue
+        halves, outputs, inputs = sizes[name]
+        for number, module in enumerate(modules):
+            read = read_blocks if in_blocks[number] else read_plain_weight
+            part = read(weights, f"{module}.weight", outputs, inputs)
+            stacks[name].put(*divmod(number, halves), part)
     return stacks["gate_up"].all, stacks["down"].all

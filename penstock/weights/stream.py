@@ -51,6 +51,10 @@ class WeightSource(ABC):
         """Raise if the tensor `name` is known to be missing or to have another shape. Reads no values."""
         return
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The stored shape of the tensor `name`; None if it is missing or not known."""
+        return None
+
     @abstractmethod
     def prefix_of(self, *names: str) -> str:
         """The prefix, such as "bert.", of the first of `names` that the checkpoint has."""
@@ -127,6 +131,9 @@ class SafetensorsSource(WeightSource):
             raise ModelLoadError(
                 f"tensor {name!r} has shape {list(stored)}, but config.json asks for {list(shape)}"
             )
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self._tensors[name].shape if name in self._tensors else None
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         self.check(name, shape)
@@ -252,13 +259,14 @@ def _batches(tensors: Iterable[StoredTensor], max_bytes: int | None) -> Iterator
 
 
 def _check_format(name: str, stored: torch.dtype, *, is_fp8: bool) -> None:
-    """Refuse fp8 where none is expected, and anything else where it is."""
+    """Refuse quantised values where none are expected, and anything but fp8 where it is."""
     if is_fp8 and stored != _FP8:
         raise ModelLoadError(f"tensor {name!r} has scales, but is stored as {stored}, not {_FP8}")
-    if not is_fp8 and stored == _FP8:
+    if not is_fp8 and (stored == _FP8 or not stored.is_floating_point):
+        form = "in fp8" if stored == _FP8 else f"as {stored}"
         raise ModelLoadError(
-            f"tensor {name!r} is stored in fp8, but quantization_config in config.json does not cover it "
-            "or this model cannot use it"
+            f"tensor {name!r} is stored {form}, but quantization_config in config.json does not cover "
+            "it or this model cannot use it"
         )
 
 

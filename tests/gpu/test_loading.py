@@ -10,8 +10,7 @@ import torch
 
 from penstock.weights.bulk import BulkReader
 from penstock.weights.stream import SafetensorsSource
-from tests.weights.test_bulk import some_tensors
-from tests.weights.test_stream import write_shards
+from tests.weights.samples import some_tensors, write_shards
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -13,16 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.blockwise import BlockQuantized
-from penstock.layers.fp8_blocks import ExpertStack, StoredWeight
+from penstock.layers.fp8_blocks import ExpertStack
 from penstock.weights import stream
 from penstock.weights.bulk import BulkReader, Part
 from penstock.weights.stream import SafetensorsSource, Wanted
-from tests.weights.test_stream import write_shards
+from tests.weights.samples import EXPERTS, FP8, INPUTS, OUTPUTS, some_tensors, write_shards
 
 CPU = torch.device("cpu")
-FP8 = torch.float8_e4m3fn
-EXPERTS, OUTPUTS, INPUTS = 3, 136, 256  # the blocks of a weight: 2 × 2
 
 
 @pytest.fixture
@@ -77,30 +74,6 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path, reader: BulkReader) -> Non
         reader.fill(torch.zeros(1), [Part(tmp_path / "gone", 0, 4)])
 
 
-def some_tensors() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    experts = {}
-    for number in range(EXPERTS):
-        for part in ("gate", "up"):
-            name = f"experts.{number}.{part}_proj.weight"
-            experts[name] = draw(OUTPUTS, INPUTS).to(FP8)
-            experts[f"{name}_scale_inv"] = draw(2, 2).abs().bfloat16()
-            experts[name.replace("experts", "plain")] = draw(OUTPUTS, INPUTS).bfloat16()
-    return experts | {
-        "q": draw(6, 50),
-        "k": draw(2, 50).bfloat16(),
-        "v": draw(3, 50).half(),
-        "one": draw(1)[0],
-        "none": draw(0, 50),
-        "fp8": draw(4, 4).to(FP8),
-        "ids": torch.arange(7),
-    }
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tensors = list(some_tensors().items())
@@ -129,6 +102,8 @@ def test_formats_and_shapes_are_checked_before_bytes_are_read(folder: Path, read
     for ask in (lambda: bulk.take("fp8", 4, 4), lambda: bulk.fuse(["fp8"], 4, 4)):
         with pytest.raises(ModelLoadError, match="'fp8' is stored in fp8"):
             ask()
+    with pytest.raises(ModelLoadError, match=r"'ids' is stored as torch\.int64"):
+        bulk.take("ids", 7)
     with pytest.raises(ModelLoadError, match="'q' has scales, but is stored as torch"):
         bulk.fill(torch.empty((6, 50), dtype=FP8), [Wanted("q", (6, 50))])
     with pytest.raises(ModelLoadError, match="'q' has shape"):
@@ -146,33 +121,24 @@ def test_tensors_that_were_filled_count_as_read(folder: Path, reader: BulkReader
 
 
 @pytest.mark.parametrize("has_reader", [True, False])
-@pytest.mark.parametrize("kind", ["blocks", "plain", "mixed"])
+@pytest.mark.parametrize("stored", ["experts", "plain"])
 def test_a_stack_of_experts_holds_each_weight_in_its_place(
-    folder: Path, reader: BulkReader, kind: str, has_reader: bool
+    folder: Path, reader: BulkReader, stored: str, has_reader: bool
 ) -> None:
     source = SafetensorsSource(folder, torch.bfloat16, CPU, reader if has_reader else None)
-    stored = [
-        StoredWeight(f"{'experts' if blocks else 'plain'}.{number}.{part}_proj", blocks)
-        for number in range(EXPERTS)
-        for part in ("gate", "up")
-        for blocks in [kind == "blocks" or (kind == "mixed" and part == "up")]
-    ]
-    stack = ExpertStack(EXPERTS, 2, OUTPUTS, INPUTS, source, blocks=kind == "blocks")
-    stack.fill(stored)
+    modules = [f"{stored}.{number}.{part}_proj" for number in range(EXPERTS) for part in ("gate", "up")]
+    stack = ExpertStack(EXPERTS, 2, OUTPUTS, INPUTS, source, blocks=stored == "experts")
+    stack.fill(modules)
     tensors = some_tensors()
-    for number, weight in enumerate(stored):
+    for number, module in enumerate(modules):
         expert, half = divmod(number, 2)
-        rows = slice(half * OUTPUTS, (half + 1) * OUTPUTS)
-        values = tensors[f"{weight.module}.weight"].float()
-        if isinstance(stack.all, BlockQuantized):
-            assert torch.equal(stack.all.values[expert, rows].float(), values)
-            scales = tensors[f"{weight.module}.weight_scale_inv"].float()
-            assert torch.equal(stack.all.scales[expert, 2 * half : 2 * half + 2], scales)
+        rows, wanted = slice(half * OUTPUTS, (half + 1) * OUTPUTS), tensors[f"{module}.weight"]
+        if isinstance(stack.all, Tensor):
+            assert torch.equal(stack.all[expert, rows], wanted)
             continue
-        if weight.in_blocks:
-            scales = tensors[f"{weight.module}.weight_scale_inv"].float()
-            values *= scales.repeat_interleave(128, 0)[:OUTPUTS].repeat_interleave(128, 1)
-        assert torch.equal(stack.all[expert, rows], values.bfloat16())
+        assert torch.equal(stack.all.values[expert, rows].float(), wanted.float())
+        scales = tensors[f"{module}.weight_scale_inv"].float()
+        assert torch.equal(stack.all.scales[expert, 2 * half : 2 * half + 2], scales)
 
 
 def test_experts_in_one_tensor_fill_the_stack(tmp_path: Path, reader: BulkReader) -> None:
