@@ -172,7 +172,7 @@ def _logged_progress(model: str) -> Any:
     """A progress bar that writes lines to the log, for output that is no terminal."""
     from tqdm.auto import tqdm
 
-    class LoggedProgress(tqdm):  # type: ignore[type-arg]
+    class LoggedProgress(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             options |= {"file": io.StringIO(), "mininterval": _LOG_INTERVAL_S, "disable": False}
             options.pop("name", None)

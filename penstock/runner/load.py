@@ -210,11 +210,11 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     _check_layers(spec, settings)
     sizes = spec.sizes
     check_memory(sizes, 1 if settings.quantization else dtype.itemsize, _total_bytes(device))
-    if settings.load_format != "dummy":
-        check_weight_files(spec.path, sizes)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     tokens = () if spec.score is None else spec.score.tokens
     with closing(open_weights(spec.path, settings.load_format, settings.seed, dtype, device)) as weights:
+        if settings.load_format != "dummy":
+            check_weight_files(spec.path, sizes)
         return build_model(
             spec.architecture,
             spec.config,

@@ -52,7 +52,7 @@ class _Buffer:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes = _staging_memory(size, device)
-        self.view = memoryview(self.bytes.numpy())
+        self.view: memoryview = self.bytes.numpy().data
         self.copied = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
         self.is_used = False
 
