@@ -195,7 +195,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe(config: EngineConfig) -> ModelSpec:
     """Find the model and read everything that its files say."""
-    folder = find(config.model, config.revision)
+    folder = find(config.model, config.revision, config.download_dir)
     native = config.model_impl != "transformers"
     with usable_values(folder):
         spec = read_spec(

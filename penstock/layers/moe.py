@@ -29,6 +29,7 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8_blocks import ExpertStack, read_blocks, read_plain_weight, supports_fp8_blocks
+from penstock.weights.stream import Wanted
 
 ROUTING_SIZES = (1, 17, 33, 65, 129)  # tokens; each compiles another form of the routing kernel
 
@@ -167,15 +168,20 @@ def read_experts(
     }
     if not weights.has(prefix + "0.gate_proj.weight"):
         for name, (halves, outputs, inputs) in sizes.items():
-            joined = weights.read_plain(f"{prefix}{name}_proj", (shape.num_experts, halves * outputs, inputs))
-            for expert, both in enumerate(joined):
-                for half, part in enumerate(both.chunk(halves)):
-                    stacks[name].put(expert, half, part)
+            joined = Wanted(f"{prefix}{name}_proj", (shape.num_experts, halves * outputs, inputs))
+            stacks[name].fill_joined(joined)
         return stacks["gate_up"].all, stacks["down"].all
-    for expert in range(shape.num_experts):
-        for part, name, half in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", 0)):
-            _, outputs, inputs = sizes[name]
-            module = f"{prefix}{expert}.{part}_proj"
-            read = read_blocks if build.is_stored_in_blocks(module) else read_plain_weight
-            stacks[name].put(expert, half, read(weights, f"{module}.weight", outputs, inputs))
+    for name, projections in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        modules = [
+            f"{prefix}{expert}.{part}_proj" for expert in range(shape.num_experts) for part in projections
+        ]
+        in_blocks = [build.is_stored_in_blocks(module) for module in modules]
+        if all(in_blocks) if blocks else not any(in_blocks):
+            stacks[name].fill(modules)
+            continue
+        halves, outputs, inputs = sizes[name]
+        for number, module in enumerate(modules):
+            read = read_blocks if in_blocks[number] else read_plain_weight
+            part = read(weights, f"{module}.weight", outputs, inputs)
+            stacks[name].put(*divmod(number, halves), part)
     return stacks["gate_up"].all, stacks["down"].all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -237,9 +238,10 @@ def _module(
         return unit
     if isinstance(module, DenseSpec):
         return _dense(spec, module, load_format, seed, device)
-    weights = open_weights(spec.root_path / module.folder, load_format, seed, torch.float32, device)
-    norm = LayerNorm(weights.take("norm.weight", module.size), weights.take("norm.bias", module.size))
-    weights.check_all_read(())
+    source = open_weights(spec.root_path / module.folder, load_format, seed, torch.float32, device)
+    with closing(source) as weights:
+        norm = LayerNorm(weights.take("norm.weight", module.size), weights.take("norm.bias", module.size))
+        weights.check_all_read(())
     return norm
 
 
@@ -251,11 +253,11 @@ def _dense(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Dense:
-    weights = open_weights(spec.root_path / dense.folder, load_format, seed, dtype, device)
-    weight = weights.take("linear.weight", dense.out_features, dense.in_features)
-    bias = weights.take("linear.bias", dense.out_features) if dense.bias else None
-    residual = None
-    if dense.residual and dense.in_features != dense.out_features:
-        residual = Linear(weights.take("residual.weight", dense.out_features, dense.in_features), None)
-    weights.check_all_read(())
+    with closing(open_weights(spec.root_path / dense.folder, load_format, seed, dtype, device)) as weights:
+        weight = weights.take("linear.weight", dense.out_features, dense.in_features)
+        bias = weights.take("linear.bias", dense.out_features) if dense.bias else None
+        residual = None
+        if dense.residual and dense.in_features != dense.out_features:
+            residual = Linear(weights.take("residual.weight", dense.out_features, dense.in_features), None)
+        weights.check_all_read(())
     return Dense(Linear(weight, bias, dense.activation), residual, dense.residual)

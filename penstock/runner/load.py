@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -225,20 +225,19 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     _check_layers(spec, settings)
     sizes = spec.sizes
     check_memory(sizes, 1 if settings.quantization else dtype.itemsize, _total_bytes(device))
-    weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
-    if settings.load_format != "dummy":
-        check_weight_files(spec.path, sizes)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
-    build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
     tokens = () if spec.score is None else spec.score.tokens
-    return build_model(
-        spec.architecture,
-        spec.config,
-        build,
-        splade=splade,
-        score_tokens=tokens,
-        generates=settings.generates,
-    )
+    with closing(open_weights(spec.path, settings.load_format, settings.seed, dtype, device)) as weights:
+        if settings.load_format != "dummy":
+            check_weight_files(spec.path, sizes)
+        return build_model(
+            spec.architecture,
+            spec.config,
+            LayerBuilder(weights, settings.quantization, settings.unquantized_layers),
+            splade=splade,
+            score_tokens=tokens,
+            generates=settings.generates,
+        )
 
 
 def _static_model(
@@ -253,8 +252,9 @@ def _static_model(
     check_memory(spec.sizes, torch.float32.itemsize, _total_bytes(device))
     if settings.load_format == "dummy":
         static = msgspec.structs.replace(static, has_mapping=False, has_weights=False, rows=static.vocab_size)
-    weights = open_weights(spec.path, settings.load_format, settings.seed, torch.float32, device)
-    return build_static_model(static, weights)
+    source = open_weights(spec.path, settings.load_format, settings.seed, torch.float32, device)
+    with closing(source) as weights:
+        return build_static_model(static, weights)
 
 
 def _total_bytes(device: torch.device) -> int:

@@ -58,6 +58,9 @@ class MergedSource(WeightSource):
     def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
         self._inner.check_all_read(ignored_tensors)
 
+    def close(self) -> None:
+        self._inner.close()
+
     def has_adapters(self, name: str) -> bool:
         return self._inner.has(_part_name(name, "0.lora_A"))
 
