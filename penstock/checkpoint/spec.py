@@ -35,6 +35,7 @@ from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import LateSpec, read_late
 from penstock.checkpoint.limits import max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, read_pooling
+from penstock.checkpoint.quantization import stored_format, with_quantization
 from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
 from penstock.checkpoint.sizes import ModelSizes, read_sizes
@@ -179,10 +180,11 @@ def read_spec(
     config = read_json(config_file) | overrides
     architecture = read_architecture(config_file, config, native=native)
     if native:
-        config = text_tower(architecture, config_file, config)
+        config = with_quantization(folder, text_tower(architecture, config_file, config))
     family = architecture.family
     if native:
         read_sizes(config_file, family, config)
+        stored_format(config)  # refuses formats that are not supported
     files = read_files(folder, config, overrides)
     hidden_size = files.integer(*family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)

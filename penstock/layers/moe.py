@@ -28,7 +28,7 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
-from penstock.layers.fp8_blocks import ExpertStack, read_blocks, read_plain_weight, supports_fp8_blocks
+from penstock.layers.fp8_blocks import ExpertStack, supports_fp8_blocks
 
 ROUTING_SIZES = (1, 17, 33, 65, 129)  # tokens; each compiles another form of the routing kernel
 
@@ -155,7 +155,8 @@ def read_experts(
     """(gate and up, down) of all experts. Most files have tensors per expert; in some all experts share one.
 
     Weights stay in fp8 blocks if the checkpoint or `--quantization` has them so and the device can multiply
-    them. A CPU does so only for weights that `--quantization` quantised here, for comparison.
+    them. A CPU does so only for weights that `--quantization` quantised here, for comparison. Other quantised
+    forms are dequantised.
     """
     weights, width = build.weights, shape.intermediate
     stored, wanted = build.is_stored_in_blocks(prefix + "0.gate_proj"), build.precision(prefix) == "fp8"
@@ -165,7 +166,7 @@ def read_experts(
     stacks = {
         name: ExpertStack(shape.num_experts, *size, weights, blocks=blocks) for name, size in sizes.items()
     }
-    if not weights.has(prefix + "0.gate_proj.weight"):
+    if not build.has_weight(prefix + "0.gate_proj"):
         for name, (halves, outputs, inputs) in sizes.items():
             joined = weights.read_plain(f"{prefix}{name}_proj", (shape.num_experts, halves * outputs, inputs))
             for expert, both in enumerate(joined):
@@ -176,6 +177,5 @@ def read_experts(
         for part, name, half in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", 0)):
             _, outputs, inputs = sizes[name]
             module = f"{prefix}{expert}.{part}_proj"
-            read = read_blocks if build.is_stored_in_blocks(module) else read_plain_weight
-            stacks[name].put(expert, half, read(weights, f"{module}.weight", outputs, inputs))
+            stacks[name].put(expert, half, build.expert_weight(module, outputs, inputs))
     return stacks["gate_up"].all, stacks["down"].all

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.checkpoint.families import find_architecture
-from penstock.checkpoint.quantization import block_format
+from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sizes import read_sizes
 from penstock.errors import ModelLoadError
 from penstock.types import Task
@@ -62,8 +62,12 @@ def build_model(
     if found.family.default_head_dim is not None:
         config["head_dim"] = sizes.head_dim
     head = found.head
-    if (stored := block_format(config)) is not None:
-        build.has_block_format = stored.covers
+    unread: tuple[str, ...] = ()
+    if (stored := stored_format(config)) is not None:
+        build.stored = importlib.import_module("penstock.weights.quantized").QuantizedReader(
+            build.weights, stored
+        )
+        unread = stored.unread_tensors
     if splade:
         head = Task.SPARSE
     elif score_tokens:
@@ -82,5 +86,5 @@ def build_model(
         heads.add_token_head(model, build, config, score_tokens)
     if generates:
         heads.add_language_head(model, build, config)
-    build.weights.check_all_read(model.ignored_tensors)
+    build.weights.check_all_read((*model.ignored_tensors, *unread))
     return model

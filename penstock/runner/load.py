@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.checkpoint.files import usable_values
+from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
@@ -209,10 +210,13 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
 
     _check_layers(spec, settings)
     sizes = spec.sizes
-    check_memory(sizes, 1 if settings.quantization else dtype.itemsize, _total_bytes(device))
+    stored = stored_format(spec.config)
+    min_bits = 8 if stored is None else min(stored.min_bits, 8)
+    is_small = settings.quantization is not None or (stored is not None and device.type == "cuda")
+    check_memory(sizes, min_bits / 8 if is_small else dtype.itemsize, _total_bytes(device))
     weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
     if settings.load_format != "dummy":
-        check_weight_files(spec.path, sizes)
+        check_weight_files(spec.path, sizes, min_bits)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
     tokens = () if spec.score is None else spec.score.tokens

@@ -39,6 +39,10 @@ class WeightSource(ABC):
         """Raise if the tensor `name` is known to be missing or to have another shape. Reads no values."""
         return
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The stored shape of the tensor `name`; None if it is missing or not known."""
+        return None
+
     @abstractmethod
     def prefix_of(self, *names: str) -> str:
         """The prefix, such as "bert.", of the first of `names` that the checkpoint has."""
@@ -70,10 +74,11 @@ class WeightSource(ABC):
     def read_plain(self, name: str, shape: Sequence[int]) -> Tensor:
         """As `read`, for a tensor without scales."""
         tensor = self.read(name, shape)
-        if tensor.dtype == _FP8:
+        if tensor.dtype == _FP8 or not tensor.is_floating_point():
+            stored = "in fp8" if tensor.dtype == _FP8 else f"as {tensor.dtype}"
             raise ModelLoadError(
-                f"tensor {name!r} is stored in fp8, but quantization_config in config.json does not cover it "
-                "or this model cannot use it"
+                f"tensor {name!r} is stored {stored}, but quantization_config in config.json does not cover "
+                "it or this model cannot use it"
             )
         return tensor
 
@@ -103,12 +108,17 @@ class SafetensorsSource(WeightSource):
     def check(self, name: str, shape: Sequence[int]) -> None:
         if name not in self._tensors:
             raise ModelLoadError(f"{self._folder} has no tensor {name!r}, which this model needs")
-        shard, key = self._tensors[name]
-        stored = shard.get_slice(key).get_shape()
-        if tuple(stored) != tuple(shape):
+        stored = self.shape_of(name) or ()
+        if stored != tuple(shape):
             raise ModelLoadError(
                 f"tensor {name!r} has shape {list(stored)}, but config.json asks for {list(shape)}"
             )
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        if name not in self._tensors:
+            return None
+        shard, key = self._tensors[name]
+        return tuple(shard.get_slice(key).get_shape())
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         self.check(name, shape)
