@@ -11,6 +11,7 @@ from penstock.checkpoint.files import CheckpointFiles, optional_json
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 _HEAD = "lm_head.weight"
+_HEADS = (_HEAD, "lm_head.weight_packed", "lm_head.qweight")  # the others: of quantised checkpoints
 
 
 def eos_token_ids(files: CheckpointFiles) -> tuple[int, ...]:
@@ -36,10 +37,11 @@ def why_not_generate(folder: Path, architecture: Architecture, config: Mapping[s
 def _has_head(folder: Path) -> bool:
     """Some checkpoints are saved without the head of their architecture. Without weights, assume it."""
     if (where := optional_json(folder / "model.safetensors.index.json").get("weight_map")) is not None:
-        return _HEAD in where
+        return any(head in where for head in _HEADS)
     file = folder / "model.safetensors"
     if not file.is_file():
         return True
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-        return f'"{_HEAD}"'.encode() in opened.read(min(size, _MAX_HEADER_BYTES))
+        header = opened.read(min(size, _MAX_HEADER_BYTES))
+        return any(f'"{head}"'.encode() in header for head in _HEADS)

@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.activation import ACTIVATION_CODES, bias_act_
-from penstock.kernels.int4 import HALF_RANGE, PackedInt4, can_pack, dequantize_int4, int4_matmul, pack_int4
-from penstock.kernels.language import use_kernel
+from penstock.kernels.int4 import (
+    HALF_RANGE,
+    INT4_TILES,
+    PackedInt4,
+    can_pack,
+    dequantize_int4,
+    int4_matmul,
+    pack_int4,
+)
+from penstock.kernels.language import is_precompiling, use_kernel
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.weights.quantized import IntGroups
@@ -70,6 +78,10 @@ class Int4Linear:
         return out if residual is None else out + residual
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if is_precompiling():  # every form that a step may use
+            for _, tile in INT4_TILES:
+                int4_matmul(x, self.weight, bias, tile)
+            dequantize_int4(self.weight, self.scratch.take(self.out_features, self.in_features))
         if len(x) <= MAX_KERNEL_ROWS:
             return int4_matmul(x, self.weight, bias)
         weight = dequantize_int4(self.weight, self.scratch.take(self.out_features, self.in_features))
