@@ -92,6 +92,8 @@ class StoredFormat:
         ".weight_format",
     )
 
+    notes: tuple[str, ...] = ()  # options of the checkpoint that are not used, for the log
+
     def weight_of(self, module: str) -> StoredWeight | None:
         return next((rule.weight for rule in self.rules if rule.matches(module)), None)
 
@@ -128,7 +130,13 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
     read = _METHODS.get(method) if isinstance(method, str) else None
     if read is None:
         raise _unsupported("quant_method", method, ", ".join(sorted(_METHODS)))
-    return read(options)
+    return replace(read(options), notes=tuple(_notes(options)))
+
+
+def _notes(options: Mapping[str, Any]) -> Iterable[str]:
+    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        if options.get(key):
+            yield f"{key} in quantization_config is not used: keys and values stay in the model's precision"
 
 
 def _fp8(options: Mapping[str, Any]) -> StoredFormat:

@@ -101,9 +101,7 @@ def join_int4(parts: Sequence[IntGroups]) -> tuple[PackedInt4, Tensor | None] | 
     for part in parts:
         if part.bits != 4 or len(part.scales) != groups or not can_pack(inputs, groups):
             return None
-        if (part.group_of is None) is not (first.group_of is None):
-            return None
-        if part.group_of is not None and not torch.equal(part.group_of, first.group_of):
+        if not _have_same_order(part, first):
             return None
     codes = torch.cat([part.codes for part in parts])
     order = None
@@ -121,6 +119,12 @@ def join_int4(parts: Sequence[IntGroups]) -> tuple[PackedInt4, Tensor | None] | 
     if zeros is not None and bool((zeros == HALF_RANGE).all()):
         zeros = None  # GPTQ stores them for symmetric weights too
     return pack_int4(codes, scales, zeros), order
+
+
+def _have_same_order(part: IntGroups, other: IntGroups) -> bool:
+    if part.group_of is None or other.group_of is None:
+        return part.group_of is other.group_of
+    return torch.equal(part.group_of, other.group_of)
 
 
 def _zeros(part: IntGroups) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from penstock.layers.batch import Batch
     from penstock.layers.build import LayerBuilder
     from penstock.layers.head import TaskHead
+
+
+log = logging.getLogger("penstock.load")
 
 
 class Model(Protocol):
@@ -68,6 +72,8 @@ def build_model(
             build.weights, stored
         )
         unread = stored.unread_tensors
+        for note in stored.notes:
+            log.info("%s", note)
     if splade:
         head = Task.SPARSE
     elif score_tokens:

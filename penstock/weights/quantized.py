@@ -147,7 +147,9 @@ class QuantizedReader:
     def _int8(self, module: str, outputs: int, inputs: int, stored: StoredWeight) -> IntGroups:
         values = self._take(f"{module}.weight", torch.int8, (outputs, inputs))
         groups = _num_groups(module, inputs, stored)
-        shapes = [(1,), (), (1, 1)] if stored.scope == "tensor" else [(outputs, groups)]
+        shapes: list[tuple[int, ...]] = (
+            [(1,), (), (1, 1)] if stored.scope == "tensor" else [(outputs, groups)]
+        )
         if stored.scope == "channel":
             shapes.append((outputs,))
         scales = self._floats(f"{module}.weight_scale", *shapes)

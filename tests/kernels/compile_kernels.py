@@ -227,6 +227,7 @@ def launch_matmul_kernels() -> None:
     grouped = int4.pack_int4(codes, scales, x(2, 512, dtype=torch.uint8))
     for tokens in (1, 100):
         int4.int4_matmul(x(tokens, 256), grouped, x(512))
+    int4.int4_matmul(x(1, 256), int4.pack_int4(codes, scales, None))
     int4.int4_matmul(x(1, 256, dtype=torch.float16), int4.pack_int4(codes, x(8, 512), None))
     int4.dequantize_int4(grouped, x(512, 256))
     options = {"chosen": 8, "normalize": True, "act": "silu"}
