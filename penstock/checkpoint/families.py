@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.unsupported import why_unsupported
 from penstock.errors import ModelLoadError
 from penstock.types import Task
 
@@ -69,7 +70,9 @@ class Family:
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
-    score_prompts: tuple[str, ...] = ()  # names in checkpoint/score.py that its rerankers were trained with
+    score_prompts: tuple[
+        str, ...
+    ] = ()  # names in checkpoint/rerankers.py that its rerankers were trained with
     instruction_template: str | None = None  # with {instruction}; precedes every text
     embed_mark: str | None = None  # mean pooling starts after this text
     is_listwise: bool = False  # scores a whole list of documents in one row
@@ -120,7 +123,10 @@ _NOMIC_KEYS = ConfigKeys(
     trained_positions="max_trained_positions",
 )
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
-_QWEN3: dict[str, Any] = {"score_prompts": ("qwen3-reranker",), "default_head_dim": 128}
+_QWEN3: dict[str, Any] = {
+    "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
+    "default_head_dim": 128,
+}
 _RECORDS = (
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
@@ -166,7 +172,7 @@ _RECORDS = (
         score_prompts=("nemotron-rerank",),
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
-    _decoder("mistral", "Mistral", "decoder:mistral"),
+    _decoder("mistral", "Mistral", "decoder:mistral", score_prompts=("ctxl-rerank-v2",)),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
@@ -263,7 +269,7 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     if name == COLBERT_CLASS:
         backbone = FAMILIES.get(str(config.get("model_type")))
         if backbone is None:
-            raise _unsupported(f"{name} on model_type {config.get('model_type')!r}")
+            raise _unsupported(f"{name} on model_type {config.get('model_type')!r}", name, config)
         return Architecture(name, backbone)
     if name in FAMILIES:
         return Architecture(name, FAMILIES[name])
@@ -274,7 +280,7 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         head = CLASS_SUFFIXES[suffix]
         if head is None or head in family.heads:
             return Architecture(name, family, suffix)
-    raise _unsupported(repr(name))
+    raise _unsupported(repr(name), name, config)
 
 
 def _any_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
@@ -308,11 +314,12 @@ def _named(file: Path, config: Mapping[str, Any]) -> str:
     return name
 
 
-def _unsupported(what: str) -> ModelLoadError:
+def _unsupported(what: str, name: str, config: Mapping[str, Any]) -> ModelLoadError:
     prefixes = ", ".join(f"{prefix}*" for prefix in sorted(f.class_prefix for f in FAMILIES.values()))
     return ModelLoadError(
-        f"architecture {what} is not supported; supported: {prefixes}, where * is one of "
-        f"{', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others that transformers knows",
+        f"architecture {what} is not supported because {why_unsupported(name, config)}; supported: "
+        f"{prefixes}, where * is one of {', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others "
+        "that transformers knows",
         param="model",
     )
 
