@@ -300,7 +300,7 @@ class QuantizedReader:
                 f"{' or '.join(map(str, accepted))}",
                 param="model",
             )
-        return tensor if keep else tensor.to(self.weights.device)
+        return tensor.cpu() if keep else tensor.to(self.weights.device)
 
     def _json(self, name: str) -> dict[str, object]:
         length = self.weights.shape_of(name) or (0,)
