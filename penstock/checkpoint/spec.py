@@ -40,6 +40,7 @@ from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.layout import QueryRoute, read_layout
 from penstock.checkpoint.limits import max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, check_widths, read_pooling, static_pooling
+from penstock.checkpoint.quantization import stored_format, with_quantization
 from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score, why_not_score
 from penstock.checkpoint.sizes import ModelSizes, read_sizes, table_sizes
@@ -241,13 +242,14 @@ def read_spec(
     config = read_model_config(layout.folder) | overrides
     architecture = read_architecture(config_file, config, native=native)
     if native:
-        config = text_tower(architecture, config_file, config)
+        config = with_quantization(layout.folder, text_tower(architecture, config_file, config))
     if Task.ZERO_SHOT in architecture.family.heads:
         config = encoder_config(config_file, config)
     family = architecture.family
     files = read_files(layout, config, overrides)
     if native:
         read_sizes(config_file, family, config)
+        stored_format(config)  # refuses formats that are not supported
     hidden_size = files.integer(*family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)

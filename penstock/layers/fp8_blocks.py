@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in fp8 blocks: kept as blocks, or dequantised as they are read."""
+"""Weights that a checkpoint stores in fp8, in blocks or with a scale for each output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from penstock.kernels.blockwise import GROUP, BlockQuantized, dequantize_blocks, quantize_blocks
 from penstock.kernels.language import cdiv, use_kernel
-from penstock.kernels.quantize import FP8
+from penstock.kernels.quantize import FP8, Quantized
+from penstock.weights.quantized import ScaledFp8
 from penstock.weights.stream import Wanted, WeightSource
 
 
@@ -23,13 +24,9 @@ def supports_fp8_blocks(device: torch.device) -> bool:
 def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> BlockQuantized:
     """Read the tensor `name` and its scales to the model's device."""
     values = weights.read_fp8(name, (outputs, inputs)).to(weights.device)
-    scales = weights.read(f"{name}_scale_inv", (cdiv(outputs, GROUP), cdiv(inputs, GROUP)))
+    scale = f"{name}_scale_inv" if weights.has(f"{name}_scale_inv") else f"{name}_scale"
+    scales = weights.read(scale, (cdiv(outputs, GROUP), cdiv(inputs, GROUP)))
     return BlockQuantized(values, scales.to(dtype=torch.float32, device=weights.device))
-
-
-def read_plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) -> Tensor:
-    """Read a weight that is not stored in blocks; it stays on the device that it was read to."""
-    return weights.read_plain(name, (outputs, inputs))
 
 
 def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
@@ -39,6 +36,12 @@ def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
         return BlockQuantized(values, torch.cat([part.scales for part in parts]))
     rows = [part.scales.repeat_interleave(GROUP, dim=0)[: len(part.values)] for part in parts]
     return BlockQuantized(values, torch.cat(rows))
+
+
+def join_rows(parts: Sequence[ScaledFp8]) -> Quantized:
+    """Concatenate weights with a scale for each output."""
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+    return Quantized(values, torch.cat([part.scales for part in parts]))
 
 
 class ExpertStack:

@@ -158,9 +158,8 @@ def add_token_head(
 
 def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
     """The weight of the language-model head: the word table if the two are tied."""
-    name = "lm_head.weight"
-    tied = config.get("tie_word_embeddings", not build.weights.has(name))
-    return words if tied else build.weights.take(name, *words.shape)
+    tied = config.get("tie_word_embeddings", not build.has_weight("lm_head"))
+    return words if tied else build.plain_weight("lm_head", *words.shape)
 
 
 def add_language_head(model: WordTable, build: LayerBuilder, config: Mapping[str, Any]) -> None:

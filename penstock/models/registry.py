@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.checkpoint.families import find_architecture
-from penstock.checkpoint.quantization import block_format
+from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sizes import read_sizes
 from penstock.errors import ModelLoadError
 from penstock.types import Task
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from penstock.layers.batch import Batch
     from penstock.layers.build import LayerBuilder
     from penstock.layers.head import TaskHead
+
+
+log = logging.getLogger("penstock.load")
 
 
 class Model(Protocol):
@@ -62,8 +66,14 @@ def build_model(
     if found.family.default_head_dim is not None:
         config["head_dim"] = sizes.head_dim
     head = found.head
-    if (stored := block_format(config)) is not None:
-        build.has_block_format = stored.covers
+    unread: tuple[str, ...] = ()
+    if (stored := stored_format(config)) is not None:
+        build.stored = importlib.import_module("penstock.weights.quantized").QuantizedReader(
+            build.weights, stored
+        )
+        unread = stored.unread_tensors
+        for note in stored.notes:
+            log.info("%s", note)
     if splade:
         head = Task.SPARSE
     elif score_tokens:
@@ -82,5 +92,5 @@ def build_model(
         heads.add_token_head(model, build, config, score_tokens)
     if generates:
         heads.add_language_head(model, build, config)
-    build.weights.check_all_read(model.ignored_tensors)
+    build.weights.check_all_read((*model.ignored_tensors, *unread))
     return model

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from penstock.checkpoint.files import usable_values
+from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
@@ -224,12 +225,15 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
         return _static_model(spec, spec.static, settings, device)
     _check_layers(spec, settings)
     sizes = spec.sizes
-    check_memory(sizes, 1 if settings.quantization else dtype.itemsize, _total_bytes(device))
+    stored = stored_format(spec.config)
+    min_bits = 8 if stored is None else min(stored.min_bits, 8)
+    is_small = settings.quantization is not None or (stored is not None and device.type == "cuda")
+    check_memory(sizes, min_bits / 8 if is_small else dtype.itemsize, _total_bytes(device))
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     tokens = () if spec.score is None else spec.score.tokens
     with closing(open_weights(spec.path, settings.load_format, settings.seed, dtype, device)) as weights:
         if settings.load_format != "dummy":
-            check_weight_files(spec.path, sizes)
+            check_weight_files(spec.path, sizes, min_bits)
         return build_model(
             spec.architecture,
             spec.config,

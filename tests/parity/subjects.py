@@ -18,7 +18,7 @@ from torch import nn
 from penstock.config import PoolerConfig
 from penstock.types import TEXT_MARK, Task
 from tests.checkpoints import wordpiece_tokenizer
-from tests.parity import decoders, encoders, labelled
+from tests.parity import decoders, encoders, labelled, quantized
 from tests.parity.encoders import Settings, reference_terms
 from tests.parity.reference import (
     FAMILIES,
@@ -71,6 +71,7 @@ def subjects() -> Iterator[Subject]:
     yield from _labelled()
     yield from _decoders()
     yield Subject("static", "StaticEmbedding", Task.EMBED, "sentence-transformers", _ask_static)
+    yield from _quantized()
 
 
 # Answers of a reference.
@@ -314,3 +315,19 @@ def _ask_nemotron(folder: Path) -> Question:
         return (model.score(pooled).float() / 0.2).numpy()  # type: ignore[no-any-return]
 
     return Question(folder, model, decoders.ROWS, answer)
+
+
+# Quantised checkpoints, compared with the weights that they stand for.
+
+
+def _quantized() -> Iterator[Subject]:
+    for name, stored in quantized.FORMATS.items():
+        family = "qwen3_moe" if stored.family is quantized.EXPERTS else "qwen3"
+        ask = partial(_ask_quantized, name)
+        yield Subject(family, f"quantised-{name}", Task.TOKEN_EMBED, "transformers, dequantised", ask)
+
+
+def _ask_quantized(name: str, folder: Path) -> Question:
+    stored, plain = quantized.write_quantized(name, folder)
+    model = decoders.open_backbone(quantized.FORMATS[name].family, plain)
+    return Question(stored, model, decoders.ROWS, partial(tokens_of, rows=decoders.ROWS))
