@@ -29,7 +29,7 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForProcessRewardModel": Task.REWARD,
 }
 _ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
-_DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE})
+_DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE, Task.SPARSE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class ConfigKeys:
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
     trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
+    projected_size: str | None = None  # width of the states of a model that projects them; None: hidden_size
 
 
 # For architectures that only transformers knows.
@@ -126,6 +127,7 @@ _RECORDS = (
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
+    _decoder("eurobert", "EuroBert", "eurobert:eurobert", attends_both_ways=True, heads=_ENCODER_HEADS),
     _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
     _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
     _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),
@@ -144,7 +146,7 @@ _RECORDS = (
         "GPT2",
         "gpt2:gpt2",
         keys=_GPT2_KEYS,
-        heads=_DECODER_HEADS - {Task.REWARD},
+        heads=_DECODER_HEADS - {Task.REWARD, Task.SPARSE},
         has_rotary_positions=False,
     ),
     _encoder("gte", "Gte", "gte:gte", has_rotary_positions=True),
@@ -166,16 +168,34 @@ _RECORDS = (
         score_prompts=("nemotron-rerank",),
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
+    _decoder("ministral3", "Ministral3", "decoder:ministral3", default_head_dim=128),
     _decoder("mistral", "Mistral", "decoder:mistral"),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
     _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS, has_rotary_positions=True),
     _decoder("phi3", "Phi3", "decoder:phi3"),
+    _decoder(
+        "bidirectional_pplx_qwen3",
+        "PPLXQwen3",
+        "decoder:qwen3",
+        attends_both_ways=True,
+        heads=frozenset(),
+        default_head_dim=128,
+    ),
     _decoder("qwen2", "Qwen2", "decoder:qwen2", score_prompts=("mxbai-rerank-v2",)),
     _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3),
     _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
+    _decoder(
+        "VoyageQwen3BidirectionalEmbed",
+        "VoyageQwen3BidirectionalEmbed",
+        "decoder:voyage",
+        attends_both_ways=True,
+        keys=ConfigKeys(projected_size="num_labels"),
+        heads=frozenset(),
+        default_head_dim=128,
+    ),
     _encoder(
         "xlm-roberta",
         "XLMRoberta",

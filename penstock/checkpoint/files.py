@@ -16,6 +16,7 @@ from penstock.errors import ModelLoadError
 
 TRANSFORMER_MODULES = ("Transformer", "MLMTransformer")
 MASK_MODULE = "MultiVectorMask"
+QUANTIZER_MODULE = "FlexibleQuantizer"  # of pplx-embed
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 40 MB
 WEIGHT_INDEX = "model.safetensors.index.json"
 _KNOWN_MODULES = (
@@ -26,6 +27,7 @@ _KNOWN_MODULES = (
     "Normalize",
     "Dropout",
     "LogitScore",
+    QUANTIZER_MODULE,
     MASK_MODULE,
 )
 

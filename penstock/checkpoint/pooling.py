@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.checkpoint.dense import DenseSpec, read_dense
 from penstock.checkpoint.families import Architecture
-from penstock.checkpoint.files import CheckpointFiles
+from penstock.checkpoint.files import QUANTIZER_MODULE, CheckpointFiles
 from penstock.config import PoolerConfig
 from penstock.errors import ModelLoadError
 
@@ -46,6 +46,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     dense: tuple[DenseSpec, ...] = ()
     normalize: bool = False
     after: str | None = None  # the mean starts after this text
+    quantizes: bool = False  # a component x becomes the integer round(127 · tanh(x)), as in pplx-embed
 
 
 def read_pooling(
@@ -93,6 +94,11 @@ def is_pooling_type(pooler: PoolerConfig, kind: str) -> bool:
 def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
     methods: tuple[str, ...] = ("mean",)
     include_prompt, normalize, dense = True, False, []
+    quantizes = files.has_module(QUANTIZER_MODULE)
+    if quantizes and files.modules[-1].kind != QUANTIZER_MODULE:
+        raise ModelLoadError(
+            f"{files.folder / 'modules.json'} has a module after {QUANTIZER_MODULE}, which is not supported"
+        )
     for module in files.modules:
         if module.kind == "Pooling":
             values = files.module_config(module)
@@ -107,7 +113,7 @@ def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
             dense.append(read_dense(files.folder, module.path))
         elif module.kind == "Normalize":
             normalize = True
-    return PoolingSpec(methods, include_prompt, tuple(dense), normalize)
+    return PoolingSpec(methods, include_prompt, tuple(dense), normalize, quantizes=quantizes)
 
 
 def _methods(values: Mapping[str, Any], file: Path) -> tuple[str, ...]:

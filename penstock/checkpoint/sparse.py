@@ -1,4 +1,4 @@
-"""How a model makes sparse weights: SPLADE from a masked-language head, or BGE-M3's lexical layer."""
+"""How a model makes sparse weights: SPLADE from a language head, or BGE-M3's lexical layer."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def read_sparse(
     """None for a model without sparse weights."""
     module = next(files.modules_of("SpladePooling"), None)
     if module is not None or is_pooling_type(pooler, SPLADE):
-        if not architecture.is_masked_language_model or Task.SPARSE not in architecture.family.heads:
+        has_head = architecture.is_masked_language_model or architecture.has_language_head
+        if not has_head or Task.SPARSE not in architecture.family.heads:
             raise ModelLoadError(
-                f"SPLADE needs a masked-language model, such as BertForMaskedLM; {architecture.name} is none",
+                "SPLADE needs a masked-language model, such as BertForMaskedLM, or a decoder with a "
+                f"language-model head, such as Qwen3ForCausalLM; {architecture.name} is neither",
                 param="model",
             )
         return SparseSpec("splade") if module is None else _splade(files.module_config(module))

@@ -92,6 +92,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Why a row cannot be spread over several steps; None if it can."""
         if not self.is_causal:
             return f"{self.architecture} is not causal: a token's state depends on later tokens"
+        if Task.SPARSE in self.tasks:
+            return "sparse weights need the whole row in one step"
         if self.pooling.methods in (("last",), ("mean",), ("mean_sqrt_len",)):
             return None
         return f"{' + '.join(self.pooling.methods)} pooling needs the whole row in one step"
@@ -185,6 +187,7 @@ def read_spec(
         read_sizes(config_file, family, config)
     files = read_files(folder, config, overrides)
     hidden_size = files.integer(*family.keys.hidden_size)
+    width = hidden_size if family.keys.projected_size is None else files.integer(family.keys.projected_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
     sparse = read_sparse(files, architecture, pooler)
@@ -203,8 +206,8 @@ def read_spec(
         max_positions=positions,
         hidden_size=hidden_size,
         num_layers=optional_integer(config, *family.keys.num_layers),
-        embed_dim=pooling.dense[-1].out_features if pooling.dense else hidden_size * len(pooling.methods),
-        token_dim=hidden_size if late is None else late.dim,
+        embed_dim=pooling.dense[-1].out_features if pooling.dense else width * len(pooling.methods),
+        token_dim=width if late is None else late.dim,
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=pooling,

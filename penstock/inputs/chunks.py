@@ -148,6 +148,8 @@ class Chunker:
             return f"it pools by {' + '.join(pooling.methods)}, and late chunks are means of token vectors"
         if pooling.dense:
             return "it has Dense modules after the pooling"
+        if pooling.quantizes:
+            return "it quantises vectors after the pooling"
         return None if Task.TOKEN_EMBED in self.spec.tasks else "it has no task 'token_embed'"
 
     def _prompt_tokens(self, options: InputOptions) -> Ints | None:

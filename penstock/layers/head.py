@@ -15,6 +15,7 @@ class TaskHead:
     method: str
     project: Callable[[Tensor], Tensor]  # [n, hidden] → [n, outputs]
     outputs: int
+    pools_outputs: bool = False  # every token is projected, and the outputs are pooled
 
 
 class Stack:

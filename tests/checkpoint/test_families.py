@@ -79,7 +79,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "EmbeddingGemma2Model": {"architectures": ["EmbeddingGemma2Model"], "text_config": {"hidden_size": 8}},
     "NVEmbedModel": {"architectures": ["NVEmbedModel"], "hidden_size": 64},
     "BertForQuestionAnswering": BERT_CONFIG | {"architectures": ["BertForQuestionAnswering"]},
-    "Ministral3Model": {"architectures": ["Ministral3Model"], "is_causal": "perhaps"},
+    "MambaModel": {"architectures": ["MambaModel"], "is_causal": "perhaps"},
     "GPT2ForRewardModel": {"architectures": ["GPT2ForRewardModel"], "model_type": "gpt2"},
     "whisper": {"architectures": [], "model_type": "whisper"},
     "electra": {"model_type": "electra", "hidden_size": "wide"},

@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.config import PoolerConfig
 from penstock.types import Task
-from tests.parity import decoders, encoders
+from tests.parity import decoders, embedders, encoders
 from tests.parity.encoders import Settings, reference_terms
 from tests.parity.reference import (
     FAMILIES,
@@ -65,6 +65,7 @@ def subjects() -> Iterator[Subject]:
     yield from _classics()
     yield from _encoders()
     yield from _decoders()
+    yield from _embedders()
 
 
 # Answers of a reference.
@@ -199,6 +200,9 @@ _DECODERS = {
     "llama": "llama",
     "mistral": "mistral",
     "ministral": "ministral",
+    "ministral3": "ministral3",
+    "eurobert": "eurobert",
+    "pplx": "bidirectional_pplx_qwen3",
     "gemma3": "gemma3_text",
     "gemma3-causal-lm": "gemma3",
     "embeddinggemma": "gemma3_text",
@@ -254,3 +258,24 @@ def _ask_nemotron(folder: Path) -> Question:
         return (model.score(pooled).float() / 0.2).numpy()  # type: ignore[no-any-return]
 
     return Question(folder, model, decoders.ROWS, answer)
+
+
+# Embedders whose code is published with their weights.
+
+_EMBEDDERS = {"voyage": "VoyageQwen3BidirectionalEmbed"}
+
+
+def _embedders() -> Iterator[Subject]:
+    for name, embedder in embedders.EMBEDDERS.items():
+        for task in (Task.EMBED, Task.TOKEN_EMBED):
+            yield Subject(
+                _EMBEDDERS[name], name, task, "its published code", partial(_ask_published, embedder, task)
+            )
+
+
+def _ask_published(embedder: embedders.Embedder, task: Task, folder: Path) -> Question:
+    def answer(model: Any) -> Vectors:
+        states = model.token_states(decoders.ROWS)
+        return np.concatenate(states) if task is Task.TOKEN_EMBED else unit(embedder.pooled(states))
+
+    return Question(folder, embedder.write(folder), decoders.ROWS, answer, embedder.options)
