@@ -73,6 +73,10 @@ class Family:
     score_prompts: tuple[str, ...] = ()  # names in checkpoint/score.py that its rerankers were trained with
     instruction_template: str | None = None  # with {instruction}; precedes every text
     embed_mark: str | None = None  # mean pooling starts after this text
+    both_ways_key: str | None = None  # its tokens see later ones if config.json has this key
+    adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
+    requires_adapter: bool = False  # each request has to choose one
+    has_own_pooling: bool = False  # its published code pools, whatever modules.json lists
     is_listwise: bool = False  # scores a whole list of documents in one row
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
     generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
@@ -85,6 +89,8 @@ class Family:
             return causal
         if (both_ways := _boolean(config, "use_bidirectional_attention")) is not None:
             return not both_ways
+        if self.both_ways_key is not None and config.get(self.both_ways_key) is not None:
+            return False
         return not self.attends_both_ways
 
 
@@ -159,6 +165,17 @@ _RECORDS = (
         is_listwise=True,
     ),
     _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3", has_rotary_positions=True),
+    _decoder(
+        "jina_embeddings_v5",
+        "JinaEmbeddingsV5",
+        "jina_v5:jina_embeddings_v5",
+        both_ways_key="mask_token_id",  # of EuroBERT, the base of the nano size; the other's base is Qwen3
+        adapters_key="task_names",
+        requires_adapter=True,
+        has_own_pooling=True,
+        heads=frozenset(),
+        pooling="last",
+    ),
     _decoder("llama", "Llama", "decoder:llama"),
     _decoder(
         "llama_bidirec",

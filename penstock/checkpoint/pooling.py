@@ -53,7 +53,7 @@ def read_pooling(
     files: CheckpointFiles, architecture: Architecture, pooler: PoolerConfig, *, is_late: bool
 ) -> PoolingSpec:
     """`is_late`: Dense modules project token vectors of a late-interaction model, not the pooled one."""
-    if files.modules:
+    if files.modules and not architecture.family.has_own_pooling:
         pooling = _from_modules(files, is_late=is_late)
     else:
         pooling = default_pooling(architecture, files.config)

@@ -70,6 +70,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # a request may choose one of them
+    requires_adapter: bool = False  # a request has to
     multi_vector: str | None = None  # BGE-M3's file with the projection of its token vectors
     late: LateSpec | None = None  # one vector per token, compared token by token
     score: ScoreSpec | None = None  # for models that read a query and a document together
@@ -222,7 +223,8 @@ def read_spec(
         score=score,
         reward=read_reward(files, architecture, pooler),
         late=late,
-        adapters=adapter_names(config),
+        adapters=(adapters := adapter_names(config, family.adapters_key)),
+        requires_adapter=family.requires_adapter and bool(adapters),
         instruction_template=family.instruction_template,
         is_causal=is_causal,
         eos_token_ids=eos_token_ids(files),

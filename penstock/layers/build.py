@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class LayerBuilder:
         self.weights = weights
         self.quantization = quantization
         self.unquantized = unquantized
+        self.folder: Path | None = None  # of the checkpoint
         # Whether config.json says that a module's weight is stored in fp8 blocks; None: none is.
         self.has_block_format: Callable[[str], bool] | None = None
 

@@ -1,8 +1,8 @@
 """Decoders: pre-norm, rotary positions, grouped-query attention, gated MLPs.
 
 Llama, Mistral, Ministral3, Phi3, Qwen2, Qwen3 (also with experts), Gemma, Gemma2 and Gemma3 share one wiring
-with flags. So do variants trained with bidirectional attention (embeddinggemma, nemotron-embed, GritLM, pplx-embed,
-voyage-4-nano).
+with flags. So do variants trained with bidirectional attention (embeddinggemma, nemotron-embed, GritLM,
+pplx-embed, voyage-4-nano).
 """
 
 from __future__ import annotations
@@ -278,9 +278,7 @@ def qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 
 def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    bias = bool(config.get("attention_bias"))
-    shape = replace(_qwen_shape(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
-    return _with_head(Decoder(build, shape), build, config, head)
+    return _with_head(Decoder(build, qwen3_shape(config)), build, config, head)
 
 
 class ProjectedDecoder(Decoder):
@@ -297,9 +295,7 @@ class ProjectedDecoder(Decoder):
 
 def voyage(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """voyage-4-nano: a bidirectional Qwen3 that projects every state to `num_labels` numbers."""
-    bias = bool(config.get("attention_bias"))
-    shape = replace(_qwen_shape(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
-    return ProjectedDecoder(build, shape, option(config, "num_labels"))
+    return ProjectedDecoder(build, qwen3_shape(config), option(config, "num_labels"))
 
 
 def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -405,6 +401,11 @@ def _qwen_shape(config: Mapping[str, Any]) -> DecoderShape:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     return _shape(config, window, lambda layer: window is not None and layer >= first)
+
+
+def qwen3_shape(config: Mapping[str, Any]) -> DecoderShape:
+    bias = bool(config.get("attention_bias"))
+    return replace(_qwen_shape(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
 def _shape(

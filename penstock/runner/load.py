@@ -215,6 +215,7 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
         check_weight_files(spec.path, sizes)
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
     build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
+    build.folder = spec.path
     tokens = () if spec.score is None else spec.score.tokens
     return build_model(
         spec.architecture,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,66 @@ def write_voyage(folder: Path) -> Reference:
     return reference
 
 
+TASKS = {"retrieval": (4, False), "text-matching": (4, True), "clustering": (2, False)}  # rank, rsLoRA
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class JinaV5(Reference):
+    """jina-embeddings-v5-text: the adapter of a task is added to the weights that it targets."""
+
+    def __init__(self, body: nn.Module, is_causal: bool, task: str) -> None:
+        super().__init__(body, is_causal)
+        self.task = task
+
+    def apply(self, adapters: dict[str, dict[str, Tensor]]) -> None:  # type: ignore[override]
+        rank, rescaled = TASKS[self.task]
+        scale = 6 / (rank**0.5 if rescaled else rank)
+        for name, module in self.body.named_modules():
+            if isinstance(module, nn.Linear):
+                parts = (adapters[self.task][f"base_model.model.{name}.lora_{x}.weight"] for x in "BA")
+                module.weight.data += scale * torch.matmul(*parts)
+
+
+def write_jina_v5(folder: Path, base: str, task: str = "text-matching") -> Reference:
+    """The reference has the adapter of `task`."""
+    kind, settings = (transformers.Qwen3Model, QWEN3) if base == "Qwen3" else (transformers.EuroBertModel, {})
+    body = kind(kind.config_class(**SIZES | settings)).eval()
+    randomise(body, 0)
+    body.save_pretrained(folder)
+    names = {"architectures": ["JinaEmbeddingsV5Model"], "model_type": "jina_embeddings_v5"}
+    tasks = {"task_names": list(TASKS), "tie_word_embeddings": False}
+    change_config(folder, lambda config: old_form(config) | names | tasks)
+    write_tokenizer(folder)
+    write_modules(folder, ("custom_st.Transformer", "", None))
+    prompts = {"query": "Query: ", "document": "Document: "}
+    file = folder / "config_sentence_transformers.json"
+    file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "document"}))
+    adapters = {name: write_adapter(folder / "adapters" / name, name, body) for name in TASKS}
+    reference = JinaV5(body, base == "Qwen3", task)
+    reference.apply(adapters)
+    return reference
+
+
+def write_adapter(folder: Path, task: str, body: nn.Module) -> dict[str, Tensor]:
+    """As PEFT saves it; returns the tensors."""
+    rank, rescaled = TASKS[task]
+    generator = torch.Generator().manual_seed(len(task))
+    tensors = {}
+    for name, module in body.named_modules():
+        if isinstance(module, nn.Linear):
+            shapes = {"A": (rank, module.in_features), "B": (module.out_features, rank)}
+            for part, shape in shapes.items():
+                values = 0.15 * torch.randn(shape, generator=generator)
+                tensors[f"base_model.model.{name}.lora_{part}.weight"] = values
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "use_rslora": rescaled, "bias": "none"}
+    config |= {"target_modules": list(TARGETS), "modules_to_save": None, "use_dora": False}
+    config |= {"lora_dropout": 0.1, "rank_pattern": {}, "task_type": "FEATURE_EXTRACTION"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return tensors
+
+
 def save(folder: Path, tensors: dict[str, Tensor], linear: nn.Linear | None = None) -> None:
     if linear is not None:
         tensors = tensors | {"linear.weight": linear.weight.data}
@@ -88,10 +149,15 @@ def write_modules(folder: Path, *modules: tuple[str, str, dict[str, Any] | None]
 class Embedder:
     write: Callable[[Path], Reference]  # the checkpoint; returns the reference
     reads_last: bool = False  # the vector is the last state, not the mean
-    options: dict[str, Any] = field(default_factory=dict)  # of the engine
+    overrides: dict[str, Any] = field(default_factory=dict)  # of config.json
 
     def pooled(self, states: list[Vectors]) -> Vectors:
         return np.stack([row[-1] if self.reads_last else row.mean(0) for row in states])
 
 
-EMBEDDERS: dict[str, Embedder] = {"voyage": Embedder(write_voyage)}
+MERGED = {"lora_task": "text-matching"}
+EMBEDDERS: dict[str, Embedder] = {
+    "voyage": Embedder(write_voyage),
+    "jina-v5-small": Embedder(partial(write_jina_v5, base="Qwen3"), reads_last=True, overrides=MERGED),
+    "jina-v5-nano": Embedder(partial(write_jina_v5, base="EuroBert"), reads_last=True, overrides=MERGED),
+}

@@ -262,7 +262,11 @@ def _ask_nemotron(folder: Path) -> Question:
 
 # Embedders whose code is published with their weights.
 
-_EMBEDDERS = {"voyage": "VoyageQwen3BidirectionalEmbed"}
+_EMBEDDERS = {
+    "voyage": "VoyageQwen3BidirectionalEmbed",
+    "jina-v5-small": "jina_embeddings_v5",
+    "jina-v5-nano": "jina_embeddings_v5",
+}
 
 
 def _embedders() -> Iterator[Subject]:
@@ -278,4 +282,4 @@ def _ask_published(embedder: embedders.Embedder, task: Task, folder: Path) -> Qu
         states = model.token_states(decoders.ROWS)
         return np.concatenate(states) if task is Task.TOKEN_EMBED else unit(embedder.pooled(states))
 
-    return Question(folder, embedder.write(folder), decoders.ROWS, answer, embedder.options)
+    return Question(folder, embedder.write(folder), decoders.ROWS, answer, overrides=embedder.overrides)

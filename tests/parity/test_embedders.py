@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ pytest.importorskip("sentence_transformers")
 import torch
 
 from penstock import Engine
-from penstock.errors import ModelLoadError
+from penstock.errors import BadValue, ModelLoadError
 from tests.parity.decoders import FAMILIES, ROWS, reference_states, unit
-from tests.parity.embedders import EMBEDDERS, write_modules
+from tests.parity.embedders import EMBEDDERS, TASKS, write_jina_v5, write_modules
 from tests.parity.reference import cosines
 
 
@@ -27,12 +29,12 @@ def open_engine(folder: Path, **options: Any) -> Engine:
 def test_states_and_vectors_equal_those_of_the_published_code(name: str, tmp_path: Path) -> None:
     embedder = EMBEDDERS[name]
     states = embedder.write(tmp_path).token_states(ROWS)
-    with open_engine(tmp_path, **embedder.options) as engine:
+    with open_engine(tmp_path, hf_overrides=embedder.overrides) as engine:
         ours = np.concatenate(engine.token_embed(ROWS, normalize=False))
         vectors = engine.embed(ROWS)
     np.testing.assert_allclose(ours, np.concatenate(states), atol=2e-5)
     np.testing.assert_allclose(vectors, unit(embedder.pooled(states)), atol=1e-5)
-    with open_engine(tmp_path, dtype="bfloat16", **embedder.options) as engine:
+    with open_engine(tmp_path, dtype="bfloat16", hf_overrides=embedder.overrides) as engine:
         assert cosines(engine.embed(ROWS), vectors).min() >= 0.999
 
 
@@ -74,3 +76,65 @@ def test_a_module_after_the_quantizer_is_refused(tmp_path: Path) -> None:
     folder = write_pplx(tmp_path, TRANSFORMER, POOLING, QUANTIZER, last)
     with pytest.raises(ModelLoadError, match="a module after FlexibleQuantizer"):
         open_engine(folder)
+
+
+@pytest.mark.parametrize("base", ["Qwen3", "EuroBert"])
+def test_each_request_chooses_a_task_adapter_of_jina_embeddings_v5(base: str, tmp_path: Path) -> None:
+    references = {task: write_jina_v5(tmp_path / task, base, task) for task in TASKS}
+    expected = {
+        task: unit(np.stack([states[-1] for states in reference.token_states(ROWS)]))
+        for task, reference in references.items()
+    }
+    with open_engine(tmp_path / "retrieval") as engine:
+        assert engine.spec.adapters == tuple(TASKS) and engine.spec.is_causal == (base == "Qwen3")
+        found = {task: engine.embed(ROWS, adapter=task) for task in TASKS}
+        for task, vectors in expected.items():
+            np.testing.assert_allclose(found[task], vectors, atol=2e-5)
+        assert np.abs(found["retrieval"] - found["clustering"]).max() > 0.1
+        cut = engine.embed(ROWS, adapter="clustering", dimensions=16)
+        np.testing.assert_allclose(cut, unit(expected["clustering"][:, :16]), atol=2e-5)
+        mixed = asyncio.run(_at_once(engine, list(TASKS)))
+        for task, vectors in zip(TASKS, mixed, strict=True):
+            np.testing.assert_allclose(vectors, expected[task], atol=2e-5)
+
+
+async def _at_once(engine: Engine, tasks: list[str]) -> list[Any]:
+    """Rows with different adapters in one step."""
+    calls = (asyncio.to_thread(engine.embed, ROWS, adapter=task) for task in tasks)
+    return await asyncio.gather(*calls)
+
+
+def test_jina_embeddings_v5_refuses_a_request_without_a_task(tmp_path: Path) -> None:
+    write_jina_v5(tmp_path, "EuroBert")
+    with open_engine(tmp_path) as engine:
+        assert engine.spec.prompts == {"query": "Query: ", "document": "Document: "}
+        with pytest.raises(BadValue, match=r"needs an adapter.*retrieval, text-matching, clustering"):
+            engine.embed(["a text"])
+        as_query = engine.embed(["a text"], input_type="query")
+        np.testing.assert_array_equal(
+            as_query, engine.embed(["Query: a text"], prompt="", adapter="retrieval")
+        )
+        with pytest.raises(BadValue, match="adapter 'poetry' is unknown"):
+            engine.embed(["a text"], adapter="poetry")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_dora", True),
+        ("peft_type", "IA3"),
+        ("modules_to_save", ["norm"]),
+        ("rank_pattern", {"q_proj": 8}),
+        ("bias", "all"),
+        ("target_modules", "all-linear"),
+        ("r", 5),
+        ("target_modules", ["q_proj"]),
+    ],
+)
+def test_an_adapter_that_is_not_understood_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
+    write_jina_v5(tmp_path, "EuroBert")
+    file = tmp_path / "adapters/clustering/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    message = {"r": "lora_A.* of shape", "target_modules": "target_modules|does not use"}.get(key, key)
+    with pytest.raises(ModelLoadError, match=message):
+        open_engine(tmp_path)
