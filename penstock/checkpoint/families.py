@@ -76,6 +76,8 @@ class Family:
     both_ways_key: str | None = None  # its tokens see later ones if config.json has this key
     adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
     requires_adapter: bool = False  # each request has to choose one
+    pools_prompt: bool = True  # where no file says whether pooling reads the tokens of a prompt
+    appends_eos: bool = False  # each text ends with the eos token, which its tokenizer does not add
     has_own_pooling: bool = False  # its published code pools, whatever modules.json lists
     is_listwise: bool = False  # scores a whole list of documents in one row
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
@@ -191,6 +193,17 @@ _RECORDS = (
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
     _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS, has_rotary_positions=True),
+    _decoder(
+        "nvembed",
+        "NVEmbed",
+        "nv_embed:nv_embed",
+        attends_both_ways=True,
+        heads=frozenset(),
+        is_nested=True,
+        pools_prompt=False,
+        appends_eos=True,
+        instruction_template="Instruct: {instruction}\nQuery: ",
+    ),
     _decoder("phi3", "Phi3", "decoder:phi3"),
     _decoder(
         "bidirectional_pplx_qwen3",

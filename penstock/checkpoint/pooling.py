@@ -73,7 +73,7 @@ def default_pooling(architecture: Architecture, config: Mapping[str, Any]) -> Po
         return PoolingSpec(methods=(family.causal_pooling,), normalize=True)
     method = pooling_method(str(config.get("pooling", family.pooling)))
     after = family.embed_mark if method == "mean" else None
-    return PoolingSpec(methods=(method,), normalize=True, after=after)
+    return PoolingSpec((method,), include_prompt=family.pools_prompt, normalize=True, after=after)
 
 
 def pooling_method(name: str) -> str:

@@ -24,6 +24,7 @@ from penstock.checkpoint.files import (
     CheckpointFiles,
     mapping,
     optional_integer,
+    optional_json,
     read_files,
     read_json,
     shown,
@@ -67,6 +68,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     is_causal: bool = False  # no token sees a later one
     instruction_template: str | None = None  # with {instruction}; precedes a text
+    text_end: str = ""  # follows every text before it is tokenised
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # a request may choose one of them
@@ -226,6 +228,7 @@ def read_spec(
         adapters=(adapters := adapter_names(config, family.adapters_key)),
         requires_adapter=family.requires_adapter and bool(adapters),
         instruction_template=family.instruction_template,
+        text_end=_eos_text(files) if family.appends_eos else "",
         is_causal=is_causal,
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(folder, architecture, config),
@@ -245,6 +248,15 @@ def _text(files: CheckpointFiles, key: str) -> str | None:
         file = files.folder / "config_sentence_transformers.json"
         raise ModelLoadError(f"{file} has {key} = {shown(value)}; it has to be a string", param="model")
     return value
+
+
+def _eos_text(files: CheckpointFiles) -> str:
+    file = files.folder / "tokenizer_config.json"
+    token = optional_json(file).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ModelLoadError(f"{file} has no eos_token, which ends each text for this model", param="model")
+    return text
 
 
 def _prompts(files: CheckpointFiles) -> dict[str, str]:

@@ -64,6 +64,11 @@ class Chunker:
                 "chunking 'mean' embeds the whole text; leave truncate_prompt_tokens out",
                 param="truncate_prompt_tokens",
             )
+        if self.spec.text_end:
+            raise NotPossible(
+                f"chunking is not possible for {self.spec.name}: a token has to end each of its texts",
+                param="chunking",
+            )
         if chunking.chunking == "late" and (reason := self._why_not_late()):
             raise NotPossible(
                 f"chunking 'late' is not possible for {self.spec.name}: {reason}", param="chunking"

@@ -242,7 +242,7 @@ def llama_bidirectional(build: LayerBuilder, config: Mapping[str, Any], head: Ta
 
 
 def mistral(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    return _with_head(Decoder(build, _mistral_shape(config)), build, config, head)
+    return _with_head(Decoder(build, mistral_shape(config)), build, config, head)
 
 
 def ministral3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -265,7 +265,7 @@ def ministral3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None
 
 def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Mistral, trained to embed with bidirectional attention and without its window."""
-    shape = _mistral_shape(config)
+    shape = mistral_shape(config)
     if not shape.causal:
         reach = shape.reach - 1 if shape.reach and all(shape.sliding) else None
         shape = replace(shape, sliding=(False,) * shape.layers, generate_reach=reach)
@@ -392,7 +392,7 @@ def llama_shape(config: Mapping[str, Any]) -> DecoderShape:
     return replace(shape, qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
 
 
-def _mistral_shape(config: Mapping[str, Any]) -> DecoderShape:
+def mistral_shape(config: Mapping[str, Any]) -> DecoderShape:
     window = config.get("sliding_window", 4096)
     return _shape(config, window, lambda layer: window is not None)
 

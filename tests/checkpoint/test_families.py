@@ -77,7 +77,6 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "WhisperForConditionalGeneration": {"architectures": ["WhisperForConditionalGeneration"]},
     "CLIPModel": {"architectures": ["CLIPModel"], "text_config": {}, "vision_config": {}},
     "EmbeddingGemma2Model": {"architectures": ["EmbeddingGemma2Model"], "text_config": {"hidden_size": 8}},
-    "NVEmbedModel": {"architectures": ["NVEmbedModel"], "hidden_size": 64},
     "BertForQuestionAnswering": BERT_CONFIG | {"architectures": ["BertForQuestionAnswering"]},
     "MambaModel": {"architectures": ["MambaModel"], "is_causal": "perhaps"},
     "GPT2ForRewardModel": {"architectures": ["GPT2ForRewardModel"], "model_type": "gpt2"},

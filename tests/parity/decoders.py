@@ -197,10 +197,11 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Qwen's way: nothing before a text, the end of text after it."""
+def write_tokenizer(folder: Path, frame: str = "$A </s>") -> None:
+    """Qwen's way, unless `frame` says another: nothing before a text, the end of text after it."""
     tokenizer = byte_level_bpe()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    special = [("<s>", 0), ("</s>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=special)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, model_max_length=LIMIT, pad_token="<pad>", eos_token="</s>"
     ).save_pretrained(folder)

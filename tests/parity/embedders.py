@@ -127,6 +127,66 @@ def write_adapter(folder: Path, task: str, body: nn.Module) -> dict[str, Tensor]
     return tensors
 
 
+class NVEmbed(Reference):
+    """NV-Embed: states attend to latent vectors, then pass a feed-forward block with a gate."""
+
+    LATENTS, HEADS, HEAD_DIM = 10, 4, 24
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__(body)
+        hidden, inner = SIZES["hidden_size"], self.HEADS * self.HEAD_DIM
+        self.latents = nn.Parameter(torch.empty(self.LATENTS, hidden))
+        self.norm, self.norm_context, self.norm_mlp = (nn.LayerNorm(hidden) for _ in range(3))
+        self.to_q = nn.Linear(hidden, inner, bias=False)
+        self.to_kv = nn.Linear(hidden, 2 * inner, bias=False)
+        self.to_out = nn.Linear(inner, hidden, bias=False)
+        self.first, self.second = nn.Linear(hidden, 8 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def states(self, row: list[int]) -> Tensor:
+        states = super().states(row)
+        key, value = self.to_kv(self.norm_context(self.latents)).chunk(2, dim=-1)
+        query = self.to_q(self.norm(states))
+        split = (x.view(len(x), self.HEADS, self.HEAD_DIM).transpose(0, 1) for x in (query, key, value))
+        mixed = nn.functional.scaled_dot_product_attention(*split).transpose(0, 1).flatten(1)
+        states = self.to_out(mixed) + states
+        up, gate = self.first(self.norm_mlp(states)).chunk(2, dim=-1)
+        out: Tensor = self.second(up * nn.functional.gelu(gate)) + states
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Under their published names."""
+        first, second = (f"latent_attention_model.cross_attend_blocks.{i}." for i in range(2))
+        parts = {
+            "embedding_model.": self.body,
+            first + "norm.": self.norm,
+            first + "norm_context.": self.norm_context,
+            first + "fn.to_q.": self.to_q,
+            first + "fn.to_kv.": self.to_kv,
+            first + "fn.to_out.": self.to_out,
+            second + "norm.": self.norm_mlp,
+            second + "fn.net.0.": self.first,
+            second + "fn.net.2.": self.second,
+        }
+        named = {p + name: value for p, part in parts.items() for name, value in part.state_dict().items()}
+        return named | {"latent_attention_model.latents": self.latents.data}
+
+
+def write_nv_embed(folder: Path) -> Reference:
+    body = transformers.MistralModel(transformers.MistralConfig(**SIZES | {"sliding_window": None})).eval()
+    reference = NVEmbed(body)
+    randomise(reference, 0)
+    body.save_pretrained(folder)
+    save(folder, reference.tensors())
+    latent = {"num_latents_value": 10, "num_cross_heads": 4, "cross_dim_head": 24, "output_normalize": True}
+    latent |= {"hidden_dim": SIZES["hidden_size"], "latent_dim": SIZES["hidden_size"]}
+    outer = {"architectures": ["NVEmbedModel"], "model_type": "nvembed", "add_eos": True, "mask_type": "b"}
+    outer |= {"is_mask_instruction": True, "padding_side": "right", "latent_attention_config": latent}
+    text = {"sliding_window": 16, "model_type": "bidir_mistral"}  # the published code attends without it
+    change_config(folder, lambda config: outer | {"text_config": old_form(config) | text})
+    write_tokenizer(folder, "<s> $A")
+    return reference
+
+
 def save(folder: Path, tensors: dict[str, Tensor], linear: nn.Linear | None = None) -> None:
     if linear is not None:
         tensors = tensors | {"linear.weight": linear.weight.data}
@@ -158,6 +218,7 @@ class Embedder:
 MERGED = {"lora_task": "text-matching"}
 EMBEDDERS: dict[str, Embedder] = {
     "voyage": Embedder(write_voyage),
+    "nv-embed": Embedder(write_nv_embed),
     "jina-v5-small": Embedder(partial(write_jina_v5, base="Qwen3"), reads_last=True, overrides=MERGED),
     "jina-v5-nano": Embedder(partial(write_jina_v5, base="EuroBert"), reads_last=True, overrides=MERGED),
 }

@@ -264,6 +264,7 @@ def _ask_nemotron(folder: Path) -> Question:
 
 _EMBEDDERS = {
     "voyage": "VoyageQwen3BidirectionalEmbed",
+    "nv-embed": "nvembed",
     "jina-v5-small": "jina_embeddings_v5",
     "jina-v5-nano": "jina_embeddings_v5",
 }

@@ -17,7 +17,7 @@ import torch
 from penstock import Engine
 from penstock.errors import BadValue, ModelLoadError
 from tests.parity.decoders import FAMILIES, ROWS, reference_states, unit
-from tests.parity.embedders import EMBEDDERS, TASKS, write_jina_v5, write_modules
+from tests.parity.embedders import EMBEDDERS, TASKS, write_jina_v5, write_modules, write_nv_embed
 from tests.parity.reference import cosines
 
 
@@ -138,3 +138,33 @@ def test_an_adapter_that_is_not_understood_is_refused_by_name(key: str, value: A
     message = {"r": "lora_A.* of shape", "target_modules": "target_modules|does not use"}.get(key, key)
     with pytest.raises(ModelLoadError, match=message):
         open_engine(tmp_path)
+
+
+def test_nv_embed_ends_texts_and_leaves_the_instruction_out_of_the_mean(tmp_path: Path) -> None:
+    reference = write_nv_embed(tmp_path)
+    with open_engine(tmp_path) as engine:
+        (prompt,) = engine.tokenize(["Instruct: find it\nQuery: "], add_special_tokens=False)
+        (row,) = engine.tokenize(["Instruct: find it\nQuery: a text</s>"])
+        first = 1 + len(prompt)  # of the text
+        assert row[0] == 0 and row[-1] == 2 and row[1 : first - 1] == prompt[:-1]
+        found = engine.embed(["a text"], instruction="find it")
+        plain = engine.embed(["a text"])
+        ids = engine.tokenize(["a text</s>"])
+    (states,) = reference.token_states([row])
+    np.testing.assert_allclose(found, unit(states[None, first:].mean(1)), atol=1e-5)
+    (states,) = reference.token_states(ids)
+    np.testing.assert_allclose(plain, unit(states[None].mean(1)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"latent_attention_config": None}, "latent_attention_config"),
+        ({"latent_attention_config": {"latent_dim": 7}}, "latent_dim = 7"),
+        ({"mask_type": "d"}, "mask_type = 'd'"),
+    ],
+)
+def test_an_nv_embed_of_another_form_is_refused(overrides: Any, message: str, tmp_path: Path) -> None:
+    write_nv_embed(tmp_path)
+    with pytest.raises(ModelLoadError, match=message):
+        open_engine(tmp_path, hf_overrides=overrides)
