@@ -46,7 +46,10 @@ def read_sparse(
                 f"language-model head, such as Qwen3ForCausalLM; {architecture.name} is neither",
                 param="model",
             )
-        return SparseSpec("splade") if module is None else _splade(files.module_config(module))
+        if module is None:
+            return SparseSpec("splade")
+        _check_all_tokens(files)
+        return _splade(files.module_config(module))
     file = _layer_file(files.folder, _LEXICAL_LAYER)
     if file is None or architecture.suffix not in ("Model", "ForMaskedLM"):
         return None
@@ -61,6 +64,21 @@ def multi_vector_file(folder: Path) -> str | None:
 def _layer_file(folder: Path, name: str) -> str | None:
     names = (f"{name}.safetensors", f"{name}.pt")
     return next((file for file in names if (folder / file).is_file()), None)
+
+
+def _check_all_tokens(files: CheckpointFiles) -> None:
+    """Refuse a Transformer module that gives SpladePooling the logits of some tokens only. One that generates
+    keeps those of the last token unless told otherwise."""
+    if files.transformer.get("transformer_task") not in ("text-generation", "any-to-any"):
+        return
+    options = files.transformer.get("processing_kwargs") or {}
+    kept = (options.get("text") or {}).get("logits_to_keep", 1)
+    if kept != 0:
+        raise ModelLoadError(
+            f"the Transformer module in {files.folder} keeps the logits of {kept} tokens, and SpladePooling "
+            "over these is not supported; set processing_kwargs.text.logits_to_keep to 0, for all tokens",
+            param="model",
+        )
 
 
 def _splade(values: Mapping[str, Any]) -> SparseSpec:

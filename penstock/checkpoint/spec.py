@@ -196,6 +196,12 @@ def read_spec(
     sparse = read_sparse(files, architecture, pooler)
     score = read_score(files, architecture, template=score_template, score_labels=pooler.score_labels)
     is_causal = family.is_causal(config)
+    if is_causal and architecture.is_masked_language_model and config.get("is_causal") is None:
+        raise ModelLoadError(
+            f"{architecture.name} predicts masked tokens, but {config_file} does not say whether tokens see "
+            "later ones; set is_causal to true or false with --hf-overrides",
+            param="model",
+        )
     if late is not None and is_causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
     positions = max_positions(family, config, config_file)
@@ -232,7 +238,8 @@ def read_spec(
         is_causal=is_causal,
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(folder, architecture, config),
-        generates_by_default=family.generates_by_default or (not files.modules and score is None),
+        generates_by_default=family.generates_by_default
+        or (not files.modules and score is None and sparse is None),
     )
 
 

@@ -271,6 +271,16 @@ HEADS = {
     "eurobert-mean": Family("EuroBertForSequenceClassification", {"classifier_pooling": "mean"}),
     "eurobert-tokens": Family("EuroBertForTokenClassification"),
 }
+LANGUAGE_HEADS = {  # from which SPLADE takes its weights
+    "eurobert": Family("EuroBertForMaskedLM", {"mlp_bias": True}),
+    "eurobert-tied": Family("EuroBertForMaskedLM", {"tie_word_embeddings": True}, old=True),
+    "qwen3": FAMILIES["qwen3-causal-lm"],
+    "qwen2-looking-ahead": FAMILIES["qwen2-looking-ahead"],
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", {"sliding_window": 16}),
+    "gemma2": Family("Gemma2ForCausalLM", CAPPED),  # caps its logits
+    "phi3": Family("Phi3ForCausalLM"),
+}
 NEMOTRON_RERANKER = Family(  # pools before it projects, and divides by a temperature
     "LlamaForSequenceClassification",
     {"num_labels": 1},

@@ -220,6 +220,8 @@ def _decoders() -> Iterator[Subject]:
             task = Task.TOKEN_CLASSIFY if name.endswith("-tokens") else Task.CLASSIFY
             yield _decoder(name, task, partial(_ask_head, family))
     yield _decoder("nemotron", Task.CLASSIFY, _ask_nemotron)
+    for name, family in decoders.LANGUAGE_HEADS.items():
+        yield _decoder(name, Task.SPARSE, partial(_ask_terms, family))
 
 
 def _decoder(name: str, task: Task, ask: Callable[[Path], Question]) -> Subject:
@@ -244,6 +246,13 @@ def _ask_head(family: decoders.Family, folder: Path) -> Question:
     family.write(folder, **{"num_labels": LABELS} | family.settings)
     model = getattr(transformers, family.model).from_pretrained(folder, dtype=torch.float32).eval()
     return Question(folder, model, decoders.ROWS, partial(logits_of, rows=decoders.ROWS))
+
+
+def _ask_terms(family: decoders.Family, folder: Path) -> Question:
+    family.write(folder)
+    model = getattr(transformers, family.model).from_pretrained(folder, dtype=torch.float32).eval()
+    answer = partial(reference_terms, rows=decoders.ROWS)
+    return Question(folder, model, decoders.ROWS, answer, SPLADE)
 
 
 def _ask_nemotron(folder: Path) -> Question:
