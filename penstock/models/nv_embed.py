@@ -101,8 +101,8 @@ def _folded(build: LayerBuilder, prefix: str, shape: LatentShape) -> tuple[Tenso
         return weights.read_plain(name, size).to(device=device, dtype=torch.float32)
 
     latents = read(_PREFIX + "latents", shape.latents, shape.hidden)
-    norm = [read(f"{prefix}norm_context.{part}", shape.hidden) for part in ("weight", "bias")]
-    context = F.layer_norm(latents, (shape.hidden,), *norm, _EPS)
+    scale, shift = (read(f"{prefix}norm_context.{part}", shape.hidden) for part in ("weight", "bias"))
+    context = F.layer_norm(latents, (shape.hidden,), scale, shift, _EPS)
     both = F.linear(context, read(prefix + "fn.to_kv.weight", 2 * inner, shape.hidden))
     key, value = (part.view(shape.latents, shape.heads, -1) for part in both.chunk(2, dim=-1))
     query = read(prefix + "fn.to_q.weight", inner, shape.hidden).view(shape.heads, shape.head_dim, -1)

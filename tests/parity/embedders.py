@@ -20,7 +20,7 @@ from tests.parity.decoders import SIZES, change_config, old_form, randomise, wri
 from tests.parity.reference import Vectors
 
 WIDTH = 80  # of voyage's projected states
-QWEN3 = {"head_dim": 16}
+HEADS = {"head_dim": 16}
 
 
 class Reference(nn.Module):
@@ -56,7 +56,7 @@ class Voyage(Reference):
 
 
 def write_voyage(folder: Path) -> Reference:
-    body = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES | QWEN3)).eval()
+    body = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES | HEADS)).eval()
     reference = Voyage(body)
     randomise(reference, 0)
     body.save_pretrained(folder)
@@ -89,7 +89,9 @@ class JinaV5(Reference):
 
 def write_jina_v5(folder: Path, base: str, task: str = "text-matching") -> Reference:
     """The reference has the adapter of `task`."""
-    kind, settings = (transformers.Qwen3Model, QWEN3) if base == "Qwen3" else (transformers.EuroBertModel, {})
+    kind, settings = (
+        (transformers.Qwen3Model, HEADS) if base == "Qwen3" else (transformers.EuroBertModel, HEADS)
+    )
     body = kind(kind.config_class(**SIZES | settings)).eval()
     randomise(body, 0)
     body.save_pretrained(folder)
@@ -172,7 +174,9 @@ class NVEmbed(Reference):
 
 
 def write_nv_embed(folder: Path) -> Reference:
-    body = transformers.MistralModel(transformers.MistralConfig(**SIZES | {"sliding_window": None})).eval()
+    body = transformers.MistralModel(
+        transformers.MistralConfig(**SIZES | HEADS | {"sliding_window": None})
+    ).eval()
     reference = NVEmbed(body)
     randomise(reference, 0)
     body.save_pretrained(folder)
