@@ -33,7 +33,7 @@ from penstock.checkpoint.files import (
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.labels import label_count, label_names
-from penstock.checkpoint.late import LateSpec, read_late
+from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.limits import max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, read_pooling
 from penstock.checkpoint.reward import RewardSpec, read_reward
@@ -212,7 +212,7 @@ def read_spec(
         folder=str(folder),
         name=name,
         architecture=architecture.name,
-        config=config,
+        config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
         overrides=overrides,
         max_model_len=max_model_len(files, positions),
         max_positions=positions,
