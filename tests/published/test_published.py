@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from penstock.checkpoint.spec import ModelSpec, read_spec
 from penstock.errors import ModelLoadError
+from penstock.layers.build import LayerBuilder
+from penstock.models.registry import build_model
+from penstock.types import Task
+from penstock.weights.stream import DummySource
 from tests.checkpoints import wordpiece_tokenizer, write_json
 from tests.published.catalog import Published
+from tests.published.decoders import DECODERS
 from tests.published.encoders import ENCODERS
 
-MODELS = (*ENCODERS,)
+MODELS = (*ENCODERS, *DECODERS)
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "dim", "d_model", "pooler_hidden_size"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "hidden_dim", "d_ff", "moe_intermediate_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("head_dim", "d_kv"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_trained_positions"), 96),
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
 SERVED = [model for model in MODELS if model.reads is not None]
 REFUSED = [model for model in MODELS if model.reads is None]
 
@@ -50,6 +67,25 @@ def test_a_model_is_read_as_its_authors_mean_it(model: Published, tmp_path: Path
         pooling = (spec.pooling.methods, spec.pooling.normalize, spec.embed_dim)
         assert pooling == (reads.pooling, reads.normalize, reads.dimension)
     assert spec.prompts == dict(reads.prompts)
+
+
+@pytest.mark.parametrize("model", SERVED, ids=lambda model: model.id)
+def test_a_model_of_its_configuration_can_be_built(model: Published, tmp_path: Path) -> None:
+    """Every option of config.json is accepted by the family's wiring; only the sizes are smaller."""
+    spec = read(model, tmp_path)
+    config = small(spec.config)
+    build = LayerBuilder(DummySource(0, torch.float32, torch.device("cpu")))
+    built = build_model(spec.architecture, config, build, splade=spec.tasks[0] is Task.SPARSE)
+    assert built.hidden_size == 64
+
+
+def small(config: dict[str, Any]) -> dict[str, Any]:
+    out = config | {key: value for key, value in SMALL.items() if config.get(key) is not None}
+    if "layer_types" in config:
+        out["layer_types"] = config["layer_types"][-2:]
+    if isinstance(config.get("pad_token_id"), int):
+        out["pad_token_id"] = min(config["pad_token_id"], 1)
+    return out
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.id)
