@@ -16,6 +16,7 @@ from penstock.errors import ModelLoadError
 
 TRANSFORMER_MODULES = ("Transformer", "MLMTransformer")
 MASK_MODULE = "MultiVectorMask"
+QUANTIZER_MODULE = "FlexibleQuantizer"  # of pplx-embed
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 40 MB
 STATIC_MODULE = "StaticEmbedding"
 SPARSE_STATIC_MODULE = "SparseStaticEmbedding"
@@ -36,6 +37,7 @@ _KNOWN_MODULES = (
     "Normalize",
     "Dropout",
     "LogitScore",
+    QUANTIZER_MODULE,
     MASK_MODULE,
     *ROUTER_MODULES,
 )

@@ -121,7 +121,7 @@ _TEXTS = (
     "conv_act",
     "pooler_hidden_act",
 )
-_LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations")
+_LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations", "task_names")
 _OBJECTS = ("id2label", "label2id", "auto_map", "quantization_config", "compression_config")
 _MAX_NESTED_ROPES = 8  # layer types with rotary options of their own
 

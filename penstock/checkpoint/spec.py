@@ -87,9 +87,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     is_causal: bool = False  # no token sees a later one
     instruction_template: str | None = None  # with {instruction}; precedes a text
+    text_end: str = ""  # follows every text before it is tokenised
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # a request may choose one of them
+    requires_adapter: bool = False  # a request has to
     multi_vector: str | None = None  # BGE-M3's file with the projection of its token vectors
     static: StaticSpec | None = None  # a table of token vectors, without a model behind it
     query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
@@ -127,6 +129,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Why a row cannot be spread over several steps; None if it can."""
         if not self.is_causal:
             return f"{self.architecture} is not causal: a token's state depends on later tokens"
+        if Task.SPARSE in self.tasks:
+            return "sparse weights need the whole row in one step"
         if self.pooling.methods in (("last",), ("mean",), ("mean_sqrt_len",)):
             return None
         return f"{' + '.join(self.pooling.methods)} pooling needs the whole row in one step"
@@ -251,6 +255,7 @@ def read_spec(
         read_sizes(config_file, family, config)
         stored_format(config)  # refuses formats that are not supported
     hidden_size = files.integer(*family.keys.hidden_size)
+    width = hidden_size if family.keys.projected_size is None else files.integer(family.keys.projected_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
     sparse = read_sparse(files, architecture, pooler)
@@ -262,6 +267,12 @@ def read_spec(
     if score is not None or pooler.pooling_type is not None:
         unknown = None
     is_causal = family.is_causal(config)
+    if is_causal and architecture.is_masked_language_model and config.get("is_causal") is None:
+        raise ModelLoadError(
+            f"{architecture.name} predicts masked tokens, but {config_file} does not say whether tokens see "
+            "later ones; set is_causal to true or false with --hf-overrides",
+            param="model",
+        )
     if late is not None and is_causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
     if query_route is not None and (sparse is None or sparse.kind != "splade"):
@@ -285,8 +296,8 @@ def read_spec(
         max_positions=positions,
         hidden_size=hidden_size,
         num_layers=optional_integer(config, *family.keys.num_layers),
-        embed_dim=check_widths(files, pooling, hidden_size * len(pooling.methods)),
-        token_dim=hidden_size if late is None else late.dim,
+        embed_dim=check_widths(files, pooling, width * len(pooling.methods)),
+        token_dim=width if late is None else late.dim,
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=pooling,
@@ -304,12 +315,15 @@ def read_spec(
         score=score,
         reward=read_reward(files, architecture, pooler),
         late=late,
-        adapters=adapter_names(config),
+        adapters=(adapters := adapter_names(config, family.adapters_key)),
+        requires_adapter=family.requires_adapter and bool(adapters),
         instruction_template=family.instruction_template,
+        text_end=_eos_text(files) if family.appends_eos else "",
         is_causal=is_causal,
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(files.folder, architecture, config),
-        generates_by_default=family.generates_by_default or (not files.modules and score is None),
+        generates_by_default=family.generates_by_default
+        or (not files.modules and score is None and sparse is None),
         query_route=query_route,
     )
 
@@ -366,6 +380,15 @@ def _text(files: CheckpointFiles, key: str) -> str | None:
         file = files.root / "config_sentence_transformers.json"
         raise ModelLoadError(f"{file} has {key} = {shown(value)}; it has to be a string", param="model")
     return value
+
+
+def _eos_text(files: CheckpointFiles) -> str:
+    file = files.folder / "tokenizer_config.json"
+    token = optional_json(file).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ModelLoadError(f"{file} has no eos_token, which ends each text for this model", param="model")
+    return text
 
 
 def _prompts(files: CheckpointFiles) -> dict[str, str]:

@@ -154,6 +154,8 @@ class InputProcessor:
     def with_prompt(self, texts: Texts, options: InputOptions) -> Sequence[str]:
         """The texts to tokenise. A long prompt before many texts is added to each when it is read."""
         prompt = self.prompt(options)
+        if self.spec.text_end and options.add_special_tokens:
+            texts = [text + self.spec.text_end for text in texts]
         size = len(prompt) * len(texts)
         if size > _MAX_JOINED_CHARS:
             check_expanded(size, "instruction" if options.instruction is not None else "prompt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class LayerBuilder:
         self.weights = weights
         self.quantization = quantization
         self.unquantized = unquantized
+        self.folder: Path | None = None  # of the checkpoint
         self.stored: QuantizedReader | None = None  # of a checkpoint that is quantised
         self._scratch = WeightScratch()
 

@@ -20,9 +20,9 @@ class TaskHead:
     method: str
     project: Callable[[Tensor], Tensor]  # [n, hidden] → [n, outputs]
     outputs: int
-    score_labels: Callable[[Tensor, LabelTensors], Tensor] | None = (
-        None  # hidden states → [n, outputs · labels]
-    )
+    pools_outputs: bool = False  # every token is projected, and the outputs are pooled
+    # hidden states → [n, outputs · labels]
+    score_labels: Callable[[Tensor, LabelTensors], Tensor] | None = None
 
 
 class Stack:

@@ -122,5 +122,5 @@ def gliclass(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) 
     settings: Mapping[str, Any] = config["gliclass"]
     model = label_encoder(build, config, settings["encoder"])
     scorer = LabelHead(build, config["hidden_size"], settings)
-    model.heads[Task.ZERO_SHOT] = TaskHead("labels", lambda hidden: hidden, 1, scorer)
+    model.heads[Task.ZERO_SHOT] = TaskHead("labels", lambda hidden: hidden, 1, score_labels=scorer)
     return model

@@ -178,5 +178,5 @@ def gliner(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     is_token_level = settings["span_mode"] == TOKEN_LEVEL
     scorer = (TokenHead if is_token_level else SpanHead)(build, config["hidden_size"], settings)
     width = 3 if is_token_level else settings["max_width"]
-    model.heads[Task.ENTITIES] = TaskHead("labels", lambda hidden: hidden, width, scorer)
+    model.heads[Task.ENTITIES] = TaskHead("labels", lambda hidden: hidden, width, score_labels=scorer)
     return model

@@ -162,14 +162,23 @@ def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]
     return words if tied else build.plain_weight("lm_head", *words.shape)
 
 
-def add_language_head(model: WordTable, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-    """Add next-token logits of the whole vocabulary, in the model's precision, with the soft cap if any."""
+def add_language_head(
+    model: WordTable,
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    task: Task = Task.GENERATE,
+    *,
+    bias: bool = False,
+) -> None:
+    """Add logits of the whole vocabulary, in the model's precision, with the soft cap if any. Generation
+    reads them at the last token, sparse weights at every token."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
         raise ModelLoadError("this architecture has no language-model head")
     words = _output_weight(words, build, config)
-    project: Callable[[Tensor], Tensor] = make_linear(words, None, "identity", None)
+    added = build.weights.take("lm_head.bias", len(words)) if bias else None
+    project: Callable[[Tensor], Tensor] = make_linear(words, added, "identity", None)
     cap = config.get("final_logit_softcapping")
     if cap is not None:
         project = Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
-    model.heads[Task.GENERATE] = TaskHead("last", project, len(words))
+    model.heads[task] = TaskHead("last" if task is Task.GENERATE else "all", project, len(words))

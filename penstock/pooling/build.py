@@ -16,7 +16,7 @@ from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.labels import LabelTensors
 from penstock.layers.linear import Linear
-from penstock.pooling.heads import Dense, LayerNorm, VectorModule, unit
+from penstock.pooling.heads import BINARY_DTYPES, Dense, LayerNorm, VectorModule, quantize, unit
 from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
 from penstock.pooling.score import ScoreHead
 from penstock.pooling.side_heads import lexical_head, multi_vector_head
@@ -47,7 +47,9 @@ class Pooler:
         self.carries = any(name in CARRIED for name in self.names)
         self.modules = modules
         # Where pooling is a single method, one kernel pools, cuts and normalises.
-        self.single_method = self.names[0] if len(self.names) == 1 and not modules else None
+        self.quantizes = spec.pooling.quantizes
+        is_plain = len(self.names) == 1 and not modules and not self.quantizes
+        self.single_method = self.names[0] if is_plain else None
         # Of a model that gives row means itself, so that nobody needs the hidden states of its tokens.
         self.row_means: Callable[[Batch], Tensor] | None = None
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
@@ -139,6 +141,8 @@ class Pooler:
         vectors = self._values((task, False), hidden, batch, done)
         if self.scorer.late:
             return self.scorer(unit(vectors, tokens, self.scorer.store.dtype), pairs)
+        if self.quantizes:
+            vectors = quantize(vectors)
         return self.scorer(unit(vectors) if self.normalize else vectors, pairs)
 
     def _label_scores(self, task: Task, hidden: Tensor, labels: LabelTensors) -> Tensor:
@@ -161,6 +165,8 @@ class Pooler:
         if task is Task.TOKEN_EMBED:  # cast to fp32 once selected and cut
             return hidden if task not in self.heads else self.heads[task].project(hidden)
         head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which serves scores and rewards too
+        if head.pools_outputs:
+            return METHODS[head.method](head.project(hidden), batch)
         all_tokens = steps or head.method == "all"
         read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)
         values = head.project(read).float()
@@ -180,6 +186,8 @@ class Pooler:
         """Cut, normalise or activate, in fp32."""
         if params.task in (Task.EMBED, Task.TOKEN_EMBED):
             dims, normalize = self._cut(params)
+            if self.quantizes and params.task is Task.EMBED and params.dtype not in BINARY_DTYPES:
+                values = quantize(values)  # binary outputs have the signs of the vector itself
             values = unit(values[:, :dims]) if normalize else values[:, :dims].float()
         elif params.task is not Task.SPARSE and self._activates(params):
             score_head = self.score_head if params.task is Task.SCORE else None
@@ -188,9 +196,9 @@ class Pooler:
 
     def _cut(self, params: PoolingParams) -> tuple[int | None, bool]:
         """The number of components to keep (None: all), and whether to normalise. A cut vector is normalised
-        unless the caller declines."""
+        unless the caller declines or the model's vectors are integers."""
         own = self.normalize_tokens if params.task is Task.TOKEN_EMBED else self.normalize
-        normalize = own or params.dimensions is not None
+        normalize = own or (params.dimensions is not None and not self.quantizes)
         return params.dimensions, normalize if params.normalize is None else params.normalize
 
     @staticmethod

@@ -234,10 +234,12 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     with closing(open_weights(spec.path, settings.load_format, settings.seed, dtype, device)) as weights:
         if settings.load_format != "dummy":
             check_weight_files(spec.path, sizes, min_bits)
+        build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
+        build.folder = spec.path
         return build_model(
             spec.architecture,
             spec.config,
-            LayerBuilder(weights, settings.quantization, settings.unquantized_layers),
+            build,
             splade=splade,
             score_tokens=tokens,
             generates=settings.generates,

@@ -18,7 +18,7 @@ from torch import nn
 from penstock.config import PoolerConfig
 from penstock.types import TEXT_MARK, Task
 from tests.checkpoints import wordpiece_tokenizer
-from tests.parity import decoders, encoders, labelled, quantized
+from tests.parity import decoders, embedders, encoders, labelled, quantized
 from tests.parity.encoders import Settings, reference_terms
 from tests.parity.reference import (
     FAMILIES,
@@ -72,6 +72,7 @@ def subjects() -> Iterator[Subject]:
     yield from _decoders()
     yield Subject("static", "StaticEmbedding", Task.EMBED, "sentence-transformers", _ask_static)
     yield from _quantized()
+    yield from _embedders()
 
 
 # Answers of a reference.
@@ -260,6 +261,9 @@ _DECODERS = {
     "llama": "llama",
     "mistral": "mistral",
     "ministral": "ministral",
+    "ministral3": "ministral3",
+    "eurobert": "eurobert",
+    "pplx": "bidirectional_pplx_qwen3",
     "gemma3": "gemma3_text",
     "gemma3-causal-lm": "gemma3",
     "embeddinggemma": "gemma3_text",
@@ -277,6 +281,8 @@ def _decoders() -> Iterator[Subject]:
             task = Task.TOKEN_CLASSIFY if name.endswith("-tokens") else Task.CLASSIFY
             yield _decoder(name, task, partial(_ask_head, family))
     yield _decoder("nemotron", Task.CLASSIFY, _ask_nemotron)
+    for name, family in decoders.LANGUAGE_HEADS.items():
+        yield _decoder(name, Task.SPARSE, partial(_ask_terms, family))
 
 
 def _decoder(name: str, task: Task, ask: Callable[[Path], Question]) -> Subject:
@@ -301,6 +307,13 @@ def _ask_head(family: decoders.Family, folder: Path) -> Question:
     family.write(folder, **{"num_labels": LABELS} | family.settings)
     model = getattr(transformers, family.model).from_pretrained(folder, dtype=torch.float32).eval()
     return Question(folder, model, decoders.ROWS, partial(logits_of, rows=decoders.ROWS))
+
+
+def _ask_terms(family: decoders.Family, folder: Path) -> Question:
+    family.write(folder)
+    model = getattr(transformers, family.model).from_pretrained(folder, dtype=torch.float32).eval()
+    answer = partial(reference_terms, rows=decoders.ROWS)
+    return Question(folder, model, decoders.ROWS, answer, SPLADE)
 
 
 def _ask_nemotron(folder: Path) -> Question:
@@ -331,3 +344,29 @@ def _ask_quantized(name: str, folder: Path) -> Question:
     stored, plain = quantized.write_quantized(name, folder)
     model = decoders.open_backbone(quantized.FORMATS[name].family, plain)
     return Question(stored, model, decoders.ROWS, partial(tokens_of, rows=decoders.ROWS))
+
+
+# Embedders whose code is published with their weights.
+
+_EMBEDDERS = {
+    "voyage": "VoyageQwen3BidirectionalEmbed",
+    "nv-embed": "nvembed",
+    "jina-v5-small": "jina_embeddings_v5",
+    "jina-v5-nano": "jina_embeddings_v5",
+}
+
+
+def _embedders() -> Iterator[Subject]:
+    for name, embedder in embedders.EMBEDDERS.items():
+        for task in (Task.EMBED, Task.TOKEN_EMBED):
+            yield Subject(
+                _EMBEDDERS[name], name, task, "its published code", partial(_ask_published, embedder, task)
+            )
+
+
+def _ask_published(embedder: embedders.Embedder, task: Task, folder: Path) -> Question:
+    def answer(model: Any) -> Vectors:
+        states = model.token_states(decoders.ROWS)
+        return np.concatenate(states) if task is Task.TOKEN_EMBED else unit(embedder.pooled(states))
+
+    return Question(folder, embedder.write(folder), decoders.ROWS, answer, overrides=embedder.overrides)
