@@ -59,6 +59,8 @@ _INTEGERS: dict[str, _Range] = {
     "num_experts": _Range(0, 1024),
     "num_local_experts": _Range(0, 1024),
     "num_experts_per_tok": _Range(0, 1024),
+    "moe_top_k": _Range(1, 1024),
+    "moe_every_n_layers": _Range(0, 1024),
     "decoder_sparse_step": _Range(1, 1024),
     "vocab_size": _Range(1, 1 << 24, False),
     "pad_vocab_size_multiple": _Range(1, 1 << 16),

@@ -227,6 +227,8 @@ def launch_matmul_kernels() -> None:
     for _, tiling in experts.FP8_TILINGS[::2]:
         quantized = blocks(32, 512, 256), blocks(32, 256, 256)
         experts.run_experts(x(20, 256), x(20, 32), *quantized, **options, plan=tiling)
+    plain = {"chosen": 2, "normalize": False, "act": "gelu", "gated": False, "bias": x(256)}
+    experts.run_experts(x(20, 256), x(20, 8), x(8, 512, 256), x(8, 256, 512), **plain)
     experts.route(x(900, 128), 8, True, 16)
     gate_up._num_programs = lambda device: 132
     for act, half in (("gelu", torch.bfloat16), ("gelu_new", torch.float16), ("silu", torch.bfloat16)):

@@ -55,6 +55,7 @@ class Case:
     options: Settings = field(default_factory=dict)
     rewrite: Callable[[Settings], Settings] = dict  # config.json
     rename: Callable[[Tensors], Tensors] = dict  # model.safetensors
+    extend: Callable[[nn.Module], None] = lambda model: None  # the reference, before it is saved
     adjust: Callable[[nn.Module], None] = lambda model: None  # the reference, where it lacks an option
     overrides: Settings = field(default_factory=dict)
 
@@ -62,6 +63,7 @@ class Case:
         """The checkpoint, with weights of about `scale`; returns the reference to compare with."""
         config = getattr(transformers, f"{self.name}Config")(**(SIZES | self.options))
         model: Any = getattr(transformers, f"{self.name}{kind}")(config).eval()
+        self.extend(model)
         randomise(model, seed=1)
         for parameter in model.parameters():
             parameter.data *= scale / 0.2 if parameter.dim() > 1 else 1
@@ -238,6 +240,42 @@ def _plain_nomic(config: Settings) -> Settings:
     return _original_nomic(config) | own | biases | {"layer_norm_epsilon": 1e-5, "rotary_emb_base": 20_000}
 
 
+class NomicExperts(nn.Module):
+    """The feed-forward block of nomic-embed-text-v2-moe: softmax over all experts, the best two of them
+    without another normalisation, one bias after the sum."""
+
+    def __init__(self, hidden: int = 64, inner: int = 96, experts: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Module()
+        self.router.layer = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.Module()
+        self.experts.mlp = nn.Module()
+        self.experts.mlp.w1 = nn.Parameter(torch.empty(experts * inner, hidden))
+        self.experts.mlp.w2 = nn.Parameter(torch.empty(experts * inner, hidden))
+        self.experts.bias = nn.Parameter(torch.empty(hidden))
+        self.shape = (experts, inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        odds = self.router.layer(x).softmax(dim=-1, dtype=torch.float32)
+        best, chosen = odds.topk(2, dim=-1)
+        shares = torch.zeros_like(odds).scatter(-1, chosen, best).to(x.dtype)  # [..., experts]
+        up, down = (getattr(self.experts.mlp, name).view(self.shape) for name in ("w1", "w2"))
+        inner = torch.nn.functional.gelu(torch.einsum("...h,eih->...ei", x, up))
+        return torch.einsum("...ei,eih,...e->...h", inner, down, shares) + self.experts.bias
+
+
+def _add_experts(model: nn.Module) -> None:
+    """In every second layer, from the second on."""
+    for layer in list(model.layers)[1::2]:  # type: ignore[arg-type]
+        layer.mlp = NomicExperts()
+
+
+def _moe_nomic(config: Settings) -> Settings:
+    experts = {"num_experts": 8, "moe_every_n_layers": 2, "moe_top_k": 2, "moe_impl": "megablocks"}
+    off = {"num_shared_experts": 0, "expert_choice_router": False, "moe_normalize_expert_weights": False}
+    return _plain_nomic(config) | experts | off | {"ffn_div": 1}
+
+
 def _absolute(config: Settings) -> Settings:
     return config | {"use_flash_attn": True, "position_embedding_type": "absolute"}
 
@@ -381,6 +419,12 @@ BACKBONES: dict[str, Case] = {
         "JinaEmbeddingsV3",
         rewrite=_plain_nomic,
         rename=lambda tensors: {name.replace("mixer", "attn"): tensors[name] for name in tensors},
+    ),
+    "nomic-moe": Case(
+        "JinaEmbeddingsV3",
+        rewrite=_moe_nomic,
+        rename=lambda tensors: {name.replace("mixer", "attn"): tensors[name] for name in tensors},
+        extend=_add_experts,
     ),
     "flash-absolute": Case("XLMRoberta", {"type_vocab_size": 1}, rewrite=_absolute, rename=_flash_names),
     "deberta-no-distances": Case("DebertaV2", {"type_vocab_size": 2, "pos_att_type": ["c2p"]}),
