@@ -41,6 +41,7 @@ class ConfigKeys:
     num_heads: tuple[str, ...] = ("num_attention_heads",)
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
+    head_dim: tuple[str, ...] = ()  # of a family whose heads have a size of their own under this key
     trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
 
 
@@ -65,6 +66,8 @@ class Family:
     causal_pooling: str = "last"  # the same where they see only what comes before
     positions_follow_padding: bool = False  # positions are counted from pad_token_id + 1
     has_rotary_positions: bool = False
+    max_row_length: int | None = None  # where positions are relative, so that config.json has no limit
+    trained_row_length: int | None = None  # the limit of a row if neither files nor flags have one
     has_experts: bool = False
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
@@ -119,6 +122,20 @@ _NOMIC_KEYS = ConfigKeys(
     max_positions=("n_positions", "max_position_embeddings"),
     trained_positions="max_trained_positions",
 )
+_T5_KEYS = ConfigKeys(
+    hidden_size=("d_model",),
+    num_layers=("num_layers",),
+    num_heads=("num_heads",),
+    intermediate_size=("d_ff",),
+    max_positions=(),
+    head_dim=("d_kv",),
+)
+_T5: dict[str, Any] = {
+    "keys": _T5_KEYS,
+    "heads": frozenset(),
+    "max_row_length": 1 << 15,
+    "trained_row_length": 512,
+}
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
 _QWEN3: dict[str, Any] = {"score_prompts": ("qwen3-reranker",), "default_head_dim": 128}
 _RECORDS = (
@@ -156,6 +173,7 @@ _RECORDS = (
         default_head_dim=128,
         is_listwise=True,
     ),
+    _encoder("JinaBert", "JinaBert", "jina_bert:jina_bert", default_num_segments=2),
     _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3", has_rotary_positions=True),
     _decoder("llama", "Llama", "decoder:llama"),
     _decoder(
@@ -169,6 +187,7 @@ _RECORDS = (
     _decoder("mistral", "Mistral", "decoder:mistral"),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
+    _encoder("mt5", "MT5Encoder", "t5:mt5", **_T5),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
     _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS, has_rotary_positions=True),
     _decoder("phi3", "Phi3", "decoder:phi3"),
@@ -176,6 +195,7 @@ _RECORDS = (
     _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3),
     _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
+    _encoder("t5", "T5Encoder", "t5:t5", **_T5),
     _encoder(
         "xlm-roberta",
         "XLMRoberta",

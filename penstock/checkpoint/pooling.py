@@ -36,6 +36,8 @@ _METHOD_NAMES = {
     "last": "last",
 }
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
+# Published without `include_prompt`: sentence-transformers too knows them by name.
+_INSTRUCTORS = frozenset({"instructor-base", "instructor-large", "instructor-xl"})
 # Pooling types of `--pooler-config` that add a task and leave the vectors alone.
 SPLADE, STEP = "splade", "step"
 
@@ -97,7 +99,7 @@ def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
         if module.kind == "Pooling":
             values = files.module_config(module)
             methods = _methods(values, files.folder / module.path / "config.json")
-            include_prompt = bool(values.get("include_prompt", True))
+            include_prompt = bool(values.get("include_prompt", not _is_instructor(files.folder)))
         elif module.kind == "Dense" and not is_late:
             if normalize:
                 raise ModelLoadError(
@@ -108,6 +110,11 @@ def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
         elif module.kind == "Normalize":
             normalize = True
     return PoolingSpec(methods, include_prompt, tuple(dense), normalize)
+
+
+def _is_instructor(folder: Path) -> bool:
+    """Whether a folder, or a repository in the hub's cache, has the name of an INSTRUCTOR model."""
+    return any(name.rpartition("--")[2] in _INSTRUCTORS for name in folder.parts)
 
 
 def _methods(values: Mapping[str, Any], file: Path) -> tuple[str, ...]:

@@ -43,6 +43,11 @@ _INTEGERS: dict[str, _Range] = {
     "hidden_size": _HIDDEN,
     "n_embd": _HIDDEN,
     "dim": _HIDDEN,
+    "d_model": _HIDDEN,
+    "d_kv": _Range(1, 1024),
+    "d_ff": _INNER,
+    "num_layers": _LAYERS,
+    "num_heads": _HEADS,
     "embedding_size": _Range(1, 1 << 16),
     "num_hidden_layers": _LAYERS,
     "n_layers": _LAYERS,
@@ -77,6 +82,7 @@ _INTEGERS: dict[str, _Range] = {
     "local_attention": _Range(2, 1 << 24, False),
     "global_attn_every_n_layers": _Range(1, 1024, False),
     "relative_attention_num_buckets": _Range(4, 1 << 16, False),
+    "relative_attention_max_distance": _Range(2, 1 << 16, False),
     "max_relative_positions": _Range(-1, 1 << 16, False),
     "position_buckets": _Range(-1, 1 << 16, False),
     "conv_kernel_size": _Range(0, 1023),
@@ -121,6 +127,8 @@ _TEXTS = (
     "activation",
     "activation_function",
     "conv_act",
+    "feed_forward_proj",
+    "feed_forward_type",
     "pooler_hidden_act",
 )
 _LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations")
@@ -169,6 +177,8 @@ def read_sizes(file: Path, family: Family, config: Mapping[str, Any]) -> ModelSi
     is_modern = family.is_decoder and family.has_rotary_positions  # its heads have sizes of their own
     kv_heads = config.get("num_key_value_heads") if is_modern else None
     head_dim = (config.get("head_dim") if is_modern else None) or family.default_head_dim
+    if keys.head_dim:
+        head_dim = _first(file, config, keys.head_dim)
     if head_dim is None:
         if hidden % heads:
             raise ModelLoadError(
@@ -204,7 +214,7 @@ def read_sizes(file: Path, family: Family, config: Mapping[str, Any]) -> ModelSi
         intermediate=_first(file, config, keys.intermediate_size, default=4 * hidden),
         vocabulary=_first(file, config, ("vocab_size",)),
         embedding=config.get("embedding_size") or hidden,
-        positions=_first(file, config, keys.max_positions),
+        positions=family.max_row_length or _first(file, config, keys.max_positions),
         num_experts=experts,
         expert_intermediate=expert_width,
         is_gated=is_modern,

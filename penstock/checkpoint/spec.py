@@ -199,7 +199,7 @@ def read_spec(
         architecture=architecture.name,
         config=config,
         overrides=overrides,
-        max_model_len=max_model_len(files, positions),
+        max_model_len=max_model_len(files, positions, family.trained_row_length),
         max_positions=positions,
         hidden_size=hidden_size,
         num_layers=optional_integer(config, *family.keys.num_layers),

@@ -448,7 +448,8 @@ def run_experts(
     """The sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual + bias.
     [tokens, hidden]
 
-    Experts that are not `gated` are down(act(up(x))). The order of summation is fixed, so the same rows give the same bits.
+    Experts that are not `gated` are down(act(up(x))). The order of summation is fixed, so the same rows
+    give the same bits.
     """
     (tokens, hidden), fp8 = x.shape, isinstance(up, BlockQuantized)
     values = up.values if isinstance(up, BlockQuantized) else up

@@ -43,8 +43,8 @@ class ExpertShape:
 
 
 class SparseMLP:
-    """The sum of weight · down(act(gate(x)) · up(x)) over each token's experts, or of weight · down(act(up(x)))
-    where they are not gated.
+    """The sum of weight · down(act(gate(x)) · up(x)) over each token's experts. Without a gate, act(up(x))
+    takes the place of the product.
 
     Tokens are sorted by expert, so that each expert is one product over its own tokens. The kernels read no
     count back from the device. In fp8 blocks, gate and up share no scales.

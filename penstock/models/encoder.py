@@ -6,7 +6,6 @@ on the scores.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from penstock.kernels.quantize import Activations
 from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
+from penstock.layers.distance_bias import distance_bucket
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import scratch_width
@@ -187,18 +187,6 @@ class _RelativeBias:
         position = torch.arange(length, device=self.table.device)
         bucket = distance_bucket(position[None, :] - position[:, None], self.buckets)
         return self.table[bucket].permute(2, 0, 1).contiguous()  # [heads, length, length]
-
-
-def distance_bucket(distance: Tensor, buckets: int, max_distance: int = 128) -> Tensor:
-    """Near distances have a bucket each, far ones share logarithmic buckets. The sign selects the half."""
-    half = buckets // 2
-    side = (distance > 0).long() * half
-    distance = distance.abs()
-    exact = half // 2
-    far = exact + (
-        torch.log(distance.float().clamp_min(1) / exact) / math.log(max_distance / exact) * (half - exact)
-    ).long().clamp_max(half - 1 - exact)
-    return side + torch.where(distance < exact, distance, far)
 
 
 def bert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:

@@ -36,6 +36,7 @@ from penstock.kernels import (  # noqa: E402
     sampling,
     splade,
 )
+from penstock.layers.distance_bias import DistanceBias  # noqa: E402
 
 TARGET = GPUTarget("cuda", 90, 32)
 MODULES = (activation, attention, blockwise, embedding, experts, gate_up, logit_thresholds, norm)
@@ -43,6 +44,7 @@ MODULES += (output_quantize, paged, pooling, quantize, rotary, sampled_tokens, s
 # Functions that only other kernels call.
 HELPERS = {
     "activate",
+    "_distance_bias",
     "_key_tile",
     "_log1p_relu",
     "_philox",
@@ -185,6 +187,9 @@ def launch_attention_kernels() -> None:
         window = {64: None, 128: None, 96: 9}[dim]
         if dim == 64:
             attention.flash_attention(*qkv, i(2), max_length=99, scale=0.1)
+            for bias in (DistanceBias(x(12), 0), DistanceBias(x(12, 257), 128)):
+                attention.short_attention(*qkv, i(2), max_length=9, scale=0.1, bias=bias)
+                attention.flash_attention(*qkv, i(2), max_length=99, scale=0.1, bias=bias)
             options = {"max_length": 99, "scale": 0.1, "causal": True}
             attention.flash_attention(*qkv, i(2), i(2), **options, window=9, limits=i(1))
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import ModelLoadError
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
-from penstock.models.encoder import distance_bucket
+from penstock.layers.distance_bias import distance_bucket
 from penstock.models.registry import Model, build_model
 from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows

@@ -153,8 +153,11 @@ _ENCODERS = {
     "gte-unpacked": "new",
     "jina": "jina_embeddings_v3",
     "jina-flash": "xlm-roberta",
+    "jina-bert": "JinaBert",
     "flash": "xlm-roberta",
     "deberta": "deberta-v2",
+    "t5": "t5",
+    "mt5": "mt5",
 }
 
 

@@ -84,7 +84,8 @@ def test_a_row_has_the_same_hidden_states_alone_and_in_a_batch(pair: Pair) -> No
 
 @pytest.mark.parametrize("name", ALL)
 def test_bf16_stays_near_the_reference(name: str, tmp_path: Path) -> None:
-    hidden = reference_hidden(ALL[name].write(tmp_path, scale=0.1), ROWS)
+    scale = 0.05 if "t5" in name else 0.1  # T5 does not scale its scores
+    hidden = reference_hidden(ALL[name].write(tmp_path, scale=scale), ROWS)
     with opened(tmp_path, dtype="bfloat16") as ours:
         tokens, vectors = ours.ask(ROWS, Task.TOKEN_EMBED), ours.ask(ROWS, Task.EMBED)
     # Rounding may choose another expert where two are nearly tied.
@@ -190,6 +191,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("jina-flash", {"use_reg_tokens": True}, "use_reg_tokens = True"),
     ("jina-flash", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
     ("jina-flash", {"lora_task": "poetry"}, "lora_task is 'poetry'.*retrieval.query"),
+    ("jina-bert", {"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute'"),
+    ("jina-bert", {"feed_forward_type": "swiglu"}, "feed_forward_type = 'swiglu'"),
     ("deberta-v3", {"pos_att_type": ["p2p"]}, "pos_att_type p2p"),
     ("deberta-v3", {"norm_rel_ebd": "rms"}, "norm_rel_ebd = 'rms'"),
     ("deberta-v3", {"conv_kernel_size": 4}, "conv_kernel_size = 4"),
