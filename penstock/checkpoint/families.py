@@ -69,6 +69,7 @@ class Family:
     max_row_length: int | None = None  # where positions are relative, so that config.json has no limit
     trained_row_length: int | None = None  # the limit of a row if neither files nor flags have one
     has_experts: bool = False
+    shares_layers: bool = False  # the layers of a group are stored once and repeated
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
@@ -139,10 +140,13 @@ _T5: dict[str, Any] = {
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
 _QWEN3: dict[str, Any] = {"score_prompts": ("qwen3-reranker",), "default_head_dim": 128}
 _RECORDS = (
+    _encoder("albert", "Albert", "encoder:albert", shares_layers=True, default_num_segments=2),
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
+    _encoder("electra", "Electra", "encoder:electra", default_num_segments=2),
+    _encoder("ernie", "Ernie", "encoder:bert", default_num_segments=2),
     _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
     _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
     _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),

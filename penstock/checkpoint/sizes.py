@@ -87,6 +87,9 @@ _INTEGERS: dict[str, _Range] = {
     "position_buckets": _Range(-1, 1 << 16, False),
     "conv_kernel_size": _Range(0, 1023),
     "conv_groups": _Range(1, 1 << 16),
+    "num_hidden_groups": _Range(1, 1024, False),
+    "inner_group_num": _Range(1, 64, False),
+    "task_type_vocab_size": _Range(1, 1 << 16),
     "num_labels": _Range(0, 1 << 20),
     "lora_rank": _Range(1, 1 << 16),
 }
@@ -153,6 +156,7 @@ class ModelSizes:
     expert_intermediate: int = 0
     is_gated: bool = False
     has_rotary_positions: bool = False
+    stored_layers: int | None = None  # where layers are repeated
 
     @property
     def min_parameters(self) -> int:
@@ -161,7 +165,8 @@ class ModelSizes:
         mlp = (3 if self.is_gated else 2) * self.hidden * self.intermediate
         if self.num_experts:
             mlp = min(mlp, 3 * self.num_experts * self.hidden * self.expert_intermediate)
-        return self.vocabulary * self.embedding + self.layers * (attention + mlp)
+        layers = self.layers if self.stored_layers is None else self.stored_layers
+        return self.vocabulary * self.embedding + layers * (attention + mlp)
 
     @property
     def position_table_bytes(self) -> int:
@@ -219,6 +224,7 @@ def read_sizes(file: Path, family: Family, config: Mapping[str, Any]) -> ModelSi
         expert_intermediate=expert_width,
         is_gated=is_modern,
         has_rotary_positions=is_rotary,
+        stored_layers=_stored_layers(file, config) if family.shares_layers else None,
     )
 
 
@@ -278,6 +284,17 @@ def _first(file: Path, config: Mapping[str, Any], keys: tuple[str, ...], default
     if value is None:
         raise ModelLoadError(f"{file} has no integer {' or '.join(keys)}", param="model")
     return int(value)
+
+
+def _stored_layers(file: Path, config: Mapping[str, Any]) -> int:
+    """The number of layers in the files of a model that repeats them in groups."""
+    groups, layers = config.get("num_hidden_groups") or 1, config.get("num_hidden_layers") or 1
+    if layers % groups:
+        raise ModelLoadError(
+            f"{file} has num_hidden_layers = {layers}, which is no multiple of num_hidden_groups = {groups}",
+            param="model",
+        )
+    return int(groups * (config.get("inner_group_num") or 1))
 
 
 def _experts(file: Path, family: Family, config: Mapping[str, Any]) -> tuple[int, int]:

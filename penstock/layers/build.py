@@ -15,7 +15,7 @@ from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.weights.stream import WeightSource
 
-_LAYER_NUMBER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")  # in the name of a tensor
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:block|layers?)\.(\d+)\.")  # in the name of a tensor
 
 
 class LayerBuilder:

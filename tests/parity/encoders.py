@@ -428,6 +428,9 @@ CASES: dict[str, Case] = {
     "jina-flash": Case("JinaEmbeddingsV3", rewrite=_flash, rename=_parametrised),
     "jina-bert": _jina_case(6),
     "jina-bert-code": _jina_case(8, code=True),
+    "electra": Case("Electra", {"embedding_size": 48}),
+    "albert": Case("Albert", {"embedding_size": 48, "num_hidden_groups": 2, "inner_group_num": 2}),
+    "ernie": Case("Ernie", {"use_task_id": True, "task_type_vocab_size": 3}),
     "deberta-v3": Case("DebertaV2", _DEBERTA_V3),
     "deberta-v2": Case(
         "DebertaV2",
@@ -470,6 +473,7 @@ BACKBONES: dict[str, Case] = {
     "mt5": _t5_case("MT5"),
     "flash-absolute": Case("XLMRoberta", {"type_vocab_size": 1}, rewrite=_absolute, rename=_flash_names),
     "jina-bert-plain": _jina_case(6, "original", gated=False),
+    "electra-wide": Case("Electra", {"embedding_size": 64}),
     "deberta-no-distances": Case("DebertaV2", {"type_vocab_size": 2, "pos_att_type": ["c2p"]}),
 }
 ADAPTED = Case(

@@ -156,6 +156,9 @@ _ENCODERS = {
     "jina-bert": "JinaBert",
     "flash": "xlm-roberta",
     "deberta": "deberta-v2",
+    "albert": "albert",
+    "electra": "electra",
+    "ernie": "ernie",
     "t5": "t5",
     "mt5": "mt5",
 }

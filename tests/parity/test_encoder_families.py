@@ -116,7 +116,7 @@ def test_a_masked_language_head_gives_splade_by_the_formula(name: str, tmp_path:
     np.testing.assert_allclose(dense_terms(terms, VOCABULARY), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["nomic-original", "deberta-v2", "deberta-no-distances"])
+@pytest.mark.parametrize("name", ["nomic-original", "deberta-v2", "deberta-no-distances", "albert"])
 def test_segments_are_added_as_the_reference_does(name: str, tmp_path: Path) -> None:
     reference = ALL[name].write(tmp_path)
     row = ROWS[-1]
@@ -193,6 +193,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("jina-flash", {"lora_task": "poetry"}, "lora_task is 'poetry'.*retrieval.query"),
     ("jina-bert", {"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute'"),
     ("jina-bert", {"feed_forward_type": "swiglu"}, "feed_forward_type = 'swiglu'"),
+    ("albert", {"num_hidden_groups": 3}, "num_hidden_groups = 3"),
+    ("electra", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
     ("deberta-v3", {"pos_att_type": ["p2p"]}, "pos_att_type p2p"),
     ("deberta-v3", {"norm_rel_ebd": "rms"}, "norm_rel_ebd = 'rms'"),
     ("deberta-v3", {"conv_kernel_size": 4}, "conv_kernel_size = 4"),
