@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.unsupported import why_unsupported
 from penstock.errors import ModelLoadError
 from penstock.types import Task
 
@@ -287,7 +288,7 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     if name == COLBERT_CLASS:
         backbone = FAMILIES.get(str(config.get("model_type")))
         if backbone is None:
-            raise _unsupported(f"{name} on model_type {config.get('model_type')!r}")
+            raise _unsupported(f"{name} on model_type {config.get('model_type')!r}", name, config)
         return Architecture(name, backbone)
     if name in FAMILIES:
         return Architecture(name, FAMILIES[name])
@@ -298,7 +299,7 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         head = CLASS_SUFFIXES[suffix]
         if head is None or head in family.heads:
             return Architecture(name, family, suffix)
-    raise _unsupported(repr(name))
+    raise _unsupported(repr(name), name, config)
 
 
 def _any_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
@@ -332,11 +333,12 @@ def _named(file: Path, config: Mapping[str, Any]) -> str:
     return name
 
 
-def _unsupported(what: str) -> ModelLoadError:
+def _unsupported(what: str, name: str, config: Mapping[str, Any]) -> ModelLoadError:
     prefixes = ", ".join(f"{prefix}*" for prefix in sorted(f.class_prefix for f in FAMILIES.values()))
     return ModelLoadError(
-        f"architecture {what} is not supported; supported: {prefixes}, where * is one of "
-        f"{', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others that transformers knows",
+        f"architecture {what} is not supported because {why_unsupported(name, config)}; supported: "
+        f"{prefixes}, where * is one of {', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others that "
+        "transformers knows",
         param="model",
     )
 
