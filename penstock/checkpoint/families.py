@@ -53,6 +53,11 @@ ANY_KEYS = ConfigKeys(
     max_positions=("max_position_embeddings", "n_positions"),
 )
 
+# Of these, the model_types whose positions are counted from pad_token_id + 1.
+_COUNT_FROM_PADDING = frozenset(
+    ("data2vec-text", "ibert", "longformer", "luke", "mluke", "roberta-prelayernorm", "xmod")
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -312,7 +317,10 @@ def _any_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     known = [family for family in FAMILIES.values() if name.startswith((family.class_prefix, family.name))]
     nearest = max(known, key=lambda family: len(family.class_prefix), default=None)
     if nearest is None:
-        return Architecture(name, _encoder("", "", "", keys=ANY_KEYS), suffix)
+        follows = config.get("model_type") in _COUNT_FROM_PADDING
+        return Architecture(
+            name, _encoder("", "", "", keys=ANY_KEYS, positions_follow_padding=follows), suffix
+        )
     return Architecture(name, replace(nearest, keys=ANY_KEYS), suffix)
 
 
@@ -337,8 +345,8 @@ def _unsupported(what: str, name: str, config: Mapping[str, Any]) -> ModelLoadEr
     prefixes = ", ".join(f"{prefix}*" for prefix in sorted(f.class_prefix for f in FAMILIES.values()))
     return ModelLoadError(
         f"architecture {what} is not supported because {why_unsupported(name, config)}; supported: "
-        f"{prefixes}, where * is one of {', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others that "
-        "transformers knows",
+        f"{prefixes}, where * is one of {', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others "
+        "that transformers knows",
         param="model",
     )
 

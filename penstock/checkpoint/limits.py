@@ -33,6 +33,22 @@ def max_positions(family: Family, config: Mapping[str, Any], file: Path = Path("
     return positions
 
 
+def any_max_positions(files: CheckpointFiles, family: Family) -> int:
+    """The same for a model that transformers runs: where config.json has no limit, that of other files."""
+    file, limit = files.folder / "config.json", 1 << 24
+    if family.max_row_length is not None or any(
+        files.config.get(key) is not None for key in family.keys.max_positions
+    ):
+        return max_positions(family, files.config, file)
+    if (length := max_model_len(files, limit)) < limit:
+        return length
+    raise ModelLoadError(
+        f"no file in {files.folder} says how long a text may be; set the limit, for example with "
+        """--hf-overrides '{"max_position_embeddings": 512}'""",
+        param="model",
+    )
+
+
 def max_model_len(files: CheckpointFiles, positions: int, trained: int | None = None) -> int:
     """The length that the model is meant for: that of sentence-transformers, else the tokenizer's, else what
     its family was `trained` with, within what the weights allow."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.checkpoint.families import Family
+from penstock.checkpoint.families import Architecture, Family
 from penstock.checkpoint.files import shown, weight_files
 from penstock.errors import ModelLoadError
 
@@ -226,6 +226,17 @@ def read_sizes(file: Path, family: Family, config: Mapping[str, Any]) -> ModelSi
         has_rotary_positions=is_rotary,
         stored_layers=_stored_layers(file, config) if family.shares_layers else None,
     )
+
+
+def check_any_sizes(file: Path, architecture: Architecture, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration for transformers that does not say how wide the model is."""
+    for keys in (architecture.family.keys.hidden_size, ("vocab_size",)):
+        if not any(isinstance(config.get(key), int) for key in keys):
+            raise ModelLoadError(
+                f"{architecture.name} is not supported because {file} has no {' or '.join(keys)} of a model "
+                f"that reads text alone; if it is one, name it with --hf-overrides '{{\"{keys[0]}\": N}}'",
+                param="model",
+            )
 
 
 def check_numbers(file: Path, config: Mapping[str, Any]) -> None:

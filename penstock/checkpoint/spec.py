@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.checkpoint.adapters import adapter_names
 from penstock.checkpoint.families import (
+    COLBERT_CLASS,
     Architecture,
     Family,
     find_architecture,
@@ -33,11 +34,11 @@ from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import LateSpec, read_late
-from penstock.checkpoint.limits import max_model_len, max_positions
+from penstock.checkpoint.limits import any_max_positions, max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, read_pooling
 from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
-from penstock.checkpoint.sizes import ModelSizes, read_sizes
+from penstock.checkpoint.sizes import ModelSizes, check_any_sizes, read_sizes
 from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_sparse
 from penstock.checkpoint.unsupported import why_no_config
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
@@ -162,7 +163,7 @@ def describe(config: EngineConfig) -> ModelSpec:
             config.score_template,
             native=native,
         )
-    return with_generation(spec, config.enable_generation) if native else _hidden_states_only(spec)
+    return with_generation(spec, config.enable_generation) if native else _run_by_transformers(spec)
 
 
 def read_spec(
@@ -187,6 +188,8 @@ def read_spec(
     files = read_files(folder, config, overrides)
     if native:
         read_sizes(config_file, family, config)
+    else:
+        check_any_sizes(config_file, architecture, config)
     hidden_size = files.integer(*family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
@@ -195,7 +198,7 @@ def read_spec(
     is_causal = family.is_causal(config)
     if late is not None and is_causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
-    positions = max_positions(family, config, config_file)
+    positions = max_positions(family, config, config_file) if native else any_max_positions(files, family)
     return ModelSpec(
         folder=str(folder),
         name=name,
@@ -269,15 +272,34 @@ def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     return msgspec.structs.replace(spec, max_model_len=max_model_len)
 
 
-def _hidden_states_only(spec: ModelSpec) -> ModelSpec:
-    """The part of a model that transformers runs: its hidden states, without heads and KV cache."""
-    tasks = (Task.EMBED, Task.TOKEN_EMBED, *([Task.SCORE] if spec.tasks[0] is Task.EMBED else []))
-    token_dim = spec.token_dim
-    if spec.late is not None and spec.late.dense:
-        token_dim = spec.late.dense[0].in_features
-    return msgspec.structs.replace(
-        spec, tasks=tasks, is_causal=False, score=None, late=None, token_dim=token_dim
-    )
+def _run_by_transformers(spec: ModelSpec) -> ModelSpec:
+    """The part of a model that transformers runs: the head that it was trained with, or its hidden states
+    and what is made of them. It has no KV cache."""
+    first = spec.tasks[0]
+    if spec.architecture == COLBERT_CLASS:
+        raise ModelLoadError(
+            f"--model-impl transformers cannot run {spec.architecture}: its projection to token vectors is "
+            "stored with the backbone, where transformers does not read it; leave the flag out",
+            param="model_impl",
+        )
+    if spec.reward is not None and spec.reward.steps:
+        raise ModelLoadError(
+            f"--model-impl transformers does not judge steps; leave out pooling_type STEP for "
+            f"{spec.architecture}",
+            param="pooler_config",
+        )
+    plain: dict[str, Any] = {
+        "is_causal": False,
+        "why_not_generate": "--model-impl transformers does not generate",
+    }
+    if first in (Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE):
+        tasks = tuple(task for task in spec.tasks if task not in (Task.EMBED, Task.TOKEN_EMBED))
+        return msgspec.structs.replace(spec, tasks=tasks, **plain)
+    hidden = (Task.EMBED, Task.TOKEN_EMBED)
+    if first in hidden:
+        return msgspec.structs.replace(spec, **plain)
+    # Heads that transformers has no class for: token answers, marks, rewards.
+    return msgspec.structs.replace(spec, tasks=hidden, score=None, reward=None, **plain)
 
 
 def _tasks(

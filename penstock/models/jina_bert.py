@@ -118,9 +118,9 @@ class JinaBertLayer:
         if self.head_norms is None:
             return attend_fused(qkv, self.heads, batch, self.kind)
         query, key, value = qkv.chunk(3, dim=-1)
-        query, key = self.head_norms[0](query), self.head_norms[1](key)
-        parts = (part.unflatten(-1, (self.heads, -1)) for part in (query, key, value))
-        return attend(*parts, batch, self.kind)
+        shape = (len(qkv), self.heads, -1)
+        query, key = self.head_norms[0](query).view(shape), self.head_norms[1](key).view(shape)
+        return attend(query, key, value.unflatten(-1, shape[1:]), batch, self.kind)
 
 
 class JinaBert:
