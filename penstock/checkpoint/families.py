@@ -79,7 +79,9 @@ class Family:
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
-    score_prompts: tuple[str, ...] = ()  # names in checkpoint/score.py that its rerankers were trained with
+    score_prompts: tuple[
+        str, ...
+    ] = ()  # names in checkpoint/rerankers.py that its rerankers were trained with
     instruction_template: str | None = None  # with {instruction}; precedes every text
     embed_mark: str | None = None  # mean pooling starts after this text
     is_listwise: bool = False  # scores a whole list of documents in one row
@@ -144,7 +146,10 @@ _T5: dict[str, Any] = {
     "trained_row_length": 512,
 }
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
-_QWEN3: dict[str, Any] = {"score_prompts": ("qwen3-reranker",), "default_head_dim": 128}
+_QWEN3: dict[str, Any] = {
+    "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
+    "default_head_dim": 128,
+}
 _RECORDS = (
     _encoder("albert", "Albert", "encoder:albert", shares_layers=True, default_num_segments=2),
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
@@ -194,7 +199,7 @@ _RECORDS = (
         score_prompts=("nemotron-rerank",),
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
-    _decoder("mistral", "Mistral", "decoder:mistral"),
+    _decoder("mistral", "Mistral", "decoder:mistral", score_prompts=("ctxl-rerank-v2",)),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
     _encoder("mt5", "MT5Encoder", "t5:mt5", **_T5),

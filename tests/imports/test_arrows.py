@@ -56,7 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": CPU_PACKAGES | TENSOR_PACKAGES | {"runner", "engine", "offline", "api"},
     "verify": CLIENT_PACKAGES | {"offline"},
     "scale": CLIENT_PACKAGES | {"serving", "offline", "api"},
-    "cli": CPU_PACKAGES | {"runner", "models", "tasks", "serving", "offline", "api", "bench", "verify", "scale"},
+    "cli": CPU_PACKAGES
+    | {"runner", "models", "tasks", "serving", "offline", "api", "bench", "verify", "scale"},
     "__main__": {"cli"},
 }
 # An API process loads only these. None of them may import torch, not even inside a function.
