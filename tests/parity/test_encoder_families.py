@@ -37,7 +37,9 @@ from tests.parity.reference import Vectors, cosines
 
 ROWS = make_rows()
 SPLITS = np.cumsum(LENGTHS)[:-1]
-ALL = CASES | BACKBONES
+TABLE_ONLY = ("electra-wide", "jina-bert-plain", "mt5")  # the parity table compares these too
+ALL = {name: case for name, case in (CASES | BACKBONES).items() if name not in TABLE_ONLY}
+HEADED = {name: case for name, case in CASES.items() if name != "ernie"}  # its heads are BERT's
 
 
 class Pair(NamedTuple):
@@ -95,7 +97,7 @@ def test_bf16_stays_near_the_reference(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ForSequenceClassification", "ForTokenClassification"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", HEADED)
 def test_classifiers_give_the_references_logits(name: str, kind: str, tmp_path: Path) -> None:
     reference = CASES[name].write(tmp_path, kind)
     task = Task.CLASSIFY if kind == "ForSequenceClassification" else Task.TOKEN_CLASSIFY
@@ -106,7 +108,7 @@ def test_classifiers_give_the_references_logits(name: str, kind: str, tmp_path: 
     np.testing.assert_allclose(logits, expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", CASES | MASKED_LM)
+@pytest.mark.parametrize("name", HEADED | MASKED_LM)
 def test_a_masked_language_head_gives_splade_by_the_formula(name: str, tmp_path: Path) -> None:
     reference = (CASES | MASKED_LM)[name].write(tmp_path, "ForMaskedLM")
     expected = reference_terms(reference, ROWS)
