@@ -41,6 +41,7 @@ class ConfigKeys:
     num_heads: tuple[str, ...] = ("num_attention_heads",)
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
+    output_size: tuple[str, ...] = ()  # of the last hidden states, where it is not hidden_size
     trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
 
 
@@ -119,6 +120,13 @@ _NOMIC_KEYS = ConfigKeys(
     max_positions=("n_positions", "max_position_embeddings"),
     trained_positions="max_trained_positions",
 )
+_EMBEDDING_GEMMA2 = "embedding_gemma2:embedding_gemma2"
+_BOTH_WAYS: dict[str, Any] = {  # a backbone without heads
+    "attends_both_ways": True,
+    "heads": frozenset(),
+    "default_head_dim": 256,
+    "keys": ConfigKeys(output_size=("embedding_dim",)),
+}
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
 _QWEN3: dict[str, Any] = {"score_prompts": ("qwen3-reranker",), "default_head_dim": 128}
 _RECORDS = (
@@ -126,6 +134,8 @@ _RECORDS = (
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
+    _decoder("embedding_gemma2", "EmbeddingGemma2", _EMBEDDING_GEMMA2, is_nested=True, **_BOTH_WAYS),
+    _decoder("embedding_gemma2_text", "EmbeddingGemma2Text", _EMBEDDING_GEMMA2, **_BOTH_WAYS),
     _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
     _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
     _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),

@@ -52,6 +52,10 @@ _INTEGERS: dict[str, _Range] = {
     "n_head": _HEADS,
     "num_key_value_heads": _Range(1, 1024),
     "head_dim": _Range(1, 1024),
+    "global_head_dim": _Range(1, 1024),
+    "num_global_key_value_heads": _Range(1, 1024),
+    "hidden_size_per_layer_input": _Range(1, 1 << 16),
+    "embedding_dim": _Range(1, 1 << 16),
     "intermediate_size": _INNER,
     "hidden_dim": _INNER,
     "n_inner": _INNER,
@@ -122,7 +126,7 @@ _TEXTS = (
     "pooler_hidden_act",
 )
 _LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations")
-_OBJECTS = ("id2label", "label2id", "auto_map", "quantization_config")
+_OBJECTS = ("per_layer_config", "id2label", "label2id", "auto_map", "quantization_config")
 _MAX_NESTED_ROPES = 8  # layer types with rotary options of their own
 
 

@@ -184,7 +184,7 @@ def read_spec(
     if native:
         read_sizes(config_file, family, config)
     files = read_files(folder, config, overrides)
-    hidden_size = files.integer(*family.keys.hidden_size)
+    hidden_size = files.integer(*family.keys.output_size, *family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
     sparse = read_sparse(files, architecture, pooler)

@@ -46,7 +46,9 @@ def _num_warps_for_row(block: int, dim: int) -> int:
 def flash_tiling_for(dim: int) -> FlashTiling:
     if dim <= 128:
         return FlashTiling(64, 64, 4, 3)
-    return FlashTiling(64, 32, 4, 2)
+    if dim <= 256:
+        return FlashTiling(64, 32, 4, 2)
+    return FlashTiling(32, 32, 8, 1)
 
 
 _Strides = tuple[int, ...]

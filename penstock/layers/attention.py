@@ -59,6 +59,7 @@ _MAX_CPU_SHORT = 64  # tokens; on a CPU plain products are faster for rows up to
 # Tokens; on CUDA rows up to this length go to our kernels, which benchmarks/gpu_kernels.py found faster.
 _MAX_OWN_LENGTH = 1 << 30
 _MIN_SHORT_ROWS = 17  # fewer short rows among longer ones are not worth a launch of their own
+_MAX_LIBRARY_HEAD_DIM = 256  # of the heads that the library's kernel takes
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 BIDIRECTIONAL = AttentionKind()
@@ -77,8 +78,6 @@ def attend(
 ) -> Tensor:
     """Attention within each row → [tokens, heads · dim]. `layer` selects the layer's part of the KV cache;
     `kv_written` says that the step's own keys and values are there already (`KVAccess.write_target`)."""
-    if batch.limits is not None and kind.causal:
-        raise ValueError("rows with a key limit need bidirectional attention")
     if (kv := batch.kv) is not None:
         if kv.paged is not None:
             if not kv_written:
@@ -299,7 +298,9 @@ def _gqa_flag(is_gqa: bool) -> dict[str, Any]:
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
-    if batch.kv is not None or query.shape[2] > MAX_HEAD_DIM or not use_kernel(query):
+    dim = query.shape[2]
+    is_own_size = dim <= MAX_HEAD_DIM or dim > _MAX_LIBRARY_HEAD_DIM
+    if batch.kv is not None or not is_own_size or not use_kernel(query):
         out = _varlen(query, key, value, batch, kind)
     else:
         out = _attend_by_kernels(query, key, value, batch, kind)
@@ -336,7 +337,8 @@ def _attend_by_kernels(
         repeated.launch()
         return repeated.out
     tokens, heads, dim = query.shape
-    route = _route(batch, kind.window is None or kind.window >= MAX_SHORT_LENGTH - 1)
+    covers_short = kind.window is None or kind.window >= MAX_SHORT_LENGTH - 1
+    route = _route(batch, covers_short and dim <= MAX_HEAD_DIM)
     if route.num_rows < batch.num_rows:
         out = _varlen(query, key, value, batch, kind, first_row=route.num_rows)
     else:
@@ -448,11 +450,13 @@ def _redo_limited_rows(
     """Compute rows with a key limit again, with their own keys. Such rows are few and short.
 
     The library measures a window from a row's end, so fewer keys would shift it. Rows that fit in the
-    window run without one; longer rows run group by group.
+    window run without one. Longer rows run group by group, and so do causal ones, and heads that the library
+    does not take.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    if kind.window is not None and kind.window < limits.max_length - 1:
+    is_cut = kind.window is not None and kind.window < limits.max_length - 1
+    if is_cut or kind.causal or query.shape[2] > _MAX_LIBRARY_HEAD_DIM:
         limited = [group for group in batch.groups if group.key_limit]
         with sdpa_kernel(SDPBackend.MATH):  # the only one that gives zeros for a token that sees no key
             _fill_groups(out.view(len(out), -1), limited, query, key, value, kind, None)

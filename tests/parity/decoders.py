@@ -45,7 +45,16 @@ MINISTRAL = {
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 6}
-
+GEMMA_TOWER = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 10,
+    "sliding_window_pattern": 2,
+    "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 20,
+    "embedding_dim": 56,
+}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LIMIT, "n_inner": 80}
 MOE = {
     "head_dim": 16,
@@ -67,10 +76,12 @@ class Family:
     says: dict[str, Any] = field(default_factory=dict)
     full: bool = False  # the reference runs with every token in sight of every other
     old: bool = False  # config.json in the form that files on the hub have
+    nested: bool = False  # its sizes are those of a text tower
 
     def write(self, folder: Path, seed: int = 0, **settings: Any) -> Path:
         kind = getattr(transformers, self.model)
-        model = kind(kind.config_class(**SIZES | self.settings | settings)).eval()
+        values = SIZES | self.settings | settings
+        model = kind(kind.config_class(**{"text_config": values} if self.nested else values)).eval()
         randomise(model, seed)
         model.save_pretrained(folder)
         change_config(folder, lambda config: (old_form(config) if self.old else config) | self.says)
@@ -113,6 +124,8 @@ FAMILIES: dict[str, Family] = {
     "embeddinggemma-new": Family(
         "Gemma3TextModel", GEMMA | {"use_bidirectional_attention": True, "sliding_window": 31}
     ),
+    "embeddinggemma2": Family("EmbeddingGemma2Model", GEMMA_TOWER, {"image_token_id": 9}, nested=True),
+    "embeddinggemma2-text": Family("EmbeddingGemma2TextModel", GEMMA_TOWER | {"attention_bias": True}),
     "gpt2": Family("GPT2Model", GPT2),
     "phi3": Family("Phi3Model"),
     "qwen3-moe": Family("Qwen3MoeModel", MOE),
@@ -135,6 +148,9 @@ LOOK_AHEAD = ("embeddinggemma", "nemotron", "gritlm", "qwen2-looking-ahead", "mi
 def randomise(model: nn.Module, seed: int) -> None:
     """Every parameter far from its usual start, at a size that keeps the signal as strong as it was."""
     generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:

@@ -202,6 +202,8 @@ _DECODERS = {
     "gemma3": "gemma3_text",
     "gemma3-causal-lm": "gemma3",
     "embeddinggemma": "gemma3_text",
+    "embeddinggemma2": "embedding_gemma2",
+    "embeddinggemma2-text": "embedding_gemma2_text",
     "nemotron": "llama_bidirec",
     "gritlm": "GritLM",
 }
