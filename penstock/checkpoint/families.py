@@ -75,6 +75,7 @@ class Family:
     embed_mark: str | None = None  # mean pooling starts after this text
     is_listwise: bool = False  # scores a whole list of documents in one row
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
+    why_whole_rows: str | None = None  # why a row runs in one step, and is not continued; None: it may not
     generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
 
     def is_causal(self, config: Mapping[str, Any]) -> bool:
@@ -128,6 +129,11 @@ _BOTH_WAYS: dict[str, Any] = {  # a backbone without heads
     "keys": ConfigKeys(output_size=("embedding_dim",)),
 }
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
+_LFM2: dict[str, Any] = {
+    "heads": frozenset(),
+    "keys": ConfigKeys(intermediate_size=("block_ff_dim", "intermediate_size")),
+    "why_whole_rows": "the state of its convolutions is not kept between steps",
+}
 _QWEN3: dict[str, Any] = {"score_prompts": ("qwen3-reranker",), "default_head_dim": 128}
 _RECORDS = (
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
@@ -167,6 +173,8 @@ _RECORDS = (
         is_listwise=True,
     ),
     _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3", has_rotary_positions=True),
+    _decoder("lfm2", "Lfm2", "lfm2:lfm2", **_LFM2),
+    _decoder("lfm2_bidirectional", "Lfm2Bidirectional", "lfm2:lfm2", attends_both_ways=True, **_LFM2),
     _decoder("llama", "Llama", "decoder:llama"),
     _decoder(
         "llama_bidirec",

@@ -26,6 +26,8 @@ def why_not_generate(folder: Path, architecture: Architecture, config: Mapping[s
     """Why a checkpoint cannot generate; None if it can."""
     if config.get("tie_word_embeddings") is False and not _has_head(folder):
         return f"the checkpoint has no {_HEAD}, and tie_word_embeddings is false"
+    if (why := architecture.family.why_whole_rows) is not None:
+        return f"{architecture.name} cannot: {why}"
     if not architecture.has_language_head:
         return f"{architecture.name} has no language-model head"
     if not architecture.family.is_causal(config) and not architecture.family.generates_by_default:

@@ -83,6 +83,9 @@ _INTEGERS: dict[str, _Range] = {
     "position_buckets": _Range(-1, 1 << 16, False),
     "conv_kernel_size": _Range(0, 1023),
     "conv_groups": _Range(1, 1 << 16),
+    "conv_L_cache": _Range(1, 1023),
+    "block_ff_dim": _INNER,
+    "block_multiple_of": _Range(1, 1 << 20),
     "num_labels": _Range(0, 1 << 20),
     "lora_rank": _Range(1, 1 << 16),
 }
@@ -102,6 +105,7 @@ _NUMBERS: dict[str, _Number] = {
     "attn_logit_softcapping": _POSITIVE,
     "final_logit_softcapping": _POSITIVE,
     "temperature": _POSITIVE,
+    "block_ffn_dim_multiplier": _POSITIVE,
     "lora_alpha": _POSITIVE,
 }
 _ROPE_FACTORS = (
@@ -125,7 +129,7 @@ _TEXTS = (
     "conv_act",
     "pooler_hidden_act",
 )
-_LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations")
+_LISTS = ("layer_types", "full_attn_idxs", "mlp_only_layers", "lora_adaptations")
 _OBJECTS = ("per_layer_config", "id2label", "label2id", "auto_map", "quantization_config")
 _MAX_NESTED_ROPES = 8  # layer types with rotary options of their own
 

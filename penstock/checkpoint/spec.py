@@ -92,6 +92,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Why a row cannot be spread over several steps; None if it can."""
         if not self.is_causal:
             return f"{self.architecture} is not causal: a token's state depends on later tokens"
+        if (why := find_architecture(self.architecture, self.config).family.why_whole_rows) is not None:
+            return f"{self.architecture} runs a row in one step: {why}"
+        if self.late is not None:
+            return "late interaction needs the whole row in one step"
         if self.pooling.methods in (("last",), ("mean",), ("mean_sqrt_len",)):
             return None
         return f"{' + '.join(self.pooling.methods)} pooling needs the whole row in one step"
@@ -190,8 +194,6 @@ def read_spec(
     sparse = read_sparse(files, architecture, pooler)
     score = read_score(files, architecture, template=score_template, score_labels=pooler.score_labels)
     is_causal = family.is_causal(config)
-    if late is not None and is_causal:
-        raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
     positions = max_positions(family, config, config_file)
     return ModelSpec(
         folder=str(folder),

@@ -14,6 +14,7 @@ import transformers
 from tokenizers import processors
 from torch import nn
 
+from tests.parity.lfm2 import look_both_ways
 from tests.parity.reference import Vectors, byte_level_bpe
 
 VOCABULARY = 400
@@ -55,6 +56,11 @@ GEMMA_TOWER = {
     "hidden_size_per_layer_input": 20,
     "embedding_dim": 56,
 }
+LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.2,
+}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LIMIT, "n_inner": 80}
 MOE = {
     "head_dim": 16,
@@ -77,6 +83,7 @@ class Family:
     full: bool = False  # the reference runs with every token in sight of every other
     old: bool = False  # config.json in the form that files on the hub have
     nested: bool = False  # its sizes are those of a text tower
+    adjust: Callable[[Any], None] = lambda model: None  # the reference, where transformers lacks the variant
 
     def write(self, folder: Path, seed: int = 0, **settings: Any) -> Path:
         kind = getattr(transformers, self.model)
@@ -126,6 +133,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "embeddinggemma2": Family("EmbeddingGemma2Model", GEMMA_TOWER, {"image_token_id": 9}, nested=True),
     "embeddinggemma2-text": Family("EmbeddingGemma2TextModel", GEMMA_TOWER | {"attention_bias": True}),
+    "lfm2": Family("Lfm2Model", LFM2),
+    "lfm2-causal-lm": Family(
+        "Lfm2ForCausalLM", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+    ),
+    "lfm2-bidirectional": Family(
+        "Lfm2Model", LFM2, {"architectures": ["Lfm2BidirectionalModel"]}, adjust=look_both_ways
+    ),
     "gpt2": Family("GPT2Model", GPT2),
     "phi3": Family("Phi3Model"),
     "qwen3-moe": Family("Qwen3MoeModel", MOE),
@@ -142,7 +156,14 @@ FAMILIES: dict[str, Family] = {
     "qwen2-looking-ahead": Family("Qwen2ForCausalLM", {"is_causal": False}, old=True),
     "mistral-looking-ahead": Family("MistralModel", {"is_causal": False, "sliding_window": 8}, old=True),
 }
-LOOK_AHEAD = ("embeddinggemma", "nemotron", "gritlm", "qwen2-looking-ahead", "mistral-looking-ahead")
+LOOK_AHEAD = (
+    "embeddinggemma",
+    "nemotron",
+    "gritlm",
+    "qwen2-looking-ahead",
+    "mistral-looking-ahead",
+    "lfm2-bidirectional",
+)
 
 
 def randomise(model: nn.Module, seed: int) -> None:
@@ -203,6 +224,7 @@ def backbone(family: Family) -> Any:
 
 def open_backbone(family: Family, folder: Path) -> nn.Module:
     model: nn.Module = backbone(family).from_pretrained(folder, dtype=torch.float32).eval()
+    family.adjust(model)
     return model
 
 

@@ -191,6 +191,8 @@ _DECODERS = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gpt2": "gpt2",
+    "lfm2": "lfm2",
+    "lfm2-bidirectional": "lfm2_bidirectional",
     "phi3": "phi3",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3_moe",

@@ -18,7 +18,7 @@ from sentence_transformers.sentence_transformer import modules
 from torch import nn
 
 from penstock import Engine
-from penstock.errors import ModelLoadError
+from penstock.errors import ConfigError, ModelLoadError
 from tests.parity.decoders import (
     FAMILIES,
     HEADS,
@@ -239,6 +239,16 @@ def test_unsupported_options_are_refused_by_name(
     folder = FAMILIES[name].write(tmp_path)
     with pytest.raises(ModelLoadError, match=message):
         open_engine(folder, hf_overrides=overrides)
+
+
+def test_lfm2_is_not_chunked_and_does_not_generate(tmp_path: Path) -> None:
+    folder = FAMILIES["lfm2-causal-lm"].write(tmp_path)
+    with open_engine(folder) as engine:
+        assert not engine.spec.generates and not engine.settings.chunked
+    with pytest.raises(ModelLoadError, match="state of its convolutions"):
+        open_engine(folder, enable_generation=True)
+    with pytest.raises(ConfigError, match="state of its convolutions"):
+        open_engine(folder, enable_chunked_prefill=True)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama3", "mistral", "embeddinggemma", "gritlm"])
