@@ -73,9 +73,10 @@ _INTEGERS: dict[str, _Range] = {
     "max_trained_positions": _POSITIONS,
     "original_max_position_embeddings": _POSITIONS,
     "sliding_window": _Range(0, 1 << 24),
-    "sliding_window_pattern": _Range(1, 1024),
+    "sliding_window_pattern": _Range(0, 1024),
     "_sliding_window_pattern": _Range(1, 1024),
     "max_window_layers": _Range(0, 1 << 16),
+    "no_rope_layer_interval": _Range(1, 1024),
     "local_attention": _Range(2, 1 << 24, False),
     "global_attn_every_n_layers": _Range(1, 1024, False),
     "relative_attention_num_buckets": _Range(4, 1 << 16, False),
@@ -105,6 +106,10 @@ _NUMBERS: dict[str, _Number] = {
     "attn_logit_softcapping": _POSITIVE,
     "final_logit_softcapping": _POSITIVE,
     "temperature": _POSITIVE,
+    "embedding_multiplier": _POSITIVE,
+    "attention_multiplier": _POSITIVE,
+    "residual_multiplier": _POSITIVE,
+    "logits_scaling": _POSITIVE,
     "block_ffn_dim_multiplier": _POSITIVE,
     "lora_alpha": _POSITIVE,
 }
@@ -129,7 +134,7 @@ _TEXTS = (
     "conv_act",
     "pooler_hidden_act",
 )
-_LISTS = ("layer_types", "full_attn_idxs", "mlp_only_layers", "lora_adaptations")
+_LISTS = ("layer_types", "no_rope_layers", "full_attn_idxs", "mlp_only_layers", "lora_adaptations")
 _OBJECTS = ("per_layer_config", "id2label", "label2id", "auto_map", "quantization_config")
 _MAX_NESTED_ROPES = 8  # layer types with rotary options of their own
 

@@ -186,7 +186,7 @@ def layer_shapes(config: Mapping[str, Any]) -> list[LayerShape]:
     """The sizes of every layer: `per_layer_config` overrides those of the whole model by layer number."""
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     if types is None:
-        every = option(config, "sliding_window_pattern", default=6)
+        every = config.get("sliding_window_pattern") or 6
         types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
         raise ModelLoadError(

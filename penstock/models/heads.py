@@ -151,7 +151,7 @@ def add_token_head(
     if max(tokens) >= len(words):
         raise ModelLoadError(f"token {max(tokens)} is outside the vocabulary of {len(words)} tokens")
     words = _output_weight(words, build, config)
-    rows = words[list(tokens)].float()
+    rows = words[list(tokens)].float() / float(config.get("logits_scaling") or 1)
     model.heads[Task.SCORE] = TaskHead("last", lambda x: F.linear(x.float(), rows), len(rows))
 
 
@@ -163,12 +163,16 @@ def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]
 
 
 def add_language_head(model: WordTable, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-    """Add next-token logits of the whole vocabulary, in the model's precision, with the soft cap if any."""
+    """Add next-token logits of the whole vocabulary, in the model's precision, scaled and capped as
+    config.json says."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
         raise ModelLoadError("this architecture has no language-model head")
     words = _output_weight(words, build, config)
     project: Callable[[Tensor], Tensor] = make_linear(words, None, "identity", None)
+    divisor = config.get("logits_scaling") or 1
+    if divisor != 1:
+        project = Stack(project, lambda x: x.div_(divisor))
     cap = config.get("final_logit_softcapping")
     if cap is not None:
         project = Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))

@@ -76,7 +76,6 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "T5EncoderModel": {"architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 64},
     "WhisperForConditionalGeneration": {"architectures": ["WhisperForConditionalGeneration"]},
     "CLIPModel": {"architectures": ["CLIPModel"], "text_config": {}, "vision_config": {}},
-    "EmbeddingGemma2Model": {"architectures": ["EmbeddingGemma2Model"], "text_config": {"hidden_size": 8}},
     "NVEmbedModel": {"architectures": ["NVEmbedModel"], "hidden_size": 64},
     "BertForQuestionAnswering": BERT_CONFIG | {"architectures": ["BertForQuestionAnswering"]},
     "Ministral3Model": {"architectures": ["Ministral3Model"], "is_causal": "perhaps"},

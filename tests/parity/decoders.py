@@ -61,6 +61,22 @@ LFM2 = {
     "block_multiple_of": 8,
     "block_ffn_dim_multiplier": 1.2,
 }
+GRANITE = {
+    "embedding_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+    "mlp_bias": True,
+}
+OLMO3 = {
+    "sliding_window": 9,
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e6},
+    },
+}
+EXAONE4 = {"sliding_window": 9, "sliding_window_pattern": 2, "num_hidden_layers": 4, "head_dim": 16}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LIMIT, "n_inner": 80}
 MOE = {
     "head_dim": 16,
@@ -140,6 +156,15 @@ FAMILIES: dict[str, Family] = {
     "lfm2-bidirectional": Family(
         "Lfm2Model", LFM2, {"architectures": ["Lfm2BidirectionalModel"]}, adjust=look_both_ways
     ),
+    "granite": Family("GraniteModel", GRANITE),
+    "smollm3": Family("SmolLM3Model", {"no_rope_layer_interval": 2, "attention_bias": True}, old=True),
+    "smollm3-windows": Family(
+        "SmolLM3Model", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9}
+    ),
+    "olmo2": Family("Olmo2Model", {"attention_bias": True}),
+    "olmo3": Family("Olmo3Model", OLMO3),
+    "exaone4": Family("Exaone4Model", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4-windows": Family("Exaone4Model", EXAONE4),
     "gpt2": Family("GPT2Model", GPT2),
     "phi3": Family("Phi3Model"),
     "qwen3-moe": Family("Qwen3MoeModel", MOE),
@@ -262,6 +287,8 @@ HEADS = {
     "llama-tokens": Family("LlamaForTokenClassification", {"num_labels": 9}),
     "mistral-tokens": Family("MistralForTokenClassification", {"sliding_window": 16}),
     "ministral-tokens": Family("MinistralForTokenClassification", MINISTRAL),
+    "smollm3": Family("SmolLM3ForSequenceClassification"),
+    "olmo3": Family("Olmo3ForSequenceClassification", OLMO3),
 }
 NEMOTRON_RERANKER = Family(  # pools before it projects, and divides by a temperature
     "LlamaForSequenceClassification",
