@@ -156,6 +156,7 @@ _RECORDS = (
         embed_mark=_GRITLM_MARK,
         instruction_template="<|user|>\n{instruction}\n" + _GRITLM_MARK,
     ),
+    _decoder("gpt_oss", "GptOss", "decoder:gpt_oss", default_head_dim=64),
     _decoder(
         "gpt2",
         "GPT2",
@@ -193,6 +194,14 @@ _RECORDS = (
     _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS, has_rotary_positions=True),
     _decoder("olmo2", "Olmo2", "decoder:olmo"),
     _decoder("olmo3", "Olmo3", "decoder:olmo"),
+    _decoder(
+        "openai_privacy_filter",
+        "OpenAIPrivacyFilter",
+        "decoder:privacy_filter",
+        attends_both_ways=True,
+        heads=frozenset({Task.TOKEN_CLASSIFY}),
+        default_head_dim=64,
+    ),
     _decoder("phi3", "Phi3", "decoder:phi3"),
     _decoder("qwen2", "Qwen2", "decoder:qwen2", score_prompts=("mxbai-rerank-v2",)),
     _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3),

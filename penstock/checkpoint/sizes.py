@@ -110,6 +110,8 @@ _NUMBERS: dict[str, _Number] = {
     "attention_multiplier": _POSITIVE,
     "residual_multiplier": _POSITIVE,
     "logits_scaling": _POSITIVE,
+    "swiglu_alpha": _POSITIVE,
+    "swiglu_limit": _POSITIVE,
     "block_ffn_dim_multiplier": _POSITIVE,
     "lora_alpha": _POSITIVE,
 }

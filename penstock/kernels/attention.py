@@ -71,6 +71,7 @@ def attention_reference(
     causal: bool = False,
     window: int | None = None,  # how far a token sees in each direction
     limits: Tensor | None = None,  # int32 [rows], leading keys that the row's tokens see; None: all
+    sinks: Tensor | None = None,  # fp32 [heads], a score without a value for each head
 ) -> Tensor:
     """Attention of each row, computed in fp32. [tokens, heads · dim]"""
     cu_keys = cu_lengths if cu_keys is None else cu_keys
@@ -91,7 +92,10 @@ def attention_reference(
         if limits is not None:
             visible &= places[None, :] < int(limits[row])
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, float("-inf"))
-        out[mine] = (scores.softmax(dim=-1) @ v).transpose(0, 1).to(query.dtype)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :count]
+        out[mine] = (weights @ v).transpose(0, 1).to(query.dtype)
     return out.flatten(1)
 
 
@@ -280,6 +284,7 @@ def _flash(
     old_key: tl.tensor,
     old_value: tl.tensor,
     slots: tl.tensor,
+    sinks: tl.tensor,
     tiles: tl.tensor,
     scale: tl.tensor,
     QUERY_STRIDE: tl.constexpr,
@@ -296,6 +301,7 @@ def _flash(
     LIMITED: tl.constexpr,
     PAGED: tl.constexpr,
     OLD_STRIDE: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     head = program % HEADS
@@ -321,6 +327,9 @@ def _flash(
     value += (head // GROUP) * DIM
     largest = tl.full([QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if SINKS:  # a key without a value comes first
+        largest = tl.full([QUERIES], 0.0, tl.float32) + tl.load(sinks + head) * 1.4426950408889634
+        total = tl.full([QUERIES], 1.0, tl.float32)
     context = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
     if PAGED:  # first the cached keys, all of which come before the queries
         old_key += (head // GROUP) * DIM
@@ -393,15 +402,17 @@ def _bound_flash(
     cached_stride: int | None,
     tiles: FlashTiling | None,
     has_earlier_keys: bool,
+    has_sinks: bool,
 ) -> tuple[Callable[..., Any], int]:
     """The bound kernel, and the number of queries that one of its programs holds."""
     given = 5 + has_earlier_keys + limited
     cached = (1, 2, 4) if cached_stride is None else (given, given + 1, given + 2)
+    sinks = given + (0 if cached_stride is None else 3) if has_sinks else 0
     _check_head_strides(dim, query, key, value)
     chosen = flash_tiling_for(dim) if tiles is None else tiles
     launch = bind(
         _flash,
-        (0, 1, 2, 3, 4, 5 if has_earlier_keys else 4, given - 1 if limited else 4, *cached),
+        (0, 1, 2, 3, 4, 5 if has_earlier_keys else 4, given - 1 if limited else 4, *cached, sinks),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
@@ -416,6 +427,7 @@ def _bound_flash(
         LIMITED=limited,
         PAGED=cached_stride is not None,
         OLD_STRIDE=0 if cached_stride is None else cached_stride,
+        SINKS=has_sinks,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )
@@ -438,6 +450,7 @@ def flash_attention(
     out: Tensor | None = None,
     tiles: FlashTiling | None = None,
     replays: list[Callable[[], Any]] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention_reference` for rows of at most `max_length` tokens.
 
@@ -466,11 +479,13 @@ def flash_attention(
             cached_stride,
             tiles,
             cu_keys is not None,
+            sinks is not None,
         )
         count = cdiv(max_length, queries)
         optional: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
         optional = optional if limits is None else (*optional, limits)
         optional = optional if cached is None else (*optional, *cached)
+        optional = optional if sinks is None else (*optional, sinks)
         programs = rows * heads * count
         args = (query, key, value, out, cu_lengths, *optional, count, scale * _LOG2E)
         if replays is None:

@@ -24,6 +24,7 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
+from penstock.layers.clamped_experts import ClampedExperts, ClampedExpertShape
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import ExpertShape, SparseMLP, read_experts
@@ -82,6 +83,9 @@ class DecoderShape:
     fused_projections: bool = False  # the checkpoint stores qkv as one tensor, and gate and up as one
     experts: ExpertShape | None = None  # of layers that are `sparse`
     sparse: tuple[bool, ...] = ()
+    clamped_experts: ClampedExpertShape | None = None  # of all layers
+    sinks: bool = False  # each head has a score without a value
+    interleaved: bool = False  # pairs of components that are rotated together are neighbours
 
 
 class DecoderAttention:
@@ -109,6 +113,7 @@ class DecoderAttention:
         self.generating = (
             self.kind if shape.causal else replace(self.kind, causal=True, window=shape.generate_reach)
         )
+        self.sinks = build.weights.take(prefix + "sinks", shape.heads).float() if shape.sinks else None
         self.layer = layer
         self.rotary = rotary
 
@@ -124,7 +129,9 @@ class DecoderAttention:
             part.copy_(norm(part))
             first += norm.shape[0]
         query, key, value = self.rotary.rotate_qkv(qkv, self.heads, angles, self.kv_heads, self.norms, keep)
-        return attend(query, key, value, batch, kind, layer=self.layer, kv_written=keep is not None)
+        return attend(
+            query, key, value, batch, kind, layer=self.layer, kv_written=keep is not None, sinks=self.sinks
+        )
 
 
 class DecoderLayer:
@@ -137,8 +144,10 @@ class DecoderLayer:
             return _norm(build, prefix + name, shape.hidden, shape)
 
         self.attention = DecoderAttention(build, prefix + "self_attn.", shape, layer, rotary)
-        self.mlp: GatedMLP | SparseMLP
-        if shape.experts is not None and shape.sparse[layer]:
+        self.mlp: GatedMLP | SparseMLP | ClampedExperts
+        if shape.clamped_experts is not None:
+            self.mlp = ClampedExperts(build, prefix + "mlp.", shape.hidden, shape.clamped_experts)
+        elif shape.experts is not None and shape.sparse[layer]:
             self.mlp = _sparse_mlp(build, prefix + "mlp.", shape, shape.experts)
         else:
             self.mlp = _gated_mlp(build, prefix + "mlp.", shape)
@@ -358,6 +367,24 @@ def exaone4(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
     return _with_head(Decoder(build, shape), build, config, head)
 
 
+def gpt_oss(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Every other layer has a sliding window; heads have sinks, and MLPs are clamped experts."""
+    config = _with_yarn(config)
+    shape = _shape(config, config.get("sliding_window", 128), lambda layer: layer % 2 == 0)
+    shape = replace(_with_clamped_experts(shape, config, interleaved=True), sinks=True)
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def privacy_filter(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """gpt-oss that looks both ways, within a window in every layer, and labels tokens."""
+    require(config, is_causal=False, layer_types=None)
+    config = _with_yarn(config)
+    shape = _shape(config, config.get("sliding_window", 128), lambda layer: True)
+    shape = _with_clamped_experts(shape, config, interleaved=False)
+    shape = replace(shape, sinks=True, interleaved=True)
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
 def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """jina-reranker-v3: Qwen3 that reads a whole list and projects one marker token per text."""
     model = qwen3(build, config, None)
@@ -422,6 +449,39 @@ def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     if window and config.get("use_bidirectional_attention") and not shape.causal:
         shape = replace(shape, reach=window // 2)  # this window counts both sides
     return _with_head(Decoder(build, shape), build, config, head)
+
+
+def _with_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the rotation of gpt-oss, where it does not say."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    found = {"rope_theta": 150_000.0, **config}
+    if not (found.get("rope_scaling") or found.get("rope_parameters")):
+        found["rope_scaling"] = rope
+    return found
+
+
+def _with_clamped_experts(
+    shape: DecoderShape, config: Mapping[str, Any], *, interleaved: bool
+) -> DecoderShape:
+    count = option(config, "num_local_experts", "num_experts")
+    chosen = option(config, "num_experts_per_tok", "experts_per_token", default=4)
+    if not 1 <= chosen <= count:
+        raise ModelLoadError(
+            f"config.json has num_experts_per_tok = {chosen}; it has to be from 1 to "
+            f"num_local_experts = {count}"
+        )
+    experts = ClampedExpertShape(
+        count,
+        chosen,
+        shape.intermediate,
+        float(option(config, "swiglu_alpha", default=1.702)),
+        float(option(config, "swiglu_limit", default=7.0)),
+        interleaved=interleaved,
+        fp32_router=not shape.causal,
+    )
+    bias = bool(config.get("attention_bias", True))
+    eps = config.get("rms_norm_eps", 1e-5)
+    return replace(shape, eps=eps, qkv_bias=bias, out_bias=bias, clamped_experts=experts)
 
 
 def _llama_shape(config: Mapping[str, Any]) -> DecoderShape:
@@ -537,6 +597,7 @@ def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
         shape.positions,
         rope.base,
         scaling=rope.scaling,
+        interleaved=shape.interleaved,
         device=weights.device,
         dtype=weights.dtype,
     )

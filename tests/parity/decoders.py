@@ -77,6 +77,15 @@ OLMO3 = {
     },
 }
 EXAONE4 = {"sliding_window": 9, "sliding_window_pattern": 2, "num_hidden_layers": 4, "head_dim": 16}
+GPT_OSS = {
+    "head_dim": 16,
+    "sliding_window": 9,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "swiglu_limit": 0.8,
+    "rope_parameters": YARN | {"truncate": False},
+}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LIMIT, "n_inner": 80}
 MOE = {
     "head_dim": 16,
@@ -165,6 +174,8 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family("Olmo3Model", OLMO3),
     "exaone4": Family("Exaone4Model", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4-windows": Family("Exaone4Model", EXAONE4),
+    "gpt-oss": Family("GptOssModel", GPT_OSS),
+    "privacy-filter": Family("OpenAIPrivacyFilterModel", GPT_OSS),
     "gpt2": Family("GPT2Model", GPT2),
     "phi3": Family("Phi3Model"),
     "qwen3-moe": Family("Qwen3MoeModel", MOE),
@@ -188,6 +199,7 @@ LOOK_AHEAD = (
     "qwen2-looking-ahead",
     "mistral-looking-ahead",
     "lfm2-bidirectional",
+    "privacy-filter",
 )
 
 
@@ -287,6 +299,8 @@ HEADS = {
     "llama-tokens": Family("LlamaForTokenClassification", {"num_labels": 9}),
     "mistral-tokens": Family("MistralForTokenClassification", {"sliding_window": 16}),
     "ministral-tokens": Family("MinistralForTokenClassification", MINISTRAL),
+    "gpt-oss-tokens": Family("GptOssForTokenClassification", GPT_OSS),
+    "privacy-filter-tokens": Family("OpenAIPrivacyFilterForTokenClassification", GPT_OSS),
     "smollm3": Family("SmolLM3ForSequenceClassification"),
     "olmo3": Family("Olmo3ForSequenceClassification", OLMO3),
 }

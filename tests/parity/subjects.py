@@ -191,6 +191,8 @@ _DECODERS = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gpt2": "gpt2",
+    "gpt-oss": "gpt_oss",
+    "privacy-filter": "openai_privacy_filter",
     "granite": "granite",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
