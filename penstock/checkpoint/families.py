@@ -75,6 +75,7 @@ class Family:
     embed_mark: str | None = None  # mean pooling starts after this text
     is_listwise: bool = False  # scores a whole list of documents in one row
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
+    nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that text_config leaves out
     why_whole_rows: str | None = None  # why a row runs in one step, and is not continued; None: it may not
     generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
 
@@ -129,6 +130,13 @@ _BOTH_WAYS: dict[str, Any] = {  # a backbone without heads
     "keys": ConfigKeys(output_size=("embedding_dim",)),
 }
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
+_GEMMA3_TOWER: dict[str, Any] = {  # what transformers assumes; published files leave much of it out
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
 _LFM2: dict[str, Any] = {
     "heads": frozenset(),
     "keys": ConfigKeys(intermediate_size=("block_ff_dim", "intermediate_size")),
@@ -146,6 +154,15 @@ _RECORDS = (
     _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
     _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
     _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),
+    _decoder(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3ForConditionalGeneration",
+        "decoder:gemma3_tower",
+        is_nested=True,
+        nested_defaults=_GEMMA3_TOWER,
+        generates_by_default=True,
+        **_GEMMA,
+    ),
     _decoder("gemma3_text", "Gemma3Text", "decoder:gemma3", **_GEMMA),
     _decoder(
         "GritLM",
@@ -188,6 +205,13 @@ _RECORDS = (
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
     _decoder("mistral", "Mistral", "decoder:mistral"),
+    _decoder(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "decoder:mistral3_tower",
+        is_nested=True,
+        generates_by_default=True,
+    ),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
@@ -287,7 +311,8 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
         raise ModelLoadError(f"{file} has text_config = {nested!r}; it has to be an object", param="model")
     outer = {key: value for key, value in config.items() if key != "text_config"}
     named = {key: config[key] for key in ("architectures", "model_type") if key in config}
-    return outer | nested | named
+    named["text_model_type"] = nested.get("model_type")
+    return {**architecture.family.nested_defaults, **outer, **nested, **named}
 
 
 def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
@@ -340,10 +365,24 @@ def _named(file: Path, config: Mapping[str, Any]) -> str:
     return name
 
 
+# Architectures that people ask for, and why there is no record for them.
+_WHY_UNSUPPORTED = {
+    "Gemma3n": "its layers share keys, and have embeddings and residual streams of their own",
+    "Gemma4": "its layers share keys and differ in head size, which the KV cache does not hold",
+    "Qwen3ForGuardModel": "it labels each token by four heads, and the text has to be told from the query",
+    "Qwen3Next": "it has layers of linear attention",
+    "Qwen3_5": "it has layers of linear attention",
+    "GraniteMoeHybrid": "it has Mamba layers",
+    "Lfm2Moe": "its short convolutions come with experts",
+}
+
+
 def _unsupported(what: str) -> ModelLoadError:
+    reasons = [why for prefix, why in _WHY_UNSUPPORTED.items() if prefix in what]
+    because = f" because {reasons[0]}" if reasons else ""
     prefixes = ", ".join(f"{prefix}*" for prefix in sorted(f.class_prefix for f in FAMILIES.values()))
     return ModelLoadError(
-        f"architecture {what} is not supported; supported: {prefixes}, where * is one of "
+        f"architecture {what} is not supported{because}; supported: {prefixes}, where * is one of "
         f"{', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others that transformers knows",
         param="model",
     )

@@ -38,10 +38,10 @@ def why_not_generate(folder: Path, architecture: Architecture, config: Mapping[s
 def _has_head(folder: Path) -> bool:
     """Some checkpoints are saved without the head of their architecture. Without weights, assume it."""
     if (where := optional_json(folder / "model.safetensors.index.json").get("weight_map")) is not None:
-        return _HEAD in where
+        return any(name.endswith(_HEAD) for name in where)
     file = folder / "model.safetensors"
     if not file.is_file():
         return True
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-        return f'"{_HEAD}"'.encode() in opened.read(min(size, _MAX_HEADER_BYTES))
+        return f'{_HEAD}"'.encode() in opened.read(min(size, _MAX_HEADER_BYTES))

@@ -7,6 +7,7 @@ nemotron-embed, GritLM).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +35,11 @@ from penstock.layers.rotary import Angles, NoRotary, Rope, Rotary
 from penstock.models.options import option, require, rope_options
 from penstock.types import Task
 
+log = logging.getLogger("penstock.models")
+
 # Heads and buffers that no model here reads.
 IGNORED = ("lm_head.", "rotary_emb.inv_freq")
+_IMAGE_TENSORS = ("vision_tower.", "multi_modal_projector.")
 _REQUIRED = (
     "hidden_size",
     "num_hidden_layers",
@@ -449,6 +453,22 @@ def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     if window and config.get("use_bidirectional_attention") and not shape.causal:
         shape = replace(shape, reach=window // 2)  # this window counts both sides
     return _with_head(Decoder(build, shape), build, config, head)
+
+
+def gemma3_tower(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    return _text_only(gemma3(build, config, head), config)
+
+
+def mistral3_tower(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    require(config, text_model_type="mistral")
+    return _text_only(mistral(build, config, head), config)
+
+
+def _text_only(model: Decoder, config: Mapping[str, Any]) -> Decoder:
+    """The text tower of a model that reads images too, which requests cannot send."""
+    log.warning("%s is served for text: its image tower is not loaded", config["architectures"][0])
+    model.ignored_tensors = (*IGNORED, *_IMAGE_TENSORS)
+    return model
 
 
 def _with_yarn(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,7 +157,8 @@ def add_token_head(
 
 def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
     """The weight of the language-model head: the word table if the two are tied."""
-    name = "lm_head.weight"
+    names = ("lm_head.weight", "language_model.lm_head.weight")  # the second beside an image tower
+    name = next((name for name in names if build.weights.has(name)), names[0])
     tied = config.get("tie_word_embeddings", not build.weights.has(name))
     return words if tied else build.weights.take(name, *words.shape)
 
