@@ -125,7 +125,8 @@ def write_bert(
     if modules:
         kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
         write_modules(folder, kinds)
-        write_json(folder / "1_Pooling/config.json", {"pooling_mode_mean_tokens": True})
+        pooling = {"word_embedding_dimension": config["hidden_size"], "pooling_mode_mean_tokens": True}
+        write_json(folder / "1_Pooling/config.json", pooling)
     return folder
 
 
@@ -150,7 +151,8 @@ def write_splade(folder: Path) -> Path:
     tensors[f"{head}bias"] = torch.randn(BERT_CONFIG["vocab_size"], generator=generator)
     write_bert(folder, tensors=tensors, config={"architectures": ["BertForMaskedLM"]}, modules=False)
     write_modules(folder, [("MLMTransformer", ""), ("SpladePooling", "1_SpladePooling")])
-    write_json(folder / "1_SpladePooling/config.json", {"pooling_strategy": "max"})
+    pooling = {"pooling_strategy": "max", "word_embedding_dimension": BERT_CONFIG["vocab_size"]}
+    write_json(folder / "1_SpladePooling/config.json", pooling)
     return folder
 
 

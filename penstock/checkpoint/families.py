@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.unsupported import why_unsupported
 from penstock.errors import ModelLoadError
 from penstock.types import Task
 
@@ -310,7 +311,7 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
     if not isinstance(nested, dict):
         raise ModelLoadError(f"{file} has text_config = {nested!r}; it has to be an object", param="model")
     outer = {key: value for key, value in config.items() if key != "text_config"}
-    named = {key: config[key] for key in ("architectures", "model_type") if key in config}
+    named: dict[str, Any] = {key: config[key] for key in ("architectures", "model_type") if key in config}
     named["text_model_type"] = nested.get("model_type")
     return {**architecture.family.nested_defaults, **outer, **nested, **named}
 
@@ -320,7 +321,7 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     if name == COLBERT_CLASS:
         backbone = FAMILIES.get(str(config.get("model_type")))
         if backbone is None:
-            raise _unsupported(f"{name} on model_type {config.get('model_type')!r}")
+            raise _unsupported(f"{name} on model_type {config.get('model_type')!r}", name, config)
         return Architecture(name, backbone)
     if name in FAMILIES:
         return Architecture(name, FAMILIES[name])
@@ -331,7 +332,7 @@ def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
         head = CLASS_SUFFIXES[suffix]
         if head is None or head in family.heads:
             return Architecture(name, family, suffix)
-    raise _unsupported(repr(name))
+    raise _unsupported(repr(name), name, config)
 
 
 def _any_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
@@ -365,25 +366,12 @@ def _named(file: Path, config: Mapping[str, Any]) -> str:
     return name
 
 
-# Architectures that people ask for, and why there is no record for them.
-_WHY_UNSUPPORTED = {
-    "Gemma3n": "its layers share keys, and have embeddings and residual streams of their own",
-    "Gemma4": "its layers share keys and differ in head size, which the KV cache does not hold",
-    "Qwen3ForGuardModel": "it labels each token by four heads, and the text has to be told from the query",
-    "Qwen3Next": "it has layers of linear attention",
-    "Qwen3_5": "it has layers of linear attention",
-    "GraniteMoeHybrid": "it has Mamba layers",
-    "Lfm2Moe": "its short convolutions come with experts",
-}
-
-
-def _unsupported(what: str) -> ModelLoadError:
-    reasons = [why for prefix, why in _WHY_UNSUPPORTED.items() if prefix in what]
-    because = f" because {reasons[0]}" if reasons else ""
+def _unsupported(what: str, name: str, config: Mapping[str, Any]) -> ModelLoadError:
     prefixes = ", ".join(f"{prefix}*" for prefix in sorted(f.class_prefix for f in FAMILIES.values()))
     return ModelLoadError(
-        f"architecture {what} is not supported{because}; supported: {prefixes}, where * is one of "
-        f"{', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others that transformers knows",
+        f"architecture {what} is not supported because {why_unsupported(name, config)}; supported: "
+        f"{prefixes}, where * is one of {', '.join(CLASS_SUFFIXES)}; --model-impl transformers runs others "
+        "that transformers knows",
         param="model",
     )
 

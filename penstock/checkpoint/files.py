@@ -86,7 +86,7 @@ def read_files(folder: Path, config: dict[str, Any], overrides: dict[str, Any]) 
 
 def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():  # a pipe would never end
-        raise ModelLoadError(f"{file.parent} is not a model folder: it has no {file.name}")
+        raise ModelLoadError(f"{file.parent} is not a model folder: it has no {file.name}", param="model")
     value = _decode(file)
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file} has to hold a JSON object, not {type(value).__name__}")

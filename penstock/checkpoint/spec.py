@@ -39,6 +39,7 @@ from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
 from penstock.checkpoint.sizes import ModelSizes, read_sizes
 from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_sparse
+from penstock.checkpoint.unsupported import why_no_config
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
@@ -180,14 +181,16 @@ def read_spec(
     """`native`: an architecture without a family record is refused before anything else is read."""
     pooler = pooler or PoolerConfig()
     config_file, overrides = folder / "config.json", overrides or {}
+    if not config_file.is_file():
+        raise ModelLoadError(f"{folder} is not a model folder: {why_no_config(folder)}", param="model")
     config = read_json(config_file) | overrides
     architecture = read_architecture(config_file, config, native=native)
     if native:
         config = text_tower(architecture, config_file, config)
     family = architecture.family
+    files = read_files(folder, config, overrides)
     if native:
         read_sizes(config_file, family, config)
-    files = read_files(folder, config, overrides)
     hidden_size = files.integer(*family.keys.output_size, *family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)

@@ -21,6 +21,7 @@ from penstock.cli.generate import generate
 from penstock.cli.info import info
 from penstock.cli.rank import rerank, score
 from penstock.cli.serve import serve
+from penstock.cli.verify import verify
 from penstock.errors import ClientError, PenstockError
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -82,6 +83,7 @@ app.command(cls=Command)(score)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
 app.command(cls=Command)(info)
+app.command(cls=Command)(verify)
 app.command(cls=Command)(doctor)
 app.add_typer(bench, name="bench")
 

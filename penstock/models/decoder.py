@@ -232,7 +232,7 @@ class Decoder:
         self.prunes_last_layer = True
         self.kv_shape = (shape.layers, shape.kv_heads, shape.head_dim)
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = IGNORED
+        self.ignored_tensors: tuple[str, ...] = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
@@ -362,8 +362,8 @@ def olmo(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> D
 
 def exaone4(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Where some layers have a sliding window, those that have none do not rotate."""
-    window, every = config.get("sliding_window"), config.get("sliding_window_pattern")
-    shape = _shape(config, window, lambda layer: bool(window and every) and (layer + 1) % every != 0)
+    window, every = config.get("sliding_window"), int(config.get("sliding_window_pattern") or 1)
+    shape = _shape(config, window, lambda layer: window is not None and (layer + 1) % every != 0)
     rotates = shape.sliding if window else ()
     shape = replace(
         shape, eps=config.get("rms_norm_eps", 1e-5), qk_norm=True, post_norm=True, rotates=rotates

@@ -152,9 +152,8 @@ def layer_kinds(config: Mapping[str, Any]) -> list[str]:
     """The kind of every layer; older files list the layers with attention."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
-        attends = config.get("full_attn_idxs")
-        is_all = attends is None
-        return ["full_attention" if is_all or layer in attends else "conv" for layer in range(layers)]
+        attends = option(config, "full_attn_idxs", default=range(layers))
+        return ["full_attention" if layer in attends else "conv" for layer in range(layers)]
     if len(kinds) != layers or set(kinds) - set(_KINDS):
         raise ModelLoadError(
             f"layer_types in config.json has to name {' or '.join(_KINDS)} for each of {layers} layers"

@@ -54,8 +54,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offline": CLIENT_PACKAGES | {"runner", "engine", "wire", "tasks"},
     "api": CLIENT_PACKAGES | {"wire", "tasks", "serving"},
     "bench": CPU_PACKAGES | TENSOR_PACKAGES | {"runner", "engine", "offline", "api"},
+    "verify": CLIENT_PACKAGES | {"offline"},
     "scale": CLIENT_PACKAGES | {"serving", "offline", "api"},
-    "cli": CPU_PACKAGES | {"runner", "models", "tasks", "serving", "offline", "api", "bench", "scale"},
+    "cli": CPU_PACKAGES
+    | {"runner", "models", "tasks", "serving", "offline", "api", "bench", "verify", "scale"},
     "__main__": {"cli"},
 }
 # An API process loads only these. None of them may import torch, not even inside a function.

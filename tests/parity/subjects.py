@@ -191,6 +191,8 @@ _DECODERS = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gpt2": "gpt2",
+    "gemma3-tower": "Gemma3ForConditionalGeneration",
+    "mistral3-tower": "Mistral3ForConditionalGeneration",
     "gpt-oss": "gpt_oss",
     "privacy-filter": "openai_privacy_filter",
     "granite": "granite",
@@ -219,7 +221,7 @@ _DECODERS = {
 
 
 def _decoders() -> Iterator[Subject]:
-    for name, family in decoders.FAMILIES.items():
+    for name, family in (decoders.FAMILIES | decoders.MORE_FAMILIES).items():
         for task in (Task.EMBED, Task.TOKEN_EMBED):
             yield _decoder(name, task, partial(_ask_states, name, family, task))
     for name, family in decoders.HEADS.items():

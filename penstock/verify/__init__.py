@@ -1,0 +1,1 @@
+"""`penstock verify`: the same texts through a model's reference library and through Penstock, compared."""
