@@ -24,7 +24,6 @@ class ClampedExpertShape:
     alpha: float  # gain of the sigmoid
     limit: float  # of gate and up
     interleaved: bool  # the checkpoint stores gate and up in turn, not one after the other
-    fp32_router: bool  # experts are chosen in fp32, whatever the model's precision
 
 
 class ClampedExperts:
@@ -37,10 +36,9 @@ class ClampedExperts:
     def __init__(self, build: LayerBuilder, prefix: str, hidden: int, shape: ClampedExpertShape) -> None:
         weights, count, width = build.weights, shape.num_experts, shape.intermediate
         self.shape = shape
-        self.router = weights.take(prefix + "router.weight", count, hidden)
-        self.router_bias = weights.take(prefix + "router.bias", count)
-        if shape.fp32_router:
-            self.router, self.router_bias = self.router.float(), self.router_bias.float()
+        # In fp32, because rounding would choose other experts.
+        self.router = weights.take(prefix + "router.weight", count, hidden).float()
+        self.router_bias = weights.take(prefix + "router.bias", count).float()
         gate_up = _read_experts(build, prefix + "experts.gate_up_proj", count, 2 * width, hidden)
         bias = weights.take(prefix + "experts.gate_up_proj_bias", count, 2 * width)
         if shape.interleaved:
@@ -53,9 +51,9 @@ class ClampedExperts:
         """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` is
         ignored."""
         x = dequantize(x, self.down.dtype)
-        logits = F.linear(x.to(self.router.dtype), self.router, self.router_bias)
+        logits = F.linear(x.float(), self.router, self.router_bias)
         best, experts = logits.topk(self.shape.num_chosen, dim=-1)
-        weights = best.softmax(dim=-1, dtype=torch.float32)  # [tokens, chosen]
+        weights = best.softmax(dim=-1)  # [tokens, chosen]
         order = experts.flatten().argsort(stable=True)  # [tokens · chosen]
         chosen = experts.flatten().index_select(0, order)
         outputs = self._experts(x.index_select(0, order // self.shape.num_chosen), chosen)

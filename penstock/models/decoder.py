@@ -496,8 +496,7 @@ def _with_clamped_experts(
         shape.intermediate,
         float(option(config, "swiglu_alpha", default=1.702)),
         float(option(config, "swiglu_limit", default=7.0)),
-        interleaved=interleaved,
-        fp32_router=not shape.causal,
+        interleaved,
     )
     bias = bool(config.get("attention_bias", True))
     eps = config.get("rms_norm_eps", 1e-5)

@@ -270,14 +270,6 @@ LATE: dict[str, Late] = {
         stanford=False,
         words={"query_length": 24, "document_length": 60},
     ),
-    "pylate-qwen3": Late(
-        Case("Qwen3", {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}),
-        with_markers(byte_level_bpe, "[Q] ", "[D] "),
-        ("[Q] ", "[D] "),
-        _CHAT,
-        stanford=False,
-        words={"query_length": 24, "document_length": 60},
-    ),
     "pylate-lfm2": Late(
         Case("Lfm2", _LFM2),
         with_markers(byte_level_bpe, "[Q] ", "[D] "),

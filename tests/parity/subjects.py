@@ -224,7 +224,7 @@ def _decoders() -> Iterator[Subject]:
     for name, family in (decoders.FAMILIES | decoders.MORE_FAMILIES).items():
         for task in (Task.EMBED, Task.TOKEN_EMBED):
             yield _decoder(name, task, partial(_ask_states, name, family, task))
-    for name, family in decoders.HEADS.items():
+    for name, family in (decoders.HEADS | decoders.MORE_HEADS).items():
         if family.settings.get("num_labels") != 1:  # a cosine of one number says nothing
             task = Task.TOKEN_CLASSIFY if name.endswith("-tokens") else Task.CLASSIFY
             yield _decoder(name, task, partial(_ask_head, family))
