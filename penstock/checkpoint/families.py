@@ -71,7 +71,9 @@ class Family:
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
-    score_prompts: tuple[str, ...] = ()  # names in checkpoint/score.py that its rerankers were trained with
+    score_prompts: tuple[
+        str, ...
+    ] = ()  # names in checkpoint/rerankers.py that its rerankers were trained with
     instruction_template: str | None = None  # with {instruction}; precedes every text
     embed_mark: str | None = None  # mean pooling starts after this text
     is_listwise: bool = False  # scores a whole list of documents in one row
@@ -143,7 +145,10 @@ _LFM2: dict[str, Any] = {
     "keys": ConfigKeys(intermediate_size=("block_ff_dim", "intermediate_size")),
     "why_whole_rows": "the state of its convolutions is not kept between steps",
 }
-_QWEN3: dict[str, Any] = {"score_prompts": ("qwen3-reranker",), "default_head_dim": 128}
+_QWEN3: dict[str, Any] = {
+    "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
+    "default_head_dim": 128,
+}
 _RECORDS = (
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
@@ -205,7 +210,6 @@ _RECORDS = (
         score_prompts=("nemotron-rerank",),
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
-    _decoder("mistral", "Mistral", "decoder:mistral"),
     _decoder(
         "Mistral3ForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
@@ -213,6 +217,7 @@ _RECORDS = (
         is_nested=True,
         generates_by_default=True,
     ),
+    _decoder("mistral", "Mistral", "decoder:mistral", score_prompts=("ctxl-rerank-v2",)),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),

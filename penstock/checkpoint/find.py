@@ -21,6 +21,7 @@ DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*/config.json", "*/*.safetensors"]
 _PATTERNS += ["sparse_linear.pt", "colbert_linear.pt"]  # BGE-M3's heads
+_PATTERNS += ["README.md"]  # its pipeline_tag tells rerankers from language models
 _PATTERNS += ["artifact.metadata"]  # settings of stanford's ColBERT models
 _OTHER_RUNTIMES = ["onnx/*", "openvino/*", "tf_model*", "flax_model*", "rust_model*", "original/*"]
 

@@ -14,12 +14,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.checkpoint.dense import DenseSpec, read_dense
+from penstock.checkpoint.dense import MAX_FEATURES, DenseSpec, read_dense
 from penstock.checkpoint.families import Architecture
-from penstock.checkpoint.files import MASK_MODULE, CheckpointFiles, optional_json
+from penstock.checkpoint.files import (
+    MASK_MODULE,
+    CheckpointFiles,
+    optional_integer,
+    optional_json,
+    positive_integer,
+)
 from penstock.errors import ModelLoadError
 
 QUERY_LENGTH = 32
+COLBERT_DIM = "colbert_dim"  # the key under which `ModelSpec.config` keeps the width of stanford's models
+STANFORD_DIM = 128  # where no file names one
 _ENCODER_KEYS = ("query_length", "document_length", "query_expansion")
 _PYLATE_KEYS = (
     "query_length",
@@ -154,7 +162,7 @@ def _stanford(
 ) -> LateSpec:
     query, document = architecture.family.colbert_markers
     expand, tokens = _flag(values, "do_query_expansion", True), _special_tokens(files.folder)
-    length, dim = _length(values, "query_maxlen"), files.integer("dim")
+    length, dim = _length(values, "query_maxlen"), _stanford_dim(files, architecture, values)
     return LateSpec(
         dense=(DenseSpec("", hidden_size, dim, bias=False, activation="identity"),),
         dim=dim,
@@ -168,6 +176,16 @@ def _stanford(
         skip_words=tuple(string.punctuation) if _flag(values, "mask_punctuation", True) else (),
         unknown_token=tokens.unknown,
     )
+
+
+def _stanford_dim(files: CheckpointFiles, architecture: Architecture, values: Mapping[str, Any]) -> int:
+    """The width of token vectors: artifact.metadata has it, or config.json where `dim` means nothing else."""
+    if "dim" in values:
+        file = files.folder / "artifact.metadata"
+        return positive_integer(values, "dim", file=file, high=MAX_FEATURES)
+    if "dim" in architecture.family.keys.hidden_size:
+        return STANFORD_DIM
+    return optional_integer(files.config, "dim") or STANFORD_DIM
 
 
 class _Tokens(NamedTuple):

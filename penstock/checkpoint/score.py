@@ -1,22 +1,23 @@
 """How a model that reads a query and a document together scores them: from its files, and from the prompts
-that decoder rerankers were trained with."""
+that decoder rerankers were trained with. A model that is not known to score does not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer
 
 from penstock.checkpoint.convert import tokenizer_file
 from penstock.checkpoint.families import Architecture
-from penstock.checkpoint.files import CheckpointFiles, optional_json
+from penstock.checkpoint.files import CheckpointFiles, Module, optional_json, shown
+from penstock.checkpoint.identity import Identity
 from penstock.checkpoint.labels import label_count
+from penstock.checkpoint.rerankers import PROMPTS, Activation, Prompt
+from penstock.checkpoint.tokenizer_settings import named_templates
 from penstock.errors import ConfigError, ModelLoadError
-
-Activation = Literal["sigmoid", "identity"]
 
 
 class ScoreSpec(msgspec.Struct, frozen=True):
@@ -29,11 +30,14 @@ class ScoreSpec(msgspec.Struct, frozen=True):
 
     outputs: tuple[int, ...] = (0,)
     activation: Activation = "sigmoid"
+    scale: float = 1.0  # a score is divided by it before the sigmoid
     template: tuple[str, ...] = ()  # with {query}, {document} and optionally {instruction}
-    instruction: str = ""  # where the caller gives none
+    instruction: str = ""  # in the place of an instruction where the caller gives none
     wording: str = "{instruction}"  # how an instruction is written in the row
     tokens: tuple[int, ...] = ()
-    closed: bool = True  # special tokens are added at the end too, not only at the beginning
+    strips: bool = False  # white space around query and document is removed
+    opened: bool = True  # the tokenizer's special tokens are added at the beginning
+    closed: bool = True  # and at the end
     marks: tuple[int, ...] = ()  # of listwise models: the tokens that mark a document and the query
 
 
@@ -41,68 +45,13 @@ DOCUMENT_MARK, QUERY_MARK = "<|embed_token|>", "<|rerank_token|>"
 MARK_DIM = 512  # of the vectors of marked tokens
 
 
-class Prompt(NamedTuple):
-    """The prompt of a family of rerankers, and the tokens it answers with: relevant first."""
-
-    template: tuple[str, ...]
-    tokens: tuple[str, ...] = ()
-    mark: str = ""  # a phrase that identifies its chat template
-    instruction: str = ""
-    wording: str = "{instruction}"
-    closed: bool = False
-
-
-_QWEN3_MARK = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
-)
-_MXBAI_TASK = (
-    "You are a search relevance expert who evaluates how well documents match search queries. For each "
-    "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
-    "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:"
-)
-_GEMMA_TASK = (
-    "Given a query A and a passage B, determine whether the passage contains an answer to the query by "
-    "providing a prediction of either 'Yes' or 'No'."
-)
-_ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
-PROMPTS: dict[str, Prompt] = {
-    "qwen3-reranker": Prompt(
-        (
-            f'<|im_start|>system\n{_QWEN3_MARK} Note that the answer can only be "yes" or "no".<|im_end|>\n'
-            "<|im_start|>user\n",
-            "<Instruct>: {instruction}\n<Query>: {query}\n",
-            "<Document>: {document}",
-            f"{_ANSWER}<think>\n\n</think>\n\n",
-        ),
-        ("yes", "no"),
-        _QWEN3_MARK,
-        "Given a web search query, retrieve relevant passages that answer the query",
-    ),
-    "mxbai-rerank-v2": Prompt(
-        (
-            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-            "<|im_end|>\n<|im_start|>user\n",
-            "{instruction}query: {query}",
-            "\n",
-            "document: {document}",
-            "\n",
-            _MXBAI_TASK,
-            _ANSWER,
-        ),
-        ("1", "0"),
-        "You are a search relevance expert who evaluates how well documents match search queries.",
-        wording="instruction: {instruction}\n",
-    ),
-    "bge-reranker-v2-gemma": Prompt(
-        ("A: {query}", "\n", "B: {document}", "\n", _GEMMA_TASK), ("Yes",), _GEMMA_TASK
-    ),
-    "nemotron-rerank": Prompt(("question:{query} \n \n passage:{document}",), closed=True),
-}
+PLAIN_PAIR = "none"  # the score_template that leaves a pair to the tokenizer
 
 
 def read_score(
     files: CheckpointFiles,
     architecture: Architecture,
+    identity: Identity,
     *,
     template: str | None = None,
     score_labels: Sequence[int] | None = None,
@@ -114,10 +63,12 @@ def read_score(
         marks = (vocabulary.number(DOCUMENT_MARK), vocabulary.number(QUERY_MARK))
         return ScoreSpec((), "identity", marks=marks)
     tokens = _tokens(files, vocabulary)
-    texts = vocabulary.texts(tokens) if tokens else ()
-    prompt = _prompt(files.folder, architecture, texts) if template is None else _given_prompt(template)
-    if not classifies and not tokens and prompt is not None and prompt.tokens:
-        tokens = tuple(vocabulary.number(text) for text in prompt.tokens)
+    if template is None:
+        prompt, is_pair = _own_prompt(files, architecture, identity, vocabulary, tokens)
+    else:
+        prompt, is_pair = _given_prompt(template), template == PLAIN_PAIR
+    if not classifies and not tokens and prompt is not None and architecture.has_language_head:
+        tokens = tuple(vocabulary.number(token) for token in prompt.tokens)
     outputs = _outputs(labels if classifies else 0, len(tokens), score_labels)
     if not outputs:
         if template is not None:
@@ -127,22 +78,57 @@ def read_score(
                 param="score_template",
             )
         return None
-    score = ScoreSpec(outputs, _activation(files), tokens=tokens)
-    if prompt is not None:
-        return msgspec.structs.replace(
-            score,
-            template=prompt.template,
-            instruction=prompt.instruction,
-            wording=prompt.wording,
-            closed=prompt.closed,
+    if prompt is None:
+        if tokens and not is_pair:
+            raise ModelLoadError(
+                f"{architecture.name} answers with the tokens {', '.join(vocabulary.texts(tokens))}, but no "
+                "file says what it is asked; give score_template",
+                param="score_template",
+            )
+        return ScoreSpec(outputs, _activation(files) or "sigmoid", tokens=tokens)
+    activation = _activation(files)
+    return ScoreSpec(
+        outputs,
+        activation or prompt.activation,
+        scale=prompt.scale if activation is None else 1.0,
+        template=prompt.template,
+        instruction=prompt.instruction,
+        wording=prompt.wording,
+        tokens=tokens,
+        strips=prompt.strips,
+        opened=prompt.opened,
+        closed=prompt.closed,
+    )
+
+
+def why_not_score(files: CheckpointFiles, architecture: Architecture, identity: Identity) -> str | None:
+    """Why the vectors of a decoder must not be compared to score a pair; None if they may.
+
+    A language model ranks badly by its last token's state, and a reranker's states mean nothing of the kind.
+    """
+    family = architecture.family
+    if not family.is_decoder or files.modules or family.embed_mark is not None:
+        return None
+    if identity.is_reranker:
+        return (
+            f"its name or model card says that it reranks, but how this {architecture.name} is asked is not "
+            "known; " + _HOW_TO_SCORE
         )
-    if tokens:
-        raise ModelLoadError(
-            f"{architecture.name} answers with the tokens {', '.join(vocabulary.texts(tokens))}, but no file "
-            "says what it is asked; give score_template",
-            param="score_template",
-        )
-    return score
+    if identity.is_embedder or not architecture.has_language_head or not family.is_causal(files.config):
+        return None
+    return (
+        f"nothing marks {architecture.name} as an embedder or a reranker: not modules.json, not its name and "
+        "not its model card. If it reranks, "
+        + _HOW_TO_SCORE
+        + """; if it embeds, name its pooling: --pooler-config '{"pooling_type": "last"}'"""
+    )
+
+
+_HOW_TO_SCORE = (
+    "say how it answers and what it is asked: "
+    """--hf-overrides '{"classifier_from_token": ["no", "yes"]}' --score-template """
+    "'Query: {query} Document: {document} Relevant:'"
+)
 
 
 class _Vocabulary:
@@ -162,7 +148,9 @@ class _Vocabulary:
                 raise ModelLoadError(f"{file} is not a tokenizer: {error}") from None
         return self._rust
 
-    def number(self, text: str) -> int:
+    def number(self, text: str | int) -> int:
+        if isinstance(text, int):
+            return text
         if (number := self.rust.token_to_id(text)) is not None:
             return int(number)
         ids = self.rust.encode(text, add_special_tokens=False).ids
@@ -172,6 +160,10 @@ class _Vocabulary:
             )
         return int(ids[0])
 
+    def numbers(self, tokens: Sequence[str | int]) -> list[int | None]:
+        """The ids of tokens; None for one that this vocabulary lacks."""
+        return [token if isinstance(token, int) else self.rust.token_to_id(token) for token in tokens]
+
     def texts(self, tokens: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(self.rust.id_to_token(number)) for number in tokens)
 
@@ -179,9 +171,7 @@ class _Vocabulary:
 def _tokens(files: CheckpointFiles, vocabulary: _Vocabulary) -> tuple[int, ...]:
     """The answer tokens that the files or the caller name, relevant first."""
     for module in files.modules_of("LogitScore"):
-        values = optional_json(files.folder / module.path / "config.json")
-        pair = (values.get("true_token_id"), values.get("false_token_id"))
-        return tuple(int(number) for number in pair if number is not None)
+        return _module_tokens(files, module)
     config = files.config
     named = config.get("classifier_from_token")
     if named is None and config.get("is_original_qwen3_reranker"):
@@ -196,21 +186,65 @@ def _tokens(files: CheckpointFiles, vocabulary: _Vocabulary) -> tuple[int, ...]:
     return tuple(vocabulary.number(text) for text in reversed(named))
 
 
-def _prompt(folder: Path, architecture: Architecture, texts: tuple[str, ...]) -> Prompt | None:
-    """The one of the family's prompts whose tokens are `texts`, or whose mark the chat template has."""
+def _module_tokens(files: CheckpointFiles, module: Module) -> tuple[int, ...]:
+    values, file = files.module_config(module), files.folder / module.path / "config.json"
+    if (name := values.get("module_input_name", "causal_logits")) != "causal_logits":
+        raise ModelLoadError(f"{file} has module_input_name = {shown(name)}; only causal_logits is supported")
+    size, tokens = files.integer("vocab_size"), []
+    for key in ("true_token_id", "false_token_id"):
+        number = values.get(key)
+        if number is None and key == "false_token_id":
+            continue
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < size:
+            raise ModelLoadError(f"{file} has {key} = {shown(number)}; it has to be a token id below {size}")
+        tokens.append(number)
+    return tuple(tokens)
+
+
+class _OwnPrompt(NamedTuple):
+    prompt: Prompt | None
+    is_pair: bool = False  # the files say that the tokenizer joins the texts
+
+
+def _own_prompt(
+    files: CheckpointFiles,
+    architecture: Architecture,
+    identity: Identity,
+    vocabulary: _Vocabulary,
+    tokens: tuple[int, ...],
+) -> _OwnPrompt:
+    """The prompt that the checkpoint was trained with: what its sentence-transformers layout says, else one
+    of the family's, by its tokens, mark or name."""
+    scores_logits = files.has_module("LogitScore")
+    modalities = files.transformer.get("modality_config")
+    if scores_logits or (architecture.classifies_sequences and files.modules and modalities is not None):
+        from penstock.checkpoint.pair_template import read_pair_prompt  # Jinja is not needed otherwise
+
+        prompt = read_pair_prompt(files, lambda: vocabulary.rust)
+        if prompt is not None or modalities is not None:
+            return _OwnPrompt(prompt, prompt is None)
     prompts = [PROMPTS[name] for name in architecture.family.score_prompts]
-    chat = _chat_template(folder) if prompts and not texts else ""
+    if files.modules and not architecture.classifies_sequences and not tokens:
+        prompts = []  # an embedder, whatever it is called
+    chat = _chat_template(files.folder) if prompts and not tokens else ""
     for prompt in prompts:
-        if texts:
-            found = texts == prompt.tokens
+        with_origin = not architecture.classifies_sequences
+        is_named = prompt.names != "" and identity.is_named(prompt.names, with_origin=with_origin)
+        if tokens:
+            has_tokens = vocabulary.numbers(prompt.tokens) == list(tokens)
+            found = has_tokens and (is_named or prompt.answers_identify)
+        elif prompt.mark or prompt.names:
+            found = is_named or (prompt.mark != "" and prompt.mark in chat)
         else:
-            found = prompt.mark in chat if prompt.mark else architecture.classifies_sequences
+            found = architecture.classifies_sequences
         if found:
-            return prompt
-    return None
+            return _OwnPrompt(prompt)
+    return _OwnPrompt(None, scores_logits)
 
 
-def _given_prompt(template: str) -> Prompt:
+def _given_prompt(template: str) -> Prompt | None:
+    if template == PLAIN_PAIR:
+        return None
     return PROMPTS.get(template) or _custom_prompt(template)
 
 
@@ -219,7 +253,7 @@ def _custom_prompt(template: str) -> Prompt:
     if "{document}" not in template or "{query}" not in template:
         raise ConfigError(
             f"score_template is {template!r}; it needs {{query}} and {{document}}, or has to be one of "
-            + ", ".join(PROMPTS),
+            + ", ".join((*PROMPTS, PLAIN_PAIR)),
             param="score_template",
         )
     before, _, after = template.rpartition("{document}")
@@ -228,11 +262,7 @@ def _custom_prompt(template: str) -> Prompt:
 
 
 def _chat_template(folder: Path) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(errors="replace")
-    template = optional_json(folder / "tokenizer_config.json").get("chat_template")
-    return template if isinstance(template, str) else ""
+    return named_templates(folder, optional_json(folder / "tokenizer_config.json")).get("default", "")
 
 
 def _outputs(labels: int, tokens: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
@@ -251,14 +281,14 @@ def _outputs(labels: int, tokens: int, wanted: Sequence[int] | None) -> tuple[in
 _LABELS = "pooler_config.score_labels"
 
 
-def _activation(files: CheckpointFiles) -> Activation:
-    """As sentence-transformers finds it; a sigmoid where no file names one."""
+def _activation(files: CheckpointFiles) -> Activation | None:
+    """As sentence-transformers finds it; None where no file names one."""
     options = files.config.get("sentence_transformers")
     named = options.get("activation_fn") if isinstance(options, Mapping) else None
     named = named or files.config.get("sbert_ce_default_activation_function")
     named = named or files.sentence_transformers.get("activation_fn")
     if named is None:
-        return "sigmoid"
+        return None
     name = str(named).rsplit(".", 1)[-1].lower()
     if name == "sigmoid":
         return "sigmoid"

@@ -31,12 +31,13 @@ from penstock.checkpoint.files import (
 )
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
+from penstock.checkpoint.identity import read_identity
 from penstock.checkpoint.labels import label_count, label_names
-from penstock.checkpoint.late import LateSpec, read_late
+from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.limits import max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, read_pooling
 from penstock.checkpoint.reward import RewardSpec, read_reward
-from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score
+from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score, why_not_score
 from penstock.checkpoint.sizes import ModelSizes, read_sizes
 from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_sparse
 from penstock.checkpoint.unsupported import why_no_config
@@ -74,6 +75,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     multi_vector: str | None = None  # BGE-M3's file with the projection of its token vectors
     late: LateSpec | None = None  # one vector per token, compared token by token
     score: ScoreSpec | None = None  # for models that read a query and a document together
+    why_not_score: str | None = None  # of a model that could compare vectors, but is not known to embed
     eos_token_ids: tuple[int, ...] = ()  # end a generated text
     why_not_generate: str | None = "no checkpoint was read"  # None: it can
     generates_by_default: bool = False
@@ -81,6 +83,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generates(self) -> bool:
         return Task.GENERATE in self.tasks
+
+    @property
+    def is_unmarked(self) -> bool:
+        """Whether nothing says that its vectors mean anything."""
+        return self.why_not_score is not None and Task.EMBED in self.tasks
 
     @property
     def shares_prefixes(self) -> bool:
@@ -195,14 +202,20 @@ def read_spec(
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
     sparse = read_sparse(files, architecture, pooler)
-    score = read_score(files, architecture, template=score_template, score_labels=pooler.score_labels)
+    identity = read_identity(folder, name, config)
+    score = read_score(
+        files, architecture, identity, template=score_template, score_labels=pooler.score_labels
+    )
+    unknown = why_not_score(files, architecture, identity)
+    if score is not None or pooler.pooling_type is not None:
+        unknown = None
     is_causal = family.is_causal(config)
     positions = max_positions(family, config, config_file)
     return ModelSpec(
         folder=str(folder),
         name=name,
         architecture=architecture.name,
-        config=config,
+        config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
         overrides=overrides,
         max_model_len=max_model_len(files, positions),
         max_positions=positions,
@@ -217,7 +230,10 @@ def read_spec(
         default_prompt_name=_text(files, "default_prompt_name"),
         similarity=_text(files, "similarity_fn_name") or "cosine",
         lower_case=bool(files.transformer.get("do_lower_case", False)),
-        tasks=_tasks(files, architecture, sparse, score) if late is None else _late_tasks(files),
+        tasks=_scoring(_tasks(files, architecture, sparse, score), unknown)
+        if late is None
+        else _late_tasks(files),
+        why_not_score=unknown,
         labels=label_names(architecture, config),
         sparse=sparse,
         multi_vector=multi_vector_file(folder) if sparse is not None and late is None else None,
@@ -273,7 +289,8 @@ def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
 
 def _hidden_states_only(spec: ModelSpec) -> ModelSpec:
     """The part of a model that transformers runs: its hidden states, without heads and KV cache."""
-    tasks = (Task.EMBED, Task.TOKEN_EMBED, *([Task.SCORE] if spec.tasks[0] is Task.EMBED else []))
+    compares = spec.tasks[0] is Task.EMBED and Task.SCORE in spec.tasks
+    tasks = (Task.EMBED, Task.TOKEN_EMBED, *([Task.SCORE] if compares else []))
     token_dim = spec.token_dim
     if spec.late is not None and spec.late.dense:
         token_dim = spec.late.dense[0].in_features
@@ -304,6 +321,10 @@ def _tasks(
     if architecture.classifies_tokens:
         return (Task.TOKEN_CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
     return (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE)
+
+
+def _scoring(tasks: tuple[Task, ...], why_not: str | None) -> tuple[Task, ...]:
+    return tasks if why_not is None else tuple(task for task in tasks if task is not Task.SCORE)
 
 
 def _late_tasks(files: CheckpointFiles) -> tuple[Task, ...]:

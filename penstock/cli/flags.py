@@ -224,7 +224,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         metavar="TEXT|FILE|NAME",
         convert=score_template,
         help="Text that a reranker reads, with {query} and {document}; \\n is a new line. Or a file that "
-        "holds it, or a known name, such as qwen3-reranker.",
+        "holds it, or a known name, such as qwen3-reranker. `none` joins the texts by the tokenizer.",
         default_text="the model's own",
     ),
     Flag(

@@ -1,74 +1,22 @@
-"""Chat templates: a model's Jinja template, rendered in a sandbox, turns messages into one prompt.
-
-The Jinja environment is that of transformers, so a template renders the same text here.
-"""
+"""Chat templates: a model's Jinja template, rendered in a sandbox, turns messages into one prompt."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import TemplateSyntaxError, nodes
 
 from penstock.checkpoint.files import optional_json
+from penstock.checkpoint.template_limits import MAX_TEMPLATE_CHARS, TemplateLimitExceeded, limited
+from penstock.checkpoint.templates import TemplateRefusal, template_environment
+from penstock.checkpoint.tokenizer_settings import named_templates, special_tokens
 from penstock.errors import BadValue, ConfigError
-from penstock.inputs.template_limits import (
-    MAX_TEMPLATE_CHARS,
-    LimitedEnvironment,
-    TemplateLimitExceeded,
-    limited,
-)
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "add_generation_prompt")  # not allowed in chat_template_kwargs
-
-
-class _TemplateRefusal(TemplateError):
-    """Raised by a template that calls `raise_exception`."""
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training. Here only its content is rendered."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise _TemplateRefusal(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """`tojson` without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _environment() -> LimitedEnvironment:
-    environment = LimitedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.guard_filters()
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 class ChatTemplate:
@@ -82,7 +30,7 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; use one of at most {MAX_TEMPLATE_CHARS}",
                 param="chat_template",
             )
-        environment = _environment()
+        environment = template_environment()
         try:
             with limited():
                 self._template = environment.limited_template(source)
@@ -131,7 +79,7 @@ class ChatTemplate:
             raise BadValue(
                 f"the chat template was stopped: {error}; send fewer or shorter messages", param="messages"
             ) from None
-        except _TemplateRefusal as error:
+        except TemplateRefusal as error:
             raise BadValue(f"the chat template rejects these messages: {error}", param="messages") from None
         except Exception as error:  # a template can raise any exception
             raise BadValue(
@@ -236,7 +184,7 @@ class ModelTemplate:
         return ChatTemplate(source, special_tokens(settings))
 
     def _source(self, settings: Mapping[str, Any]) -> str | None:
-        known = self._known(settings)
+        known = named_templates(self._folder, settings)
         if self._given is None:
             return known.get("default")
         if self._given in known:
@@ -251,29 +199,3 @@ class ModelTemplate:
                 param="chat_template",
             )
         return file.read_text(encoding="utf-8")
-
-    def _known(self, settings: Mapping[str, Any]) -> dict[str, str]:
-        """The model's templates by name. The unnamed one is `default`."""
-        known: dict[str, str] = {}
-        listed = settings.get("chat_template")
-        if isinstance(listed, str):
-            known["default"] = listed
-        elif isinstance(listed, list):
-            known |= {str(entry["name"]): str(entry["template"]) for entry in listed}
-        for file in sorted((self._folder / "additional_chat_templates").glob("*.jinja")):
-            known[file.stem] = file.read_text(encoding="utf-8")
-        default = self._folder / "chat_template.jinja"
-        if default.is_file():
-            known["default"] = default.read_text(encoding="utf-8")
-        return known
-
-
-def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and the like, as `tokenizer_config.json` spells them."""
-    found: dict[str, str] = {}
-    for name, value in settings.items():
-        if name.endswith("_token") and not name.startswith("add_"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                found[name] = text
-    return found

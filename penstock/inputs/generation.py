@@ -15,9 +15,10 @@ import numpy as np
 
 from penstock.checkpoint.files import optional_json
 from penstock.checkpoint.spec import ModelSpec
+from penstock.checkpoint.tokenizer_settings import special_tokens
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs import constraints
-from penstock.inputs.chat import ModelTemplate, special_tokens
+from penstock.inputs.chat import ModelTemplate
 from penstock.inputs.long_texts import RowLimit
 from penstock.inputs.processor import split_inputs
 from penstock.inputs.tokenizer import Tokenizer

@@ -27,6 +27,7 @@ from penstock.inputs.long_texts import (
 )
 from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
 from penstock.inputs.processor import InputOptions, InputProcessor
+from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncation_limit
 from penstock.types import Ints, PooledOutput, PoolingParams, Request, Task
 
@@ -48,14 +49,20 @@ class _PairTexts:
     documents: list[str]
     query_of: Ints  # [documents], index into `queries`
 
+    def stripped(self) -> _PairTexts:
+        queries, documents = ([text.strip() for text in side] for side in (self.queries, self.documents))
+        return _PairTexts(queries, documents, self.query_of)
+
 
 def score_kind(spec: ModelSpec) -> Kind:
     """How this model scores: cross-encoder, listwise, late interaction, or a comparison of row vectors."""
     if (kind := spec.score_kind) is not None:
         return kind
+    why = f": {spec.why_not_score}" if spec.why_not_score is not None else ""
     raise NotPossible(
         f"model {spec.name} cannot score pairs; its tasks are: "
-        + ", ".join(task.value for task in spec.tasks),
+        + ", ".join(task.value for task in spec.tasks)
+        + why,
         param="model",
     )
 
@@ -84,6 +91,8 @@ def prepare_pairs(
     if kind == "late":
         return _late_request(processor, request_id, texts, params, options)
     score = processor.spec.score
+    if score is not None and score.strips:
+        texts = texts.stripped()
     if score is not None and score.template:
         rows = _templated_rows(processor, score, texts, options)
     else:
@@ -317,12 +326,11 @@ def _templated_rows(
 
     The tokens before and after the document are computed once per query: they are equal in all its rows.
     """
-    tokenizer, instruction, query_of = processor.tokenizer, options.instruction, texts.query_of
-    instruction = score.instruction if instruction is None else instruction
-    values = {"instruction": score.wording.replace("{instruction}", instruction) if instruction else ""}
+    tokenizer, query_of = processor.tokenizer, texts.query_of
+    values = {"instruction": _instruction(score, options.instruction)}
     at = next(index for index, part in enumerate(score.template) if "{document}" in part)
     opening, closing = tokenizer.frame
-    closing = closing if score.closed else closing[:0]
+    opening, closing = opening[: None if score.opened else 0], closing[: None if score.closed else 0]
 
     query_limit, document_limit = _text_limits(processor, options)
     query_limit = replace(query_limit, truncates=False)  # a query is never truncated here
@@ -355,12 +363,58 @@ def _templated_rows(
             "it or set max_tokens_per_query",
             param="query",
         )
+    if not score.template[at].endswith("{document}"):
+        _keep_suffixes(
+            documents, limit - fixed, tokenizer, document_limit, _split_part(score, at, values, texts)
+        )
     lengths = np.minimum(_sizes(documents), limit - fixed).astype(np.int32)
     _check_tokens(fixed + lengths, options)
     parts = []
     for query, document, size in zip(query_of.tolist(), documents, lengths, strict=True):
         parts += [heads[query], _truncate(document, size, options.truncation_side), tails[query]]
     return _Rows(np.concatenate(parts), (fixed + lengths).astype(np.int32))
+
+
+def _split_part(
+    score: ScoreSpec, at: int, values: dict[str, str], texts: _PairTexts
+) -> Callable[[int], tuple[str, str]]:
+    """For a pair, the document's part of the prompt: up to the end of the document, and the rest."""
+    before, _, after = score.template[at].partition("{document}")
+
+    def split(index: int) -> tuple[str, str]:
+        filled = values | {"query": texts.queries[texts.query_of[index]]}
+        return _fill(before, filled) + texts.documents[index], _fill(after, filled)
+
+    return split
+
+
+def _keep_suffixes(
+    rows: list[Ints],
+    room: Ints,
+    tokenizer: Tokenizer,
+    limit: RowLimit,
+    split: Callable[[int], tuple[str, str]],
+) -> None:
+    """Truncate the rows that are too long before what the prompt has after the document."""
+    for index in np.flatnonzero(_sizes(rows) > room).tolist():
+        begin, end = split(index)
+        (suffix,) = tokenizer.encode([end], False)
+        if len(suffix) >= room[index]:
+            raise BadValue(
+                f"the query of document {index} takes {len(suffix)} of {int(room[index])} tokens and leaves "
+                "no room for a document; shorten it or set max_tokens_per_query",
+                param="query",
+            )
+        (kept,) = tokenizer.encode([begin], False, limit)
+        kept = _truncate(kept, int(room[index]) - len(suffix), limit.side)
+        rows[index] = np.concatenate([kept, suffix])
+
+
+def _instruction(score: ScoreSpec, given: str | None) -> str:
+    """What stands in the place of the instruction."""
+    if given is None:
+        return score.instruction
+    return score.wording.replace("{instruction}", given) if given else ""
 
 
 def _max_filled(part: str, values: dict[str, str], query_chars: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from functools import cache, cached_property
@@ -10,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, normalizers
+from tokenizers import decoders, normalizers, processors
 
 from penstock.checkpoint.convert import tokenizer_file
+from penstock.checkpoint.tokenizer_settings import TextFrame, read_text_frame
 from penstock.errors import BadValue, ModelLoadError
 from penstock.inputs.long_texts import (
     MAX_WINDOW_CHARS,
@@ -24,6 +26,7 @@ from penstock.inputs.long_texts import (
 )
 from penstock.types import Ints
 
+log = logging.getLogger(__name__)
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte-fallback token
 
 
@@ -59,6 +62,8 @@ class Tokenizer:
             raise ModelLoadError(f"{file} is not a tokenizer: {error}") from None
         self._rust.no_truncation()
         self._rust.no_padding()
+        if (frame := read_text_frame(folder)) is not None:
+            self._add_frame(frame, file)
         self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
         self.prefix, self.suffix = self._special_frame()
         self._token_bytes: dict[int, bytes] = {}
@@ -236,6 +241,35 @@ class Tokenizer:
             text if len(row.ids) <= max_tokens else text[: int(row.offsets[max_tokens - 1, 1])]
             for text, row in zip(texts, found, strict=True)
         ]
+
+    def _add_frame(self, frame: TextFrame, file: Path) -> None:
+        """Frame texts by what tokenizer_config.json asks for, instead of what tokenizer.json adds."""
+        ids: dict[str, int] = {}
+        for token in {frame.bos, frame.eos} - {None}:
+            if (number := self._rust.token_to_id(str(token))) is None:
+                raise ModelLoadError(f"{file} has no token {token!r}, which tokenizer_config.json adds")
+            ids[str(token)] = number
+        before, after = ([token] if token else [] for token in (frame.bos, frame.eos))
+        bare = self._rust.encode("a", add_special_tokens=False).ids
+        wanted = [*(ids[token] for token in before), *bare, *(ids[token] for token in after)]
+        if (given := self._rust.encode("a").ids) == wanted:
+            return
+        log.warning(
+            "%s frames a text as %s, but add_bos_token and add_eos_token of tokenizer_config.json ask for "
+            "%s. Texts are framed as they ask: transformers 4 did so when such models were made, but "
+            "transformers 5 does not",
+            file,
+            " ".join(map(str, self.token_strings(given))),
+            " ".join(map(str, self.token_strings(wanted))),
+        )
+        first, second = (
+            [*(f"{t}:{n}" for t in before), text, *(f"{t}:{n}" for t in after)]
+            for n, text in enumerate(("$A:0", "$B:1"))
+        )
+        template = processors.TemplateProcessing(first, [*first, *second], list(ids.items()))
+        existing = self._rust.post_processor
+        trims = isinstance(existing, processors.ByteLevel)  # the offsets of byte-level tokens
+        self._rust.post_processor = processors.Sequence([existing, template]) if trims else template
 
     def _special_frame(self) -> tuple[int, int]:
         """The number of special tokens before and after a text."""

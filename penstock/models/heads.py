@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.checkpoint.labels import label_count
+from penstock.checkpoint.late import COLBERT_DIM
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
@@ -84,7 +85,7 @@ def add_head(
 
 def add_token_projection(model: HasHeads, build: LayerBuilder, config: Mapping[str, Any]) -> None:
     """Add ColBERT's projection of every hidden state to a short vector, stored next to the backbone."""
-    dim: int = config["dim"]
+    dim: int = config[COLBERT_DIM]
     weight = build.weights.take("linear.weight", dim, model.hidden_size)  # small, so never quantised
     model.heads[Task.TOKEN_EMBED] = TaskHead("all", Linear(weight, None), dim)
 

@@ -17,6 +17,7 @@ class ScoreHead:
     def __init__(self, spec: ScoreSpec) -> None:
         self.outputs = spec.outputs
         self.activation = spec.activation
+        self.scale = spec.scale
 
     def __call__(self, values: Tensor) -> Tensor:
         if not self.outputs:
@@ -25,4 +26,6 @@ class ScoreHead:
         return first - rest[0] if rest else first
 
     def activate(self, scores: Tensor) -> Tensor:
-        return torch.sigmoid(scores) if self.activation == "sigmoid" else scores
+        if self.activation == "identity":
+            return scores
+        return torch.sigmoid(scores if self.scale == 1.0 else scores / self.scale)

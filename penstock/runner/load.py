@@ -129,6 +129,13 @@ def _model_runner(spec: ModelSpec, settings: Resolved) -> Loaded:
     )
     _warm_up(runner, spec, settings, blocks, watch)
     log.info("%s", watch)
+    if spec.is_unmarked:
+        log.warning(
+            "the vectors of %s may mean nothing: it was not made to embed, or its files do not say so. It "
+            "has no score task: %s",
+            spec.name,
+            spec.why_not_score,
+        )
     return Loaded(runner, blocks, num_cached_vectors)
 
 

@@ -37,8 +37,10 @@ def choose(spec: ModelSpec) -> Library:
         return "multi-vector-encoder"
     if spec.tasks[0] is Task.SPARSE:
         return "sparse-encoder"
-    if spec.score is not None and not spec.score.marks and (has_modules or not spec.score.tokens):
-        return "cross-encoder"
+    if (score := spec.score) is not None and not score.marks:
+        has_own_prompt = bool(score.tokens or score.template)  # which no file tells CrossEncoder
+        if has_modules or not has_own_prompt:
+            return "cross-encoder"
     return "sentence-transformers" if has_modules else "transformers"
 
 

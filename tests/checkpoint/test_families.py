@@ -146,7 +146,8 @@ def test_transformers_runs_architectures_without_a_record(
     write_json(tmp_path / "config.json", BERT_CONFIG | {"architectures": [name]})
     spec = describe(EngineConfig(model=str(tmp_path), model_impl="transformers"))
     assert spec.architecture == name and spec.pooling == pooling
-    assert spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, Task.SCORE) and not spec.is_causal
+    scores = () if name.endswith("ForCausalLM") else (Task.SCORE,)  # nothing marks it as an embedder
+    assert spec.tasks == (Task.EMBED, Task.TOKEN_EMBED, *scores) and not spec.is_causal
 
 
 @pytest.mark.parametrize(

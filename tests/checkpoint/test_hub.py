@@ -38,6 +38,7 @@ WANTED = {
     "tokenizer.json",
     "vocab.txt",
     "artifact.metadata",
+    "README.md",
 }
 
 FIND = """

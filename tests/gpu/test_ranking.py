@@ -50,3 +50,11 @@ def test_decoder_rerankers_score_as_on_the_cpu(tmp_path: Path, tied: bool, cachi
 def test_listwise_rerankers_score_as_on_the_cpu(tmp_path: Path) -> None:
     expected, got = both(write_listwise(tmp_path), "float32")
     np.testing.assert_allclose(got, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3-Reranker-0.6B", "zerank-2", "ctxl-rerank-v2-instruct-multilingual-1b"]
+)
+def test_rerankers_known_by_name_score_as_on_the_cpu(tmp_path: Path, name: str) -> None:
+    expected, got = both(write(tmp_path / name, "Qwen3ForCausalLM"), "float32")
+    np.testing.assert_allclose(got, expected, atol=5e-3)

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from penstock.checkpoint import template_limits
 from penstock.errors import BadValue, ConfigError
-from penstock.inputs import template_limits
 from penstock.inputs.chat import ChatTemplate
 
 TEXT = "x" * 100_000
@@ -62,7 +62,7 @@ def rendering(bombs: dict[str, str]) -> str:
 import json, resource
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 from penstock.errors import BadValue
-from penstock.inputs import template_limits
+from penstock.checkpoint import template_limits
 from penstock.inputs.chat import ChatTemplate
 template_limits.MAX_RENDER_UNITS >>= 4  # a sixteenth of the time
 talk = [{{"role": "user", "content": "x" * 100_000}}]

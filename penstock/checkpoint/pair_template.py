@@ -1,0 +1,206 @@
+"""How a sentence-transformers CrossEncoder writes a pair: as two messages, through the model's chat template.
+
+The template is rendered once, with placeholders for the texts. What it writes around them is the prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from penstock.checkpoint.files import CheckpointFiles, mapping, optional_json, shown
+from penstock.checkpoint.rerankers import PROMPTS, Prompt
+from penstock.checkpoint.template_limits import MAX_TEMPLATE_CHARS, limited
+from penstock.checkpoint.templates import template_environment
+from penstock.checkpoint.tokenizer_settings import named_templates, special_tokens
+from penstock.errors import ModelLoadError
+
+# What sentence-transformers hands to the tokenizer and not to the template.
+_TOKENIZER_OPTIONS = {"padding", "truncation", "max_length", "return_tensors", "padding_side"}
+_NEUTRAL_OPTIONS = _TOKENIZER_OPTIONS | {"pad_to_multiple_of", "logits_to_keep", "return_attention_mask"}
+# What shows that a template loops over the parts of a content instead of writing it.
+_PART_MARKS = ("content[0]", ".type", "'type'", '"type"', "message.content[")
+_ROLES = ("query", "document")
+_QUERY, _DOCUMENT, _INSTRUCTION = "\ue000q\ue000", "\ue000d\ue000", "\ue000i\ue000"
+_PLACEHOLDERS = {_QUERY: "{query}", _DOCUMENT: "{document}", _INSTRUCTION: "{instruction}"}
+
+
+class _PairTemplate(NamedTuple):
+    """A compiled chat template, and everything that it is rendered with besides the messages."""
+
+    file: str
+    compiled: Any
+    values: dict[str, Any]
+    takes_parts: bool
+
+    def render(self, query: str, document: str, system: str | None) -> str:
+        texts = [("query", query), ("document", document)]
+        if system is not None:
+            texts.insert(0, ("system", system))
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": text}] if self.takes_parts else text}
+            for role, text in texts
+        ]
+        try:
+            with limited():
+                return str(self.compiled.render(messages=messages, **self.values))
+        except Exception as error:  # a template can raise any exception
+            raise ModelLoadError(
+                f"the chat template of {self.file} fails on a query and a document: "
+                f"{type(error).__name__}: {error}; give score_template",
+                param="score_template",
+            ) from None
+
+
+def read_pair_prompt(files: CheckpointFiles, open_tokenizer: Callable[[], Tokenizer]) -> Prompt | None:
+    """The prompt of a CrossEncoder; None where it joins the texts by the tokenizer's pair template."""
+    template = _find_template(files)
+    if template is None:
+        return None
+    default = _default_prompt(files)
+    plain = template.render(_QUERY, _DOCUMENT, default)
+    told = template.render(_QUERY, _DOCUMENT, _INSTRUCTION)
+    text, instruction, wording = _with_instruction(plain, told)
+    if text.count(_DOCUMENT) != 1 or _QUERY not in text or any(name in text for name in _NAMES):
+        raise ModelLoadError(
+            f"the chat template of {template.file} does not write query and document as they are, once each; "
+            "give score_template",
+            param="score_template",
+        )
+    strips = _strips(template, text, instruction, default)
+    text = _named(text)
+    if (known := _known_prompt(text, instruction, wording)) is not None:
+        return known._replace(strips=strips)
+    parts = _split(text, open_tokenizer())
+    return Prompt(parts, instruction=instruction, wording=wording, strips=strips, opened=False)
+
+
+_NAMES = tuple(_PLACEHOLDERS.values())
+
+
+def _find_template(files: CheckpointFiles) -> _PairTemplate | None:
+    options, file = files.transformer, files.folder / "sentence_bert_config.json"
+    modalities = options.get("modality_config")
+    if modalities is not None and "message" not in modalities:
+        return None
+    settings = optional_json(files.folder / "tokenizer_config.json")
+    templates = named_templates(files.folder, settings)
+    processing = mapping(options, "processing_kwargs", file=file)
+    values = dict(mapping(processing, "chat_template", file=file))
+    _refuse_unknown({**processing.get("common", {}), **processing.get("text", {})}, str(file))
+    name = str(values.pop("chat_template", "default"))
+    source = templates.get(name, name if "{{" in name else None)
+    if modalities is None and (source is None or not all(role in source for role in _ROLES)):
+        return None  # not a layout of sentence-transformers, and the template is for chats
+    if source is None:
+        raise ModelLoadError(f"{files.folder} scores through the chat template {name!r}, which it lacks")
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise ModelLoadError(f"the chat template of {files.folder} has {len(source)} characters")
+    for option in (*_TOKENIZER_OPTIONS, "restore_suffix"):
+        values.pop(option, None)
+    values = {
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": False,
+        **special_tokens(settings),
+        **values,
+    }
+    form = (modalities or {}).get("message", {}).get("format", "auto")
+    takes_parts = form == "structured" or (form == "auto" and any(mark in source for mark in _PART_MARKS))
+    try:
+        with limited():
+            compiled = template_environment().limited_template(source)
+    except (TemplateError, SyntaxError, RecursionError) as error:
+        raise ModelLoadError(f"the chat template of {files.folder} cannot be compiled: {error}") from None
+    return _PairTemplate(str(files.folder), compiled, values, takes_parts)
+
+
+def _refuse_unknown(options: Mapping[str, Any], file: str) -> None:
+    for name in options:
+        if name not in _NEUTRAL_OPTIONS:
+            raise ModelLoadError(
+                f"{file} has {name} = {shown(options[name])} in processing_kwargs, which is not supported"
+            )
+
+
+def _default_prompt(files: CheckpointFiles) -> str | None:
+    """The system's message where the caller gives none."""
+    names = files.sentence_transformers.get("prompts")
+    name = files.sentence_transformers.get("default_prompt_name")
+    prompt = names.get(name) if isinstance(names, dict) and name is not None else None
+    return prompt if isinstance(prompt, str) and prompt else None
+
+
+def _with_instruction(plain: str, told: str) -> tuple[str, str, str]:
+    """The text with a place for an instruction, what stands there by default, and its wording.
+
+    A template that ignores the system's message has no such place."""
+    if _INSTRUCTION not in told:
+        return plain, "", "{instruction}"
+    limit = min(len(plain), len(told))
+    start = next((at for at in range(limit) if plain[at] != told[at]), limit)
+    end = next((at for at in range(limit - start) if plain[-1 - at] != told[-1 - at]), limit - start)
+    default, wording = plain[start : len(plain) - end], told[start : len(told) - end]
+    if wording.count(_INSTRUCTION) != 1 or any(mark in default + wording for mark in (_QUERY, _DOCUMENT)):
+        return plain, "", "{instruction}"
+    before, after = wording.split(_INSTRUCTION)
+    return (
+        plain[:start] + _INSTRUCTION + plain[len(plain) - end :],
+        default,
+        _named(before) + "{instruction}" + _named(after),
+    )
+
+
+def _strips(template: _PairTemplate, text: str, instruction: str, default: str | None) -> bool:
+    """Whether the template removes white space around the texts. Any other change is refused."""
+    query, document = "  Ab{c}\u0301 <D> \n", "\n\tE  f\\g "
+    rendered = template.render(query, document, default)
+    for strips in (False, True):
+        pair = (query.strip(), document.strip()) if strips else (query, document)
+        if rendered == _filled(text, dict(zip(_PLACEHOLDERS, (*pair, instruction), strict=True))):
+            return strips
+    raise ModelLoadError(
+        f"the chat template of {template.file} changes the texts that it is given; give score_template",
+        param="score_template",
+    )
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return re.sub("|".join(_PLACEHOLDERS), lambda found: values[found[0]], text)
+
+
+def _named(text: str) -> str:
+    return _filled(text, _PLACEHOLDERS)
+
+
+def _known_prompt(text: str, instruction: str, wording: str) -> Prompt | None:
+    """A prompt that reads the same, whose parts have the same tokens as the whole and are cheaper to read."""
+    qwen3 = PROMPTS["qwen3-reranker"]
+    same = ("".join(qwen3.template), qwen3.instruction, qwen3.wording) == (text, instruction, wording)
+    return qwen3._replace(opened=False) if same else None
+
+
+def _split(text: str, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The text in parts with the same tokens as the whole: it is divided only at added tokens, which the
+    tokenizer itself splits at. The document's part is as short as possible."""
+    if "prepend_scheme=first" in str(tokenizer.pre_tokenizer):  # only the whole text begins with a space
+        return (text,)
+    added = tokenizer.get_added_tokens_decoder().values()
+    plain: Sequence[str] = sorted(
+        (token.content for token in added if not (token.lstrip or token.rstrip or token.single_word)),
+        key=len,
+        reverse=True,
+    )
+    start, end = 0, len(text)
+    at = text.index("{document}")
+    if plain:
+        for found in re.finditer("|".join(re.escape(token) for token in plain), text):
+            if found.end() <= at:
+                start = found.end()
+            elif found.start() >= at:
+                end = min(end, found.start())
+    return tuple(part for part in (text[:start], text[start:end], text[end:]) if part)

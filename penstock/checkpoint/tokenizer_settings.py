@@ -1,0 +1,118 @@
+"""What tokenizer_config.json says beside the vocabulary: chat templates, special tokens, and which of them
+frame a text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.checkpoint.files import optional_json
+from penstock.errors import ModelLoadError
+
+log = logging.getLogger(__name__)
+# Classes whose `add_bos_token` and `add_eos_token` transformers 4 obeyed, and what they did without them.
+_OBEYING_CLASSES = ("Llama", "CodeLlama", "Gemma", "Cohere")
+_FLAGS = ("add_bos_token", "add_eos_token")
+_REMOTE_QWEN = "tokenization_qwen.Qwen2Tokenizer"  # of gte-Qwen2-instruct
+
+
+class TextFrame(NamedTuple):
+    """The tokens that have to stand before and after every text, whatever tokenizer.json adds."""
+
+    bos: str | None
+    eos: str | None
+
+
+def read_text_frame(folder: Path) -> TextFrame | None:
+    """The frame that tokenizer_config.json asks for; None where tokenizer.json alone decides.
+
+    The model's authors trained and evaluated with transformers 4, so its rules are those that count:
+
+    - `LlamaTokenizer(Fast)` and its kin rebuilt the frame from `add_bos_token` (true unless set) and
+      `add_eos_token` (false unless set), whatever tokenizer.json had. e5-mistral, SFR-Embedding-Mistral and
+      Linq-Embed-Mistral end a text with `</s>` in this way only; their tokenizer.json adds `<s>` alone, and
+      transformers 5 therefore feeds another last token than the one they pool.
+    - gte-Qwen2-instruct ends a text with `<|endoftext|>` by code of its own, which reads the same two keys,
+      `add_bos_token` being false unless set.
+    - `Qwen2Tokenizer` and `PreTrainedTokenizerFast` ignored both keys. Qwen3-Embedding has its end token in
+      tokenizer.json.
+    """
+    settings = optional_json(folder / "tokenizer_config.json")
+    flags: dict[str, Any] = {name: value for name in _FLAGS if (value := settings.get(name)) is not None}
+    kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+    code = _remote_code(settings)
+    if code is not None and not code.startswith(_REMOTE_QWEN):
+        log.warning(
+            "%s has a tokenizer with code of its own (%s), which is not run: the tokens are those of its "
+            "tokenizer.json. Compare them with the model's own (POST /tokenize)",
+            folder,
+            code,
+        )
+        return None
+    if code is None and kind not in _OBEYING_CLASSES:
+        if flags.get("add_eos_token"):
+            log.warning(
+                "%s has add_eos_token = true in tokenizer_config.json, which its class %s ignores: "
+                "tokenizer.json alone decides whether a text ends with an end token",
+                folder,
+                settings.get("tokenizer_class"),
+            )
+        return None
+    if not flags:
+        return None
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ModelLoadError(
+                f"{folder / 'tokenizer_config.json'} has {name} = {value!r}; it has to be true or false"
+            )
+    known = special_tokens(settings)
+    return TextFrame(
+        _framing(folder, known, "bos_token", flags.get("add_bos_token", code is None)),
+        _framing(folder, known, "eos_token", flags.get("add_eos_token", False)),
+    )
+
+
+def _framing(folder: Path, known: Mapping[str, str], name: str, is_added: bool) -> str | None:
+    if is_added and name not in known:
+        raise ModelLoadError(
+            f"{folder / 'tokenizer_config.json'} has add_{name} = true, but names no {name}", param="model"
+        )
+    return known[name] if is_added else None
+
+
+def _remote_code(settings: Mapping[str, Any]) -> str | None:
+    """The class of the repository's own code that tokenises, as auto_map names it."""
+    named = settings.get("auto_map")
+    named = named.get("AutoTokenizer") if isinstance(named, dict) else None
+    names = named if isinstance(named, list) else [named]
+    return next((str(name) for name in names if name is not None), None)
+
+
+def named_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a model folder by name, `settings` being its tokenizer_config.json. The unnamed
+    one is `default`."""
+    known: dict[str, str] = {}
+    listed = settings.get("chat_template")
+    if isinstance(listed, str):
+        known["default"] = listed
+    elif isinstance(listed, list):
+        known |= {str(entry["name"]): str(entry["template"]) for entry in listed}
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        known[file.stem] = file.read_text(encoding="utf-8")
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        known["default"] = default.read_text(encoding="utf-8")
+    return known
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like, as `tokenizer_config.json` spells them."""
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        if name.endswith("_token") and not name.startswith("add_"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+    return found
