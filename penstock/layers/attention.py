@@ -316,7 +316,7 @@ def _gqa_flag(is_gqa: bool) -> dict[str, Any]:
 
 
 def _on_cuda(
-    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None = None
 ) -> Tensor:
     dim = query.shape[2]
     is_own_size = dim <= MAX_HEAD_DIM or dim > _MAX_LIBRARY_HEAD_DIM
@@ -352,7 +352,7 @@ def _route(batch: Batch, window_covers_short: bool) -> AttentionRoute:
 
 
 def _attend_by_kernels(
-    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None = None
 ) -> Tensor:
     """Rows are ordered by length: each kernel takes consecutive rows and writes their part of one output."""
     repeated = batch.scratch.repeated
