@@ -165,14 +165,22 @@ def add_token_head(
     if max(tokens) >= len(words):
         raise ModelLoadError(f"token {max(tokens)} is outside the vocabulary of {len(words)} tokens")
     words = _output_weight(words, build, config)
-    rows = words[list(tokens)].float()
-    model.heads[Task.SCORE] = TaskHead("last", lambda x: F.linear(x.float(), rows), len(rows))
+    rows = words[list(tokens)].float() / float(config.get("logits_scaling") or 1)
+    cap = config.get("final_logit_softcapping")
+
+    def project(states: Tensor) -> Tensor:
+        logits = F.linear(states.float(), rows)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    model.heads[Task.SCORE] = TaskHead("last", project, len(rows))
 
 
 def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
     """The weight of the language-model head: the word table if the two are tied."""
-    tied = config.get("tie_word_embeddings", not build.has_weight("lm_head"))
-    return words if tied else build.plain_weight("lm_head", *words.shape)
+    names = ("lm_head", "language_model.lm_head")  # the second beside an image tower
+    name = next((name for name in names if build.has_weight(name)), names[0])
+    tied = config.get("tie_word_embeddings", not build.has_weight(name))
+    return words if tied else build.plain_weight(name, *words.shape)
 
 
 def add_language_head(
@@ -183,14 +191,17 @@ def add_language_head(
     *,
     bias: bool = False,
 ) -> None:
-    """Add logits of the whole vocabulary, in the model's precision, with the soft cap if any. Generation
-    reads them at the last token, sparse weights at every token."""
+    """Add logits of the whole vocabulary, in the model's precision, scaled and capped as config.json says.
+    Generation reads them at the last token, sparse weights at every token."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
         raise ModelLoadError("this architecture has no language-model head")
     words = _output_weight(words, build, config)
     added = build.weights.take("lm_head.bias", len(words)) if bias else None
     project: Callable[[Tensor], Tensor] = make_linear(words, added, "identity", None)
+    divisor = config.get("logits_scaling") or 1
+    if divisor != 1:
+        project = Stack(project, lambda x: x.div_(divisor))
     cap = config.get("final_logit_softcapping")
     if cap is not None:
         project = Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
