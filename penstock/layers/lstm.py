@@ -13,6 +13,8 @@ class BiLSTM:
     last step of either, so it changes nothing. Runs in fp32."""
 
     def __init__(self, weights: WeightSource, prefix: str, inputs: int, hidden: int, num_layers: int) -> None:
+        if weights.device.type == "cuda":
+            torch.backends.cudnn.rnn.fp32_precision = "ieee"  # the library's default rounds fp32 to 10 bits
         self.hidden = hidden
         self.layers = [
             [

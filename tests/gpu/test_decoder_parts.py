@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from penstock import Engine
 from tests.gpu.decoders import cosine
@@ -70,4 +72,5 @@ def test_heads_of_512_numbers_run_in_the_kernel(tmp_path: Path) -> None:
     need(family)
     settings: dict[str, Any] = family.settings | WIDE
     folder = Family(family.model, settings, family.says, nested=True).write(tmp_path)
-    compare(folder, "bfloat16", 0.998)
+    compare(folder, "float32", 0.99999)
+    compare(folder, "bfloat16", 0.99)  # of the worst token; on a CPU, bf16 is as far from fp32
