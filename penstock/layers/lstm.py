@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,8 @@ class BiLSTM:
 
     def __init__(self, weights: WeightSource, prefix: str, inputs: int, hidden: int, num_layers: int) -> None:
         if weights.device.type == "cuda":
-            torch.backends.cudnn.rnn.fp32_precision = "ieee"  # the library's default rounds fp32 to 10 bits
+            options: Any = torch.backends.cudnn.rnn
+            options.fp32_precision = "ieee"  # the library's default rounds fp32 to 10 bits
         self.hidden = hidden
         self.layers = [
             [
