@@ -34,6 +34,7 @@ from penstock.checkpoint.files import (
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.identity import read_identity
+from penstock.checkpoint.keys import check_keys
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.layout import QueryRoute, read_layout
@@ -227,6 +228,7 @@ def read_spec(
     files = read_files(layout, config, overrides)
     if native:
         read_sizes(config_file, family, config)
+        check_keys(config_file, family, config)
     hidden_size = files.integer(*family.keys.hidden_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)

@@ -259,7 +259,8 @@ def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None)
 def phi3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     window = config.get("sliding_window")
     shape = _shape(config, window, lambda layer: window is not None)
-    return _with_head(Decoder(build, replace(shape, fused_projections=True)), build, config, head)
+    shape = replace(shape, fused_projections=True, eps=config.get("rms_norm_eps", 1e-5))
+    return _with_head(Decoder(build, shape), build, config, head)
 
 
 def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -295,7 +296,7 @@ def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
         _shape(config, window, lambda layer: layer % 2 == 0, capped=True),
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        softcap=config.get("attn_logit_softcapping"),
+        softcap=config.get("attn_logit_softcapping", 50.0),
         qkv_bias=bias,
         out_bias=bias,
         sandwich=True,

@@ -238,7 +238,7 @@ def distilbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None
     elif head is Task.TOKEN_CLASSIFY:
         add_head(model, build, config, head, "classifier")
     elif head is Task.SPARSE:
-        _add_masked_lm(model, build, config, DISTILBERT_MLM, shape.act)
+        _add_masked_lm(model, build, config, DISTILBERT_MLM, shape.act, eps=shape.eps)
     return model
 
 
@@ -258,9 +258,16 @@ def mpnet(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 
 def _add_masked_lm(
-    model: Encoder, build: LayerBuilder, config: Mapping[str, Any], names: MaskedLMNames, act: str
+    model: Encoder,
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    names: MaskedLMNames,
+    act: str,
+    *,
+    eps: float | None = None,
 ) -> None:
-    shape = MaskedLMShape(names=names, act=act, eps=config.get("layer_norm_eps", 1e-12))
+    """`eps` is for a family that does not take it from config.json."""
+    shape = MaskedLMShape(names=names, act=act, eps=eps or config.get("layer_norm_eps", 1e-12))
     add_masked_lm_head(model, build, config, model.embedding.words, shape)
 
 

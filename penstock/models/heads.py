@@ -153,7 +153,8 @@ def add_token_head(
         raise ModelLoadError(f"token {max(tokens)} is outside the vocabulary of {len(words)} tokens")
     words = _output_weight(words, build, config)
     rows = words[list(tokens)].float()
-    model.heads[Task.SCORE] = TaskHead("last", lambda x: F.linear(x.float(), rows), len(rows))
+    project: Callable[[Tensor], Tensor] = _capped(lambda x: F.linear(x.float(), rows), config)
+    model.heads[Task.SCORE] = TaskHead("last", project, len(rows))
 
 
 def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
@@ -163,14 +164,17 @@ def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]
     return words if tied else build.weights.take(name, *words.shape)
 
 
+def _capped(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The logits with the soft cap of config.json, if any; Gemma2 has one unless it says otherwise."""
+    cap = config.get("final_logit_softcapping", 30.0 if config.get("model_type") == "gemma2" else None)
+    return project if cap is None else Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
+
+
 def add_language_head(model: WordTable, build: LayerBuilder, config: Mapping[str, Any]) -> None:
     """Add next-token logits of the whole vocabulary, in the model's precision, with the soft cap if any."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
         raise ModelLoadError("this architecture has no language-model head")
     words = _output_weight(words, build, config)
-    project: Callable[[Tensor], Tensor] = make_linear(words, None, "identity", None)
-    cap = config.get("final_logit_softcapping")
-    if cap is not None:
-        project = Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
+    project = _capped(make_linear(words, None, "identity", None), config)
     model.heads[Task.GENERATE] = TaskHead("last", project, len(words))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.checkpoint.families import find_architecture
+from penstock.checkpoint.files import shown
+from penstock.checkpoint.keys import ReadKeys
 from penstock.checkpoint.quantization import block_format
 from penstock.checkpoint.sizes import read_sizes
 from penstock.errors import ModelLoadError
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from penstock.layers.batch import Batch
     from penstock.layers.build import LayerBuilder
     from penstock.layers.head import TaskHead
+
+log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -58,7 +63,7 @@ def build_model(
     """
     found = find_architecture(architecture, config)
     sizes = read_sizes(Path("config.json"), found.family, config)
-    config = {**config, "is_causal": found.family.is_causal(config)}
+    config = ReadKeys({**config, "is_causal": found.family.is_causal(config)})
     if found.family.default_head_dim is not None:
         config["head_dim"] = sizes.head_dim
     head = found.head
@@ -83,4 +88,11 @@ def build_model(
     if generates:
         heads.add_language_head(model, build, config)
     build.weights.check_all_read(model.ignored_tensors)
+    if unknown := config.unknown():
+        log.warning(
+            "config.json has keys that Penstock does not know: %s. If one of them changes what %s computes, "
+            "its answers are wrong; compare them with penstock verify",
+            ", ".join(f"{key} = {shown(value)}" for key, value in unknown.items()),
+            architecture,
+        )
     return model
