@@ -38,7 +38,7 @@ from benchmarks import parity_generation  # noqa: E402
 from penstock import __version__  # noqa: E402
 from penstock.checkpoint.families import FAMILIES  # noqa: E402
 from penstock.checkpoint.find import package_folder  # noqa: E402
-from penstock.types import PoolingParams, Request, Task  # noqa: E402
+from penstock.types import TEXT_MARK, PoolingParams, Request, Task  # noqa: E402
 from tests.helpers import ints  # noqa: E402
 from tests.parity.encoders import dense_terms, opened  # noqa: E402
 from tests.parity.reference import Vectors, cosines  # noqa: E402
@@ -138,11 +138,14 @@ def ours(question: Question, task: Task, expected: Vectors, dtype: str) -> Vecto
         "table",
         ints([token for row in rows for token in row]),
         ints([len(row) for row in rows]),
-        PoolingParams(task, normalize=task is Task.EMBED),
+        PoolingParams(task, normalize=task is Task.EMBED, num_labels=question.num_labels),
         type_ids=None if segments is None else ints(segments),
+        token_mask=None if question.marks is None else ints(question.marks),
     )
     with opened(question.folder, question.overrides, dtype=dtype, **question.options) as engine:
         values = engine.engine.submit(request).result(600).values
+    if task is Task.ENTITIES and request.token_mask is not None:
+        values = values[request.token_mask == TEXT_MARK]
     found = dense_terms(values, expected.shape[1]) if task is Task.SPARSE else values
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return found

@@ -31,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     model: str | None = None  # folder, hub id, or None for the embedded default
     revision: str | None = None
+    download_dir: str | None = None  # of hub models; None: the standard cache
     served_model_name: str | None = None
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16

@@ -33,6 +33,8 @@ class Task(enum.StrEnum):
     TOKEN_CLASSIFY = "token_classify"
     SCORE = "score"
     REWARD = "reward"
+    ENTITIES = "entities"  # with labels of the caller's
+    ZERO_SHOT = "zero_shot"
     GENERATE = "generate"
 
 
@@ -80,12 +82,13 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cac
     late: bool = False  # score: late interaction of token vectors, not of one vector per row
     steps: bool = False  # reward: one value per token; `outputs` selects those of the step tags
     listwise: bool = False  # score: a row holds a whole list; `inputs.lists` compares its marker tokens
+    num_labels: int = 0  # entities, zero_shot: labels in the prompt of each row
 
     @property
     def per_token(self) -> bool:
         """Whether the engine returns one value row per token instead of one per text."""
         gathered = self.lexical or self.steps or self.listwise
-        return gathered or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY)
+        return gathered or self.task in (Task.TOKEN_EMBED, Task.TOKEN_CLASSIFY, Task.ENTITIES)
 
     @property
     def reads_tokens(self) -> bool:
@@ -231,7 +234,9 @@ class Request:
     type_ids: Ints | None = None  # [tokens], segment ids; None: all 0
     skip: Ints | None = None  # [rows], number of leading tokens left out of the pooling
     key_limits: Ints | None = None  # [rows], number of leading tokens that are attended to; None: all
-    token_mask: Ints | None = None  # [tokens], 1 where a token's vector is scored or returned; None: all
+    # [tokens], 1 where a token's vector is scored or returned; None: all. Rows with labels in their prompt
+    # mark them too: see `TEXT_MARK` and `LABEL_MARK`.
+    token_mask: Ints | None = None
     pairs: Ints | None = None  # [documents], the query row of each; query rows come first
     extra_params: tuple[PoolingParams, ...] = ()  # additional outputs computed from the same rows
     adapters: Ints | None = None  # [rows], index of the model's adapter; -1: none
@@ -379,6 +384,29 @@ class PairPlan:
         )
 
 
+# Bits of `Request.token_mask`: tokens that stand for a word of the text, and for a label.
+TEXT_MARK, LABEL_MARK = 1, 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelPlan:
+    """The tokens of rows whose prompt names labels: those that stand for labels, and those that stand for the
+    words of the text. Every row has the same number of labels."""
+
+    label_tokens: Ints  # [rows · labels], tokens of the step
+    word_tokens: Ints  # [words], tokens of the step
+    word_slots: Ints  # [words], row · max_words + index within the row
+    output_rows: Ints  # [words], the row of a per-token output that belongs to each word
+    num_words: Ints  # [rows]
+    num_labels: int
+    max_words: int  # of a row, at least 1
+    num_tokens: int  # of all rows
+
+    def arrays(self) -> tuple[Ints, ...]:
+        """The arrays that the device needs, in the order of the fields."""
+        return (self.label_tokens, self.word_tokens, self.word_slots, self.output_rows, self.num_words)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
     """The rows of a step that share pooling parameters; `rows` is None when it covers all of them.
@@ -390,6 +418,7 @@ class Variant:
     rows: Ints | None
     tokens: Ints | None = None
     pairs: PairPlan | None = None  # then `rows` are the documents
+    labels: LabelPlan | None = None  # of rows with labels in their prompt
 
     @property
     def index(self) -> Ints | None:

@@ -67,7 +67,6 @@ BERT_CONFIG = {
 }
 
 
-# The only quantization_config that is supported.
 FP8_BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +13,10 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+if "XDG_CACHE_HOME" not in os.environ:  # converted files of one run, for all of its processes
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="penstock-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # Read when torch is first imported, here and in processes that tests start. Several test processes share the
 # cores: threads that spin while they wait for each other slow all of them down.

@@ -71,7 +71,9 @@ def parity() -> dict[str, Figures]:
 
 def tasks(family: Family) -> str:
     """The tasks that its checkpoints can have; a checkpoint has those of its head."""
-    own = {Task.EMBED, Task.TOKEN_EMBED, Task.SCORE} | set(family.heads)
+    own = set(family.heads)
+    if own.isdisjoint((Task.ENTITIES, Task.ZERO_SHOT)):  # whose labels come with the request
+        own |= {Task.EMBED, Task.TOKEN_EMBED, Task.SCORE}
     ordered = [task for task in _ORDER if task in own] + sorted(
         own - set(_ORDER), key=lambda task: task.value
     )

@@ -23,6 +23,7 @@ from penstock.api.dialects import (
     operation,
     ranking,
     tei,
+    zero_shot,
 )
 from penstock.api.endpoint import Call, Endpoint, Reply, RouteSpec
 from penstock.api.metrics import ApiMetrics
@@ -37,6 +38,8 @@ ROUTES = (
     RouteSpec("/v1/models", None, openai.models, "OpenAI"),
     RouteSpec("/pooling", native.PoolingRequest, native.pooling, "native"),
     RouteSpec("/classify", native.ClassifyRequest, native.classify, "native"),
+    RouteSpec("/predict", tei.PredictRequest, tei.predict, "native", error_shape=tei.tei_error),
+    RouteSpec("/v1/zero-shot", zero_shot.ZeroShotRequest, zero_shot.zero_shot, "native"),
     RouteSpec("/v1/entities", entities.EntitiesRequest, entities.entities, "native"),
     RouteSpec("/v1/sparse", native.SparseRequest, native.sparse, "native"),
     RouteSpec("/score", ranking.ScoreRequest, ranking.score, "ranking"),

@@ -1,6 +1,7 @@
-"""Converts the vocabulary of a model without `tokenizer.json` once, and caches the result.
+"""The cache of converted files, and the conversion of vocabularies for models without `tokenizer.json`.
 
-transformers converts it in a child process, because it imports torch, which an API process never does.
+transformers converts a vocabulary in a child process, because it imports torch, which an API process never
+does. Pickled weights are converted by the engine, in `weights/pickles.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from penstock.errors import ModelLoadError
 from penstock.isolation import isolated_environment, isolated_python
 
 log = logging.getLogger(__name__)
+_WEIGHTS_FORMAT = 1  # of converted weights; a new number leaves old files unused
 _SOURCES = (
     "vocab.txt",
     "vocab.json",
     "merges.txt",
     "spiece.model",
+    "spm.model",
     "sentencepiece.bpe.model",
     "tokenizer.model",
 )
@@ -40,8 +43,10 @@ def tokenizer_file(folder: Path) -> Path:
         return file
     sources = [folder / name for name in _SOURCES if (folder / name).is_file()]
     if not sources:
+        encoder = "; copy the tokenizer of its encoder (model_name in gliner_config.json) into it"
+        hint = encoder if (folder / "gliner_config.json").is_file() else ""
         raise ModelLoadError(
-            f"{folder} has no tokenizer.json and no vocabulary to convert ({', '.join(_SOURCES)})"
+            f"{folder} has no tokenizer.json and no vocabulary to convert ({', '.join(_SOURCES)}){hint}"
         )
     cached = _cached_file(sources + [folder / name for name in _SETTINGS if (folder / name).is_file()])
     if not cached.is_file():
@@ -51,6 +56,18 @@ def tokenizer_file(folder: Path) -> Path:
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def converted_file(pickle: Path) -> Path:
+    """Where the safetensors form of pickled weights is kept, whether or not it exists. The pickle is
+    identified by its path, its size and the time it was written."""
+    try:
+        source = pickle.resolve(strict=True)
+        stat = source.stat()
+    except OSError as error:
+        raise ModelLoadError(f"{pickle} cannot be read: {error.strerror}", param="model") from None
+    identity = f"{_WEIGHTS_FORMAT}\0{source}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    return cache_folder() / "weights" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.safetensors"
 
 
 def _cached_file(sources: list[Path]) -> Path:

@@ -30,7 +30,7 @@ CLASS_SUFFIXES: dict[str, Task | None] = {
     "ForProcessRewardModel": Task.REWARD,
 }
 _ENCODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE})
-_DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE})
+_DECODER_HEADS = frozenset({Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.REWARD, Task.GENERATE, Task.SPARSE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class ConfigKeys:
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
     trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
+    projected_size: str | None = None  # width of the states of a model that projects them; None: hidden_size
 
 
 # For architectures that only transformers knows.
@@ -75,6 +76,12 @@ class Family:
     ] = ()  # names in checkpoint/rerankers.py that its rerankers were trained with
     instruction_template: str | None = None  # with {instruction}; precedes every text
     embed_mark: str | None = None  # mean pooling starts after this text
+    both_ways_key: str | None = None  # its tokens see later ones if config.json has this key
+    adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
+    requires_adapter: bool = False  # each request has to choose one
+    pools_prompt: bool = True  # where no file says whether pooling reads the tokens of a prompt
+    appends_eos: bool = False  # each text ends with the eos token, which its tokenizer does not add
+    has_own_pooling: bool = False  # its published code pools, whatever modules.json lists
     is_listwise: bool = False  # scores a whole list of documents in one row
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
     generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
@@ -87,6 +94,8 @@ class Family:
             return causal
         if (both_ways := _boolean(config, "use_bidirectional_attention")) is not None:
             return not both_ways
+        if self.both_ways_key is not None and config.get(self.both_ways_key) is not None:
+            return False
         return not self.attends_both_ways
 
 
@@ -132,6 +141,7 @@ _RECORDS = (
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
+    _decoder("eurobert", "EuroBert", "eurobert:eurobert", attends_both_ways=True, heads=_ENCODER_HEADS),
     _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
     _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
     _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),
@@ -150,9 +160,11 @@ _RECORDS = (
         "GPT2",
         "gpt2:gpt2",
         keys=_GPT2_KEYS,
-        heads=_DECODER_HEADS - {Task.REWARD},
+        heads=_DECODER_HEADS - {Task.REWARD, Task.SPARSE},
         has_rotary_positions=False,
     ),
+    _encoder("GLiClass", "GLiClass", "gliclass:gliclass", heads=frozenset({Task.ZERO_SHOT})),
+    _encoder("gliner", "GLiNER", "gliner:gliner", heads=frozenset({Task.ENTITIES})),
     _encoder("gte", "Gte", "gte:gte", has_rotary_positions=True),
     _decoder(
         "JinaForRanking",
@@ -163,6 +175,17 @@ _RECORDS = (
         is_listwise=True,
     ),
     _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3", has_rotary_positions=True),
+    _decoder(
+        "jina_embeddings_v5",
+        "JinaEmbeddingsV5",
+        "jina_v5:jina_embeddings_v5",
+        both_ways_key="mask_token_id",  # of EuroBERT, the base of the nano size; the other's base is Qwen3
+        adapters_key="task_names",
+        requires_adapter=True,
+        has_own_pooling=True,
+        heads=frozenset(),
+        pooling="last",
+    ),
     _decoder("llama", "Llama", "decoder:llama"),
     _decoder(
         "llama_bidirec",
@@ -172,16 +195,45 @@ _RECORDS = (
         score_prompts=("nemotron-rerank",),
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
+    _decoder("ministral3", "Ministral3", "decoder:ministral3", default_head_dim=128),
     _decoder("mistral", "Mistral", "decoder:mistral", score_prompts=("ctxl-rerank-v2",)),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
     _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS, has_rotary_positions=True),
+    _decoder(
+        "nvembed",
+        "NVEmbed",
+        "nv_embed:nv_embed",
+        attends_both_ways=True,
+        heads=frozenset(),
+        is_nested=True,
+        pools_prompt=False,
+        appends_eos=True,
+        instruction_template="Instruct: {instruction}\nQuery: ",
+    ),
     _decoder("phi3", "Phi3", "decoder:phi3"),
+    _decoder(
+        "bidirectional_pplx_qwen3",
+        "PPLXQwen3",
+        "decoder:qwen3",
+        attends_both_ways=True,
+        heads=frozenset(),
+        default_head_dim=128,
+    ),
     _decoder("qwen2", "Qwen2", "decoder:qwen2", score_prompts=("mxbai-rerank-v2",)),
     _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3),
     _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
+    _decoder(
+        "VoyageQwen3BidirectionalEmbed",
+        "VoyageQwen3BidirectionalEmbed",
+        "decoder:voyage",
+        attends_both_ways=True,
+        keys=ConfigKeys(projected_size="num_labels"),
+        heads=frozenset(),
+        default_head_dim=128,
+    ),
     _encoder(
         "xlm-roberta",
         "XLMRoberta",

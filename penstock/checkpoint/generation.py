@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.families import Architecture
-from penstock.checkpoint.files import CheckpointFiles, optional_json
+from penstock.checkpoint.files import PICKLES, CheckpointFiles, optional_json
+from penstock.checkpoint.pickles import may_hold
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 _HEAD = "lm_head.weight"
+_HEADS = (_HEAD, "lm_head.weight_packed", "lm_head.qweight")  # the others: of quantised checkpoints
 
 
 def eos_token_ids(files: CheckpointFiles) -> tuple[int, ...]:
@@ -35,11 +37,18 @@ def why_not_generate(folder: Path, architecture: Architecture, config: Mapping[s
 
 def _has_head(folder: Path) -> bool:
     """Some checkpoints are saved without the head of their architecture. Without weights, assume it."""
-    if (where := optional_json(folder / "model.safetensors.index.json").get("weight_map")) is not None:
-        return _HEAD in where
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        return True
+    for kind in ("model.safetensors", "pytorch_model.bin"):
+        if (where := optional_json(folder / f"{kind}.index.json").get("weight_map")) is not None:
+            return any(head in where for head in _HEADS)
+        if (folder / kind).is_file():
+            return _may_hold(folder / kind)
+    return True
+
+
+def _may_hold(file: Path) -> bool:
+    if file.suffix in PICKLES:
+        return any(may_hold(file, head) for head in _HEADS)
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-        return f'"{_HEAD}"'.encode() in opened.read(min(size, _MAX_HEADER_BYTES))
+        header = opened.read(min(size, _MAX_HEADER_BYTES))
+        return any(f'"{head}"'.encode() in header for head in _HEADS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from penstock.checkpoint.families import Architecture
 
@@ -17,6 +17,25 @@ def reward_count(config: Mapping[str, Any]) -> int:
     """How many outputs a reward model has: one, or two where it judges steps (wrong, right)."""
     name = str((config.get("architectures") or [""])[0])
     return label_count(config, default=2 if name.endswith("ForProcessRewardModel") else 1)
+
+
+class NliLabels(NamedTuple):
+    """The labels of a natural-language-inference classifier that zero-shot classification reads."""
+
+    entailment: int
+    contradiction: int  # of a model with two labels: the other one
+
+
+def nli_labels(names: Sequence[str]) -> NliLabels | None:
+    """Which labels say that a hypothesis follows or is contradicted; None if the names do not tell."""
+    lowered = [name.lower() for name in names]
+    entailments = [index for index, name in enumerate(lowered) if name.startswith("entail")]
+    if len(entailments) != 1 or len(names) < 2:
+        return None
+    if len(names) == 2:
+        return NliLabels(entailments[0], 1 - entailments[0])
+    contradictions = [index for index, name in enumerate(lowered) if name.startswith("contra")]
+    return NliLabels(entailments[0], contradictions[0]) if len(contradictions) == 1 else None
 
 
 def label_names(architecture: Architecture, config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from penstock.checkpoint.dense import (
     refuse_unknown_keys,
 )
 from penstock.checkpoint.families import Architecture
-from penstock.checkpoint.files import CheckpointFiles
+from penstock.checkpoint.files import QUANTIZER_MODULE, CheckpointFiles
 from penstock.config import PoolerConfig
 from penstock.errors import ModelLoadError
 
@@ -57,13 +57,14 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     modules: tuple[ModuleSpec, ...] = ()  # that the pooled vector runs through, in order
     normalize: bool = False  # to unit length, after all of them
     after: str | None = None  # the mean starts after this text
+    quantizes: bool = False  # a component x becomes the integer round(127 · tanh(x)), as in pplx-embed
 
 
 def read_pooling(
     files: CheckpointFiles, architecture: Architecture, pooler: PoolerConfig, *, is_late: bool
 ) -> PoolingSpec:
     """`is_late`: Dense modules project token vectors of a late-interaction model, not the pooled one."""
-    if files.modules:
+    if files.modules and not architecture.family.has_own_pooling:
         pooling = _from_modules(files, is_late=is_late)
     else:
         pooling = default_pooling(architecture, files.config)
@@ -105,7 +106,7 @@ def default_pooling(architecture: Architecture, config: Mapping[str, Any]) -> Po
         return PoolingSpec(methods=(family.causal_pooling,), normalize=True)
     method = pooling_method(str(config.get("pooling", family.pooling)))
     after = family.embed_mark if method == "mean" else None
-    return PoolingSpec(methods=(method,), normalize=True, after=after)
+    return PoolingSpec((method,), include_prompt=family.pools_prompt, normalize=True, after=after)
 
 
 def pooling_method(name: str) -> str:
@@ -126,6 +127,11 @@ def is_pooling_type(pooler: PoolerConfig, kind: str) -> bool:
 def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
     methods: tuple[str, ...] = ("mean",)
     include_prompt = True
+    quantizes = files.has_module(QUANTIZER_MODULE)
+    if quantizes and files.modules[-1].kind != QUANTIZER_MODULE:
+        raise ModelLoadError(
+            f"{files.root / 'modules.json'} has a module after {QUANTIZER_MODULE}, which is not supported"
+        )
     for module in files.modules_of("Pooling"):
         file, values = files.root / module.path / "config.json", files.module_config(module)
         refuse_unknown_keys(file, values, _POOLING_KEYS)
@@ -136,7 +142,7 @@ def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
     normalize = bool(modules) and isinstance(modules[-1], UnitSpec)
     while modules and isinstance(modules[-1], UnitSpec):
         modules.pop()  # a second one changes nothing
-    return PoolingSpec(methods, include_prompt, tuple(modules), normalize)
+    return PoolingSpec(methods, include_prompt, tuple(modules), normalize, quantizes=quantizes)
 
 
 def _after_pooling(files: CheckpointFiles) -> Iterator[ModuleSpec]:

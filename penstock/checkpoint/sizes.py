@@ -121,8 +121,8 @@ _TEXTS = (
     "conv_act",
     "pooler_hidden_act",
 )
-_LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations")
-_OBJECTS = ("id2label", "label2id", "auto_map", "quantization_config")
+_LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations", "task_names")
+_OBJECTS = ("id2label", "label2id", "auto_map", "quantization_config", "compression_config")
 _MAX_NESTED_ROPES = 8  # layer types with rotary options of their own
 
 
@@ -245,11 +245,12 @@ def check_numbers(file: Path, config: Mapping[str, Any]) -> None:
         _check_rope(file, key, config.get(key))
 
 
-def check_weight_files(folder: Path, sizes: ModelSizes) -> None:
-    """Refuse a configuration whose tensors cannot be in the folder's files. fp8 takes a byte a parameter."""
+def check_weight_files(folder: Path, sizes: ModelSizes, min_bits: int = 8) -> None:
+    """Refuse a configuration whose tensors cannot be in the folder's files. A parameter takes at least
+    `min_bits`."""
     files = weight_files(folder)
     held = sum(file.stat().st_size for file in files if file.is_file())
-    if files and all(file.is_file() for file in files) and sizes.min_parameters > held:
+    if files and all(file.is_file() for file in files) and sizes.min_parameters * min_bits > 8 * held:
         raise ModelLoadError(
             f"{folder / 'config.json'} describes a model of at least {sizes.min_parameters:,} parameters, "
             f"but the weight files hold only {held:,} bytes; check {_largest(sizes)}",
@@ -257,9 +258,9 @@ def check_weight_files(folder: Path, sizes: ModelSizes) -> None:
         )
 
 
-def check_memory(sizes: ModelSizes, bytes_per_parameter: int, total_bytes: int) -> None:
+def check_memory(sizes: ModelSizes, bytes_per_parameter: float, total_bytes: int) -> None:
     """Refuse a model that is larger than all memory of the device."""
-    weights = sizes.min_parameters * bytes_per_parameter
+    weights = int(sizes.min_parameters * bytes_per_parameter)
     if weights > total_bytes:
         raise ModelLoadError(
             f"the weights need at least {_gib(weights)}, but the device has {_gib(total_bytes)}; "

@@ -1,4 +1,4 @@
-"""How a model makes sparse weights: SPLADE from a masked-language head, or BGE-M3's lexical layer."""
+"""How a model makes sparse weights: SPLADE from a language head, or BGE-M3's lexical layer."""
 
 from __future__ import annotations
 
@@ -47,13 +47,16 @@ def read_sparse(
     """None for a model without sparse weights."""
     module = next(files.modules_of("SpladePooling"), None)
     if module is not None or is_pooling_type(pooler, SPLADE):
-        if not architecture.is_masked_language_model or Task.SPARSE not in architecture.family.heads:
+        has_head = architecture.is_masked_language_model or architecture.has_language_head
+        if not has_head or Task.SPARSE not in architecture.family.heads:
             raise ModelLoadError(
-                f"SPLADE needs a masked-language model, such as BertForMaskedLM; {architecture.name} is none",
+                "SPLADE needs a masked-language model, such as BertForMaskedLM, or a decoder with a "
+                f"language-model head, such as Qwen3ForCausalLM; {architecture.name} is neither",
                 param="model",
             )
         if module is None:
             return SparseSpec("splade")
+        _check_all_tokens(files)
         values = files.module_config(module)
         refuse_unknown_keys(files.root / module.path / "config.json", values, _SPLADE_KEYS)
         return _splade(values)
@@ -71,6 +74,21 @@ def multi_vector_file(folder: Path) -> str | None:
 def _layer_file(folder: Path, name: str) -> str | None:
     names = (f"{name}.safetensors", f"{name}.pt")
     return next((file for file in names if (folder / file).is_file()), None)
+
+
+def _check_all_tokens(files: CheckpointFiles) -> None:
+    """Refuse a Transformer module that gives SpladePooling the logits of some tokens only. One that generates
+    keeps those of the last token unless told otherwise."""
+    if files.transformer.get("transformer_task") not in ("text-generation", "any-to-any"):
+        return
+    options = files.transformer.get("processing_kwargs") or {}
+    kept = (options.get("text") or {}).get("logits_to_keep", 1)
+    if kept != 0:
+        raise ModelLoadError(
+            f"the Transformer module in {files.folder} keeps the logits of {kept} tokens, and SpladePooling "
+            "over these is not supported; set processing_kwargs.text.logits_to_keep to 0, for all tokens",
+            param="model",
+        )
 
 
 def _splade(values: Mapping[str, Any]) -> SparseSpec:

@@ -27,12 +27,13 @@ from penstock.checkpoint.files import (
     optional_integer,
     optional_json,
     read_files,
-    read_json,
     shown,
     usable_values,
 )
 from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
+from penstock.checkpoint.gliclass import ZeroShotSpec, encoder_config, read_zero_shot
+from penstock.checkpoint.gliner import EntitySpec, is_gliner, read_entities, read_model_config
 from penstock.checkpoint.identity import read_identity
 from penstock.checkpoint.keys import check_keys
 from penstock.checkpoint.labels import label_count, label_names
@@ -40,6 +41,7 @@ from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.layout import QueryRoute, read_layout
 from penstock.checkpoint.limits import max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, check_widths, read_pooling, static_pooling
+from penstock.checkpoint.quantization import stored_format, with_quantization
 from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score, why_not_score
 from penstock.checkpoint.sizes import ModelSizes, read_sizes, table_sizes
@@ -58,6 +60,8 @@ from penstock.checkpoint.unsupported import why_no_config
 from penstock.config import EngineConfig, ModelFacts, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
+
+_LABELLED = frozenset({Task.ENTITIES, Task.ZERO_SHOT})  # tasks whose labels come with the request
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,14 +88,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     is_causal: bool = False  # no token sees a later one
     instruction_template: str | None = None  # with {instruction}; precedes a text
+    text_end: str = ""  # follows every text before it is tokenised
     sparse: SparseSpec | None = None
     reward: RewardSpec | None = None
     adapters: tuple[str, ...] = ()  # a request may choose one of them
+    requires_adapter: bool = False  # a request has to
     multi_vector: str | None = None  # BGE-M3's file with the projection of its token vectors
     static: StaticSpec | None = None  # a table of token vectors, without a model behind it
     query_route: QueryRoute | None = None  # how queries are read, where a Router sends them elsewhere
     late: LateSpec | None = None  # one vector per token, compared token by token
     score: ScoreSpec | None = None  # for models that read a query and a document together
+    entities: EntitySpec | None = None  # for models that find entities of labels in the request
+    zero_shot: ZeroShotSpec | None = None  # for models that classify by labels in the request
     why_not_score: str | None = None  # of a model that could compare vectors, but is not known to embed
     eos_token_ids: tuple[int, ...] = ()  # end a generated text
     why_not_generate: str | None = "no checkpoint was read"  # None: it can
@@ -100,6 +108,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generates(self) -> bool:
         return Task.GENERATE in self.tasks
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether its labels come with the request."""
+        return not _LABELLED.isdisjoint(self.tasks)
 
     @property
     def is_unmarked(self) -> bool:
@@ -117,6 +130,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Why a row cannot be spread over several steps; None if it can."""
         if not self.is_causal:
             return f"{self.architecture} is not causal: a token's state depends on later tokens"
+        if Task.SPARSE in self.tasks:
+            return "sparse weights need the whole row in one step"
         if self.pooling.methods in (("last",), ("mean",), ("mean_sqrt_len",)):
             return None
         return f"{' + '.join(self.pooling.methods)} pooling needs the whole row in one step"
@@ -177,12 +192,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return 1 if self.sparse is not None and self.sparse.kind == "lexical" else self.vocab_size
         if task is Task.SCORE:
             return MARK_DIM if self.score is not None and self.score.marks else 1
+        if task is Task.ENTITIES and self.entities is not None:
+            return self.entities.outputs_per_label  # for each label
+        if task is Task.ZERO_SHOT:
+            return 1  # for each label
         return self.token_dim if task is Task.TOKEN_EMBED else len(self.labels)
 
 
 def describe(config: EngineConfig) -> ModelSpec:
     """Find the model and read everything that its files say."""
-    folder = find(config.model, config.revision)
+    folder = find(config.model, config.revision, config.download_dir)
     native = config.model_impl != "transformers"
     with usable_values(folder):
         spec = read_spec(
@@ -192,6 +211,11 @@ def describe(config: EngineConfig) -> ModelSpec:
             config.pooler_config,
             config.score_template,
             native=native,
+        )
+    if not native and spec.reads_labels:
+        raise ModelLoadError(
+            f"model_impl is transformers, which has no {spec.architecture}; leave --model-impl out",
+            param="model_impl",
         )
     return with_generation(spec, config.enable_generation) if native else _hidden_states_only(spec)
 
@@ -218,18 +242,22 @@ def read_spec(
             )
         return _static_spec(layout, name, overrides, pooler)
     config_file = layout.folder / "config.json"
-    if not config_file.is_file():
+    if not config_file.is_file() and not is_gliner(folder):
         raise ModelLoadError(f"{folder} is not a model folder: {why_no_config(folder)}", param="model")
-    config = read_json(config_file) | overrides
+    config = read_model_config(layout.folder) | overrides
     architecture = read_architecture(config_file, config, native=native)
     if native:
-        config = text_tower(architecture, config_file, config)
+        config = with_quantization(layout.folder, text_tower(architecture, config_file, config))
+    if Task.ZERO_SHOT in architecture.family.heads:
+        config = encoder_config(config_file, config)
     family = architecture.family
     files = read_files(layout, config, overrides)
     if native:
         read_sizes(config_file, family, config)
         check_keys(config_file, family, config)
+        stored_format(config)  # refuses formats that are not supported
     hidden_size = files.integer(*family.keys.hidden_size)
+    width = hidden_size if family.keys.projected_size is None else files.integer(family.keys.projected_size)
     late = read_late(files, architecture, hidden_size)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
     sparse = read_sparse(files, architecture, pooler)
@@ -241,6 +269,12 @@ def read_spec(
     if score is not None or pooler.pooling_type is not None:
         unknown = None
     is_causal = family.is_causal(config)
+    if is_causal and architecture.is_masked_language_model and config.get("is_causal") is None:
+        raise ModelLoadError(
+            f"{architecture.name} predicts masked tokens, but {config_file} does not say whether tokens see "
+            "later ones; set is_causal to true or false with --hf-overrides",
+            param="model",
+        )
     if late is not None and is_causal:
         raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
     if query_route is not None and (sparse is None or sparse.kind != "splade"):
@@ -264,8 +298,8 @@ def read_spec(
         max_positions=positions,
         hidden_size=hidden_size,
         num_layers=optional_integer(config, *family.keys.num_layers),
-        embed_dim=check_widths(files, pooling, hidden_size * len(pooling.methods)),
-        token_dim=hidden_size if late is None else late.dim,
+        embed_dim=check_widths(files, pooling, width * len(pooling.methods)),
+        token_dim=width if late is None else late.dim,
         vocab_size=files.integer("vocab_size"),
         num_segments=_num_segments(config, family),
         pooling=pooling,
@@ -275,18 +309,23 @@ def read_spec(
         lower_case=bool(files.transformer.get("do_lower_case", False)),
         tasks=(Task.SPARSE,) if query_route is not None else found_tasks,
         why_not_score=unknown,
-        labels=label_names(architecture, config),
+        labels=() if family.heads & _LABELLED else label_names(architecture, config),
+        entities=read_entities(config),
+        zero_shot=read_zero_shot(config),
         sparse=sparse,
         multi_vector=multi_vector_file(files.folder) if sparse is not None and late is None else None,
         score=score,
         reward=read_reward(files, architecture, pooler),
         late=late,
-        adapters=adapter_names(config),
+        adapters=(adapters := adapter_names(config, family.adapters_key)),
+        requires_adapter=family.requires_adapter and bool(adapters),
         instruction_template=family.instruction_template,
+        text_end=_eos_text(files) if family.appends_eos else "",
         is_causal=is_causal,
         eos_token_ids=eos_token_ids(files),
         why_not_generate=why_not_generate(files.folder, architecture, config),
-        generates_by_default=family.generates_by_default or (not files.modules and score is None),
+        generates_by_default=family.generates_by_default
+        or (not files.modules and score is None and sparse is None),
         query_route=query_route,
     )
 
@@ -345,6 +384,15 @@ def _text(files: CheckpointFiles, key: str) -> str | None:
     return value
 
 
+def _eos_text(files: CheckpointFiles) -> str:
+    file = files.folder / "tokenizer_config.json"
+    token = optional_json(file).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ModelLoadError(f"{file} has no eos_token, which ends each text for this model", param="model")
+    return text
+
+
 def _prompts(files: CheckpointFiles) -> dict[str, str]:
     file = files.root / "config_sentence_transformers.json"
     texts = mapping(files.sentence_transformers, "prompts", file=file)
@@ -388,6 +436,8 @@ def _tasks(
 
     Models that read pairs score them; embedders score by comparing vectors.
     """
+    if labelled := architecture.family.heads & _LABELLED:
+        return tuple(labelled)
     if sparse is not None and sparse.kind == "splade":
         return (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
     if sparse is not None:

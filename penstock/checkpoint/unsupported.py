@@ -40,6 +40,10 @@ _KINDS = (
         "it is an encoder with a decoder, and no task here needs the decoder",
     ),
     _Kind(
+        re.compile(r"^Extractor$|GLiNER2"),
+        "it is a GLiNER2 model; of this kind, GLiNER (gliner_config.json) and GLiClass models are read",
+    ),
+    _Kind(
         re.compile(r"ForQuestionAnswering|ForMultipleChoice|ForNextSentencePrediction|DoubleHeadsModel"),
         "its head answers a task that Penstock does not have",
     ),

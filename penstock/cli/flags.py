@@ -156,6 +156,13 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         default_text="main",
     ),
     Flag(
+        field="download_dir",
+        panel=MODEL,
+        metavar="FOLDER",
+        help="Folder for files of hub models, in the layout of the hub's own cache.",
+        default_text="the standard cache, such as ~/.cache/huggingface/hub",
+    ),
+    Flag(
         field="served_model_name",
         panel=MODEL,
         metavar="NAME",

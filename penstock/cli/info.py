@@ -116,25 +116,25 @@ def _load(config: EngineConfig, spec: ModelSpec, parameters: int | None) -> dict
 
 def weight_files(spec: ModelSpec) -> list[Path]:
     """The weight files of the model: its shards, and those of its dense layers."""
-    index = spec.path / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{index} is not a weight index: {error}") from None
-    files = [spec.path / name for name in names]
-    folders = [module.folder for module in spec.pooling.modules if not isinstance(module, UnitSpec)]
-    files += [spec.root_path / folder / "model.safetensors" for folder in folders]
-    return [file for file in files if file.is_file()]
+    from penstock.checkpoint import files
+
+    modules = [module.folder for module in spec.pooling.modules if not isinstance(module, UnitSpec)]
+    folders = [spec.path, *(spec.root_path / folder for folder in modules if folder)]
+    return [file for folder in folders for file in files.weight_files(folder) if file.is_file()]
 
 
 def weight_facts(files: list[Path]) -> dict[str, Any]:
-    """Parameters and bytes, counted from the headers of the files."""
-    tensors = [tensor for file in files for tensor in _tensors(file)]
+    """Parameters and bytes, counted from the headers of the files. Those of a pickle are known once it has
+    been converted."""
+    from penstock.checkpoint.convert import converted_file
+    from penstock.checkpoint.files import PICKLES
+
+    readable = [converted_file(file) if file.suffix in PICKLES else file for file in files]
+    is_known = bool(files) and all(file.is_file() for file in readable)
+    tensors = [tensor for file in readable if is_known for tensor in _tensors(file)]
     return {
-        "parameters": sum(count for _, count in tensors) if files else None,
-        "stored_as": sorted({kind for kind, _ in tensors}),
+        "parameters": sum(count for _, count in tensors) if is_known else None,
+        "stored_as": sorted({kind for kind, _ in tensors}) if is_known or not files else ["pickle"],
         "file_bytes": sum(file.stat().st_size for file in files),
     }
 
@@ -172,7 +172,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
         ("hidden", _number(facts["hidden"])),
         ("heads", _number(facts["heads"])),
         ("vocabulary", _number(facts["vocabulary"])),
-        ("parameters", _number(facts["parameters"]) or "no weight files"),
+        ("parameters", _number(facts["parameters"]) or _unknown_parameters(facts)),
         ("weight files", _files_line(facts)),
         ("max tokens", _limit_line(facts)),
         *_vector_lines(facts),
@@ -180,6 +180,12 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:
         ("prompts", _prompts_line(facts)),
         ("would load", _load_line(facts["load"])),
     ]
+
+
+def _unknown_parameters(facts: dict[str, Any]) -> str:
+    return (
+        "known after the first load, which converts the pickle" if facts["file_bytes"] else "no weight files"
+    )
 
 
 def _vector_lines(facts: dict[str, Any]) -> list[tuple[str, str | None]]:

@@ -84,7 +84,7 @@ def _token_bytes(spec: ModelSpec, params: PoolingParams) -> int:
     """Output bytes of each token of a row; 0 for tasks with one output per row."""
     if not params.per_token:
         return 0
-    width = params.dimensions or spec.width(params.task)
+    width = params.dimensions or spec.width(params.task) * max(1, params.num_labels)
     return -(-width // 8) if params.dtype.is_packed else width * params.dtype.numpy.itemsize
 
 

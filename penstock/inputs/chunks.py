@@ -64,6 +64,11 @@ class Chunker:
                 "chunking 'mean' embeds the whole text; leave truncate_prompt_tokens out",
                 param="truncate_prompt_tokens",
             )
+        if self.spec.text_end:
+            raise NotPossible(
+                f"chunking is not possible for {self.spec.name}: a token has to end each of its texts",
+                param="chunking",
+            )
         if chunking.chunking == "late" and (reason := self._why_not_late()):
             raise NotPossible(
                 f"chunking 'late' is not possible for {self.spec.name}: {reason}", param="chunking"
@@ -148,6 +153,8 @@ class Chunker:
             return f"it pools by {' + '.join(pooling.methods)}, and late chunks are means of token vectors"
         if pooling.modules:
             return "it has Dense or LayerNorm modules after the pooling"
+        if pooling.quantizes:
+            return "it quantises vectors after the pooling"
         return None if Task.TOKEN_EMBED in self.spec.tasks else "it has no task 'token_embed'"
 
     def _prompt_tokens(self, options: InputOptions) -> Ints | None:

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
 
 from penstock.errors import BadValue
 from penstock.inputs.truncation import Side
 
 Pair = tuple[str, str]  # query, document
+
+
+class PairNames(NamedTuple):
+    """What errors call the two texts of a pair, and the fields that they come from."""
+
+    first: str = "query"
+    second: str = "document"
+    first_param: str = "query"
+    second_param: str = "documents"
+
+
+_QUERY_AND_DOCUMENT = PairNames()
+TWO_TEXTS = PairNames("first text", "second text", "input", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +38,8 @@ class PairOptions:
     is_symmetric: bool = False  # embedders only: queries and documents are the same kind of text
     max_request_tokens: int | None = None  # of all rows together; None: no limit
     prompt_name: str | None = None  # with `is_symmetric`: the prompt of both
+    cuts_first_only: bool = False  # truncation cuts the first text; otherwise the longer one
+    names: PairNames = _QUERY_AND_DOCUMENT
 
 
 DEFAULT_PAIR_OPTIONS = PairOptions()
@@ -44,6 +60,29 @@ def make_pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> 
             param="queries",
         )
     return list(zip(query_texts, document_texts, strict=True))
+
+
+def are_pairs(inputs: Any) -> TypeGuard[Sequence[Pair]]:
+    """Whether the inputs are pairs of texts, judged by the first; `check_are_pairs` sees the others."""
+    if not isinstance(inputs, list | tuple) or not inputs or not isinstance(inputs[0], list | tuple):
+        return False
+    return bool(inputs[0]) and isinstance(inputs[0][0], str)
+
+
+def check_are_pairs(inputs: Sequence[Any], *, allow_empty_text: bool = True) -> list[Pair]:
+    """The inputs as pairs; `BadValue` names one that is not a pair of texts."""
+    for index, pair in enumerate(inputs):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
+            raise BadValue(
+                f"input {index} is not a pair of texts, but input 0 is a list of texts; give only pairs, "
+                "each with two texts",
+                param="input",
+            )
+        if not allow_empty_text and not (pair[0] and pair[1]):
+            raise BadValue(
+                f"input {index} has an empty text; give at least one character for each text", param="input"
+            )
+    return [(first, second) for first, second in inputs]
 
 
 def _texts(given: str | Sequence[str], name: str) -> list[str]:

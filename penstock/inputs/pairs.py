@@ -25,7 +25,7 @@ from penstock.inputs.long_texts import (
     check_expanded,
     check_request_tokens,
 )
-from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairOptions
+from penstock.inputs.pair_options import DEFAULT_PAIR_OPTIONS, Pair, PairNames, PairOptions
 from penstock.inputs.processor import InputOptions, InputProcessor
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncation_limit
@@ -90,6 +90,31 @@ def prepare_pairs(
         return _bi_encoder_request(processor, request_id, texts, params, options)
     if kind == "late":
         return _late_request(processor, request_id, texts, params, options)
+    return _joint_request(processor, request_id, texts, params, options)
+
+
+def prepare_classified_pairs(
+    processor: InputProcessor,
+    request_id: str,
+    pairs: Sequence[Pair],
+    params: PoolingParams,
+    options: PairOptions,
+) -> Request:
+    """One row a pair for a classifier that reads two texts together. Blocking."""
+    processor.check(params)
+    truncation_limit(options.truncate_prompt_tokens, processor.spec.max_model_len)
+    texts = _pair_texts(processor, pairs, options)
+    return _joint_request(processor, request_id, texts, params, options)
+
+
+def _joint_request(
+    processor: InputProcessor,
+    request_id: str,
+    texts: _PairTexts,
+    params: PoolingParams,
+    options: PairOptions,
+) -> Request:
+    """Each pair as one row, in the model's own prompt or in the tokenizer's pair template."""
     score = processor.spec.score
     if score is not None and score.strips:
         texts = texts.stripped()
@@ -98,10 +123,11 @@ def prepare_pairs(
     else:
         rows = _pair_rows(processor, texts, options)
     if not rows.lengths.all():
+        names = options.names
         raise BadValue(
-            f"document {int(np.argmin(rows.lengths))} and its query have no tokens; give texts that are not "
-            "empty",
-            param="documents",
+            f"{names.second} {int(np.argmin(rows.lengths))} and its {names.first} have no tokens; give texts "
+            "that are not empty",
+            param=names.second_param,
         )
     return Request(
         request_id,
@@ -243,8 +269,11 @@ def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOption
     documents = processor.tokenizer.encode(texts.documents, False, document_limit)
     query_sizes, document_sizes = _sizes(queries)[query_of], _sizes(documents)
     limit = _row_limit(processor, query_sizes + document_sizes + frame.size, options)
-    _check_longest(texts, query_sizes, document_sizes, document_limit)
-    query_sizes, document_sizes = _longest_first(query_sizes, document_sizes, limit - frame.size)
+    if options.cuts_first_only:
+        query_sizes = _only_first(query_sizes, document_sizes, limit - frame.size, options)
+    else:
+        _check_longest(texts, query_sizes, document_sizes, document_limit, options.names)
+        query_sizes, document_sizes = _longest_first(query_sizes, document_sizes, limit - frame.size)
     _check_tokens(query_sizes + document_sizes + frame.size, options)
     side, parts = options.truncation_side, []
     for query, document, query_size, document_size in zip(
@@ -264,13 +293,15 @@ def _text_limits(processor: InputProcessor, options: PairOptions) -> tuple[RowLi
         limit if cut_at is None else cut_at,
         cut_at is not None,
         options.truncation_side,
-        name="document",
-        param="documents",
+        name=options.names.second,
+        param=options.names.second_param,
     )
-    return replace(document, name="query", param="query"), document
+    return replace(document, name=options.names.first, param=options.names.first_param), document
 
 
-def _check_longest(texts: _PairTexts, query_sizes: Ints, document_sizes: Ints, limit: RowLimit) -> None:
+def _check_longest(
+    texts: _PairTexts, query_sizes: Ints, document_sizes: Ints, limit: RowLimit, names: PairNames
+) -> None:
     """Of two texts that are both too long, the longer one keeps more. Refuse to guess which one it is where a
     text was tokenised only in part."""
     queries, documents = (
@@ -283,15 +314,17 @@ def _check_longest(texts: _PairTexts, query_sizes: Ints, document_sizes: Ints, l
     unknown |= document_in_part & (query_sizes >= document_sizes)
     if unknown.any():
         raise BadValue(
-            f"document {int(np.argmax(unknown))} and its query are both far longer than the "
-            f"{limit.max_tokens} tokens of a row; shorten the query or set max_tokens_per_query",
-            param="query",
+            f"{names.second} {int(np.argmax(unknown))} and its {names.first} are both far longer than the "
+            f"{limit.max_tokens} tokens of a row; shorten the {names.first} or set max_tokens_per_query",
+            param=names.first_param,
         )
 
 
 def _check_tokens(lengths: Ints, options: PairOptions) -> None:
     """Refuse rows that are small as they are sent, but not with a query in each of them."""
-    check_request_tokens(int(lengths.sum(dtype=np.int64)), options.max_request_tokens, "documents")
+    check_request_tokens(
+        int(lengths.sum(dtype=np.int64)), options.max_request_tokens, options.names.second_param
+    )
 
 
 def _type_ids(processor: InputProcessor, query_sizes: Ints, document_sizes: Ints) -> Ints | None:
@@ -317,6 +350,18 @@ def _longest_first(first: Ints, second: Ints, room: int) -> tuple[Ints, Ints]:
     fits = first + second <= room
     short, long = np.where(fits, short, cut_short), np.where(fits, long, cut_long)
     return np.where(first > second, long, short), np.where(first > second, short, long)
+
+
+def _only_first(first: Ints, second: Ints, room: int, options: PairOptions) -> Ints:
+    """How many tokens of the first text fit beside the whole second one."""
+    if (second >= room).any() and (first + second > room)[second >= room].any():
+        index = int(np.argmax((second >= room) & (first + second > room)))
+        raise BadValue(
+            f"{options.names.second} {index} has {int(second[index])} tokens and leaves no room for the "
+            f"{options.names.first}; shorten it",
+            param=options.names.second_param,
+        )
+    return np.minimum(first, room - second).astype(np.int32)
 
 
 def _templated_rows(
@@ -433,11 +478,11 @@ def _row_limit(processor: InputProcessor, lengths: Ints, options: PairOptions) -
     limit = processor.spec.max_model_len
     cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
     if cut_at is None and (lengths > limit).any():
-        index = int(np.argmax(lengths > limit))
+        index, names = int(np.argmax(lengths > limit)), options.names
         raise BadValue(
-            f"document {index} with its query has {int(lengths[index])} tokens, but the model takes at most "
-            f"{limit}; shorten it or set truncate_prompt_tokens to -1",
-            param="documents",
+            f"{names.second} {index} with its {names.first} has {int(lengths[index])} tokens, but the model "
+            f"takes at most {limit}; shorten it or set truncate_prompt_tokens to -1",
+            param=names.second_param,
         )
     frame = processor.tokenizer.pair_frame.size
     if cut_at is not None and cut_at <= frame:

@@ -17,6 +17,8 @@ import numpy as np
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError, NotPossible, shown
 from penstock.inputs.instruction import InstructionEnd
+from penstock.inputs.label_prompts import LabelPrompts
+from penstock.inputs.labelled import LabelledInputs
 from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
@@ -80,6 +82,9 @@ class InputProcessor:
         self._instruction_end = InstructionEnd(tokenizer, after) if after is not None else None
         self._prompt_lengths: dict[tuple[str, bool], int] = {}
         self.late = None if spec.late is None else LateInputs(spec, tokenizer)
+        self.labelled = None if spec.entities is None else LabelledInputs(spec, spec.entities, tokenizer)
+        zero_shot = spec.zero_shot
+        self.label_prompts = None if zero_shot is None else LabelPrompts(spec, zero_shot, tokenizer)
 
     def prepare(
         self, request_id: str, inputs: Inputs, params: PoolingParams, options: InputOptions = DEFAULT_OPTIONS
@@ -149,6 +154,8 @@ class InputProcessor:
     def with_prompt(self, texts: Texts, options: InputOptions) -> Sequence[str]:
         """The texts to tokenise. A long prompt before many texts is added to each when it is read."""
         prompt = self.prompt(options)
+        if self.spec.text_end and options.add_special_tokens:
+            texts = [text + self.spec.text_end for text in texts]
         size = len(prompt) * len(texts)
         if size > _MAX_JOINED_CHARS:
             check_expanded(size, "instruction" if options.instruction is not None else "prompt")

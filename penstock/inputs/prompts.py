@@ -89,7 +89,7 @@ def _by_input_type(spec: ModelSpec, input_type: str) -> str:
 def choose_adapter(
     spec: ModelSpec, adapter: str | None, prompt_name: str | None, input_type: str | None
 ) -> int:
-    """The index of the named adapter, or of the one named like the prompt; -1 for none."""
+    """The index of the named adapter, or of the one for this prompt name or input type; -1 for none."""
     if adapter is not None:
         if not spec.adapters:
             raise NotPossible(f"model {spec.name} has no adapters", param="adapter")
@@ -100,4 +100,14 @@ def choose_adapter(
             )
         return spec.adapters.index(adapter)
     names = [prompt_name] if prompt_name is not None else list(_INPUT_TYPES.get(input_type or "", ()))
-    return next((spec.adapters.index(name) for name in names if name in spec.adapters), -1)
+    if input_type is not None and input_type not in ("classification", "clustering"):
+        names.append("retrieval")  # one adapter for queries and documents
+    found = next((spec.adapters.index(name) for name in names if name in spec.adapters), -1)
+    if found < 0 and spec.requires_adapter:
+        raise BadValue(
+            f"model {spec.name} needs an adapter for each request; set adapter to one of "
+            f"{', '.join(spec.adapters)}, or merge one with "
+            f'--hf-overrides \'{{"lora_task": "{spec.adapters[0]}"}}\'',
+            param="adapter",
+        )
+    return found

@@ -40,6 +40,13 @@ class EncodedText(NamedTuple):
     words: Ints  # [tokens], index of the word; -1 for special tokens
 
 
+class EncodedWords(NamedTuple):
+    """The tokens of a text that was split into words before."""
+
+    ids: Ints  # [tokens]
+    words: Ints  # [tokens], index of the word
+
+
 class PairFrame(NamedTuple):
     """The special tokens before, between and after the two texts of a pair."""
 
@@ -175,6 +182,24 @@ class Tokenizer:
         return EncodedText(
             found.ids, np.where(found.words[:, None] < 0, 0, found.offsets + start), found.words
         )
+
+    def encode_words(self, rows: Sequence[Sequence[str]]) -> list[EncodedWords]:
+        """The tokens of words that are tokenised one by one, without special tokens."""
+        try:
+            encodings = self._rust.encode_batch(
+                [list(row) for row in rows], is_pretokenized=True, add_special_tokens=False
+            )
+        except (TypeError, UnicodeEncodeError) as error:
+            raise BadValue(f"the text cannot be encoded: {error}", param="input") from None
+        return [
+            EncodedWords(np.array(each.ids, dtype=np.int32), np.array(each.word_ids, dtype=np.int32))
+            for each in encodings
+        ]
+
+    def add_special_tokens(self, tokens: Sequence[str]) -> None:
+        """Add tokens with the next free ids; those that the vocabulary has already stay as they are."""
+        self._rust.add_special_tokens(list(tokens))
+        self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)

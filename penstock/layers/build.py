@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.blockwise import BlockQuantized, dequantize_blocks
-from penstock.layers.fp8 import BlockLinear
-from penstock.layers.fp8_blocks import join_blocks, read_blocks, read_plain_weight, supports_fp8_blocks
+from penstock.layers.fp8 import BlockLinear, Fp8Linear
+from penstock.layers.fp8_blocks import join_blocks, join_rows, read_blocks, supports_fp8_blocks
+from penstock.layers.int4 import Int4Linear, WeightScratch, join_int4, supports_int4
 from penstock.layers.linear import LinearLayer, make_linear
 from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.weights.quantized import IntGroups, QuantizedReader, ScaledFp8, StoredPart, dequantize_part
 from penstock.weights.stream import WeightSource
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")  # in the name of a tensor
@@ -26,8 +29,9 @@ class LayerBuilder:
         self.weights = weights
         self.quantization = quantization
         self.unquantized = unquantized
-        # Whether config.json says that a module's weight is stored in fp8 blocks; None: none is.
-        self.has_block_format: Callable[[str], bool] | None = None
+        self.folder: Path | None = None  # of the checkpoint
+        self.stored: QuantizedReader | None = None  # of a checkpoint that is quantised
+        self._scratch = WeightScratch()
 
     def linear(
         self,
@@ -43,29 +47,73 @@ class LayerBuilder:
         added: Tensor | None = None
         if bias:
             added = self.weights.fuse([f"{name}.bias" for name in names], outputs)
-        stored = [self.is_stored_in_blocks(name) for name in names]
-        if not any(stored):
+        if not any(self.is_quantized(name) for name in names):
             weight = self.weights.fuse([f"{name}.weight" for name in names], outputs, inputs)
             return make_linear(weight, added, act, self.precision(names[0]))
         sizes = [outputs] * len(names) if isinstance(outputs, int) else outputs
-        parts = [
-            (read_blocks if blocks else read_plain_weight)(self.weights, f"{name}.weight", size, inputs)
-            for name, size, blocks in zip(names, sizes, stored, strict=True)
-        ]
+        parts = [self._read_part(name, size, inputs) for name, size in zip(names, sizes, strict=True)]
+        return self._from_parts(parts, added, act, self.precision(names[0]))
+
+    def _read_part(self, name: str, outputs: int, inputs: int) -> StoredPart | BlockQuantized:
+        if self.is_stored_in_blocks(name):
+            return read_blocks(self.weights, f"{name}.weight", outputs, inputs)
+        if self.stored is not None and (how := self.stored.find(name)) is not None:
+            return self.stored.read(name, outputs, inputs, how)
+        return self.weights.read_plain(f"{name}.weight", (outputs, inputs))
+
+    def _from_parts(
+        self,
+        parts: Sequence[StoredPart | BlockQuantized],
+        bias: Tensor | None,
+        act: str,
+        quantization: str | None,
+    ) -> LinearLayer:
+        """A layer that keeps the stored form if all parts have the same and the device can multiply it. The
+        others are dequantised, and quantised again if `--quantization` asks for it."""
+        dtype, device = self.weights.dtype, self.weights.device
         blocks = [part for part in parts if isinstance(part, BlockQuantized)]
-        if len(blocks) == len(parts) and supports_fp8_blocks(self.weights.device):
-            return BlockLinear(join_blocks(blocks), added, act, self.weights.dtype)
-        plain = [dequantize_blocks(part) if isinstance(part, BlockQuantized) else part for part in parts]
-        weight = torch.cat([part.to(dtype=self.weights.dtype, device=self.weights.device) for part in plain])
-        return make_linear(weight, added, act, self.precision(names[0]))
+        if len(blocks) == len(parts) and supports_fp8_blocks(device):
+            return BlockLinear(join_blocks(blocks), bias, act, dtype)
+        rows = [part for part in parts if isinstance(part, ScaledFp8) and part.has_quantized_inputs]
+        if len(rows) == len(parts) and supports_fp8_blocks(device):
+            weight = join_rows(rows)
+            if Fp8Linear.fits(weight.values, dtype):
+                return Fp8Linear(weight, bias, act, dtype)
+        ints = [part for part in parts if isinstance(part, IntGroups)]
+        is_int4 = len(ints) == len(parts) and supports_int4(device, dtype)
+        if is_int4 and (joined := join_int4(ints)) is not None:
+            return Int4Linear(joined[0], bias, act, dtype, self._scratch, joined[1])
+        plain = [
+            dequantize_blocks(part) if isinstance(part, BlockQuantized) else dequantize_part(part, dtype)
+            for part in parts
+        ]
+        return make_linear(
+            torch.cat([part.to(dtype=dtype, device=device) for part in plain]), bias, act, quantization
+        )
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the checkpoint stores this module's weight in a quantised form."""
+        return self.stored is not None and self.stored.find(name) is not None
 
     def is_stored_in_blocks(self, name: str) -> bool:
-        """Whether this module's weight is stored in fp8 blocks. Heads never are."""
-        if self.has_block_format is None or not self.has_block_format(name):
+        """Whether this module is one of the repeated layers, and its weight is stored in fp8 blocks."""
+        if self.stored is None or _LAYER_NUMBER.search(name) is None:
             return False
-        if _LAYER_NUMBER.search(name) is None:
-            return False
-        return self.weights.has(f"{name}.weight_scale_inv")
+        return self.stored.is_in_blocks(name)
+
+    def has_weight(self, name: str) -> bool:
+        return self.weights.has(f"{name}.weight") or self.is_quantized(name)
+
+    def plain_weight(self, name: str, outputs: int, inputs: int) -> Tensor:
+        """A module's weight in the model's dtype, dequantised if the checkpoint stores it otherwise."""
+        if self.stored is None:
+            return self.weights.take(f"{name}.weight", outputs, inputs)
+        return self.stored.read_plain(name, outputs, inputs)
+
+    def expert_weight(self, name: str, outputs: int, inputs: int) -> Tensor | BlockQuantized:
+        """The weight of one of many modules that will be stacked: in fp8 blocks, or not quantised."""
+        part = self._read_part(name, outputs, inputs)
+        return part if isinstance(part, Tensor | BlockQuantized) else part.dequantize(self.weights.dtype)
 
     def tied(self, weight: Tensor, bias: str | None) -> LinearLayer:
         """A layer that shares another layer's weight, with a bias of its own or none."""

@@ -26,19 +26,26 @@ _MULTIPLE = 16  # of inputs and of outputs; the library has no kernel for other 
 
 
 class Fp8Linear:
-    def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "identity") -> None:
-        self.out_features, self.in_features = weight.shape
-        self.weight = quantize_rows(weight)  # the original weight is freed with the caller's reference
-        self.dtype = weight.dtype
+    def __init__(
+        self,
+        weight: Tensor | Quantized,  # quantised here, or as the checkpoint stores it
+        bias: Tensor | None,
+        act: str = "identity",
+        dtype: torch.dtype | None = None,  # of the output; None: of the weight
+    ) -> None:
+        # The original weight is freed with the caller's reference.
+        self.weight = weight if isinstance(weight, Quantized) else quantize_rows(weight)
+        self.out_features, self.in_features = self.weight.values.shape
+        self.dtype = dtype or (weight.values if isinstance(weight, Quantized) else weight).dtype
         self.bias = bias
         self.act = None if act == "identity" else activation(act)
         self.kernel = act if act in ACTIVATION_CODES else None
 
     @staticmethod
-    def fits(weight: Tensor) -> bool:
+    def fits(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
         """Whether the library can multiply by this weight in fp8. Its row-wise product returns bfloat16."""
         outputs, inputs = weight.shape
-        if weight.is_cuda and weight.dtype != torch.bfloat16:
+        if weight.is_cuda and (dtype or weight.dtype) != torch.bfloat16:
             return False
         return outputs % _MULTIPLE == 0 and inputs % _MULTIPLE == 0
 

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in fp8 blocks: kept as blocks, or dequantised as they are read."""
+"""Weights that a checkpoint stores in fp8, in blocks or with a scale for each output."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from penstock.kernels.blockwise import GROUP, BlockQuantized, dequantize_blocks, quantize_blocks
 from penstock.kernels.language import cdiv, use_kernel
-from penstock.kernels.quantize import FP8
-from penstock.weights.stream import WeightSource
+from penstock.kernels.quantize import FP8, Quantized
+from penstock.weights.quantized import ScaledFp8
+from penstock.weights.stream import Wanted, WeightSource
 
 
 def supports_fp8_blocks(device: torch.device) -> bool:
@@ -23,13 +24,9 @@ def supports_fp8_blocks(device: torch.device) -> bool:
 def read_blocks(weights: WeightSource, name: str, outputs: int, inputs: int) -> BlockQuantized:
     """Read the tensor `name` and its scales to the model's device."""
     values = weights.read_fp8(name, (outputs, inputs)).to(weights.device)
-    scales = weights.read(f"{name}_scale_inv", (cdiv(outputs, GROUP), cdiv(inputs, GROUP)))
+    scale = f"{name}_scale_inv" if weights.has(f"{name}_scale_inv") else f"{name}_scale"
+    scales = weights.read(scale, (cdiv(outputs, GROUP), cdiv(inputs, GROUP)))
     return BlockQuantized(values, scales.to(dtype=torch.float32, device=weights.device))
-
-
-def read_plain_weight(weights: WeightSource, name: str, outputs: int, inputs: int) -> Tensor:
-    """Read a weight that is not stored in blocks; it stays on the device that it was read to."""
-    return weights.read_plain(name, (outputs, inputs))
 
 
 def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
@@ -41,20 +38,26 @@ def join_blocks(parts: Sequence[BlockQuantized]) -> BlockQuantized:
     return BlockQuantized(values, torch.cat(rows))
 
 
+def join_rows(parts: Sequence[ScaledFp8]) -> Quantized:
+    """Concatenate weights with a scale for each output."""
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+    return Quantized(values, torch.cat([part.scales for part in parts]))
+
+
 class ExpertStack:
-    """The weights of all experts in one tensor, filled part by part, so that no layer is in memory twice."""
+    """The weights of all experts in one tensor, filled in place, so that no layer is in memory twice."""
 
     def __init__(
         self, experts: int, halves: int, outputs: int, inputs: int, weights: WeightSource, *, blocks: bool
     ) -> None:
         """Each expert has `halves` weights [outputs, inputs], stacked along the outputs."""
         shape, device = (experts, halves * outputs, inputs), weights.device
-        self.outputs, self.scale_rows = outputs, cdiv(outputs, GROUP)
-        self.dtype = weights.dtype
-        self.device = device
+        self.weights = weights
+        self.halves, self.outputs, self.inputs = halves, outputs, inputs
+        self.scale_shape = (cdiv(outputs, GROUP), cdiv(inputs, GROUP))  # of one weight
         self.all: Tensor | BlockQuantized
         if blocks:
-            scales = (experts, halves * self.scale_rows, cdiv(inputs, GROUP))
+            scales = (experts, halves * self.scale_shape[0], self.scale_shape[1])
             self.all = BlockQuantized(
                 torch.empty(shape, dtype=FP8, device=device),
                 torch.empty(scales, dtype=torch.float32, device=device),
@@ -62,14 +65,36 @@ class ExpertStack:
         else:
             self.all = torch.empty(shape, dtype=weights.dtype, device=device)
 
+    def fill(self, modules: Sequence[str]) -> None:
+        """Read the weights of all experts together, in the order of experts and halves. They have to be
+        stored as they are kept: all of them in fp8 blocks, or none."""
+        names = [f"{module}.weight" for module in modules]
+        wanted = [Wanted(name, (self.outputs, self.inputs)) for name in names]
+        if isinstance(self.all, Tensor):
+            self.weights.fill(self.all, wanted)
+            return
+        end = "_scale_inv" if self.weights.has(f"{names[0]}_scale_inv") else "_scale"
+        self.weights.fill(self.all.values, wanted)
+        self.weights.fill(self.all.scales, [Wanted(name + end, self.scale_shape) for name in names])
+
+    def fill_joined(self, wanted: Wanted) -> None:
+        """Read one tensor that holds the weights of all experts."""
+        if isinstance(self.all, Tensor):
+            self.weights.fill(self.all, [wanted])
+            return
+        for expert, both in enumerate(self.weights.read_plain(*wanted)):
+            for half, part in enumerate(both.chunk(self.halves)):
+                self.put(expert, half, part)
+
     def put(self, expert: int, half: int, part: Tensor | BlockQuantized) -> None:
         rows = slice(half * self.outputs, (half + 1) * self.outputs)
         if isinstance(self.all, Tensor):
             self.all[expert, rows] = (
-                dequantize_blocks(part, self.dtype) if isinstance(part, BlockQuantized) else part
+                dequantize_blocks(part, self.weights.dtype) if isinstance(part, BlockQuantized) else part
             )
             return
         if not isinstance(part, BlockQuantized):
-            part = quantize_blocks(part.to(dtype=self.dtype, device=self.device))
+            part = quantize_blocks(part.to(dtype=self.weights.dtype, device=self.weights.device))
+        scale_rows = self.scale_shape[0]
         self.all.values[expert, rows] = part.values
-        self.all.scales[expert, half * self.scale_rows : (half + 1) * self.scale_rows] = part.scales
+        self.all.scales[expert, half * scale_rows : (half + 1) * scale_rows] = part.scales

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.layers.labels import LabelTensors
+
 
 @dataclass(frozen=True, slots=True)
 class TaskHead:
-    """`method` is a pooling method, or "all" to project every token."""
+    """`method` is a pooling method, or "all" to project every token.
+
+    The head of a model that reads labels from the prompt has `score_labels`, with `outputs` for each label.
+    """
 
     method: str
     project: Callable[[Tensor], Tensor]  # [n, hidden] → [n, outputs]
     outputs: int
+    pools_outputs: bool = False  # every token is projected, and the outputs are pooled
+    # hidden states → [n, outputs · labels]
+    score_labels: Callable[[Tensor, LabelTensors], Tensor] | None = None
 
 
 class Stack:

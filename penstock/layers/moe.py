@@ -28,7 +28,8 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.layers.build import LayerBuilder
-from penstock.layers.fp8_blocks import ExpertStack, read_blocks, read_plain_weight, supports_fp8_blocks
+from penstock.layers.fp8_blocks import ExpertStack, supports_fp8_blocks
+from penstock.weights.stream import Wanted
 
 ROUTING_SIZES = (1, 17, 33, 65, 129)  # tokens; each compiles another form of the routing kernel
 
@@ -155,7 +156,8 @@ def read_experts(
     """(gate and up, down) of all experts. Most files have tensors per expert; in some all experts share one.
 
     Weights stay in fp8 blocks if the checkpoint or `--quantization` has them so and the device can multiply
-    them. A CPU does so only for weights that `--quantization` quantised here, for comparison.
+    them. A CPU does so only for weights that `--quantization` quantised here, for comparison. Other quantised
+    forms are dequantised.
     """
     weights, width = build.weights, shape.intermediate
     stored, wanted = build.is_stored_in_blocks(prefix + "0.gate_proj"), build.precision(prefix) == "fp8"
@@ -165,17 +167,23 @@ def read_experts(
     stacks = {
         name: ExpertStack(shape.num_experts, *size, weights, blocks=blocks) for name, size in sizes.items()
     }
-    if not weights.has(prefix + "0.gate_proj.weight"):
+    if not build.has_weight(prefix + "0.gate_proj"):
         for name, (halves, outputs, inputs) in sizes.items():
-            joined = weights.read_plain(f"{prefix}{name}_proj", (shape.num_experts, halves * outputs, inputs))
-            for expert, both in enumerate(joined):
-                for half, part in enumerate(both.chunk(halves)):
-                    stacks[name].put(expert, half, part)
+            joined = Wanted(f"{prefix}{name}_proj", (shape.num_experts, halves * outputs, inputs))
+            stacks[name].fill_joined(joined)
         return stacks["gate_up"].all, stacks["down"].all
-    for expert in range(shape.num_experts):
-        for part, name, half in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", 0)):
-            _, outputs, inputs = sizes[name]
-            module = f"{prefix}{expert}.{part}_proj"
-            read = read_blocks if build.is_stored_in_blocks(module) else read_plain_weight
-            stacks[name].put(expert, half, read(weights, f"{module}.weight", outputs, inputs))
+    for name, projections in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        modules = [
+            f"{prefix}{expert}.{part}_proj" for expert in range(shape.num_experts) for part in projections
+        ]
+        if blocks:
+            is_uniform = all(build.is_stored_in_blocks(module) for module in modules)
+        else:
+            is_uniform = not any(build.is_quantized(module) for module in modules)
+        if is_uniform:
+            stacks[name].fill(modules)
+            continue
+        halves, outputs, inputs = sizes[name]
+        for number, module in enumerate(modules):
+            stacks[name].put(*divmod(number, halves), build.expert_weight(module, outputs, inputs))
     return stacks["gate_up"].all, stacks["down"].all

@@ -132,7 +132,7 @@ class Deberta:
         self.hidden_size = hidden
         self.is_causal = False
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = IGNORED
+        self.ignored_tensors: tuple[str, ...] = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         embedded = self.embedding(batch)

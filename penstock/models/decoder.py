@@ -1,7 +1,8 @@
 """Decoders: pre-norm, rotary positions, grouped-query attention, gated MLPs.
 
-Llama, Mistral, Phi3, Qwen2, Qwen3 (also with experts), Gemma, Gemma2 and Gemma3 share one wiring with flags.
-So do variants trained with bidirectional attention (embeddinggemma, nemotron-embed, GritLM).
+Llama, Mistral, Ministral3, Phi3, Qwen2, Qwen3 (also with experts), Gemma, Gemma2 and Gemma3 share one wiring
+with flags. So do variants trained with bidirectional attention (embeddinggemma, nemotron-embed, GritLM,
+pplx-embed, voyage-4-nano).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from penstock.layers.moe import ExpertShape, SparseMLP, read_experts
 from penstock.layers.norm import RMSNorm, sandwich
 from penstock.layers.residual import pre_norm_residual
 from penstock.layers.rotary import Angles, Rope, Rotary
+from penstock.models.heads import add_language_head
 from penstock.models.options import option, require, rope_options
 from penstock.types import Task
 
@@ -45,6 +47,14 @@ _REQUIRED = (
 # Options that change the computation or the files in ways that are not supported.
 _REFUSED = ("attn_logit_softcapping", "text_config")
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # whether the window slides
+
+
+class QueryGrowth(NamedTuple):
+    """Queries grow with their position p by 1 + beta · log(1 + ⌊p / trained⌋), so that attention stays sharp
+    in texts longer than those of the training."""
+
+    beta: float
+    trained: int  # positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,7 @@ class DecoderShape:
     norm_plus_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0
     generate_reach: int | None = None  # window while generating, for a model that embeds without one
+    query_growth: QueryGrowth | None = None
     softcap: float | None = None  # of attention scores
     fused_projections: bool = False  # the checkpoint stores qkv as one tensor, and gate and up as one
     experts: ExpertShape | None = None  # of layers that are `sparse`
@@ -103,8 +114,11 @@ class DecoderAttention:
         self.layer = layer
         self.rotary = rotary
 
-    def __call__(self, hidden: Activations, batch: Batch, angles: Angles) -> Tensor:
-        """The context vectors, [tokens, heads · dim], before the output projection."""
+    def __call__(
+        self, hidden: Activations, batch: Batch, angles: Angles, growth: Tensor | None = None
+    ) -> Tensor:
+        """The context vectors, [tokens, heads · dim], before the output projection. `growth` [tokens, 1, 1]
+        scales the queries."""
         kind = self.generating if batch.is_generation else self.kind
         keep = None
         if batch.kv is not None and self.rotary.can_write_cache(self.head_dim):
@@ -112,6 +126,8 @@ class DecoderAttention:
         query, key, value = self.rotary.rotate_qkv(
             self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms, keep
         )
+        if growth is not None:
+            query = query.mul_(growth)
         return attend(query, key, value, batch, kind, layer=self.layer, kv_written=keep is not None)
 
 
@@ -142,10 +158,16 @@ class DecoderLayer:
             self.mlp_norm.quantize_for(self.mlp.input_layer)
 
     def __call__(
-        self, hidden: Tensor, normed: Activations, batch: Batch, angles: Angles, next_norm: RMSNorm
+        self,
+        hidden: Tensor,
+        normed: Activations,
+        batch: Batch,
+        angles: Angles,
+        next_norm: RMSNorm,
+        growth: Tensor | None = None,
     ) -> tuple[Tensor, Activations]:
         """The hidden states after this layer, plain and normalised by `next_norm`."""
-        out, context = self.attention.out, self.attention(normed, batch, angles)
+        out, context = self.attention.out, self.attention(normed, batch, angles, growth)
         if self.is_last:
             context, hidden = batch.select_outputs(context, hidden)
         if self.after_attention is None or self.after_mlp is None:
@@ -180,6 +202,7 @@ class Decoder:
             before.quantize_for(layer.attention.qkv)
         for part in [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP)][:1]:
             part.compile()
+        self.growth = _growth(shape, build)
         self.shape = shape
         self.hidden_size = shape.hidden
         self.is_causal = shape.causal
@@ -194,19 +217,21 @@ class Decoder:
             hidden.mul_(self.embedding_scale)
         angles = self.rotary.angles(batch)
         local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
+        growth = None if self.growth is None else self.growth.index_select(0, batch.positions)
         normed: Activations = self.norms[0](hidden)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
-            hidden, normed = layer(hidden, normed, batch, local if layer.sliding else angles, next_norm)
+            at = local if layer.sliding else angles
+            hidden, normed = layer(hidden, normed, batch, at, next_norm, growth)
         return dequantize(normed)
 
 
 def llama(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    return _with_head(Decoder(build, _llama_shape(config)), build, config, head)
+    return _with_head(Decoder(build, llama_shape(config)), build, config, head)
 
 
 def llama_bidirectional(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """nemotron-embed, and its reranker, which pools before the projection."""
-    model = Decoder(build, _llama_shape(config))
+    model = Decoder(build, llama_shape(config))
     if head is not Task.CLASSIFY:
         return _with_head(model, build, config, head)
     temperature = float(config.get("temperature", 1.0))
@@ -217,12 +242,30 @@ def llama_bidirectional(build: LayerBuilder, config: Mapping[str, Any], head: Ta
 
 
 def mistral(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    return _with_head(Decoder(build, _mistral_shape(config)), build, config, head)
+    return _with_head(Decoder(build, mistral_shape(config)), build, config, head)
+
+
+def ministral3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Mistral with YaRN and queries that grow with their position; also Nemotron-3-Embed."""
+    rope = config.get("rope_parameters") or {}
+    beta, trained = (rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    if not isinstance(beta, int | float) or not isinstance(trained, int) or trained < 1:
+        raise ModelLoadError(
+            "rope_parameters in config.json needs the numbers llama_4_scaling_beta and "
+            "original_max_position_embeddings, which set how queries grow with their position"
+        )
+    window = config.get("sliding_window")
+    shape = replace(
+        _shape(config, window, lambda layer: window is not None),
+        eps=config.get("rms_norm_eps", 1e-5),
+        query_growth=QueryGrowth(float(beta), trained),
+    )
+    return _with_head(Decoder(build, shape), build, config, head)
 
 
 def gritlm(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Mistral, trained to embed with bidirectional attention and without its window."""
-    shape = _mistral_shape(config)
+    shape = mistral_shape(config)
     if not shape.causal:
         reach = shape.reach - 1 if shape.reach and all(shape.sliding) else None
         shape = replace(shape, sliding=(False,) * shape.layers, generate_reach=reach)
@@ -235,9 +278,24 @@ def qwen2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
 
 
 def qwen3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    bias = bool(config.get("attention_bias"))
-    shape = replace(_qwen_shape(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
-    return _with_head(Decoder(build, shape), build, config, head)
+    return _with_head(Decoder(build, qwen3_shape(config)), build, config, head)
+
+
+class ProjectedDecoder(Decoder):
+    """A decoder whose final states pass through one more layer without bias, the tensor `linear.weight`."""
+
+    def __init__(self, build: LayerBuilder, shape: DecoderShape, width: int) -> None:
+        super().__init__(build, shape)
+        self.project = build.linear("linear", shape.hidden, width, bias=False)
+        self.hidden_size = width
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.project(super().__call__(batch))
+
+
+def voyage(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """voyage-4-nano: a bidirectional Qwen3 that projects every state to `num_labels` numbers."""
+    return ProjectedDecoder(build, qwen3_shape(config), option(config, "num_labels"))
 
 
 def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -329,13 +387,13 @@ def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     return _with_head(Decoder(build, shape), build, config, head)
 
 
-def _llama_shape(config: Mapping[str, Any]) -> DecoderShape:
+def llama_shape(config: Mapping[str, Any]) -> DecoderShape:
     bias = bool(config.get("attention_bias"))
     shape = _shape(config, config.get("sliding_window"), lambda layer: False)
     return replace(shape, qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
 
 
-def _mistral_shape(config: Mapping[str, Any]) -> DecoderShape:
+def mistral_shape(config: Mapping[str, Any]) -> DecoderShape:
     window = config.get("sliding_window", 4096)
     return _shape(config, window, lambda layer: window is not None)
 
@@ -344,6 +402,11 @@ def _qwen_shape(config: Mapping[str, Any]) -> DecoderShape:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     return _shape(config, window, lambda layer: window is not None and layer >= first)
+
+
+def qwen3_shape(config: Mapping[str, Any]) -> DecoderShape:
+    bias = bool(config.get("attention_bias"))
+    return replace(_qwen_shape(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
 def _shape(
@@ -435,9 +498,22 @@ def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
     )
 
 
+def _growth(shape: DecoderShape, build: LayerBuilder) -> Tensor | None:
+    """The factor on the queries at every position, [positions, 1, 1]; None if it is 1 at all of them."""
+    if shape.query_growth is None or shape.positions <= shape.query_growth.trained:
+        return None
+    beta, trained = shape.query_growth
+    times = torch.arange(shape.positions, dtype=torch.int64) // trained
+    factors = 1 + beta * torch.log1p(times.float())
+    return factors[:, None, None].to(dtype=build.weights.dtype, device=build.weights.device)
+
+
 def _with_head(model: Decoder, build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
-    """Add the head of the checkpoint: it reads the last token of a sequence, or every token."""
-    if head is Task.REWARD:
+    """Add the head of the checkpoint, which reads the last token of a sequence or every token; for sparse
+    weights, its language-model head."""
+    if head is Task.SPARSE:
+        add_language_head(model, build, config, head)
+    elif head is Task.REWARD:
         hidden, labels = model.hidden_size, reward_count(config)
         layers = [build.linear("score.0", hidden, hidden, "relu"), build.linear("score.2", hidden, labels)]
         model.heads[head] = TaskHead("last", Stack(*layers), labels)

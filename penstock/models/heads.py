@@ -159,9 +159,8 @@ def add_token_head(
 
 def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
     """The weight of the language-model head: the word table if the two are tied."""
-    name = "lm_head.weight"
-    tied = config.get("tie_word_embeddings", not build.weights.has(name))
-    return words if tied else build.weights.take(name, *words.shape)
+    tied = config.get("tie_word_embeddings", not build.has_weight("lm_head"))
+    return words if tied else build.plain_weight("lm_head", *words.shape)
 
 
 def _capped(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -170,11 +169,20 @@ def _capped(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> C
     return project if cap is None else Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
 
 
-def add_language_head(model: WordTable, build: LayerBuilder, config: Mapping[str, Any]) -> None:
-    """Add next-token logits of the whole vocabulary, in the model's precision, with the soft cap if any."""
+def add_language_head(
+    model: WordTable,
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    task: Task = Task.GENERATE,
+    *,
+    bias: bool = False,
+) -> None:
+    """Add logits of the whole vocabulary, in the model's precision, with the soft cap if any. Generation
+    reads them at the last token, sparse weights at every token."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
         raise ModelLoadError("this architecture has no language-model head")
     words = _output_weight(words, build, config)
-    project = _capped(make_linear(words, None, "identity", None), config)
-    model.heads[Task.GENERATE] = TaskHead("last", project, len(words))
+    added = build.weights.take("lm_head.bias", len(words)) if bias else None
+    project = _capped(make_linear(words, added, "identity", None), config)
+    model.heads[task] = TaskHead("last" if task is Task.GENERATE else "all", project, len(words))

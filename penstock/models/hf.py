@@ -6,6 +6,7 @@ nothing is padded and only a key limit needs a mask.
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ class TransformersModel:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, **overrides)
             module = AutoModel.from_pretrained(folder, config=config, local_files_only=True, dtype=dtype)
+        except pickle.UnpicklingError:
+            raise ModelLoadError(
+                f"transformers cannot load {folder}: its pytorch_model.bin holds more than tensors and could "
+                "run code"
+            ) from None
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ModelLoadError(f"transformers cannot load {folder}: {error}") from None
         self.module: Any = module.to(device).eval()

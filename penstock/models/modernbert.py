@@ -93,7 +93,7 @@ class ModernBert:
         self.is_causal = False
         self.prunes_last_layer = True
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = IGNORED
+        self.ignored_tensors: tuple[str, ...] = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.checkpoint.families import find_architecture
-from penstock.checkpoint.files import shown
+from penstock.checkpoint.files import first_names, shown
 from penstock.checkpoint.keys import ReadKeys
-from penstock.checkpoint.quantization import block_format
+from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sizes import read_sizes
 from penstock.errors import ModelLoadError
 from penstock.types import Task
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.layers.build import LayerBuilder
     from penstock.layers.head import TaskHead
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("penstock.load")
 
 
 class Model(Protocol):
@@ -67,8 +67,14 @@ def build_model(
     if found.family.default_head_dim is not None:
         config["head_dim"] = sizes.head_dim
     head = found.head
-    if (stored := block_format(config)) is not None:
-        build.has_block_format = stored.covers
+    unread: tuple[str, ...] = ()
+    if (stored := stored_format(config)) is not None:
+        build.stored = importlib.import_module("penstock.weights.quantized").QuantizedReader(
+            build.weights, stored
+        )
+        unread = stored.unread_tensors
+        for note in stored.notes:
+            log.info("%s", note)
     if splade:
         head = Task.SPARSE
     elif score_tokens:
@@ -87,7 +93,21 @@ def build_model(
         heads.add_token_head(model, build, config, score_tokens)
     if generates:
         heads.add_language_head(model, build, config)
-    build.weights.check_all_read(model.ignored_tensors)
+    unused = build.weights.check_all_read((*model.ignored_tensors, *unread))
+    harmless = (*_BUFFERS, *unread, *(("lm_head.",) if config.get("tie_word_embeddings") else ()))
+    _report(architecture, [name for name in unused if not any(mark in name for mark in harmless)], config)
+    return model
+
+
+# Parts of names of tensors that hold nothing learned.
+_BUFFERS = ("position_ids", "inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+def _report(architecture: str, unused: Sequence[str], config: ReadKeys) -> None:
+    """Warn of tensors and keys that take no part in what the model computes."""
+    if unused:
+        words = "tensor of the checkpoint is" if len(unused) == 1 else "tensors of the checkpoint are"
+        log.warning("%d %s not used by %s: %s", len(unused), words, architecture, first_names(unused))
     if unknown := config.unknown():
         log.warning(
             "config.json has keys that Penstock does not know: %s. If one of them changes what %s computes, "
@@ -95,4 +115,3 @@ def build_model(
             ", ".join(f"{key} = {shown(value)}" for key, value in unknown.items()),
             architecture,
         )
-    return model

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,8 @@ from penstock.config import Resolved
 from penstock.errors import BadValue
 from penstock.inputs.chunks import Chunking, ChunkOptions
 from penstock.inputs.generation import DEFAULT_MAX_TOKENS, SamplingParams
-from penstock.inputs.pair_options import make_pairs
+from penstock.inputs.offsets import require_texts
+from penstock.inputs.pair_options import Pair, are_pairs, make_pairs
 from penstock.inputs.processor import InputOptions, Inputs, num_inputs
 from penstock.inputs.vectors import comparison_from_arrays
 from penstock.offline.keywords import (
@@ -33,11 +34,13 @@ from penstock.offline.open import DescribedModel, LocalModel
 from penstock.offline.progress import progress_bar
 from penstock.outputs.entities import Aggregation, Entity
 from penstock.outputs.ranking import check_top_n
+from penstock.outputs.spans import SpanOptions
 from penstock.outputs.sparse import SparseRow, Term, with_tokens
-from penstock.tasks.classify import Classify, TokenClassify
+from penstock.tasks.classify import Classify, ClassifyPairs, TokenClassify
 from penstock.tasks.embed import ChunkedEmbeddings, Embed, EmbedInChunks, TextChunks
-from penstock.tasks.entities import FindEntities
+from penstock.tasks.entities import FindEntities, FindLabelledEntities
 from penstock.tasks.generate import ChatPrompt, Completion, Generate, Message, TextPrompts
+from penstock.tasks.labels import row_options
 from penstock.tasks.multi_task import MultiTask
 from penstock.tasks.reward import Reward, StepRewards, rewards_steps
 from penstock.tasks.run import PoolingTask, Scheduling, TaskRunner, request_ids
@@ -45,6 +48,7 @@ from penstock.tasks.score import RankedDocument, Score, rank
 from penstock.tasks.sparse import Sparse
 from penstock.tasks.text_stream import TextDelta
 from penstock.tasks.token_embed import TokenEmbed
+from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, LabelScores, ZeroShotOptions, zero_shot_task
 from penstock.types import OutputDtype, PoolingParams, Task
 
 R = TypeVar("R")
@@ -191,17 +195,49 @@ class AsyncEngine:
     @explicit_signature
     async def classify(
         self,
-        texts: Inputs,
+        texts: Inputs | Sequence[Pair],
         *,
         use_activation: bool = True,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
-        """The probability of each of `labels`, [texts, labels]; logits without `use_activation`."""
-        params = PoolingParams(Task.CLASSIFY, normalize=use_activation)
-        task = Classify(inputs=texts, params=params, options=input_options(options))
+        """The probability of each of `labels`, [texts, labels]; logits without `use_activation`.
+
+        A text may be a pair of texts, which the model reads together.
+        """
+        params, given = PoolingParams(Task.CLASSIFY, normalize=use_activation), input_options(options)
+        if are_pairs(texts):
+            return await self._run(
+                ClassifyPairs(pairs=texts, params=params, options=given), priority, progress
+            )
+        task = Classify(inputs=cast(Inputs, texts), params=params, options=given)
         return await self._run(task, priority, progress)
+
+    async def zero_shot(
+        self,
+        texts: Texts,
+        labels: Sequence[str],
+        *,
+        hypothesis_template: str = DEFAULT_HYPOTHESIS,
+        multi_label: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        progress: bool | None = None,
+    ) -> list[LabelScores]:
+        """How well each of `labels` fits each text, the best label first.
+
+        An NLI model tests the sentence that `hypothesis_template` makes of each label. Scores sum to 1 over
+        the labels; with `multi_label` each label is scored by itself.
+        """
+        options = ZeroShotOptions(
+            hypothesis_template=hypothesis_template,
+            multi_label=multi_label,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            cache_salt=cache_salt,
+        )
+        return await self._run(zero_shot_task(self.local.text, texts, labels, options), priority, progress)
 
     @explicit_signature
     async def token_classify(
@@ -224,6 +260,10 @@ class AsyncEngine:
         texts: Inputs,
         *,
         aggregation: Aggregation = "simple",
+        labels: Sequence[str] | None = None,
+        threshold: float = 0.5,
+        flat: bool = True,
+        multi_label: bool = False,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
@@ -232,9 +272,20 @@ class AsyncEngine:
 
         `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbours with one tag, and
         `first`, `average`, `max` choose one label for each word first.
+
+        A GLiNER model finds those of your `labels` whose score exceeds `threshold`. Entities do not overlap,
+        unless `flat` is False, which allows one inside another, or `multi_label` is True, which allows
+        several labels for the same words.
         """
-        task = FindEntities(inputs=texts, options=input_options(options), aggregation=aggregation)
-        return await self._run(task, priority, progress)
+        given = input_options(options)
+        if labels is None:
+            task = FindEntities(inputs=texts, options=given, aggregation=aggregation)
+            return await self._run(task, priority, progress)
+        spans = SpanOptions(threshold=threshold, flat=flat, multi_label=multi_label)
+        labelled = FindLabelledEntities(
+            texts=require_texts(texts), labels=labels, options=spans, rows=row_options(given)
+        )
+        return await self._run(labelled, priority, progress)
 
     @explicit_signature
     async def reward(

@@ -12,6 +12,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.config import Resolved
 from penstock.inputs.chunks import Chunking
 from penstock.inputs.generation import SamplingParams
+from penstock.inputs.pair_options import Pair
 from penstock.inputs.processor import Inputs
 from penstock.offline.async_engine import AsyncEngine, Sampling, Texts
 from penstock.offline.keywords import InputKeywords, PairKeywords, Unpack, explicit_signature
@@ -23,6 +24,7 @@ from penstock.tasks.embed import TextChunks
 from penstock.tasks.generate import Completion, Message
 from penstock.tasks.score import RankedDocument
 from penstock.tasks.text_stream import TextDelta
+from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, LabelScores
 
 T = TypeVar("T")
 _END: Any = object()
@@ -172,17 +174,50 @@ class Engine:
     @explicit_signature
     def classify(
         self,
-        texts: Inputs,
+        texts: Inputs | Sequence[Pair],
         *,
         use_activation: bool = True,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
     ) -> NDArray[Any]:
-        """The probability of each of `labels`, [texts, labels]; logits without `use_activation`."""
+        """The probability of each of `labels`, [texts, labels]; logits without `use_activation`.
+
+        A text may be a pair of texts, which the model reads together.
+        """
         return self._loop.wait(
             self._async.classify(
                 texts, use_activation=use_activation, priority=priority, progress=progress, **options
+            )
+        )
+
+    def zero_shot(
+        self,
+        texts: Texts,
+        labels: Sequence[str],
+        *,
+        hypothesis_template: str = DEFAULT_HYPOTHESIS,
+        multi_label: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        progress: bool | None = None,
+    ) -> list[LabelScores]:
+        """How well each of `labels` fits each text, the best label first.
+
+        An NLI model tests the sentence that `hypothesis_template` makes of each label. Scores sum to 1 over
+        the labels; with `multi_label` each label is scored by itself.
+        """
+        return self._loop.wait(
+            self._async.zero_shot(
+                texts,
+                labels,
+                hypothesis_template=hypothesis_template,
+                multi_label=multi_label,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                cache_salt=cache_salt,
+                priority=priority,
+                progress=progress,
             )
         )
 
@@ -209,6 +244,10 @@ class Engine:
         texts: Inputs,
         *,
         aggregation: Aggregation = "simple",
+        labels: Sequence[str] | None = None,
+        threshold: float = 0.5,
+        flat: bool = True,
+        multi_label: bool = False,
         priority: int = 0,
         progress: bool | None = None,
         **options: Unpack[InputKeywords],
@@ -217,10 +256,22 @@ class Engine:
 
         `aggregation` joins tokens: `none` lists labelled tokens, `simple` joins neighbours with one tag, and
         `first`, `average`, `max` choose one label for each word first.
+
+        A GLiNER model finds those of your `labels` whose score exceeds `threshold`. Entities do not overlap,
+        unless `flat` is False, which allows one inside another, or `multi_label` is True, which allows
+        several labels for the same words.
         """
         return self._loop.wait(
             self._async.entities(
-                texts, aggregation=aggregation, priority=priority, progress=progress, **options
+                texts,
+                aggregation=aggregation,
+                labels=labels,
+                threshold=threshold,
+                flat=flat,
+                multi_label=multi_label,
+                priority=priority,
+                progress=progress,
+                **options,
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ from penstock.checkpoint.labels import label_count
 from penstock.checkpoint.spec import ModelSpec
 from penstock.layers.batch import Batch
 from penstock.layers.head import Stack, TaskHead
+from penstock.layers.labels import LabelTensors
 from penstock.layers.linear import Linear
-from penstock.pooling.heads import Dense, LayerNorm, VectorModule, unit
+from penstock.pooling.heads import BINARY_DTYPES, Dense, LayerNorm, VectorModule, quantize, unit
 from penstock.pooling.methods import CARRIED, METHODS, has_kernel, pool
 from penstock.pooling.score import ScoreHead
 from penstock.pooling.side_heads import lexical_head, multi_vector_head
@@ -31,6 +33,7 @@ class VariantTensors(NamedTuple):
 
     selected: Tensor | None = None  # int32, rows or tokens; None: all of them
     pairs: PairTensors | None = None  # of a variant that scores pairs
+    labels: LabelTensors | None = None  # of a variant whose prompts name labels
 
 
 class Pooler:
@@ -44,7 +47,9 @@ class Pooler:
         self.carries = any(name in CARRIED for name in self.names)
         self.modules = modules
         # Where pooling is a single method, one kernel pools, cuts and normalises.
-        self.single_method = self.names[0] if len(self.names) == 1 and not modules else None
+        self.quantizes = spec.pooling.quantizes
+        is_plain = len(self.names) == 1 and not modules and not self.quantizes
+        self.single_method = self.names[0] if is_plain else None
         # Of a model that gives row means itself, so that nobody needs the hidden states of its tokens.
         self.row_means: Callable[[Batch], Tensor] | None = None
         self.heads = {Task.REWARD: heads[Task.CLASSIFY], **heads} if Task.CLASSIFY in heads else heads
@@ -70,8 +75,11 @@ class Pooler:
         if batch.kv is not None and self.carries:
             done[Task.EMBED, False] = self._pool(hidden, batch)  # sums are carried even if no row ends
         out = []
-        for variant, (selected, pairs) in zip(variants, tensors, strict=True):
+        for variant, (selected, pairs, labels) in zip(variants, tensors, strict=True):
             task = variant.params.task
+            if labels is not None:
+                out.append(self._label_scores(task, hidden, labels))
+                continue
             if pairs is not None:
                 out.append(self._scores(hidden, batch, selected, pairs, done))
                 continue
@@ -108,6 +116,8 @@ class Pooler:
             task = variant.params.task
             if variant.pairs is not None or variant.params.per_token or task is Task.SPARSE:
                 return None
+            if variant.labels is not None:
+                return None
             if task is Task.EMBED:
                 found.update(self.names)
             elif (head := self.heads.get(task) or self.heads.get(Task.CLASSIFY)) is not None:
@@ -131,7 +141,15 @@ class Pooler:
         vectors = self._values((task, False), hidden, batch, done)
         if self.scorer.late:
             return self.scorer(unit(vectors, tokens, self.scorer.store.dtype), pairs)
+        if self.quantizes:
+            vectors = quantize(vectors)
         return self.scorer(unit(vectors) if self.normalize else vectors, pairs)
+
+    def _label_scores(self, task: Task, hidden: Tensor, labels: LabelTensors) -> Tensor:
+        score = self.heads[task].score_labels
+        if score is None:
+            raise ValueError(f"the head for {task.value} reads no labels")
+        return score(hidden, labels)
 
     def _values(
         self, key: _ValuesKey, hidden: Tensor, batch: Batch, done: dict[_ValuesKey, Tensor]
@@ -147,6 +165,8 @@ class Pooler:
         if task is Task.TOKEN_EMBED:  # cast to fp32 once selected and cut
             return hidden if task not in self.heads else self.heads[task].project(hidden)
         head = self.heads.get(task) or self.heads[Task.CLASSIFY]  # which serves scores and rewards too
+        if head.pools_outputs:
+            return METHODS[head.method](head.project(hidden), batch)
         all_tokens = steps or head.method == "all"
         read = hidden if all_tokens else METHODS[head.method](hidden, batch).to(hidden.dtype)
         values = head.project(read).float()
@@ -166,6 +186,8 @@ class Pooler:
         """Cut, normalise or activate, in fp32."""
         if params.task in (Task.EMBED, Task.TOKEN_EMBED):
             dims, normalize = self._cut(params)
+            if self.quantizes and params.task is Task.EMBED and params.dtype not in BINARY_DTYPES:
+                values = quantize(values)  # binary outputs have the signs of the vector itself
             values = unit(values[:, :dims]) if normalize else values[:, :dims].float()
         elif params.task is not Task.SPARSE and self._activates(params):
             score_head = self.score_head if params.task is Task.SCORE else None
@@ -174,9 +196,9 @@ class Pooler:
 
     def _cut(self, params: PoolingParams) -> tuple[int | None, bool]:
         """The number of components to keep (None: all), and whether to normalise. A cut vector is normalised
-        unless the caller declines."""
+        unless the caller declines or the model's vectors are integers."""
         own = self.normalize_tokens if params.task is Task.TOKEN_EMBED else self.normalize
-        normalize = own or params.dimensions is not None
+        normalize = own or (params.dimensions is not None and not self.quantizes)
         return params.dimensions, normalize if params.normalize is None else params.normalize
 
     @staticmethod
@@ -224,9 +246,10 @@ def _module(
         return unit
     if isinstance(module, DenseSpec):
         return _dense(spec, module, load_format, seed, device)
-    weights = open_weights(spec.root_path / module.folder, load_format, seed, torch.float32, device)
-    norm = LayerNorm(weights.take("norm.weight", module.size), weights.take("norm.bias", module.size))
-    weights.check_all_read(())
+    source = open_weights(spec.root_path / module.folder, load_format, seed, torch.float32, device)
+    with closing(source) as weights:
+        norm = LayerNorm(weights.take("norm.weight", module.size), weights.take("norm.bias", module.size))
+        weights.check_all_read(())
     return norm
 
 
@@ -238,11 +261,11 @@ def _dense(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Dense:
-    weights = open_weights(spec.root_path / dense.folder, load_format, seed, dtype, device)
-    weight = weights.take("linear.weight", dense.out_features, dense.in_features)
-    bias = weights.take("linear.bias", dense.out_features) if dense.bias else None
-    residual = None
-    if dense.residual and dense.in_features != dense.out_features:
-        residual = Linear(weights.take("residual.weight", dense.out_features, dense.in_features), None)
-    weights.check_all_read(())
+    with closing(open_weights(spec.root_path / dense.folder, load_format, seed, dtype, device)) as weights:
+        weight = weights.take("linear.weight", dense.out_features, dense.in_features)
+        bias = weights.take("linear.bias", dense.out_features) if dense.bias else None
+        residual = None
+        if dense.residual and dense.in_features != dense.out_features:
+            residual = Linear(weights.take("residual.weight", dense.out_features, dense.in_features), None)
+        weights.check_all_read(())
     return Dense(Linear(weight, bias, dense.activation), residual, dense.residual)

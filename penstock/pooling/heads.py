@@ -13,7 +13,9 @@ from penstock.kernels import output_quantize
 from penstock.kernels import pooling as kernel
 from penstock.kernels.language import use_kernel
 from penstock.layers.linear import LinearLayer
-from penstock.types import OutputDtype, Variant
+from penstock.types import OutputDtype, PoolingParams, Task, Variant
+
+BINARY_DTYPES = (OutputDtype.BINARY, OutputDtype.UBINARY)
 
 VectorModule = Callable[[Tensor], Tensor]  # fp32 [rows, width] → [rows, width]
 
@@ -52,8 +54,14 @@ def unit(vectors: Tensor, selected: Tensor | None = None, dtype: torch.dtype = t
     )
 
 
-def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
-    """Convert fp32 vectors to an output dtype.
+def quantize(vectors: Tensor) -> Tensor:
+    """round(127 · tanh(x)) of each component x, as fp32: the integers that pplx-embed gives."""
+    return vectors.float().tanh().mul_(127).round_()
+
+
+def cast(vectors: Tensor, dtype: OutputDtype, *, are_integers: bool = False) -> Tensor:
+    """Convert fp32 vectors to an output dtype. With `are_integers` their components are integers from -127
+    to 127, which int8 and uint8 keep as they are. Otherwise:
 
     int8 and uint8 scale each vector so that its largest component becomes ±127: directions, and so
     cosines, are kept to about 1 %, lengths are not. uint8 is the same plus 128. binary and ubinary
@@ -66,6 +74,10 @@ def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
             return vectors.to(torch.float16)
         case OutputDtype.BFLOAT16:
             return vectors.to(torch.bfloat16).view(torch.uint16)
+        case OutputDtype.INT8 if are_integers:
+            return vectors.to(torch.int8)
+        case OutputDtype.UINT8 if are_integers:
+            return (vectors + 128).to(torch.uint8)
         case OutputDtype.INT8 | OutputDtype.UINT8:
             to_int8 = output_quantize.to_int8 if use_kernel(vectors) else output_quantize.to_int8_reference
             return to_int8(vectors, dtype is OutputDtype.INT8)
@@ -76,6 +88,10 @@ def cast(vectors: Tensor, dtype: OutputDtype) -> Tensor:
             return to_binary(vectors, dtype is OutputDtype.BINARY)
 
 
+def _is_raw_vector(params: PoolingParams) -> bool:
+    return params.task is Task.EMBED and not params.normalize
+
+
 class PoolerOutput(NamedTuple):
     """Each variant's values in its output dtype."""
 
@@ -83,10 +99,16 @@ class PoolerOutput(NamedTuple):
     finite: list[Tensor]  # uint8, 0 where a row was not finite before its cast; empty if all are fp32
 
 
-def to_output(values: list[Tensor], variants: tuple[Variant, ...]) -> PoolerOutput:
-    """Cast each variant's values. Unlike fp32 values, cast ones need flags to show that they were finite."""
+def to_output(
+    values: list[Tensor], variants: tuple[Variant, ...], *, quantizes: bool = False
+) -> PoolerOutput:
+    """Cast each variant's values. Unlike fp32 values, cast ones need flags to show that they were finite.
+    `quantizes`: the model's vectors are integers unless they were normalised."""
     dtypes = [variant.params.dtype for variant in variants]
-    outputs = [cast(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
+    outputs = [
+        cast(value, params.dtype, are_integers=quantizes and _is_raw_vector(params))
+        for value, params in zip(values, (variant.params for variant in variants), strict=True)
+    ]
     if all(dtype is OutputDtype.FLOAT32 for dtype in dtypes):
         return PoolerOutput(outputs, [])
     return PoolerOutput(outputs, [value.isfinite().all(dim=-1).to(torch.uint8) for value in values])

@@ -6,13 +6,14 @@ They are small, so they stay in fp32 whatever dtype the model uses.
 from __future__ import annotations
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import ModelLoadError
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import Linear
+from penstock.weights.pickles import read_tensors
 
 
 def lexical_head(spec: ModelSpec, file: str, load_format: str, seed: int, device: torch.device) -> TaskHead:
@@ -43,13 +44,10 @@ def _head(
 def _read(spec: ModelSpec, name: str, wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     file = spec.path / name
     try:
-        if name.endswith(".safetensors"):
-            tensors = load_file(file)
-        else:
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    except Exception as error:  # both libraries raise many kinds
+        tensors = read_tensors(file)
+    except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"cannot read {file}: {error}") from None
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != wanted:
         raise ModelLoadError(f"{file} holds tensors of shapes {shapes}; BGE-M3's head has {wanted}")
-    return dict(tensors)
+    return tensors

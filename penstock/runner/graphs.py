@@ -324,7 +324,7 @@ class Graphs(Captures[Key, Graph]):
             if method is not None:
                 own = replace(batch, output_tokens=_one_token_per_row(method, batch, rows))
             pooled = self.pooler(self.model(own), own.output_batch(), variants, tensors)
-            values, finite = to_output(pooled, variants)
+            values, finite = to_output(pooled, variants, quantizes=self.pooler.quantizes)
             outputs = [value.contiguous() for value in values] + finite
             raw = [output.view(-1).view(torch.uint8) for output in outputs]
             return [raw[0] if len(raw) == 1 else torch.cat(raw), *outputs]

@@ -21,6 +21,7 @@ from penstock.layers.batch import (
     PagedTensors,
     reads_in_place,
 )
+from penstock.layers.labels import LabelTensors
 from penstock.pooling.build import VariantTensors
 from penstock.runner.base import BLOCK_SIZE
 from penstock.scoring.pairs import PairTensors
@@ -111,6 +112,8 @@ def variant_arrays(variants: tuple[Variant, ...]) -> list[Ints]:
             arrays.append(index)
         if variant.pairs is not None:
             arrays += variant.pairs.arrays()
+        if variant.labels is not None:
+            arrays += variant.labels.arrays()
     return arrays
 
 
@@ -119,13 +122,16 @@ def variant_tensors(variants: tuple[Variant, ...], sent: Sent) -> list[VariantTe
         VariantTensors(
             None if _pooler_index(variant) is None else next(sent),
             None if variant.pairs is None else PairTensors.take(variant.pairs, sent),
+            None if variant.labels is None else LabelTensors.take(variant.labels, sent),
         )
         for variant in variants
     ]
 
 
 def _pooler_index(variant: Variant) -> Ints | None:
-    """What the pooler selects for a variant; a `PairPlan` names the rows that it reads itself."""
+    """What the pooler selects for a variant. A `PairPlan` and a `LabelPlan` name what they read."""
+    if variant.labels is not None:
+        return None
     return variant.index if variant.pairs is None else variant.tokens
 
 

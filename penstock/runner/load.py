@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from penstock.checkpoint.files import usable_values
+from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sizes import check_memory, check_weight_files
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, Machine, Resolved, available_cpus, resolve
@@ -176,7 +177,8 @@ def _warm_up(runner: ModelRunner, spec: ModelSpec, settings: Resolved, blocks: i
         return
     with watch.timed("graphs"):
         max_tokens, has_skip = settings.max_num_batched_tokens, spec.pooling.after is not None
-        warmup.capture_graphs(runner, runner.graphs, spec.tasks[0], longest, max_tokens, has_skip=has_skip)
+        task = Task.EMBED if spec.reads_labels else spec.tasks[0]
+        warmup.capture_graphs(runner, runner.graphs, task, longest, max_tokens, has_skip=has_skip)
         if runner.decode is not None and generates:
             with torch.inference_mode():
                 warmup.capture_decode_graphs(runner.decode, warm_up_keys(settings.max_num_seqs))
@@ -223,21 +225,25 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
         return _static_model(spec, spec.static, settings, device)
     _check_layers(spec, settings)
     sizes = spec.sizes
-    check_memory(sizes, 1 if settings.quantization else dtype.itemsize, _total_bytes(device))
-    weights = open_weights(spec.path, settings.load_format, settings.seed, dtype, device)
-    if settings.load_format != "dummy":
-        check_weight_files(spec.path, sizes)
+    stored = stored_format(spec.config)
+    min_bits = 8 if stored is None else min(stored.min_bits, 8)
+    is_small = settings.quantization is not None or (stored is not None and device.type == "cuda")
+    check_memory(sizes, min_bits / 8 if is_small else dtype.itemsize, _total_bytes(device))
     splade = spec.sparse is not None and spec.sparse.kind == "splade"
-    build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
     tokens = () if spec.score is None else spec.score.tokens
-    return build_model(
-        spec.architecture,
-        spec.config,
-        build,
-        splade=splade,
-        score_tokens=tokens,
-        generates=settings.generates,
-    )
+    with closing(open_weights(spec.path, settings.load_format, settings.seed, dtype, device)) as weights:
+        if settings.load_format != "dummy":
+            check_weight_files(spec.path, sizes, min_bits)
+        build = LayerBuilder(weights, settings.quantization, settings.unquantized_layers)
+        build.folder = spec.path
+        return build_model(
+            spec.architecture,
+            spec.config,
+            build,
+            splade=splade,
+            score_tokens=tokens,
+            generates=settings.generates,
+        )
 
 
 def _static_model(
@@ -252,8 +258,9 @@ def _static_model(
     check_memory(spec.sizes, torch.float32.itemsize, _total_bytes(device))
     if settings.load_format == "dummy":
         static = msgspec.structs.replace(static, has_mapping=False, has_weights=False, rows=static.vocab_size)
-    weights = open_weights(spec.path, settings.load_format, settings.seed, torch.float32, device)
-    return build_static_model(static, weights)
+    source = open_weights(spec.path, settings.load_format, settings.seed, torch.float32, device)
+    with closing(source) as weights:
+        return build_static_model(static, weights)
 
 
 def _total_bytes(device: torch.device) -> int:

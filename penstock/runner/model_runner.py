@@ -180,7 +180,7 @@ class ModelRunner:
         return self._fetch_generated(self.generate(plan))
 
     def _fetch_pooled(self, values: list[Tensor], plan: PoolPlan) -> PooledResult:
-        outputs, finite = to_output(values, plan.variants)
+        outputs, finite = to_output(values, plan.variants, quantizes=self.pooler.quantizes)
         fetched = self.staging.fetch(outputs + finite)
         return PooledResult(tuple(fetched[: len(outputs)]), tuple(fetched[len(outputs) :]))
 

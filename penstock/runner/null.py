@@ -54,6 +54,7 @@ class NullRunner:
             terms = np.arange(variant.params.top_k or 1, dtype=np.float32)
             return np.tile(np.stack([terms, np.ones_like(terms)], axis=-1), (rows, 1, 1))
         width = variant.params.dimensions or self.widths[variant.params.task]
+        width *= max(1, variant.params.num_labels)
         dtype = variant.params.dtype
         if dtype.is_packed:
             return np.zeros((rows, -(-width // 8)), dtype=dtype.numpy)

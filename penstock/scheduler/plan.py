@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.scheduler.labels import label_variant
 from penstock.scheduler.pairs import pair_variant
 from penstock.scheduler.ragged import consecutive_tokens, ragged_arange, tokens_of
 from penstock.scheduler.scheduler import ScheduledRows
@@ -198,6 +199,7 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
     by_params: dict[PoolingParams, list[Ints]] = {}
     paired: dict[PoolingParams, list[RowSlice]] = {}
     all_rows_end = True
+    has_labels = False
     for row_slice in slices:
         if row_slice.request.pairs is not None:
             paired.setdefault(row_slice.request.params, []).append(row_slice)
@@ -207,14 +209,17 @@ def _variants(slices: Sequence[RowSlice], lengths: Ints, cu_lengths: Ints) -> tu
             if row_slice.ends is not None and not params.per_token:
                 rows = rows[row_slice.finished]
                 all_rows_end = all_rows_end and len(rows) == len(row_slice.step_rows)
+            has_labels |= params.num_labels > 0
             by_params.setdefault(params, []).append(rows)
-    if len(by_params) == 1 and all_rows_end and not paired:
+    if len(by_params) == 1 and all_rows_end and not paired and not has_labels:
         return (Variant(next(iter(by_params)), None),)
     variants = [pair_variant(params, each, lengths, cu_lengths) for params, each in paired.items()]
     for params, parts in by_params.items():
         rows = np.concatenate(parts)
         tokens = tokens_of(rows, lengths, cu_lengths) if params.reads_tokens else None
-        if len(rows):
+        if params.num_labels:
+            variants.append(label_variant(params, rows, slices, lengths, cu_lengths))
+        elif len(rows):
             variants.append(Variant(params, rows, tokens))
     return tuple(variants)
 

@@ -39,7 +39,7 @@ class MultiTask(RowTask[list[Any]]):
         if len(set(tasks)) != len(tasks):
             raise BadValue("task names one task twice", param="task")
         for task in tasks:
-            refuse_generation(task)
+            refuse_other_routes(task)
         check_min_weight(self.min_weight)
         if model.queries is not None:
             raise NotPossible(
@@ -95,9 +95,17 @@ def want_more_outputs(model: TextModel, request: Request, more: Sequence[Pooling
     request.reuse_prefix = request.reuse_prefix and last_token_only
 
 
-def refuse_generation(task: Task) -> None:
-    if task is Task.GENERATE:
-        raise BadValue("task 'generate' continues prompts; use /v1/completions", param="task")
+_OTHER_ROUTES = {
+    Task.GENERATE: "continues prompts; use /v1/completions",
+    Task.ENTITIES: "needs labels; use /v1/entities",
+    Task.ZERO_SHOT: "needs labels; use /v1/zero-shot",
+}
+
+
+def refuse_other_routes(task: Task) -> None:
+    """`BadValue` for tasks that need more than texts."""
+    if (reason := _OTHER_ROUTES.get(task)) is not None:
+        raise BadValue(f"task {task.value!r} {reason}", param="task")
 
 
 _TASKS: dict[Task, type[TextTask[Any]]] = {
@@ -121,7 +129,7 @@ def pooling_task(
     """The task that `params` name, over texts or token ids."""
     kind = _TASKS.get(params.task)
     if kind is None:
-        refuse_generation(params.task)
+        refuse_other_routes(params.task)
         raise BadValue("task 'score' takes pairs; use /score or /rerank", param="task")
     if kind is Reward and rewards_steps(model):
         kind = StepRewards

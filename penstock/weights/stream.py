@@ -6,19 +6,31 @@ that was never read are errors that name it.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.checkpoint.files import weight_files
+from penstock.checkpoint.files import first_names, weight_files
 from penstock.errors import ModelLoadError
+from penstock.weights.bulk import BulkReader
+from penstock.weights.files import StoredTensor, open_file
 
 _FP8 = torch.float8_e4m3fn
 _SCALES = "_scale_inv"  # ends the name of an fp8 tensor's scales
+_MAX_CONVERTED_BYTES = 256 << 20  # of tensors that are in memory in two dtypes at once
+
+
+class Wanted(NamedTuple):
+    """A tensor that a model needs."""
+
+    name: str
+    shape: tuple[int, ...]
 
 
 class WeightSource(ABC):
@@ -39,19 +51,23 @@ class WeightSource(ABC):
         """Raise if the tensor `name` is known to be missing or to have another shape. Reads no values."""
         return
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The stored shape of the tensor `name`; None if it is missing or not known."""
+        return None
+
     @abstractmethod
     def prefix_of(self, *names: str) -> str:
         """The prefix, such as "bert.", of the first of `names` that the checkpoint has."""
 
     @abstractmethod
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
-        """Raise if a tensor was never read, unless its name contains one of `ignored_tensors`."""
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
+        """Raise if a tensor was never read, unless its name contains one of `ignored_tensors`; return the
+        names of those that were not."""
 
     def read_fp8(self, name: str, shape: Sequence[int]) -> Tensor:
         """Read a tensor that is stored in fp8, without its scales."""
         tensor = self.read(name, shape)
-        if tensor.dtype != _FP8:
-            raise ModelLoadError(f"tensor {name!r} has scales, but is stored as {tensor.dtype}, not {_FP8}")
+        _check_format(name, tensor.dtype, is_fp8=True)
         return tensor
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -60,42 +76,50 @@ class WeightSource(ABC):
     def fuse(self, names: Sequence[str], rows: int | Sequence[int], *rest: int) -> Tensor:
         """Several tensors concatenated along the first axis, of `rows` rows each, or one count for each."""
         sizes = [rows] * len(names) if isinstance(rows, int) else list(rows)
-        for name, size in zip(names, sizes, strict=True):
-            self.check(name, (size, *rest))  # before the memory for all of them is allocated
+        wanted = [Wanted(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)]
+        for tensor in wanted:
+            self.check(*tensor)  # before the memory for all of them is allocated
         out = torch.empty((sum(sizes), *rest), dtype=self.dtype, device=self.device)
-        for part, name, size in zip(out.split(sizes), names, sizes, strict=True):
-            part.copy_(self.read_plain(name, (size, *rest)))
+        self.fill(out, wanted)
         return out
+
+    def fill(self, out: Tensor, wanted: Sequence[Wanted]) -> None:
+        """Read tensors into `out`, which is contiguous, one after another. They are converted to its dtype;
+        but only tensors that are stored in fp8 go into fp8, and they go nowhere else."""
+        flat, end = out.view(-1), 0
+        for name, shape in wanted:
+            read = self.read_fp8 if out.dtype == _FP8 else self.read_plain
+            begin, end = end, end + math.prod(shape)
+            flat[begin:end].view(tuple(shape)).copy_(read(name, shape))
+
+    def close(self) -> None:
+        """Free what reading needed. Tensors that were read stay valid."""
+        return
 
     def read_plain(self, name: str, shape: Sequence[int]) -> Tensor:
         """As `read`, for a tensor without scales."""
         tensor = self.read(name, shape)
-        if tensor.dtype == _FP8:
-            raise ModelLoadError(
-                f"tensor {name!r} is stored in fp8, but quantization_config in config.json does not cover it "
-                "or this model cannot use it"
-            )
+        _check_format(name, tensor.dtype, is_fp8=False)
         return tensor
 
 
 class SafetensorsSource(WeightSource):
-    """Reads `model.safetensors` or the shards in its index, without loading whole files."""
+    """Reads a folder's weight files without loading whole files. Pickles are converted to safetensors.
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    On a CPU, tensors are mapped from the files. For a GPU, `BulkReader` copies them to the device.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, reader: BulkReader | None = None
+    ) -> None:
         super().__init__(dtype, device)
         self._folder = folder
-        self._shards = [self._open(file) for file in _files(folder)]
-        self._tensors = {_modern(key): (shard, key) for shard in self._shards for key in shard.keys()}  # noqa: SIM118
+        files = [open_file(file) for file in _files(folder)]
+        self._tensors = {_modern(tensor.key): tensor for file in files for tensor in file.tensors}
         self._unread = set(self._tensors)
-
-    @staticmethod
-    def _open(file: Path) -> safe_open:
-        try:
-            return safe_open(str(file), framework="pt", device="cpu")
-        except FileNotFoundError:
-            raise ModelLoadError(f"{file} is missing, but model.safetensors.index.json names it") from None
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{file} is not a readable safetensors file: {error}") from None
+        if reader is None and device.type == "cuda" and all(file.is_seekable for file in files):
+            reader = BulkReader(device)
+        self._reader = reader
 
     def has(self, name: str) -> bool:
         return name in self._tensors
@@ -103,22 +127,58 @@ class SafetensorsSource(WeightSource):
     def check(self, name: str, shape: Sequence[int]) -> None:
         if name not in self._tensors:
             raise ModelLoadError(f"{self._folder} has no tensor {name!r}, which this model needs")
-        shard, key = self._tensors[name]
-        stored = shard.get_slice(key).get_shape()
-        if tuple(stored) != tuple(shape):
+        stored = self._tensors[name].shape
+        if stored != tuple(shape):
             raise ModelLoadError(
                 f"tensor {name!r} has shape {list(stored)}, but config.json asks for {list(shape)}"
             )
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self._tensors[name].shape if name in self._tensors else None
+
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         self.check(name, shape)
-        shard, key = self._tensors[name]
-        try:
-            tensor: Tensor = shard.get_tensor(key)
-        except SafetensorError as error:
-            raise ModelLoadError(f"tensor {name!r} in {self._folder} cannot be read: {error}") from None
         self._unread.discard(name)
-        return tensor
+        stored = self._tensors[name]
+        if self._reader is None or stored.dtype is None:
+            return stored.read()
+        out = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
+        self._reader.fill(out, [stored.part])
+        return out
+
+    def fill(self, out: Tensor, wanted: Sequence[Wanted]) -> None:
+        if self._reader is None:
+            super().fill(out, wanted)
+            return
+        for name, shape in wanted:
+            self.check(name, shape)
+            self._unread.discard(name)
+            if (stored := self._tensors[name].dtype) is not None:
+                _check_format(name, stored, is_fp8=out.dtype == _FP8)
+        flat, end = out.view(-1), 0
+        for dtype, group in groupby((self._tensors[name] for name, _ in wanted), lambda stored: stored.dtype):
+            for tensors in _batches(group, None if dtype == out.dtype else _MAX_CONVERTED_BYTES):
+                begin, end = end, end + sum(math.prod(tensor.shape) for tensor in tensors)
+                self._fill(self._reader, flat[begin:end], dtype, tensors)
+
+    def _fill(
+        self, reader: BulkReader, flat: Tensor, dtype: torch.dtype | None, tensors: Sequence[StoredTensor]
+    ) -> None:
+        """Fill with tensors that are all stored as `dtype`."""
+        if dtype is None:
+            raise ModelLoadError(
+                f"tensor {tensors[0].key!r} is stored in a format that PyTorch does not have"
+            )
+        if dtype == flat.dtype:
+            reader.fill(flat, [tensor.part for tensor in tensors])
+        else:
+            stored = torch.empty(len(flat), dtype=dtype, device=flat.device)
+            reader.fill(stored, [tensor.part for tensor in tensors])
+            flat.copy_(stored)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
 
     def prefix_of(self, *names: str) -> str:
         for name in names:
@@ -126,15 +186,15 @@ class SafetensorsSource(WeightSource):
                 return min(found, key=len)
         raise ModelLoadError(f"{self._folder} has no tensor that ends in {names[0]!r}")
 
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
         marks = tuple(ignored_tensors)
         unread = sorted(name for name in self._unread if not any(mark in name for mark in marks))
         if unread:
-            shown = ", ".join(unread[:8]) + (f" and {len(unread) - 8} more" if len(unread) > 8 else "")
             raise ModelLoadError(
-                f"{self._folder} has tensors that this architecture does not use: {shown}; "
+                f"{self._folder} has tensors that this architecture does not use: {first_names(unread)}; "
                 "check architectures in config.json"
             )
+        return sorted(self._unread)
 
 
 class DummySource(WeightSource):
@@ -164,8 +224,8 @@ class DummySource(WeightSource):
     def prefix_of(self, *names: str) -> str:
         return ""
 
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
-        return None
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
+        return []
 
 
 def open_weights(
@@ -179,14 +239,36 @@ def open_weights(
 def _files(folder: Path) -> list[Path]:
     if files := weight_files(folder):
         return files
-    if (folder / "pytorch_model.bin").is_file():
-        raise ModelLoadError(
-            f"{folder} has only pytorch_model.bin, a pickle, which is not supported; convert it to "
-            "model.safetensors"
-        )
     raise ModelLoadError(
-        f"{folder} has no model.safetensors; use --load-format dummy to run with random weights"
+        f"{folder} has no model.safetensors and no pytorch_model.bin; use --load-format dummy to run with "
+        "random weights"
     )
+
+
+def _batches(tensors: Iterable[StoredTensor], max_bytes: int | None) -> Iterator[list[StoredTensor]]:
+    """Consecutive tensors of at most `max_bytes` together, or one that is larger."""
+    batch: list[StoredTensor] = []
+    held = 0
+    for tensor in tensors:
+        if batch and max_bytes is not None and held + tensor.size > max_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(tensor)
+        held += tensor.size
+    if batch:
+        yield batch
+
+
+def _check_format(name: str, stored: torch.dtype, *, is_fp8: bool) -> None:
+    """Refuse quantised values where none are expected, and anything but fp8 where it is."""
+    if is_fp8 and stored != _FP8:
+        raise ModelLoadError(f"tensor {name!r} has scales, but is stored as {stored}, not {_FP8}")
+    if not is_fp8 and (stored == _FP8 or not stored.is_floating_point):
+        form = "in fp8" if stored == _FP8 else f"as {stored}"
+        raise ModelLoadError(
+            f"tensor {name!r} is stored {form}, but quantization_config in config.json does not cover "
+            "it or this model cannot use it"
+        )
 
 
 def _modern(name: str) -> str:

@@ -25,7 +25,11 @@ class Hub:
     repos: dict[str, dict[str, Files]]
     address: str = ""
     asked: list[str] = field(default_factory=list)
-    break_downloads: str | None = None  # "refuse": status 500, "cut": close after some bytes
+    ranges: list[str] = field(default_factory=list)  # the Range headers of all requests
+    break_downloads: str | None = None  # "refuse": status 500, "cut": close a byte early, each time
+    cut_once: set[str] = field(default_factory=set)  # names of files whose first download ends halfway
+    gated: bool = False  # files need `token`, and the account of `token` has no access
+    token: str = "hf_valid"
 
     def files(self, repo: str, revision: str) -> Files | None:
         for name, files in self.repos[repo].items():
@@ -81,6 +85,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     self._send(404, b"{}")
 
         def _api(self, repo: str, kind: str, revision: str) -> None:
+            if self._token() not in (None, hub.token):
+                message = {"X-Error-Message": "Invalid credentials in Authorization header"}
+                return self._send(401, b"{}", message)
             if repo not in hub.repos:
                 return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             files = hub.files(repo, revision)
@@ -98,11 +105,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 "modelId": repo,
                 "sha": hub.commit(repo, revision),
                 "private": False,
-                "siblings": [{"rfilename": name} for name in files],
+                "siblings": [{"rfilename": name, "size": len(data)} for name, data in files.items()],
             }
             return self._send(200, json.dumps(info).encode())
 
+        def _token(self) -> str | None:
+            return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+
         def _file(self, repo: str, revision: str, name: str, body: bool) -> None:
+            if hub.gated:
+                status = 401 if self._token() is None else 403
+                return self._send(status, b"", {"X-Error-Code": "GatedRepo"})
             files = hub.files(repo, revision) or {}
             if name not in files:
                 return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -112,8 +125,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             }
             if body and hub.break_downloads == "refuse":
                 return self._send(500, b"", headers)
+            data, status = files[name], 200
+            if (asked := self.headers.get("Range")) is not None:
+                hub.ranges.append(asked)
+                first = int(asked.removeprefix("bytes=").partition("-")[0])
+                headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+                data, status = data[first:], 206
             cut = 1 if body and hub.break_downloads == "cut" else 0
-            return self._send(200, files[name], headers, body, cut)
+            if body and name in hub.cut_once:
+                hub.cut_once.remove(name)
+                cut = len(data) // 2
+            return self._send(status, data, headers, body, cut)
 
         def _send(
             self,

@@ -52,7 +52,7 @@ def test_a_decoder_is_pooled_by_how_it_attends(name: str) -> None:
     causal = default_pooling(architecture, {"is_causal": True})
     assert causal == PoolingSpec(methods=("last",), normalize=True)
     both_ways = default_pooling(architecture, {"is_causal": False})
-    assert both_ways.methods == ("mean",) and both_ways.normalize
+    assert both_ways.methods == (architecture.family.pooling,) and both_ways.normalize
     expected = both_ways if architecture.family.attends_both_ways else causal
     assert default_pooling(architecture, {}) == expected
 
@@ -62,6 +62,12 @@ def test_an_encoder_is_never_causal_and_is_mean_pooled(name: str) -> None:
     architecture = find_architecture(name, {})
     assert not architecture.family.is_causal({"is_causal": True})
     assert default_pooling(architecture, {}) == PoolingSpec(methods=("mean",), normalize=False)
+
+
+def test_the_base_of_jina_embeddings_v5_decides_how_it_attends() -> None:
+    family = FAMILIES["jina_embeddings_v5"]
+    assert family.is_causal({"head_dim": 128})
+    assert not family.is_causal({"mask_token_id": 128002})
 
 
 def test_use_bidirectional_attention_turns_causal_attention_off() -> None:
@@ -77,9 +83,8 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "WhisperForConditionalGeneration": {"architectures": ["WhisperForConditionalGeneration"]},
     "CLIPModel": {"architectures": ["CLIPModel"], "text_config": {}, "vision_config": {}},
     "EmbeddingGemma2Model": {"architectures": ["EmbeddingGemma2Model"], "text_config": {"hidden_size": 8}},
-    "NVEmbedModel": {"architectures": ["NVEmbedModel"], "hidden_size": 64},
     "BertForQuestionAnswering": BERT_CONFIG | {"architectures": ["BertForQuestionAnswering"]},
-    "Ministral3Model": {"architectures": ["Ministral3Model"], "is_causal": "perhaps"},
+    "MambaModel": {"architectures": ["MambaModel"], "is_causal": "perhaps"},
     "GPT2ForRewardModel": {"architectures": ["GPT2ForRewardModel"], "model_type": "gpt2"},
     "whisper": {"architectures": [], "model_type": "whisper"},
     "electra": {"model_type": "electra", "hidden_size": "wide"},

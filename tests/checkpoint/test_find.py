@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint import find as finding
+from penstock.checkpoint import hub
 from penstock.checkpoint.find import DEFAULT_NAME, default_folder, find, served_name
 from penstock.errors import ModelLoadError
 
@@ -17,12 +18,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def no_hub(model: str, revision: str | None) -> Path:
+def no_hub(model: str, revision: str | None, download_dir: str | None) -> Path:
     raise AssertionError(f"the hub was asked for {model}")
 
 
 def test_an_existing_folder_is_used_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "_from_hub", no_hub)
+    monkeypatch.setattr(hub, "fetch", no_hub)
     assert find(str(tmp_path)) == tmp_path
     monkeypatch.chdir(tmp_path.parent)
     assert find(tmp_path.name) == Path(tmp_path.name)
@@ -45,7 +46,7 @@ def test_a_file_is_refused_with_advice(tmp_path: Path) -> None:
 def test_a_name_that_is_neither_folder_nor_hub_id_is_refused_without_network(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(finding, "_from_hub", no_hub)
+    monkeypatch.setattr(hub, "fetch", no_hub)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelLoadError, match="neither a folder nor a hub id"):
         find(model)
@@ -92,15 +93,15 @@ def test_without_a_model_the_embedded_default_is_used(package: Path) -> None:
 def test_the_defaults_hub_id_needs_no_hub_while_its_package_is_installed(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "_from_hub", no_hub)
-    monkeypatch.setattr(finding, "_cached", lambda model: False)
+    monkeypatch.setattr(hub, "fetch", no_hub)
+    monkeypatch.setattr(hub, "is_cached", lambda *_, **__: False)
     assert find(DEFAULT_NAME) == package
 
 
 def test_a_revision_of_the_default_is_fetched_from_the_hub(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "_from_hub", lambda model, revision: Path(f"{model}@{revision}"))
+    monkeypatch.setattr(hub, "fetch", lambda model, revision, _: Path(f"{model}@{revision}"))
     assert find(DEFAULT_NAME, "v2") == Path(f"{DEFAULT_NAME}@v2")
 
 

@@ -56,6 +56,11 @@ def classifier(folder: Path) -> Path:
     return write_cross_encoder(folder, labels=4)
 
 
+def nli(folder: Path) -> Path:
+    names = {"0": "entailment", "1": "neutral", "2": "contradiction"}
+    return write_cross_encoder(folder, labels=3, id2label=names)
+
+
 def llama(folder: Path) -> Path:
     """A decoder with a chat template, written without transformers, whose import alone takes seconds."""
     write_text_model(folder)
@@ -99,6 +104,7 @@ def _prefixed(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 STAND_INS: dict[str, Callable[[Path], Path]] = {
+    "nli": nli,
     "prompts": with_prompts,
     "cross-encoder": write_cross_encoder,
     "colbert": colbert,

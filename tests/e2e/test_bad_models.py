@@ -55,7 +55,7 @@ def without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def with_a_pickle_for_weights(folder: Path) -> None:
+def with_safetensors_named_as_a_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
@@ -89,7 +89,7 @@ BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     with_noise_for_weights: ("not a readable safetensors file",),
     with_empty_weights: ("not a readable safetensors file",),
     without_weights: ("safetensors",),
-    with_a_pickle_for_weights: ("safetensors",),
+    with_safetensors_named_as_a_pickle: ("pytorch_model.bin", "not a readable PyTorch file"),
     with_a_wrong_table_size: ("word_embeddings.weight", f"[{WORDS + 50}, 32]"),
     with_half_a_config: ("config.json",),
     with_seven_heads: ("config.json", "num_attention_heads = 7"),

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock import AsyncEngine, Engine, SamplingParams
-from tests.parity.decoders import CAPPED, GEMMA, GPT2, LLAMA3, MOE, VOCABULARY, Family
+from tests.parity.decoders import CAPPED, GEMMA, GPT2, LLAMA3, MINISTRAL3, MOE, VOCABULARY, Family
 
 TOKENS = 70
 LENGTHS = (1, 2, 5, 16, 17, 33, 64, 90)
@@ -21,6 +21,7 @@ GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", {"head_dim": 16, "rope_parameters": LLAMA3}, old=True),
     "mistral": Family("MistralForCausalLM", {"sliding_window": 16, "head_dim": 16}),
+    "ministral3": Family("Ministral3ForCausalLM", MINISTRAL3),
     "qwen2": Family("Qwen2ForCausalLM", {"num_key_value_heads": 3}),
     "qwen3": Family("Qwen3ForCausalLM", {"head_dim": 12, "tie_word_embeddings": True}, old=True),
     "gemma": Family("GemmaForCausalLM", {"head_dim": 16}, old=True),

@@ -36,6 +36,18 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "mistral": {"architectures": ["MistralModel"], "sliding_window": 20},
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.6,
+        },
+    },
+    "eurobert": {"architectures": ["EuroBertModel"]},
+    "pplx-embed": {"architectures": ["PPLXQwen3Model"]},
     "gritlm": {"architectures": ["GritLM"], "sliding_window": 20},
     "gemma3": {"architectures": ["Gemma3TextModel"], "sliding_window": 20, "layer_types": MIXED},
     "embeddinggemma": {
@@ -67,7 +79,7 @@ def tensors(config: dict[str, Any]) -> dict[str, Tensor]:
         }
         if gemma:
             parts |= {"pre_feedforward_layernorm": (hidden,), "post_feedforward_layernorm": (hidden,)}
-        if gemma or config["architectures"][0].startswith("Qwen3"):
+        if gemma or "Qwen3" in config["architectures"][0]:
             parts |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in parts.items()}
     generator, made = torch.Generator().manual_seed(0), {}

@@ -24,6 +24,7 @@ from penstock.kernels import (  # noqa: E402
     embedding,
     experts,
     gate_up,
+    int4,
     language,
     logit_thresholds,
     norm,
@@ -38,7 +39,7 @@ from penstock.kernels import (  # noqa: E402
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
-MODULES = (activation, attention, blockwise, embedding, experts, gate_up, logit_thresholds, norm)
+MODULES = (activation, attention, blockwise, embedding, experts, gate_up, int4, logit_thresholds, norm)
 MODULES += (output_quantize, paged, pooling, quantize, rotary, sampled_tokens, sampling, splade)
 # Functions that only other kernels call.
 HELPERS = {
@@ -59,6 +60,7 @@ HELPERS |= {
     "_load_candidates",
     "store_quantized",
     "quantize_group",
+    "_difference",
     "_act",
 }
 HELPERS |= {"_scaled_dot", "_write_order", "_write_tiles", "_corner", "_copy", "_multiply"}
@@ -68,6 +70,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -220,6 +223,13 @@ def launch_sampling_kernels() -> None:
 def launch_matmul_kernels() -> None:
     for tokens in (1, 32, 100, 1000, 2000):
         blockwise.block_matmul(x(tokens, 256), blocks(512, 256), x(512))
+    codes, scales = x(512, 256, dtype=torch.uint8), x(2, 512, dtype=torch.float16)
+    grouped = int4.pack_int4(codes, scales, x(2, 512, dtype=torch.uint8))
+    for tokens in (1, 100):
+        int4.int4_matmul(x(tokens, 256), grouped, x(512))
+    int4.int4_matmul(x(1, 256), int4.pack_int4(codes, scales, None))
+    int4.int4_matmul(x(1, 256, dtype=torch.float16), int4.pack_int4(codes, x(8, 512), None))
+    int4.dequantize_int4(grouped, x(512, 256))
     options = {"chosen": 8, "normalize": True, "act": "silu"}
     for _, tiling in experts.HALF_TILINGS[::2]:
         weights = x(32, 512, 256), x(32, 256, 256)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -30,6 +34,13 @@ CONFIG: dict[str, Any] = {
 }
 CONFIG |= {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}  # DistilBERT
 CONFIG |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}  # GPT-2
+CONFIG["rope_parameters"] = {
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 32,
+}  # Ministral3
+CONFIG["latent_attention_config"] = {"num_latents_value": 4, "num_cross_heads": 2, "cross_dim_head": 8}
+CONFIG["task_names"] = ["retrieval"]  # jina-embeddings-v5
+ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
 DECODERS = [name for name, family in FAMILIES.items() if family.is_decoder]
 
 
@@ -37,7 +48,20 @@ def build(family: Family, suffix: str = "", *, config: dict[str, Any] | None = N
     name = family.class_prefix + suffix if suffix else family.name
     weights = DummySource(0, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
-        return build_model(name, CONFIG | (config or {}), LayerBuilder(weights), **asked)
+        layers = LayerBuilder(weights)
+        layers.folder = folder_with_adapter()
+        return build_model(name, CONFIG | (config or {}), layers, **asked)
+
+
+@cache
+def folder_with_adapter() -> Path:
+    folder = Path(_kept.name)
+    (folder / "adapters/retrieval").mkdir(parents=True)
+    (folder / "adapters/retrieval/adapter_config.json").write_text(json.dumps(ADAPTER))
+    return folder
+
+
+_kept = TemporaryDirectory()  # until the process ends
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -86,5 +110,6 @@ def test_a_head_that_is_not_in_the_record_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_models_sizes_are_under_the_keys_of_its_record(name: str) -> None:
     keys = FAMILIES[name].keys
-    assert build(FAMILIES[name]).hidden_size == next(CONFIG[key] for key in keys.hidden_size)
+    width = keys.hidden_size if keys.projected_size is None else (keys.projected_size,)
+    assert build(FAMILIES[name]).hidden_size == next(CONFIG[key] for key in width)
     assert all(key in CONFIG for key in (keys.num_layers[0], keys.max_positions[0]))

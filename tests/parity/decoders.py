@@ -55,6 +55,25 @@ MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
+MINISTRAL3 = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.6,
+    },
+}
+PPLX = {
+    "architectures": ["PPLXQwen3Model"],
+    "model_type": "bidirectional_pplx_qwen3",
+    "use_bidirectional_attention": True,
+}
 CAPPED = GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0, "sliding_window": 12}
 
 
@@ -126,10 +145,26 @@ FAMILIES: dict[str, Family] = {
     "gritlm": Family(
         "MistralForCausalLM", {"sliding_window": 16}, {"architectures": ["GritLM"]}, full=True, old=True
     ),
+    "eurobert": Family("EuroBertModel", {"num_key_value_heads": 6, "rms_norm_eps": 1e-5}, old=True),
+    "eurobert-masked-lm": Family("EuroBertForMaskedLM", {"attention_bias": True, "mlp_bias": True}),
+    "ministral3": Family("Ministral3ForCausalLM", MINISTRAL3),
+    "ministral3-embed": Family(
+        "Ministral3Model", MINISTRAL3 | {"is_causal": False, "sliding_window": None}, {"pooling": "avg"}
+    ),
+    "pplx": Family("Qwen3Model", {"head_dim": 16}, PPLX, full=True),
     "qwen2-looking-ahead": Family("Qwen2ForCausalLM", {"is_causal": False}, old=True),
     "mistral-looking-ahead": Family("MistralModel", {"is_causal": False, "sliding_window": 8}, old=True),
 }
-LOOK_AHEAD = ("embeddinggemma", "nemotron", "gritlm", "qwen2-looking-ahead", "mistral-looking-ahead")
+LOOK_AHEAD = (
+    "embeddinggemma",
+    "nemotron",
+    "gritlm",
+    "eurobert",
+    "ministral3-embed",
+    "pplx",
+    "qwen2-looking-ahead",
+    "mistral-looking-ahead",
+)
 
 
 def randomise(model: nn.Module, seed: int) -> None:
@@ -162,10 +197,11 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Qwen's way: nothing before a text, the end of text after it."""
+def write_tokenizer(folder: Path, frame: str = "$A </s>") -> None:
+    """Qwen's way, unless `frame` says another: nothing before a text, the end of text after it."""
     tokenizer = byte_level_bpe()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    special = [("<s>", 0), ("</s>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=special)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, model_max_length=LIMIT, pad_token="<pad>", eos_token="</s>"
     ).save_pretrained(folder)
@@ -181,7 +217,11 @@ ROWS = make_rows()
 
 
 def backbone(family: Family) -> Any:
-    name = family.model.replace("ForCausalLM", "Model").replace("Gemma3Model", "Gemma3TextModel")
+    name = (
+        family.model.replace("ForCausalLM", "Model")
+        .replace("ForMaskedLM", "Model")
+        .replace("Gemma3Model", "Gemma3TextModel")
+    )
     return getattr(transformers, name)
 
 
@@ -224,6 +264,22 @@ HEADS = {
     "llama-tokens": Family("LlamaForTokenClassification", {"num_labels": 9}),
     "mistral-tokens": Family("MistralForTokenClassification", {"sliding_window": 16}),
     "ministral-tokens": Family("MinistralForTokenClassification", MINISTRAL),
+    "ministral3": Family("Ministral3ForSequenceClassification", MINISTRAL3),
+    "ministral3-tokens": Family("Ministral3ForTokenClassification", MINISTRAL3),
+    "eurobert": Family("EuroBertForSequenceClassification"),
+    "eurobert-bos": Family("EuroBertForSequenceClassification", {"classifier_pooling": "bos"}),
+    "eurobert-mean": Family("EuroBertForSequenceClassification", {"classifier_pooling": "mean"}),
+    "eurobert-tokens": Family("EuroBertForTokenClassification"),
+}
+LANGUAGE_HEADS = {  # from which SPLADE takes its weights
+    "eurobert": Family("EuroBertForMaskedLM", {"mlp_bias": True}),
+    "eurobert-tied": Family("EuroBertForMaskedLM", {"tie_word_embeddings": True}, old=True),
+    "qwen3": FAMILIES["qwen3-causal-lm"],
+    "qwen2-looking-ahead": FAMILIES["qwen2-looking-ahead"],
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", {"sliding_window": 16}),
+    "gemma2": Family("Gemma2ForCausalLM", CAPPED),  # caps its logits
+    "phi3": Family("Phi3ForCausalLM"),
 }
 NEMOTRON_RERANKER = Family(  # pools before it projects, and divides by a temperature
     "LlamaForSequenceClassification",

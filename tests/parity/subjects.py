@@ -16,9 +16,9 @@ from sentence_transformers.sentence_transformer import modules
 from torch import nn
 
 from penstock.config import PoolerConfig
-from penstock.types import Task
+from penstock.types import TEXT_MARK, Task
 from tests.checkpoints import wordpiece_tokenizer
-from tests.parity import decoders, encoders
+from tests.parity import decoders, embedders, encoders, labelled, quantized
 from tests.parity.encoders import Settings, reference_terms
 from tests.parity.reference import (
     FAMILIES,
@@ -51,6 +51,8 @@ class Question:
     options: dict[str, Any] = field(default_factory=dict)  # of the engine
     overrides: Settings = field(default_factory=dict)
     segments: list[int] | None = None
+    marks: list[int] | None = None  # of rows with labels: which tokens stand for labels and words
+    num_labels: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,11 @@ class Subject:
 def subjects() -> Iterator[Subject]:
     yield from _classics()
     yield from _encoders()
+    yield from _labelled()
     yield from _decoders()
     yield Subject("static", "StaticEmbedding", Task.EMBED, "sentence-transformers", _ask_static)
+    yield from _quantized()
+    yield from _embedders()
 
 
 # Answers of a reference.
@@ -202,6 +207,46 @@ def _ask_encoder(name: str, task: Task, folder: Path) -> Question:
     return _headed(folder, model, rows, task)
 
 
+# Models that read labels from the prompt.
+
+_NUM_LABELS = 3
+_LABELLED = {
+    ("gliner", "markerV0"): ("markerV0", "deberta-v2"),
+    ("gliner", "token-level"): ("token_level", "deberta-v2"),
+    ("gliner", "modernbert"): ("markerV0", "modernbert"),
+    ("GLiClass", "deberta"): ("simple", "deberta-v2"),
+    ("GLiClass", "modernbert"): ("weighted-dot", "modernbert"),
+}
+
+
+def _labelled() -> Iterator[Subject]:
+    for (family, layout), (mode, kind) in _LABELLED.items():
+        task = Task.ENTITIES if family == "gliner" else Task.ZERO_SHOT
+        ask = _ask_gliner if family == "gliner" else _ask_gliclass
+        yield Subject(family, layout, task, "its published description", partial(ask, mode, kind))
+
+
+def _ask_gliner(mode: str, kind: str, folder: Path) -> Question:
+    written = labelled.write_gliner(folder, mode, kind, SCALE)
+    rows, marks = labelled.make_rows(written, ("<<ENT>>", "<<SEP>>"), _NUM_LABELS, TEXT_MARK)
+    answer = partial(labelled.entity_scores, rows=rows, marks=marks)
+    return Question(
+        folder, written.model, rows, answer, marks=[m for row in marks for m in row], num_labels=_NUM_LABELS
+    )
+
+
+def _ask_gliclass(scorer: str, kind: str, folder: Path) -> Question:
+    written = labelled.write_gliclass(folder, kind, SCALE, prompt_first=True, scorer_type=scorer)
+    rows, marks = labelled.make_rows(written, ("<<LABEL>>", "<<SEP>>"), _NUM_LABELS, 0)
+    for row in marks:
+        row[0] = TEXT_MARK  # the first token is pooled
+    ids = (written.token("<<LABEL>>"), written.token("<<SEP>>"))
+    answer = partial(labelled.label_scores, rows=rows, ids=ids)
+    return Question(
+        folder, written.model, rows, answer, marks=[m for row in marks for m in row], num_labels=_NUM_LABELS
+    )
+
+
 # Decoders.
 
 _DECODERS = {
@@ -216,6 +261,9 @@ _DECODERS = {
     "llama": "llama",
     "mistral": "mistral",
     "ministral": "ministral",
+    "ministral3": "ministral3",
+    "eurobert": "eurobert",
+    "pplx": "bidirectional_pplx_qwen3",
     "gemma3": "gemma3_text",
     "gemma3-causal-lm": "gemma3",
     "embeddinggemma": "gemma3_text",
@@ -233,6 +281,8 @@ def _decoders() -> Iterator[Subject]:
             task = Task.TOKEN_CLASSIFY if name.endswith("-tokens") else Task.CLASSIFY
             yield _decoder(name, task, partial(_ask_head, family))
     yield _decoder("nemotron", Task.CLASSIFY, _ask_nemotron)
+    for name, family in decoders.LANGUAGE_HEADS.items():
+        yield _decoder(name, Task.SPARSE, partial(_ask_terms, family))
 
 
 def _decoder(name: str, task: Task, ask: Callable[[Path], Question]) -> Subject:
@@ -259,6 +309,13 @@ def _ask_head(family: decoders.Family, folder: Path) -> Question:
     return Question(folder, model, decoders.ROWS, partial(logits_of, rows=decoders.ROWS))
 
 
+def _ask_terms(family: decoders.Family, folder: Path) -> Question:
+    family.write(folder)
+    model = getattr(transformers, family.model).from_pretrained(folder, dtype=torch.float32).eval()
+    answer = partial(reference_terms, rows=decoders.ROWS)
+    return Question(folder, model, decoders.ROWS, answer, SPLADE)
+
+
 def _ask_nemotron(folder: Path) -> Question:
     """Its own code pools the states of a Llama that looks ahead, then projects: so done here."""
     decoders.NEMOTRON_RERANKER.write(folder, num_labels=LABELS)
@@ -271,3 +328,45 @@ def _ask_nemotron(folder: Path) -> Question:
         return (model.score(pooled).float() / 0.2).numpy()  # type: ignore[no-any-return]
 
     return Question(folder, model, decoders.ROWS, answer)
+
+
+# Quantised checkpoints, compared with the weights that they stand for.
+
+
+def _quantized() -> Iterator[Subject]:
+    for name, stored in quantized.FORMATS.items():
+        family = "qwen3_moe" if stored.family is quantized.EXPERTS else "qwen3"
+        ask = partial(_ask_quantized, name)
+        yield Subject(family, f"quantised-{name}", Task.TOKEN_EMBED, "transformers, dequantised", ask)
+
+
+def _ask_quantized(name: str, folder: Path) -> Question:
+    stored, plain = quantized.write_quantized(name, folder)
+    model = decoders.open_backbone(quantized.FORMATS[name].family, plain)
+    return Question(stored, model, decoders.ROWS, partial(tokens_of, rows=decoders.ROWS))
+
+
+# Embedders whose code is published with their weights.
+
+_EMBEDDERS = {
+    "voyage": "VoyageQwen3BidirectionalEmbed",
+    "nv-embed": "nvembed",
+    "jina-v5-small": "jina_embeddings_v5",
+    "jina-v5-nano": "jina_embeddings_v5",
+}
+
+
+def _embedders() -> Iterator[Subject]:
+    for name, embedder in embedders.EMBEDDERS.items():
+        for task in (Task.EMBED, Task.TOKEN_EMBED):
+            yield Subject(
+                _EMBEDDERS[name], name, task, "its published code", partial(_ask_published, embedder, task)
+            )
+
+
+def _ask_published(embedder: embedders.Embedder, task: Task, folder: Path) -> Question:
+    def answer(model: Any) -> Vectors:
+        states = model.token_states(decoders.ROWS)
+        return np.concatenate(states) if task is Task.TOKEN_EMBED else unit(embedder.pooled(states))
+
+    return Question(folder, embedder.write(folder), decoders.ROWS, answer, overrides=embedder.overrides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
 from penstock import AsyncEngine, Engine
@@ -25,6 +27,7 @@ from penstock.scheduler.plan import build_plan
 from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import PoolingParams, Task
 from tests.checkpoints import write_m3 as write_whole_m3
+from tests.parity import decoders
 from tests.parity.reference import FAMILIES, Vectors, make_texts, with_head, write_transformer
 
 TEXTS = [text for text in make_texts(40) if len(text) < 150]
@@ -90,6 +93,44 @@ def test_a_sparse_encoder_of_sentence_transformers_gives_its_weights(
         assert engine.spec.tasks[0] is Task.SPARSE
         ours = dense(engine.sparse(TEXTS), theirs.shape[1])
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-causal-lm", "gemma3-causal-lm"])
+def test_a_decoder_with_its_language_head_gives_the_weights_of_sentence_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    plain = decoders.FAMILIES[name].write(tmp_path / "plain")
+    logits = {"text": {"method": "forward", "method_output_name": "logits"}}
+    every_token = {"text": {"logits_to_keep": 0}}
+    transformer = Transformer(
+        str(plain),
+        transformer_task="text-generation",
+        modality_config=logits,
+        module_output_name="token_embeddings",
+        processing_kwargs=every_token,
+    )
+    reference = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
+    reference.save(str(tmp_path / "model"), create_model_card=False)
+    theirs = reference.encode(TEXTS, batch_size=1, convert_to_sparse_tensor=False).numpy()
+    with open_engine(tmp_path / "model") as engine:
+        assert engine.spec.tasks == (Task.SPARSE, Task.EMBED, Task.TOKEN_EMBED)
+        ours = dense(engine.sparse(TEXTS), theirs.shape[1])
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-5)
+    file = tmp_path / "model/sentence_bert_config.json"
+    options = json.loads(file.read_text())
+    del options["processing_kwargs"]  # then the reference reads the last token alone
+    file.write_text(json.dumps(options))
+    with pytest.raises(ModelLoadError, match="logits of 1 tokens"):
+        open_engine(tmp_path / "model")
+
+
+def test_a_masked_language_model_on_a_decoder_has_to_say_how_it_attends(tmp_path: Path) -> None:
+    folder = decoders.FAMILIES["qwen3-causal-lm"].write(tmp_path)
+    named: dict[str, Any] = {"architectures": ["Qwen3ForMaskedLM"]}
+    with pytest.raises(ModelLoadError, match=r"Qwen3ForMaskedLM predicts masked tokens.*is_causal"):
+        open_engine(folder, hf_overrides=named, **SPLADE)
+    with open_engine(folder, hf_overrides=named | {"is_causal": False}, **SPLADE) as engine:
+        assert engine.sparse(["the water"])[0] and not engine.spec.is_causal
 
 
 def test_the_old_module_name_of_sentence_transformers_is_accepted(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from penstock.weights.stream import DummySource
 from tests.checkpoints import wordpiece_tokenizer, write_json
 from tests.published.catalog import Published
 from tests.published.decoders import DECODERS
+from tests.published.embedders import EMBEDDERS
 from tests.published.encoders import ENCODERS
 
-MODELS = (*ENCODERS, *DECODERS)
+MODELS = (*ENCODERS, *DECODERS, *EMBEDDERS)
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "dim", "d_model", "pooler_hidden_size"), 64),
     **dict.fromkeys(("intermediate_size", "n_inner", "hidden_dim", "d_ff", "moe_intermediate_size"), 96),
@@ -75,6 +76,7 @@ def test_a_model_of_its_configuration_can_be_built(model: Published, tmp_path: P
     spec = read(model, tmp_path)
     config = small(spec.config)
     build = LayerBuilder(DummySource(0, torch.float32, torch.device("cpu")))
+    build.folder = spec.path
     built = build_model(spec.architecture, config, build, splade=spec.tasks[0] is Task.SPARSE)
     assert built.hidden_size == 64
 

@@ -16,8 +16,11 @@ from penstock.api.replies import list_reply, sparse_terms
 from penstock.api.run import check_num_rows, run
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue, BodyTooLarge
+from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
+from penstock.inputs.pair_options import are_pairs
+from penstock.inputs.processor import InputOptions
 from penstock.outputs.encoders import encode_rows
-from penstock.tasks.classify import Classify
+from penstock.tasks.classify import Classify, ClassifyPairs
 from penstock.tasks.multi_task import MultiTask
 from penstock.tasks.sparse import Sparse
 from penstock.types import Ints, PoolingParams, Task
@@ -43,8 +46,9 @@ class SparseRequest(InputFields, kw_only=True):
 
 
 class ClassifyRequest(InputFields, kw_only=True):
-    """Body of `POST /classify`."""
+    """Body of `POST /classify`: texts, token ids, or pairs of texts that the model reads together."""
 
+    input: str | list[str | int | list[int | str]]  # type: ignore[assignment]
     use_activation: bool | None = None
     normalize: bool | None = None
 
@@ -147,12 +151,23 @@ async def _sparse_reply(
     return await list_reply(call, body, result, "pool" if kind == "pooling" else kind, data)
 
 
+def classifier_task(inputs: Any, params: PoolingParams, options: InputOptions) -> Classify | ClassifyPairs:
+    if are_pairs(inputs):
+        return ClassifyPairs(
+            pairs=inputs,
+            params=params,
+            options=options,
+            allows_empty_text=False,
+            max_request_tokens=MAX_REQUEST_TOKENS,
+        )
+    return Classify(inputs=inputs, params=params, options=options, allows_empty_text=False)
+
+
 async def classify(call: Call, body: ClassifyRequest) -> Reply:
-    """Classify each text: its most likely label, and the probabilities of all labels."""
+    """Classify each text or pair of texts: its most likely label, and the probabilities of all labels."""
     model = call.state.model(body.model)
     params = PoolingParams(Task.CLASSIFY, normalize=agreed(body.normalize, body.use_activation))
-    task = Classify(inputs=body.input, params=params, options=body.options(), allows_empty_text=False)
-    result = await run(call, body, model, task)
+    result = await run(call, body, model, classifier_task(body.input, params, body.options()))
 
     def data() -> list[dict[str, Any]]:
         labels, values = model.spec.labels, result.value

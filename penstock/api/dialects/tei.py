@@ -7,15 +7,18 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.api.dialects.native import classifier_task
 from penstock.api.dialects.ranking import run_pairs
 from penstock.api.endpoint import Call, Dialect, Reply
 from penstock.api.replies import json_reply, record_phases
-from penstock.api.run import check_num_rows
+from penstock.api.run import check_num_rows, run
 from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockError, QueueFull
 from penstock.inputs.pair_options import PairOptions, make_pairs
 from penstock.inputs.pairs import score_kind
+from penstock.inputs.processor import InputOptions
 from penstock.inputs.truncation import Side
 from penstock.outputs.ranking import top_indices
+from penstock.types import PoolingParams, Task
 
 Direction = Literal["left", "right", "Left", "Right"]
 
@@ -37,6 +40,15 @@ class TeiRerankRequest(TeiFields, kw_only=True):
     texts: list[str]
     raw_scores: bool = False
     return_text: bool = False
+    truncate: bool = False
+    truncation_direction: Direction = "right"
+
+
+class PredictRequest(TeiFields, kw_only=True):
+    """Body of `POST /predict`: a text, a pair of texts, or a list of such."""
+
+    inputs: str | list[str | list[str]]
+    raw_scores: bool = False
     truncate: bool = False
     truncation_direction: Direction = "right"
 
@@ -78,6 +90,39 @@ async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
     return reply
 
 
+async def predict(call: Call, body: PredictRequest) -> Reply:
+    """Classify a text, a pair of texts or several of these: all labels with their scores, best first."""
+    inputs, is_one = _predicted(body.inputs)
+    options = InputOptions(
+        truncate_prompt_tokens=-1 if body.truncate else None, truncation_side=_side(body.truncation_direction)
+    )
+    params = PoolingParams(Task.CLASSIFY, normalize=False if body.raw_scores else None)
+    model = call.state.model(body.model)
+    result = await run(call, body, model, classifier_task(inputs, params, options), rows_name="inputs")
+    began, labels = time.monotonic(), model.spec.labels
+    rows = [
+        [{"score": row[index], "label": labels[index]} for index in top_indices(row)] for row in result.value
+    ]
+    reply = json_reply(rows[0] if is_one else rows)
+    record_phases(call, began)
+    return reply
+
+
+def _predicted(inputs: Any) -> tuple[list[str] | list[list[str]], bool]:
+    """The texts or pairs of a body, and whether it has only one. Two texts in a flat list are a pair."""
+    if isinstance(inputs, str):
+        return [inputs], True
+    is_one = bool(inputs) and isinstance(inputs[0], str)
+    rows = [inputs] if is_one else inputs
+    sizes = {len(row) if isinstance(row, list) else 0 for row in rows}
+    if not all(isinstance(text, str) for row in rows for text in row) or sizes not in ({1}, {2}):
+        raise BadValue(
+            "inputs must be a text, a pair of texts, a list of lists with one text each, or a list of pairs",
+            param="inputs",
+        )
+    return (rows, is_one) if sizes == {2} else ([row[0] for row in rows], is_one)
+
+
 async def similarity(call: Call, body: SimilarityRequest) -> Reply:
     """Compare a sentence with others by the vectors of an embedding model."""
     model, parameters = call.state.model(body.model), body.parameters or SimilarityParameters()
@@ -104,13 +149,16 @@ async def similarity(call: Call, body: SimilarityRequest) -> Reply:
 def _options(
     truncate: bool, direction: Direction, prompt_name: str | None = None, *, symmetric: bool = False
 ) -> PairOptions:
-    side: Side = "left" if direction.lower() == "left" else "right"
     return PairOptions(
         truncate_prompt_tokens=-1 if truncate else None,
-        truncation_side=side,
+        truncation_side=_side(direction),
         is_symmetric=symmetric,
         prompt_name=prompt_name,
     )
+
+
+def _side(direction: Direction) -> Side:
+    return "left" if direction.lower() == "left" else "right"
 
 
 def tei_error(error: PenstockError) -> dict[str, Any]:

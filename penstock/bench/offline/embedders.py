@@ -43,7 +43,7 @@ def import_peer(module: str, package: str) -> Any:
 def model_folder(options: EngineOptions) -> Path:
     from penstock.checkpoint.find import find
 
-    return find(options.config.model, None)
+    return find(options.config.model, None, options.config.download_dir)
 
 
 def torch_device(options: EngineOptions) -> str:

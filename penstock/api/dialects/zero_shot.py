@@ -1,0 +1,54 @@
+"""Zero-shot classification: labels that come with the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import CacheSalt
+from penstock.api.replies import list_reply
+from penstock.api.run import run
+from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
+from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, ZeroShotOptions, zero_shot_task
+
+
+class ZeroShotRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /v1/zero-shot`."""
+
+    input: str | list[str]
+    labels: list[str]
+    model: str | None = None
+    multi_label: bool = False
+    hypothesis_template: str = DEFAULT_HYPOTHESIS
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    timeout: float | None = None
+    request_id: str | None = None
+    user: str | None = None
+    cache_salt: CacheSalt = ""
+
+    def options(self) -> ZeroShotOptions:
+        return ZeroShotOptions(
+            hypothesis_template=self.hypothesis_template,
+            multi_label=self.multi_label,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt,
+            max_request_tokens=MAX_REQUEST_TOKENS,
+        )
+
+
+async def zero_shot(call: Call, body: ZeroShotRequest) -> Reply:
+    """Score labels that come with the request for each text, the best first."""
+    model = call.state.model(body.model)
+    task = zero_shot_task(model.text, body.input, body.labels, body.options(), allows_empty_text=False)
+    result = await run(call, body, model, task)
+
+    def data() -> list[dict[str, Any]]:
+        return [
+            {"index": index, "labels": row.labels, "scores": row.scores}
+            for index, row in enumerate(result.value)
+        ]
+
+    return await list_reply(call, body, result, "zero-shot", data)

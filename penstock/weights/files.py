@@ -1,0 +1,105 @@
+"""Opens the files of a checkpoint: the names, places and values of their tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.checkpoint.files import PICKLES
+from penstock.errors import ModelLoadError
+from penstock.weights.bulk import Part
+from penstock.weights.dtypes import DTYPES
+from penstock.weights.pickles import converted, load_pickle
+
+_LENGTH_BYTES = 8  # of the header's length, at the beginning of a file
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of an open file."""
+
+    file: TensorFile
+    key: str  # its name in the file
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None: PyTorch has no such format
+    offset: int  # bytes from the beginning of the file
+    size: int  # bytes
+
+    @property
+    def part(self) -> Part:
+        return Part(self.file.path, self.offset, self.size)
+
+    def read(self) -> Tensor:
+        """The tensor in memory that is mapped from the file."""
+        return self.file.read(self.key)
+
+
+class TensorFile(Protocol):
+    path: Path
+    tensors: list[StoredTensor]
+    is_seekable: bool  # the bytes of each tensor are in the file as they are in memory
+
+    def read(self, key: str) -> Tensor: ...
+
+
+def open_file(path: Path) -> TensorFile:
+    """A safetensors file, or a pickle, which is converted to one if the cache can be written."""
+    if path.suffix not in PICKLES:
+        return SafetensorsFile(path)
+    cached = converted(path)
+    return PickledFile(path) if cached is None else SafetensorsFile(cached)
+
+
+class SafetensorsFile:
+    is_seekable = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._opened: Any = safe_open(str(path), framework="pt", device="cpu")  # also checks the header
+            self.tensors = self._read_header()
+        except FileNotFoundError:
+            raise ModelLoadError(f"{path} is missing, but the index of the weights names it") from None
+        except (SafetensorError, OSError, msgspec.DecodeError, LookupError, TypeError) as error:
+            raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
+
+    def read(self, key: str) -> Tensor:
+        try:
+            tensor: Tensor = self._opened.get_tensor(key)
+        except SafetensorError as error:
+            raise ModelLoadError(f"tensor {key!r} in {self.path} cannot be read: {error}") from None
+        return tensor
+
+    def _read_header(self) -> list[StoredTensor]:
+        with self.path.open("rb") as opened:
+            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+            header = msgspec.json.decode(opened.read(length))
+        header.pop("__metadata__", None)
+        first = _LENGTH_BYTES + length
+        return [self._tensor(key, entry, first) for key, entry in header.items()]
+
+    def _tensor(self, key: str, entry: dict[str, Any], first: int) -> StoredTensor:
+        begin, end = entry["data_offsets"]
+        dtype = DTYPES.get(entry["dtype"])
+        return StoredTensor(self, key, tuple(entry["shape"]), dtype, first + begin, end - begin)
+
+
+class PickledFile:
+    """A pickle that is not converted."""
+
+    is_seekable = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values = load_pickle(path)
+        self.tensors = [
+            StoredTensor(self, name, tuple(tensor.shape), tensor.dtype, 0, tensor.numel() * tensor.itemsize)
+            for name, tensor in self._values.items()
+        ]
+
+    def read(self, key: str) -> Tensor:
+        return self._values[key]
