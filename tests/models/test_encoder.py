@@ -208,7 +208,7 @@ def test_a_missing_bias_is_an_error_that_names_it(tmp_path: Path, name: str) -> 
 
 def test_an_unsupported_architecture_is_refused_with_the_supported_ones() -> None:
     build = LayerBuilder(DummySource(0, torch.float32, CPU))
-    with pytest.raises(ModelLoadError, match=r"'GPT5Model' is not supported; .*Bert.*XLMRoberta"):
+    with pytest.raises(ModelLoadError, match=r"'GPT5Model' is not supported because .*Bert.*XLMRoberta"):
         build_model("GPT5Model", BERT_CONFIG, build)
 
 

@@ -18,12 +18,9 @@ from penstock.checkpoint.spec import read_spec
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
-from penstock.scheduler.plan import build_plan
-from penstock.scheduler.scheduler import ScheduledRows
 from penstock.types import Task
 from penstock.weights.stream import DummySource, SafetensorsSource
-from tests.helpers import ints, make_request
-from tests.models.test_encoder import as_batch
+from tests.layers.inputs import ordered_batch
 from tests.parity.reference import randomise
 
 Json = dict[str, Any]
@@ -243,7 +240,7 @@ def penstock(folder: Path, flip: Flip) -> Tensor:
     model = build_model(
         spec.architecture, spec.config, LayerBuilder(weights), splade=splade, generates=generates
     )
-    batch = as_batch(build_plan([ScheduledRows(make_request("a", [LENGTH]), ints([0]))]))
+    batch = ordered_batch([LENGTH])
     batch.token_ids.copy_(IDS[0])
     states = model(batch)
     if flip.kind == "Model":
