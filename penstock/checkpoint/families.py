@@ -42,6 +42,7 @@ class ConfigKeys:
     num_heads: tuple[str, ...] = ("num_attention_heads",)
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
+    head_dim: tuple[str, ...] = ()  # of a family whose heads have a size of their own under this key
     trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
     projected_size: str | None = None  # width of the states of a model that projects them; None: hidden_size
 
@@ -51,6 +52,11 @@ ANY_KEYS = ConfigKeys(
     hidden_size=("hidden_size", "n_embd", "dim", "d_model"),
     num_layers=("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     max_positions=("max_position_embeddings", "n_positions"),
+)
+
+# Of these, the model_types whose positions are counted from pad_token_id + 1.
+_COUNT_FROM_PADDING = frozenset(
+    ("data2vec-text", "ibert", "longformer", "luke", "mluke", "roberta-prelayernorm", "xmod")
 )
 
 
@@ -67,7 +73,10 @@ class Family:
     causal_pooling: str = "last"  # the same where they see only what comes before
     positions_follow_padding: bool = False  # positions are counted from pad_token_id + 1
     has_rotary_positions: bool = False
+    max_row_length: int | None = None  # where positions are relative, so that config.json has no limit
+    trained_row_length: int | None = None  # the limit of a row if neither files nor flags have one
     has_experts: bool = False
+    shares_layers: bool = False  # the layers of a group are stored once and repeated
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
     default_num_segments: int = 0  # where config.json has no type_vocab_size
     colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
@@ -131,17 +140,34 @@ _NOMIC_KEYS = ConfigKeys(
     max_positions=("n_positions", "max_position_embeddings"),
     trained_positions="max_trained_positions",
 )
+_T5_KEYS = ConfigKeys(
+    hidden_size=("d_model",),
+    num_layers=("num_layers",),
+    num_heads=("num_heads",),
+    intermediate_size=("d_ff",),
+    max_positions=(),
+    head_dim=("d_kv",),
+)
+_T5: dict[str, Any] = {
+    "keys": _T5_KEYS,
+    "heads": frozenset(),
+    "max_row_length": 1 << 15,
+    "trained_row_length": 512,
+}
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
 _QWEN3: dict[str, Any] = {
     "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
     "default_head_dim": 128,
 }
 _RECORDS = (
+    _encoder("albert", "Albert", "encoder:albert", shares_layers=True, default_num_segments=2),
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
     _decoder("eurobert", "EuroBert", "eurobert:eurobert", attends_both_ways=True, heads=_ENCODER_HEADS),
+    _encoder("electra", "Electra", "encoder:electra", default_num_segments=2),
+    _encoder("ernie", "Ernie", "encoder:bert", default_num_segments=2),
     _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
     _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
     _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),
@@ -174,6 +200,7 @@ _RECORDS = (
         default_head_dim=128,
         is_listwise=True,
     ),
+    _encoder("JinaBert", "JinaBert", "jina_bert:jina_bert", default_num_segments=2),
     _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3", has_rotary_positions=True),
     _decoder(
         "jina_embeddings_v5",
@@ -199,6 +226,7 @@ _RECORDS = (
     _decoder("mistral", "Mistral", "decoder:mistral", score_prompts=("ctxl-rerank-v2",)),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
+    _encoder("mt5", "MT5Encoder", "t5:mt5", **_T5),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
     _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS, has_rotary_positions=True),
     _decoder(
@@ -225,6 +253,7 @@ _RECORDS = (
     _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3),
     _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
+    _encoder("t5", "T5Encoder", "t5:t5", **_T5),
     _decoder(
         "VoyageQwen3BidirectionalEmbed",
         "VoyageQwen3BidirectionalEmbed",
@@ -345,7 +374,10 @@ def _any_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     known = [family for family in FAMILIES.values() if name.startswith((family.class_prefix, family.name))]
     nearest = max(known, key=lambda family: len(family.class_prefix), default=None)
     if nearest is None:
-        return Architecture(name, _encoder("", "", "", keys=ANY_KEYS), suffix)
+        follows = config.get("model_type") in _COUNT_FROM_PADDING
+        return Architecture(
+            name, _encoder("", "", "", keys=ANY_KEYS, positions_follow_padding=follows), suffix
+        )
     return Architecture(name, replace(nearest, keys=ANY_KEYS), suffix)
 
 

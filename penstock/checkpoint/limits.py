@@ -15,6 +15,8 @@ _NO_LIMIT = 1_000_000  # tokenizers without a limit name a far larger number
 
 def max_positions(family: Family, config: Mapping[str, Any], file: Path = Path("config.json")) -> int:
     """The longest row that the weights allow."""
+    if family.max_row_length is not None:
+        return family.max_row_length
     positions = integer(config, *family.keys.max_positions, file=file)
     if family.positions_follow_padding:
         padding = config.get("pad_token_id", 1)
@@ -31,9 +33,25 @@ def max_positions(family: Family, config: Mapping[str, Any], file: Path = Path("
     return positions
 
 
-def max_model_len(files: CheckpointFiles, positions: int) -> int:
-    """The length that the model is meant for: that of sentence-transformers, else the tokenizer's, within
-    what the weights allow."""
+def any_max_positions(files: CheckpointFiles, family: Family) -> int:
+    """The same for a model that transformers runs: where config.json has no limit, that of other files."""
+    file, limit = files.folder / "config.json", 1 << 24
+    if family.max_row_length is not None or any(
+        files.config.get(key) is not None for key in family.keys.max_positions
+    ):
+        return max_positions(family, files.config, file)
+    if (length := max_model_len(files, limit)) < limit:
+        return length
+    raise ModelLoadError(
+        f"no file in {files.folder} says how long a text may be; set the limit, for example with "
+        """--hf-overrides '{"max_position_embeddings": 512}'""",
+        param="model",
+    )
+
+
+def max_model_len(files: CheckpointFiles, positions: int, trained: int | None = None) -> int:
+    """The length that the model is meant for: that of sentence-transformers, else the tokenizer's, else what
+    its family was `trained` with, within what the weights allow."""
     length = files.transformer.get("max_seq_length")
     if isinstance(length, int):
         return min(
@@ -43,7 +61,7 @@ def max_model_len(files: CheckpointFiles, positions: int) -> int:
     length = optional_json(tokenizer).get("model_max_length")
     if isinstance(length, int) and length < _NO_LIMIT:
         return min(positions, _at_least_one(length, f"model_max_length in {tokenizer}"))
-    return positions
+    return positions if trained is None else min(positions, trained)
 
 
 def _at_least_one(length: int, source: str) -> int:

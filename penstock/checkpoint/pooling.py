@@ -47,6 +47,8 @@ _METHOD_NAMES = {
 POOLING_METHODS = tuple(dict.fromkeys(_METHOD_NAMES.values()))
 _AFTER_STATIC = ("Dense", "LayerNorm", "Normalize", "Dropout")
 _POOLING_KEYS = ("pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension", *_FLAGS)
+# Published without `include_prompt`: sentence-transformers too knows them by name.
+_INSTRUCTORS = frozenset({"instructor-base", "instructor-large", "instructor-xl"})
 # Pooling types of `--pooler-config` that add a task and leave the vectors alone.
 SPLADE, STEP = "splade", "step"
 
@@ -135,7 +137,8 @@ def _from_modules(files: CheckpointFiles, *, is_late: bool) -> PoolingSpec:
     for module in files.modules_of("Pooling"):
         file, values = files.root / module.path / "config.json", files.module_config(module)
         refuse_unknown_keys(file, values, _POOLING_KEYS)
-        methods, include_prompt = _methods(values, file), bool(values.get("include_prompt", True))
+        methods = _methods(values, file)
+        include_prompt = bool(values.get("include_prompt", not _is_instructor(files.root)))
     if is_late:
         return PoolingSpec(methods, include_prompt, normalize=files.has_module("Normalize"))
     modules = list(_after_pooling(files))
@@ -181,6 +184,11 @@ def check_widths(files: CheckpointFiles, pooling: PoolingSpec, width: int) -> in
             )
         width = module.out_features if isinstance(module, DenseSpec) else width
     return width
+
+
+def _is_instructor(folder: Path) -> bool:
+    """Whether a folder, or a repository in the hub's cache, has the name of an INSTRUCTOR model."""
+    return any(name.rpartition("--")[2] in _INSTRUCTORS for name in folder.parts)
 
 
 def _methods(values: Mapping[str, Any], file: Path) -> tuple[str, ...]:

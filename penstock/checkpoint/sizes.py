@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.checkpoint.families import Family
+from penstock.checkpoint.families import Architecture, Family
 from penstock.checkpoint.files import shown, weight_files
 from penstock.errors import ModelLoadError
 
@@ -43,6 +43,11 @@ _INTEGERS: dict[str, _Range] = {
     "hidden_size": _HIDDEN,
     "n_embd": _HIDDEN,
     "dim": _HIDDEN,
+    "d_model": _HIDDEN,
+    "d_kv": _Range(1, 1024),
+    "d_ff": _INNER,
+    "num_layers": _LAYERS,
+    "num_heads": _HEADS,
     "embedding_size": _Range(1, 1 << 16),
     "num_hidden_layers": _LAYERS,
     "n_layers": _LAYERS,
@@ -59,6 +64,8 @@ _INTEGERS: dict[str, _Range] = {
     "num_experts": _Range(0, 1024),
     "num_local_experts": _Range(0, 1024),
     "num_experts_per_tok": _Range(0, 1024),
+    "moe_top_k": _Range(1, 1024),
+    "moe_every_n_layers": _Range(0, 1024),
     "decoder_sparse_step": _Range(1, 1024),
     "vocab_size": _Range(1, 1 << 24, False),
     "pad_vocab_size_multiple": _Range(1, 1 << 16),
@@ -75,10 +82,14 @@ _INTEGERS: dict[str, _Range] = {
     "local_attention": _Range(2, 1 << 24, False),
     "global_attn_every_n_layers": _Range(1, 1024, False),
     "relative_attention_num_buckets": _Range(4, 1 << 16, False),
+    "relative_attention_max_distance": _Range(2, 1 << 16, False),
     "max_relative_positions": _Range(-1, 1 << 16, False),
     "position_buckets": _Range(-1, 1 << 16, False),
     "conv_kernel_size": _Range(0, 1023),
     "conv_groups": _Range(1, 1 << 16),
+    "num_hidden_groups": _Range(1, 1024, False),
+    "inner_group_num": _Range(1, 64, False),
+    "task_type_vocab_size": _Range(1, 1 << 16),
     "num_labels": _Range(0, 1 << 20),
     "lora_rank": _Range(1, 1 << 16),
 }
@@ -119,6 +130,8 @@ _TEXTS = (
     "activation",
     "activation_function",
     "conv_act",
+    "feed_forward_proj",
+    "feed_forward_type",
     "pooler_hidden_act",
 )
 _LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations", "task_names")
@@ -143,6 +156,7 @@ class ModelSizes:
     expert_intermediate: int = 0
     is_gated: bool = False
     has_rotary_positions: bool = False
+    stored_layers: int | None = None  # where layers are repeated
 
     @property
     def min_parameters(self) -> int:
@@ -151,7 +165,8 @@ class ModelSizes:
         mlp = (3 if self.is_gated else 2) * self.hidden * self.intermediate
         if self.num_experts:
             mlp = min(mlp, 3 * self.num_experts * self.hidden * self.expert_intermediate)
-        return self.vocabulary * self.embedding + self.layers * (attention + mlp)
+        layers = self.layers if self.stored_layers is None else self.stored_layers
+        return self.vocabulary * self.embedding + layers * (attention + mlp)
 
     @property
     def position_table_bytes(self) -> int:
@@ -167,6 +182,8 @@ def read_sizes(file: Path, family: Family, config: Mapping[str, Any]) -> ModelSi
     is_modern = family.is_decoder and family.has_rotary_positions  # its heads have sizes of their own
     kv_heads = config.get("num_key_value_heads") if is_modern else None
     head_dim = (config.get("head_dim") if is_modern else None) or family.default_head_dim
+    if keys.head_dim:
+        head_dim = _first(file, config, keys.head_dim)
     if head_dim is None:
         if hidden % heads:
             raise ModelLoadError(
@@ -202,11 +219,12 @@ def read_sizes(file: Path, family: Family, config: Mapping[str, Any]) -> ModelSi
         intermediate=_first(file, config, keys.intermediate_size, default=4 * hidden),
         vocabulary=_first(file, config, ("vocab_size",)),
         embedding=config.get("embedding_size") or hidden,
-        positions=_first(file, config, keys.max_positions),
+        positions=family.max_row_length or _first(file, config, keys.max_positions),
         num_experts=experts,
         expert_intermediate=expert_width,
         is_gated=is_modern,
         has_rotary_positions=is_rotary,
+        stored_layers=_stored_layers(file, config) if family.shares_layers else None,
     )
 
 
@@ -223,6 +241,17 @@ def table_sizes(vocabulary: int, width: int) -> ModelSizes:
         embedding=width,
         positions=0,
     )
+
+
+def check_any_sizes(file: Path, architecture: Architecture, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration for transformers that does not say how wide the model is."""
+    for keys in (architecture.family.keys.hidden_size, ("vocab_size",)):
+        if not any(isinstance(config.get(key), int) for key in keys):
+            raise ModelLoadError(
+                f"{architecture.name} is not supported because {file} has no {' or '.join(keys)} of a model "
+                f"that reads text alone; if it is one, name it with --hf-overrides '{{\"{keys[0]}\": N}}'",
+                param="model",
+            )
 
 
 def check_numbers(file: Path, config: Mapping[str, Any]) -> None:
@@ -282,6 +311,17 @@ def _first(file: Path, config: Mapping[str, Any], keys: tuple[str, ...], default
     if value is None:
         raise ModelLoadError(f"{file} has no integer {' or '.join(keys)}", param="model")
     return int(value)
+
+
+def _stored_layers(file: Path, config: Mapping[str, Any]) -> int:
+    """The number of layers in the files of a model that repeats them in groups."""
+    groups, layers = config.get("num_hidden_groups") or 1, config.get("num_hidden_layers") or 1
+    if layers % groups:
+        raise ModelLoadError(
+            f"{file} has num_hidden_layers = {layers}, which is no multiple of num_hidden_groups = {groups}",
+            param="model",
+        )
+    return int(groups * (config.get("inner_group_num") or 1))
 
 
 def _experts(file: Path, family: Family, config: Mapping[str, Any]) -> tuple[int, int]:

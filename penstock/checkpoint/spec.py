@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.checkpoint.adapters import adapter_names
 from penstock.checkpoint.families import (
+    COLBERT_CLASS,
     Architecture,
     Family,
     find_architecture,
@@ -39,12 +40,12 @@ from penstock.checkpoint.keys import check_keys
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.layout import QueryRoute, read_layout
-from penstock.checkpoint.limits import max_model_len, max_positions
+from penstock.checkpoint.limits import any_max_positions, max_model_len, max_positions
 from penstock.checkpoint.pooling import PoolingSpec, check_widths, read_pooling, static_pooling
 from penstock.checkpoint.quantization import stored_format, with_quantization
 from penstock.checkpoint.reward import RewardSpec, read_reward
 from penstock.checkpoint.score import MARK_DIM, ScoreSpec, read_score, why_not_score
-from penstock.checkpoint.sizes import ModelSizes, read_sizes, table_sizes
+from penstock.checkpoint.sizes import ModelSizes, check_any_sizes, read_sizes, table_sizes
 from penstock.checkpoint.sparse import SparseSpec, multi_vector_file, read_sparse
 from penstock.checkpoint.static import ARCHITECTURE as STATIC_ARCHITECTURE
 from penstock.checkpoint.static import MAX_TOKENS as MAX_STATIC_TOKENS
@@ -217,7 +218,7 @@ def describe(config: EngineConfig) -> ModelSpec:
             f"model_impl is transformers, which has no {spec.architecture}; leave --model-impl out",
             param="model_impl",
         )
-    return with_generation(spec, config.enable_generation) if native else _hidden_states_only(spec)
+    return with_generation(spec, config.enable_generation) if native else _run_by_transformers(spec)
 
 
 def read_spec(
@@ -256,6 +257,8 @@ def read_spec(
         read_sizes(config_file, family, config)
         check_keys(config_file, family, config)
         stored_format(config)  # refuses formats that are not supported
+    else:
+        check_any_sizes(config_file, architecture, config)
     hidden_size = files.integer(*family.keys.hidden_size)
     width = hidden_size if family.keys.projected_size is None else files.integer(family.keys.projected_size)
     late = read_late(files, architecture, hidden_size)
@@ -283,7 +286,7 @@ def read_spec(
             "which is not supported",
             param="model",
         )
-    positions = max_positions(family, config, config_file)
+    positions = max_positions(family, config, config_file) if native else any_max_positions(files, family)
     found_tasks = _scoring(_tasks(files, architecture, sparse, score), unknown)
     if late is not None:
         found_tasks = _late_tasks(files)
@@ -294,7 +297,7 @@ def read_spec(
         architecture=architecture.name,
         config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
         overrides=overrides,
-        max_model_len=max_model_len(files, positions),
+        max_model_len=max_model_len(files, positions, family.trained_row_length),
         max_positions=positions,
         hidden_size=hidden_size,
         num_layers=optional_integer(config, *family.keys.num_layers),
@@ -417,16 +420,34 @@ def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     return msgspec.structs.replace(spec, max_model_len=max_model_len)
 
 
-def _hidden_states_only(spec: ModelSpec) -> ModelSpec:
-    """The part of a model that transformers runs: its hidden states, without heads and KV cache."""
-    compares = spec.tasks[0] is Task.EMBED and Task.SCORE in spec.tasks
-    tasks = (Task.EMBED, Task.TOKEN_EMBED, *([Task.SCORE] if compares else []))
-    token_dim = spec.token_dim
-    if spec.late is not None and spec.late.dense:
-        token_dim = spec.late.dense[0].in_features
-    return msgspec.structs.replace(
-        spec, tasks=tasks, is_causal=False, score=None, late=None, token_dim=token_dim
-    )
+def _run_by_transformers(spec: ModelSpec) -> ModelSpec:
+    """The part of a model that transformers runs: the head that it was trained with, or its hidden states
+    and what is made of them. It has no KV cache."""
+    first = spec.tasks[0]
+    if spec.architecture == COLBERT_CLASS:
+        raise ModelLoadError(
+            f"--model-impl transformers cannot run {spec.architecture}: its projection to token vectors is "
+            "stored with the backbone, where transformers does not read it; leave the flag out",
+            param="model_impl",
+        )
+    if spec.reward is not None and spec.reward.steps:
+        raise ModelLoadError(
+            f"--model-impl transformers does not judge steps; leave out pooling_type STEP for "
+            f"{spec.architecture}",
+            param="pooler_config",
+        )
+    plain: dict[str, Any] = {
+        "is_causal": False,
+        "why_not_generate": "--model-impl transformers does not generate",
+    }
+    if first in (Task.CLASSIFY, Task.TOKEN_CLASSIFY, Task.SPARSE):
+        tasks = tuple(task for task in spec.tasks if task not in (Task.EMBED, Task.TOKEN_EMBED))
+        return msgspec.structs.replace(spec, tasks=tasks, **plain)
+    hidden = (Task.EMBED, Task.TOKEN_EMBED)
+    if first in hidden:
+        return msgspec.structs.replace(spec, **plain)
+    # Heads that transformers has no class for: token answers, marks, rewards.
+    return msgspec.structs.replace(spec, tasks=hidden, score=None, reward=None, **plain)
 
 
 def _tasks(

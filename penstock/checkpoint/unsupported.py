@@ -36,6 +36,10 @@ _KINDS = (
         "it has layers with recurrent state (linear attention, a state-space model), which the engine lacks",
     ),
     _Kind(
+        re.compile(r"^(T5|MT5|UMT5|Bart|MBart|PLBart|LED)ForSequenceClassification$"),
+        "its head reads the state of a decoder, which only --model-impl transformers runs",
+    ),
+    _Kind(
         re.compile(r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M100|LED|ProphetNet|T5Gemma2?)[A-Z]\w*"),
         "it is an encoder with a decoder, and no task here needs the decoder",
     ),

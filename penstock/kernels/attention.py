@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,15 @@ class CachedKeyValues(NamedTuple):
     keys: Tensor  # [slots, kv heads, dim]
     values: Tensor  # [slots, kv heads, dim]
     slots: Tensor  # int32 [cached tokens]
+
+
+class BiasByDistance(Protocol):
+    """A bias by the distance of key and query. With `reach` 0, a head's scores fall by its value with each
+    step; otherwise it has a value for each distance from -reach to reach, the last of which count beyond."""
+
+    reach: int
+    values: Tensor  # fp32 [heads], or [heads, 2 · reach + 1]
+    kernel_values: Tensor  # the same, times log2(e)
 
 
 def _num_warps_for_row(block: int, dim: int) -> int:
@@ -69,6 +78,7 @@ def attention_reference(
     causal: bool = False,
     window: int | None = None,  # how far a token sees in each direction
     limits: Tensor | None = None,  # int32 [rows], leading keys that the row's tokens see; None: all
+    bias: BiasByDistance | None = None,
 ) -> Tensor:
     """Attention of each row, computed in fp32. [tokens, heads · dim]"""
     cu_keys = cu_lengths if cu_keys is None else cu_keys
@@ -88,9 +98,25 @@ def attention_reference(
             visible &= ahead.abs() <= window
         if limits is not None:
             visible &= places[None, :] < int(limits[row])
-        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, float("-inf"))
+        scores = q @ k.transpose(1, 2) * scale
+        if bias is not None and not bias.reach:
+            scores -= bias.values[:, None, None] * ahead.abs()
+        elif bias is not None:
+            scores += bias.values[:, ahead.clamp(-bias.reach, bias.reach) + bias.reach]
+        scores = scores.masked_fill(~visible, float("-inf"))
         out[mine] = (scores.softmax(dim=-1) @ v).transpose(0, 1).to(query.dtype)
     return out.flatten(1)
+
+
+@jit()
+def _distance_bias(bias: tl.tensor, head: tl.tensor, ahead: tl.tensor, REACH: tl.constexpr) -> tl.tensor:
+    """The bias of a head for keys that are `ahead` of their queries."""
+    if REACH == 0:
+        added = -tl.load(bias + head) * tl.abs(ahead).to(tl.float32)
+    else:
+        near = tl.minimum(tl.maximum(ahead, -REACH), REACH)
+        added = tl.load(bias + head * (2 * REACH + 1) + REACH + near)
+    return added
 
 
 @jit(unspecialized=("cu_lengths", "limits"))
@@ -101,6 +127,7 @@ def _short(
     out: tl.tensor,
     cu_lengths: tl.tensor,
     limits: tl.tensor,
+    bias: tl.tensor,
     scale: tl.tensor,
     QUERY_STRIDE: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
@@ -112,6 +139,7 @@ def _short(
     BLOCK_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
     LIMITED: tl.constexpr,
+    REACH: tl.constexpr,  # of the bias; -1: there is none
 ) -> None:
     program = tl.program_id(0)
     head = program % HEADS
@@ -127,6 +155,8 @@ def _short(
     k = tl.load(key + token * KEY_STRIDE + kv + comp, mask=inside, other=0.0)
     v = tl.load(value + token * VALUE_STRIDE + kv + comp, mask=inside, other=0.0)
     scores = tl.dot(q, tl.trans(k)) * scale
+    if REACH >= 0:
+        scores += _distance_bias(bias, head, place[None, :] - place[:, None], REACH)
     seen = length
     if LIMITED:
         seen = tl.minimum(seen, tl.load(limits + row))
@@ -150,12 +180,13 @@ def _bound_short(
     block: int,
     causal: bool,
     limited: bool,
+    reach: int | None,
     warps: int | None,
 ) -> Callable[..., Any]:
     _check_head_strides(dim, query, key, value)
     return bind(
         _short,
-        (0, 1, 2, 3, 4, 5 if limited else 4),
+        (0, 1, 2, 3, 4, 5 if limited else 4, 4 if reach is None else 5 + limited),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
@@ -166,6 +197,7 @@ def _bound_short(
         BLOCK_DIM=max(16, next_power_of_2(dim)),
         CAUSAL=causal,
         LIMITED=limited,
+        REACH=-1 if reach is None else reach,
         num_warps=_num_warps_for_row(block, dim) if warps is None else warps,
         num_stages=1,
     )
@@ -181,6 +213,7 @@ def short_attention(
     scale: float,
     causal: bool = False,
     limits: Tensor | None = None,
+    bias: BiasByDistance | None = None,
     out: Tensor | None = None,
     warps: int | None = None,
 ) -> Tensor:
@@ -197,9 +230,11 @@ def short_attention(
         block = max(16, next_power_of_2(max_length))
         strides = query.stride(), key.stride(), value.stride()
         limited = limits is not None
-        launch = _bound_short(*strides, heads, key.shape[1], dim, block, causal, limited, warps)
-        bounds = () if limits is None else (limits,)
-        launch(rows * heads, query, key, value, out, cu_lengths, *bounds, scale * _LOG2E)
+        reach = None if bias is None else bias.reach
+        launch = _bound_short(*strides, heads, key.shape[1], dim, block, causal, limited, reach, warps)
+        optional = () if limits is None else (limits,)
+        optional = optional if bias is None else (*optional, bias.kernel_values)
+        launch(rows * heads, query, key, value, out, cu_lengths, *optional, scale * _LOG2E)
     return out
 
 
@@ -214,6 +249,8 @@ def _key_tile(
     place: tl.tensor,
     seen: tl.tensor,
     comp: tl.tensor,
+    bias: tl.tensor,
+    head: tl.tensor,
     scale: tl.tensor,
     total: tl.tensor,
     largest: tl.tensor,
@@ -227,6 +264,7 @@ def _key_tile(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     PAGED: tl.constexpr,
+    REACH: tl.constexpr,
 ) -> tl.tensor:
     """Add one tile of keys to the running softmax."""
     other = start + tl.arange(0, KEYS)
@@ -248,6 +286,9 @@ def _key_tile(
         k = tl.load(key + at[:, None] * KEY_STRIDE + comp[None, :], mask=comp[None, :] < DIM, other=0.0)
         v = tl.load(value + at[:, None] * VALUE_STRIDE + comp[None, :], mask=comp[None, :] < DIM, other=0.0)
     scores = tl.dot(q, tl.trans(k))
+    if REACH >= 0:
+        scores = scores * scale + _distance_bias(bias, head, other[None, :] - place[:, None], REACH)
+        scale = 1.0
     if MASKED:
         visible = other[None, :] < seen
         if CAUSAL:
@@ -278,6 +319,7 @@ def _flash(
     old_key: tl.tensor,
     old_value: tl.tensor,
     slots: tl.tensor,
+    bias: tl.tensor,
     tiles: tl.tensor,
     scale: tl.tensor,
     QUERY_STRIDE: tl.constexpr,
@@ -294,6 +336,7 @@ def _flash(
     LIMITED: tl.constexpr,
     PAGED: tl.constexpr,
     OLD_STRIDE: tl.constexpr,
+    REACH: tl.constexpr,  # of the bias; -1: there is none
 ) -> None:
     program = tl.program_id(0)
     head = program % HEADS
@@ -332,15 +375,15 @@ def _flash(
             full = before // KEYS * KEYS
             for start in range(0, full, KEYS):
                 total, largest, context = _key_tile(
-                    q, old_key, old_value, first_key, slots, start, place, before, comp, scale,
+                    q, old_key, old_value, first_key, slots, start, place, before, comp, bias, head, scale,
                     total, largest, context,
-                    OLD_STRIDE, OLD_STRIDE, DIM, BLOCK_DIM, KEYS, False, WINDOW, False, True,
+                    OLD_STRIDE, OLD_STRIDE, DIM, BLOCK_DIM, KEYS, False, WINDOW, False, True, REACH,
                 )  # fmt: skip
         for start in range(full, before, KEYS):
             total, largest, context = _key_tile(
-                q, old_key, old_value, first_key, slots, start, place, before, comp, scale,
+                q, old_key, old_value, first_key, slots, start, place, before, comp, bias, head, scale,
                 total, largest, context,
-                OLD_STRIDE, OLD_STRIDE, DIM, BLOCK_DIM, KEYS, False, WINDOW, True, True,
+                OLD_STRIDE, OLD_STRIDE, DIM, BLOCK_DIM, KEYS, False, WINDOW, True, True, REACH,
             )  # fmt: skip
         first_key = begin
         seen = length
@@ -361,13 +404,15 @@ def _flash(
             whole = high // KEYS * KEYS
         for start in range(low, whole, KEYS):
             total, largest, context = _key_tile(
-                q, key, value, first_key, slots, start, place, seen, comp, scale, total, largest, context,
-                KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, False, False,
+                q, key, value, first_key, slots, start, place, seen, comp, bias, head, scale,
+                total, largest, context,
+                KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, False, False, REACH,
             )  # fmt: skip
     for start in range(whole, high, KEYS):
         total, largest, context = _key_tile(
-            q, key, value, first_key, slots, start, place, seen, comp, scale, total, largest, context,
-            KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, True, False,
+            q, key, value, first_key, slots, start, place, seen, comp, bias, head, scale,
+            total, largest, context,
+            KEY_STRIDE, VALUE_STRIDE, DIM, BLOCK_DIM, KEYS, CAUSAL, WINDOW, True, False, REACH,
         )  # fmt: skip
     context = context / total[:, None]
     tl.store(
@@ -391,6 +436,7 @@ def _bound_flash(
     cached_stride: int | None,
     tiles: FlashTiling | None,
     has_earlier_keys: bool,
+    reach: int | None,
 ) -> tuple[Callable[..., Any], int]:
     """The bound kernel, and the number of queries that one of its programs holds."""
     given = 5 + has_earlier_keys + limited
@@ -399,7 +445,13 @@ def _bound_flash(
     chosen = flash_tiling_for(dim) if tiles is None else tiles
     launch = bind(
         _flash,
-        (0, 1, 2, 3, 4, 5 if has_earlier_keys else 4, given - 1 if limited else 4, *cached),
+        (
+            *range(5),
+            5 if has_earlier_keys else 4,
+            given - 1 if limited else 4,
+            *cached,
+            4 if reach is None else given + (0 if cached_stride is None else 3),
+        ),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
         VALUE_STRIDE=value[0],
@@ -414,6 +466,7 @@ def _bound_flash(
         LIMITED=limited,
         PAGED=cached_stride is not None,
         OLD_STRIDE=0 if cached_stride is None else cached_stride,
+        REACH=-1 if reach is None else reach,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )
@@ -432,6 +485,7 @@ def flash_attention(
     causal: bool = False,
     window: int | None = None,
     limits: Tensor | None = None,
+    bias: BiasByDistance | None = None,
     cached: CachedKeyValues | None = None,
     out: Tensor | None = None,
     tiles: FlashTiling | None = None,
@@ -464,11 +518,13 @@ def flash_attention(
             cached_stride,
             tiles,
             cu_keys is not None,
+            None if bias is None else bias.reach,
         )
         count = cdiv(max_length, queries)
         optional: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
         optional = optional if limits is None else (*optional, limits)
         optional = optional if cached is None else (*optional, *cached)
+        optional = optional if bias is None else (*optional, bias.kernel_values)
         programs = rows * heads * count
         args = (query, key, value, out, cu_lengths, *optional, count, scale * _LOG2E)
         if replays is None:

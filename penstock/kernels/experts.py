@@ -302,7 +302,8 @@ def _expert_matmul(
     CHOSEN: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    GATED: tl.constexpr,  # the first product: act(gate) · up
+    FIRST: tl.constexpr,  # the first product, which applies the activation
+    GATED: tl.constexpr,  # the first product is act(gate) · up
     KIND: tl.constexpr,  # activation code
     FORM: tl.constexpr,  # 0: not quantised; 1: both fp8; 2: fp8 weights, rows are quantised here
     PRECISION: tl.constexpr,
@@ -327,7 +328,7 @@ def _expert_matmul(
     inside = place < end
     place = tl.where(inside, place, first)  # rows outside are computed and not stored
     slot = tl.load(order + place)
-    source = (slot // CHOSEN if GATED else place).to(tl.int64)
+    source = (slot // CHOSEN if FIRST else place).to(tl.int64)
     col = part * BLOCK_N + tl.arange(0, BLOCK_N)
     from_col = tl.minimum(col, N - 1)
     depth = tl.arange(0, BLOCK_K)
@@ -384,8 +385,10 @@ def _expert_matmul(
         total = tl.trans(total)
         other = tl.trans(other)
     kept = inside[:, None] & (col[None, :] < N)
-    if GATED:
-        value = activate(total, KIND) * other
+    if FIRST:
+        value = activate(total, KIND)
+        if GATED:
+            value *= other
         at = place[:, None].to(tl.int64) * N + col[None, :]
         if out.dtype.element_ty.primitive_bitwidth == 8:
             small, scale = quantize_group(tl.where(kept, value, 0.0), out)
@@ -403,10 +406,12 @@ def _expert_matmul(
 def _sum_experts(
     expert_outputs: tl.tensor,  # [tokens · CHOSEN, WIDTH]
     residual: tl.tensor,
+    bias: tl.tensor,  # [WIDTH]
     out: tl.tensor,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -420,29 +425,35 @@ def _sum_experts(
         )
     if RESIDUAL:
         total += tl.load(residual + token * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + cols, total.to(out.dtype.element_ty), mask=inside)
 
 
 def run_experts(
     x: Tensor,  # [tokens, hidden]
     logits: Tensor,  # [tokens, experts], of the router
-    gate_up: Tensor
-    | BlockQuantized,  # [experts, 2 · intermediate, hidden]; of blocks, each half has scales of its own
+    up: Tensor
+    | BlockQuantized,  # [experts, (2 ·) intermediate, hidden]; of blocks, each half has scales of its own
     down: Tensor | BlockQuantized,  # [experts, hidden, intermediate]
     *,
     chosen: int,
     normalize: bool,
     act: str,
+    gated: bool = True,
     residual: Tensor | None = None,
+    bias: Tensor | None = None,
     plan: ExpertTiling | None = None,
 ) -> Tensor:
-    """The sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual. [tokens, hidden]
+    """The sum of share · down(act(gate(x)) · up(x)) over each token's experts, + residual + bias.
+    [tokens, hidden]
 
-    The order of summation is fixed, so the same rows give the same bits.
+    Experts that are not `gated` are down(act(up(x))). The order of summation is fixed, so the same rows
+    give the same bits.
     """
-    (tokens, hidden), fp8 = x.shape, isinstance(gate_up, BlockQuantized)
-    values = gate_up.values if isinstance(gate_up, BlockQuantized) else gate_up
-    experts, inner = len(values), values.shape[1] // 2
+    (tokens, hidden), fp8 = x.shape, isinstance(up, BlockQuantized)
+    values = up.values if isinstance(up, BlockQuantized) else up
+    experts, inner = len(values), values.shape[1] // (2 if gated else 1)
     assert x.is_contiguous() and (residual is None or residual.is_contiguous())
     out = torch.empty_like(x)
     if not tokens:
@@ -457,23 +468,32 @@ def run_experts(
         middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     rows = quantize_groups(x) if fp8 and plan.early else x
     expert_outputs = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
-    expert_matmul(rows, gate_up, middle, routes, plan.rows, plan.up, chosen, ACTIVATION_CODES[act])
+    expert_matmul(rows, up, middle, routes, plan.rows, plan.up, chosen, ACTIVATION_CODES[act], gated)
     expert_matmul(middle, down, expert_outputs, routes, plan.rows, plan.down, chosen, None)
-    sum_expert_outputs(expert_outputs, residual, out, chosen)
+    sum_expert_outputs(expert_outputs, residual, out, chosen, bias)
     return out
 
 
-def sum_expert_outputs(expert_outputs: Tensor, residual: Tensor | None, out: Tensor, chosen: int) -> None:
-    """Write the sum of each token's slots [tokens · chosen, width] + residual to `out` [tokens, width]."""
+def sum_expert_outputs(
+    expert_outputs: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    chosen: int,
+    bias: Tensor | None = None,  # [width]
+) -> None:
+    """Write the sum of each token's slots [tokens · chosen, width] + residual + bias to `out`
+    [tokens, width]."""
     tokens, width = out.shape
     block = min(next_power_of_2(width), 1024)
     _sum_experts[(tokens * cdiv(width, block),)](
         expert_outputs,
         expert_outputs if residual is None else residual,
+        expert_outputs if bias is None else bias,
         out,
         CHOSEN=chosen,
         WIDTH=width,
         RESIDUAL=residual is not None,
+        BIAS=bias is not None,
         BLOCK=block,
         num_warps=4,
     )
@@ -488,13 +508,15 @@ def expert_matmul(
     tile: Tile,
     chosen: int,
     kind: int | None,  # activation code; None: the second product
+    gated: bool = True,  # of the first product
 ) -> None:
     values, scales = weight if isinstance(weight, BlockQuantized) else (weight, routes.shares)
     given, given_scales = x if isinstance(x, GroupQuantized) else (x, routes.shares)
     into, into_scales = out if isinstance(out, GroupQuantized) else (out, routes.shares)
     experts, outputs, inputs = values.shape
     assert values.is_contiguous() and scales.is_contiguous() and (GROUP % tile.cols == 0)
-    outputs //= 1 if kind is None else 2
+    gated = gated and kind is not None
+    outputs //= 2 if gated else 1
     form = 0 if not isinstance(weight, BlockQuantized) else 1 if isinstance(x, GroupQuantized) else 2
     _expert_matmul[(len(routes.tiles) * cdiv(outputs, tile.cols),)](
         given,
@@ -508,7 +530,8 @@ def expert_matmul(
         CHOSEN=chosen,
         N=outputs,
         K=inputs,
-        GATED=kind is not None,
+        FIRST=kind is not None,
+        GATED=gated,
         KIND=kind or 0,
         FORM=form,
         PRECISION="ieee" if given.dtype == torch.float32 else "tf32",

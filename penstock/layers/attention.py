@@ -38,6 +38,7 @@ from penstock.layers.batch import (
     reads_in_place,
 )
 from penstock.layers.cpu_shapes import zero_padding
+from penstock.layers.distance_bias import MAX_BIASED_QUERIES, DistanceBias
 from penstock.layers.scratch import AttentionRoute, QKVViews, RepeatedLaunch
 from penstock.types import LengthGroup
 
@@ -53,6 +54,7 @@ class AttentionKind:
     window: int | None = None
     scale: float | None = None  # None: 1 / sqrt(head size)
     softcap: float | None = None  # scores are squashed by tanh to stay within ± this
+    bias: DistanceBias | None = None  # added to the scores of bidirectional attention without a window
 
 
 _MAX_CPU_SHORT = 64  # tokens; on a CPU plain products are faster for rows up to this length
@@ -89,7 +91,13 @@ def attend(
                 write_kv_cache(key, value, kv.store.keys[layer], kv.store.values[layer], kv.token_slots)
             return _attend_cached(query, key, value, batch, kv, kind, layer)
         key, value = kv.write_and_gather(layer, key, value)
-    if query.is_cuda and bias is None and kind.softcap is None and query.dtype in _HALF_DTYPES:
+    if (
+        query.is_cuda
+        and bias is None
+        and kind.softcap is None
+        and query.dtype in _HALF_DTYPES
+        and (kind.bias is None or use_kernel(query))
+    ):
         return _on_cuda(query, key, value, batch, kind)
     return _attend_groups(query, key, value, batch.groups, kind, bias)
 
@@ -212,7 +220,9 @@ def _fill_groups(
         if group.key_limit:
             k, v = k[:, :, : group.key_limit], v[:, :, : group.key_limit]
             mask = None if mask is None else mask[..., : group.key_limit]
-        if kind.softcap is not None:
+        if kind.bias is not None:
+            context = _biased(q, k, v, kind.scale, kind.bias)
+        elif kind.softcap is not None:
             context = _softcapped(q, k, v, mask, causal, kind, kind.softcap)
         elif on_cpu and length <= _MAX_CPU_SHORT and mask is None and not causal and not is_gqa:
             context = _short_rows_on_cpu(q, k, v, kind.scale)
@@ -221,6 +231,18 @@ def _fill_groups(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=kind.scale, enable_gqa=is_gqa
             )
         out[first:stop].view(rows, length, heads, dim).copy_(context.transpose(1, 2))
+
+
+def _biased(query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: DistanceBias) -> Tensor:
+    """A bias by distance, for query [rows, heads, length, dim] and keys from the first of the row on."""
+    length, keys = query.shape[2], key.shape[2]
+    parts = []
+    for first in range(0, length, MAX_BIASED_QUERIES):
+        stop = min(first + MAX_BIASED_QUERIES, length)
+        mask = bias.matrix(first, stop, keys, query.dtype)
+        q = query[:, :, first:stop]
+        parts.append(F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _softcapped(
@@ -299,7 +321,8 @@ def _gqa_flag(is_gqa: bool) -> dict[str, Any]:
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
-    if batch.kv is not None or query.shape[2] > MAX_HEAD_DIM or not use_kernel(query):
+    library = batch.kv is not None or query.shape[2] > MAX_HEAD_DIM or not use_kernel(query)
+    if library and kind.bias is None:
         out = _varlen(query, key, value, batch, kind)
     else:
         out = _attend_by_kernels(query, key, value, batch, kind)
@@ -352,6 +375,7 @@ def _attend_by_kernels(
             max_length=route.max_short_length,
             scale=scale,
             causal=kind.causal,
+            bias=kind.bias,
             out=out,
         )
     if route.flash is not None:
@@ -368,6 +392,7 @@ def _attend_by_kernels(
             scale=scale,
             causal=kind.causal,
             window=kind.window,
+            bias=kind.bias,
             out=out,
             replays=replays,
         )
@@ -448,11 +473,11 @@ def _redo_limited_rows(
     """Compute rows with a key limit again, with their own keys. Such rows are few and short.
 
     The library measures a window from a row's end, so fewer keys would shift it. Rows that fit in the
-    window run without one; longer rows run group by group.
+    window run without one; longer rows, and rows with a bias, run group by group.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    if kind.window is not None and kind.window < limits.max_length - 1:
+    if kind.bias is not None or (kind.window is not None and kind.window < limits.max_length - 1):
         limited = [group for group in batch.groups if group.key_limit]
         with sdpa_kernel(SDPBackend.MATH):  # the only one that gives zeros for a token that sees no key
             _fill_groups(out.view(len(out), -1), limited, query, key, value, kind, None)

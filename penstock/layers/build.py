@@ -18,7 +18,7 @@ from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.weights.quantized import IntGroups, QuantizedReader, ScaledFp8, StoredPart, dequantize_part
 from penstock.weights.stream import WeightSource
 
-_LAYER_NUMBER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")  # in the name of a tensor
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:block|layers?)\.(\d+)\.")  # in the name of a tensor
 
 
 class LayerBuilder:

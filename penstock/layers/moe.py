@@ -40,10 +40,12 @@ class ExpertShape:
     num_chosen: int  # experts of each token
     intermediate: int  # width of each expert
     normalize: bool  # the weights of a token's experts sum to one
+    gated: bool = True  # experts are down(act(gate(x)) · up(x)), otherwise down(act(up(x)))
 
 
 class SparseMLP:
-    """The sum of weight · down(act(gate(x)) · up(x)) over each token's experts.
+    """The sum of weight · down(act(gate(x)) · up(x)) over each token's experts. Without a gate, act(up(x))
+    takes the place of the product.
 
     Tokens are sorted by expert, so that each expert is one product over its own tokens. The kernels read no
     count back from the device. In fp8 blocks, gate and up share no scales.
@@ -52,23 +54,35 @@ class SparseMLP:
     def __init__(
         self,
         router: Tensor,  # [experts, hidden]
-        gate_up: Tensor | BlockQuantized,  # [experts, 2 · intermediate, hidden], the gate first
+        gate_up: Tensor | BlockQuantized,  # [experts, 2 · intermediate, hidden], the gate first; or up alone
         down: Tensor | BlockQuantized,  # [experts, hidden, intermediate]
         shape: ExpertShape,
         act: str,
+        bias: Tensor | None = None,  # [hidden], added once to each sum
     ) -> None:
         assert isinstance(gate_up, BlockQuantized) is isinstance(down, BlockQuantized)
         self.router = router
         self.gate_up = gate_up
         self.down = down
+        self.bias = bias
         self.shape = shape
         self.act = activation(act)
         fits = shape.num_experts <= MAX_EXPERTS and shape.num_chosen <= MAX_CHOSEN_EXPERTS
         self.kernel = act if act in ACTIVATION_CODES and fits else None
 
-    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` is
-        ignored."""
+    @property
+    def input_layer(self) -> None:
+        """No linear layer reads the input alone: the router and the experts do."""
+
+    def __call__(
+        self,
+        x: Activations,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        scratch: Tensor | None = None,
+    ) -> Tensor:
+        """x [tokens, hidden] → [tokens, hidden]; `residual` of the same shape is added last. `out` and
+        `scratch` are ignored."""
         x = dequantize(x, self.router.dtype)
         if (kernel := self._kernel_for(x)) is not None:
             return self._run(kernel, x.contiguous(), residual)
@@ -81,7 +95,8 @@ class SparseMLP:
         outputs = self._experts(x.index_select(0, token), counts)
         outputs = outputs * weights.to(x.dtype).flatten().index_select(0, order)[:, None]
         out = torch.zeros_like(x) if residual is None else residual.clone()
-        return out.index_add_(0, token, outputs)
+        out.index_add_(0, token, outputs)
+        return out if self.bias is None else out.add_(self.bias)
 
     def compile(self) -> None:
         """Compile every form of the kernels that a step may use, so that no request waits for it."""
@@ -111,7 +126,9 @@ class SparseMLP:
             chosen=self.shape.num_chosen,
             normalize=self.shape.normalize,
             act=kernel,
+            gated=self.shape.gated,
             residual=residual,
+            bias=self.bias,
             plan=plan,
         )
 
@@ -126,16 +143,18 @@ class SparseMLP:
         ):
             ends = counts.cumsum(0, dtype=torch.int32)
             both = torch._grouped_mm(x, gate_up.transpose(1, 2), offs=ends)
-            return torch._grouped_mm(self._gated(both), down.transpose(1, 2), offs=ends)
+            return torch._grouped_mm(self._activated(both), down.transpose(1, 2), offs=ends)
         out = torch.empty_like(x)
         parts = counts.tolist()
         for expert, (rows, into) in enumerate(zip(x.split(parts), out.split(parts), strict=True)):
             if len(rows):
-                inner = self._gated(_product(rows, gate_up, expert, halves=2))
+                inner = self._activated(_product(rows, gate_up, expert, halves=2 if self.shape.gated else 1))
                 into.copy_(_product(inner, down, expert))
         return out
 
-    def _gated(self, both: Tensor) -> Tensor:
+    def _activated(self, both: Tensor) -> Tensor:
+        if not self.shape.gated:
+            return self.act(both)
         gate, up = both.chunk(2, dim=-1)
         return self.act(gate) * up
 
@@ -160,9 +179,7 @@ def read_experts(
     forms are dequantised.
     """
     weights, width = build.weights, shape.intermediate
-    stored, wanted = build.is_stored_in_blocks(prefix + "0.gate_proj"), build.precision(prefix) == "fp8"
-    blocks = (stored or wanted) and act in ACTIVATION_CODES and supports_fp8_blocks(weights.device)
-    blocks |= wanted and weights.device.type == "cpu"
+    blocks = _keeps_blocks(build, prefix, act, stored=build.is_stored_in_blocks(prefix + "0.gate_proj"))
     sizes = {"gate_up": (2, width, hidden), "down": (1, hidden, width)}
     stacks = {
         name: ExpertStack(shape.num_experts, *size, weights, blocks=blocks) for name, size in sizes.items()
@@ -187,3 +204,26 @@ def read_experts(
         for number, module in enumerate(modules):
             stacks[name].put(*divmod(number, halves), build.expert_weight(module, outputs, inputs))
     return stacks["gate_up"].all, stacks["down"].all
+
+
+def read_joined_experts(
+    build: LayerBuilder, prefix: str, names: tuple[str, str], shape: ExpertShape, hidden: int, act: str
+) -> tuple[Tensor | BlockQuantized, Tensor | BlockQuantized]:
+    """(up, down) of experts that are not gated, from two tensors [experts · intermediate, hidden]: that of
+    `down` is stored transposed."""
+    weights, count, width = build.weights, shape.num_experts, shape.intermediate
+    blocks = _keeps_blocks(build, prefix, act, stored=False)
+    up = ExpertStack(count, 1, width, hidden, weights, blocks=blocks)
+    down = ExpertStack(count, 1, hidden, width, weights, blocks=blocks)
+    for stack, name, transposed in ((up, names[0], False), (down, names[1], True)):
+        joined = weights.read_plain(prefix + name, (count * width, hidden)).view(count, width, hidden)
+        for expert, part in enumerate(joined):
+            stack.put(expert, 0, part.t() if transposed else part)
+    return up.all, down.all
+
+
+def _keeps_blocks(build: LayerBuilder, prefix: str, act: str, *, stored: bool) -> bool:
+    wanted, device = build.precision(prefix) == "fp8", build.weights.device
+    if (stored or wanted) and act in ACTIVATION_CODES and supports_fp8_blocks(device):
+        return True
+    return wanted and device.type == "cpu"

@@ -16,6 +16,7 @@ from penstock.kernels.language import use_kernel
 from penstock.kernels.quantize import Activations
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import MLP, GatedMLP
+from penstock.layers.moe import SparseMLP
 from penstock.layers.norm import Norm
 
 
@@ -50,7 +51,7 @@ class PostNormLayer(Protocol):
     @property
     def qkv(self) -> LinearLayer: ...
     @property
-    def mlp(self) -> MLP | GatedMLP: ...
+    def mlp(self) -> MLP | GatedMLP | SparseMLP: ...
     @property
     def attention_norm(self) -> Norm: ...
     @property

@@ -1,14 +1,15 @@
-"""Post-norm encoders with learned positions: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, MPNet.
+"""Post-norm encoders with learned positions: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, MPNet, ELECTRA,
+ALBERT and ERNIE.
 
-They share the wiring. They differ in tensor names, in the first position and, for MPNet, in a position bias
-on the scores.
+They share the wiring. They differ in tensor names, in the first position and in a few parts: MPNet has a
+position bias on the scores, ELECTRA and ALBERT have narrow word tables, ALBERT repeats its layers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +21,17 @@ from penstock.kernels.quantize import Activations
 from penstock.layers.attention import BIDIRECTIONAL, ScoreBias, attend_fused
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
+from penstock.layers.distance_bias import distance_bucket
 from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
-from penstock.layers.linear import scratch_width
+from penstock.layers.linear import LinearLayer, scratch_width
 from penstock.layers.mlp import MLP
 from penstock.layers.residual import connect_post_norms, post_norm_residual
 from penstock.models.heads import (
+    ALBERT_MLM,
     BERT_MLM,
     DISTILBERT_MLM,
+    ELECTRA_MLM,
     ROBERTA_MLM,
     MaskedLMNames,
     MaskedLMShape,
@@ -36,6 +40,7 @@ from penstock.models.heads import (
     add_pooler_head,
     add_two_step_head,
 )
+from penstock.models.options import option
 from penstock.types import Task
 
 
@@ -74,8 +79,22 @@ MPNET_NAMES = TensorNames(
     attention_norm="attention.LayerNorm",
 )
 
+ALBERT_NAMES = TensorNames(
+    layer="encoder.albert_layer_groups.{}.albert_layers.{}.",
+    query="attention.query",
+    key="attention.key",
+    value="attention.value",
+    out="attention.dense",
+    attention_norm="attention.LayerNorm",
+    up="ffn",
+    down="ffn_output",
+    output_norm="full_layer_layer_norm",
+)
+
 # Heads and buffers that no model here reads.
 IGNORED = ("pooler.", "cls.", "lm_head.", "vocab_", "qa_outputs.", "position_ids")
+ELECTRA_HEADS = ("discriminator_predictions.", "generator_predictions.", "generator_lm_head.")
+ALBERT_HEADS = ("predictions.", "sop_classifier.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +111,15 @@ class Shape:
     eps: float
     names: TensorNames
     bias_buckets: int = 0  # MPNet
+    embedding: int = 0  # width of the word table; 0: that of the model
+    widen: str = ""  # the name of the projection after a narrower table
+    layer_names: tuple[str, ...] = ()  # where layers are repeated, the name of each
+    tasks: int = 0  # ERNIE's table of tasks, of which the first is used
+    ignored: tuple[str, ...] = ()  # names of heads, besides the usual ones
+
+    @property
+    def layer_prefixes(self) -> tuple[str, ...]:
+        return self.layer_names or tuple(self.names.layer.format(i) for i in range(self.layers))
 
 
 class EncoderLayer:
@@ -109,6 +137,12 @@ class EncoderLayer:
         )
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
         self.widths = tuple(map(scratch_width, (self.qkv, self.out, self.mlp.up, self.mlp.down)))
+
+    def repeated(self) -> EncoderLayer:
+        """The same weights at another depth, where another layer may read the norms."""
+        layer = copy(self)
+        layer.attention_norm, layer.output_norm = copy(self.attention_norm), copy(self.output_norm)
+        return layer
 
     def __call__(
         self, hidden: Tensor, layer_input: Activations, batch: Batch, bias: ScoreBias | None
@@ -130,22 +164,13 @@ class Encoder:
 
     def __init__(self, build: LayerBuilder, shape: Shape) -> None:
         prefix = build.weights.prefix_of("embeddings.word_embeddings.weight")
-        tables = prefix + "embeddings."
-        segments = (
-            build.table(tables + "token_type_embeddings", shape.segments, shape.hidden)
-            if shape.segments
-            else None
-        )
-        self.embedding = EncoderEmbedding(
-            build.table(tables + "word_embeddings", shape.vocabulary, shape.hidden),
-            build.table(tables + "position_embeddings", shape.positions, shape.hidden),
-            segments,
-            shape.first_position,
-            build.norm(tables + "LayerNorm", shape.hidden, shape.eps),
-        )
-        self.layers = [
-            EncoderLayer(build, prefix + shape.names.layer.format(i), shape) for i in range(shape.layers)
-        ]
+        self.embedding, self.widen = _embedding(build, prefix, shape)
+        made: dict[str, EncoderLayer] = {}
+        self.layers = []
+        for name in shape.layer_prefixes:
+            layer = made[name].repeated() if name in made else EncoderLayer(build, prefix + name, shape)
+            made.setdefault(name, layer)
+            self.layers.append(layer)
         self.layers[-1].is_last = True
         connect_post_norms(self.layers)
         self.bias = _RelativeBias(build, prefix, shape) if shape.bias_buckets else None
@@ -154,14 +179,35 @@ class Encoder:
         self.prunes_last_layer = True
         self.prefix = prefix
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = IGNORED
+        self.ignored_tensors = (*IGNORED, *shape.ignored)
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = self.embedding(batch)
+        if self.widen is not None:
+            hidden = self.widen(hidden)
         layer_input: Activations = hidden
         for layer in self.layers:
             hidden, layer_input = layer(hidden, layer_input, batch, self.bias)
         return hidden
+
+
+def _embedding(build: LayerBuilder, prefix: str, shape: Shape) -> tuple[EncoderEmbedding, LinearLayer | None]:
+    """The embedding, and the projection that follows tables which are narrower than the model."""
+    tables, width = prefix + "embeddings.", shape.embedding or shape.hidden
+    segments = (
+        build.table(tables + "token_type_embeddings", shape.segments, width) if shape.segments else None
+    )
+    positions = build.table(tables + "position_embeddings", shape.positions, width)
+    if shape.tasks:
+        positions = positions + build.table(tables + "task_type_embeddings", shape.tasks, width)[0]
+    embedding = EncoderEmbedding(
+        build.table(tables + "word_embeddings", shape.vocabulary, width),
+        positions,
+        segments,
+        shape.first_position,
+        build.norm(tables + "LayerNorm", width, shape.eps),
+    )
+    return embedding, build.linear(prefix + shape.widen, width, shape.hidden) if shape.widen else None
 
 
 class _RelativeBias:
@@ -189,20 +235,9 @@ class _RelativeBias:
         return self.table[bucket].permute(2, 0, 1).contiguous()  # [heads, length, length]
 
 
-def distance_bucket(distance: Tensor, buckets: int, max_distance: int = 128) -> Tensor:
-    """Near distances have a bucket each, far ones share logarithmic buckets. The sign selects the half."""
-    half = buckets // 2
-    side = (distance > 0).long() * half
-    distance = distance.abs()
-    exact = half // 2
-    far = exact + (
-        torch.log(distance.float().clamp_min(1) / exact) / math.log(max_distance / exact) * (half - exact)
-    ).long().clamp_max(half - 1 - exact)
-    return side + torch.where(distance < exact, distance, far)
-
-
 def bert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
-    model = Encoder(build, _bert_shape(config, first_position=0))
+    tasks = config.get("task_type_vocab_size", 3) if config.get("use_task_id") else 0  # ERNIE
+    model = Encoder(build, replace(_bert_shape(config, first_position=0), tasks=tasks))
     add_pooler_head(model, build, config, head)
     if head is Task.SPARSE:
         _add_masked_lm(model, build, config, BERT_MLM, config.get("hidden_act", "gelu"))
@@ -254,6 +289,40 @@ def mpnet(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
     add_two_step_head(model, build, config, head)
     if head is Task.SPARSE:
         _add_masked_lm(model, build, config, ROBERTA_MLM, "gelu")
+    return model
+
+
+def electra(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
+    shape = _bert_shape(config, first_position=0)
+    width = option(config, "embedding_size")
+    widen = "embeddings_project" if width != shape.hidden else ""
+    model = Encoder(build, replace(shape, embedding=width, widen=widen, ignored=ELECTRA_HEADS))
+    add_two_step_head(model, build, config, head, act="gelu")
+    if head is Task.SPARSE:
+        _add_masked_lm(model, build, config, ELECTRA_MLM, "gelu")
+    return model
+
+
+def albert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
+    """Each group of layers is repeated, and may itself have several."""
+    act = config.get("hidden_act", "gelu_new")
+    shape = _bert_shape({**config, "hidden_act": act}, first_position=0, names=ALBERT_NAMES)
+    groups, inner = config.get("num_hidden_groups", 1), config.get("inner_group_num", 1)
+    names = [
+        ALBERT_NAMES.layer.format(int(i / (shape.layers / groups)), j)
+        for i in range(shape.layers)
+        for j in range(inner)
+    ]
+    width = option(config, "embedding_size")
+    narrow = {"embedding": width, "widen": "encoder.embedding_hidden_mapping_in"}
+    model = Encoder(build, replace(shape, layer_names=tuple(names), ignored=ALBERT_HEADS, **narrow))
+    if head is Task.CLASSIFY:
+        dense = build.linear(model.prefix + "pooler", shape.hidden, shape.hidden, "tanh")
+        add_head(model, build, config, head, "classifier", dense)
+    elif head is Task.TOKEN_CLASSIFY:
+        add_head(model, build, config, head, "classifier")
+    elif head is Task.SPARSE:
+        _add_masked_lm(model, build, config, ALBERT_MLM, act)
     return model
 
 

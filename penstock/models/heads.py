@@ -44,6 +44,15 @@ DEBERTA_MLM = MaskedLMNames(  # the newer of its layouts, always tied to the wor
     "lm_predictions.lm_head",
     "lm_predictions.lm_head.bias",
 )
+ELECTRA_MLM = MaskedLMNames(
+    "generator_predictions.dense",
+    "generator_predictions.LayerNorm",
+    "generator_lm_head",
+    "generator_lm_head.bias",
+)
+ALBERT_MLM = MaskedLMNames(
+    "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"
+)
 DISTILBERT_MLM = MaskedLMNames(
     "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"
 )
@@ -125,11 +134,15 @@ def add_pooler_head(
 
 
 def add_two_step_head(
-    model: Backbone, build: LayerBuilder, config: Mapping[str, Any], head: Task | None
+    model: Backbone,
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    head: Task | None,
+    act: str = "tanh",
 ) -> None:
     """Add RoBERTa's classifier: a dense layer and a projection for sequences, one layer for tokens."""
     if head is Task.CLASSIFY:
-        dense = build.linear("classifier.dense", model.hidden_size, model.hidden_size, "tanh")
+        dense = build.linear("classifier.dense", model.hidden_size, model.hidden_size, act)
         add_head(model, build, config, head, "classifier.out_proj", dense)
     elif head is Task.TOKEN_CLASSIFY:
         add_head(model, build, config, head, "classifier")

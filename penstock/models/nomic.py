@@ -1,4 +1,4 @@
-"""NomicBERT: nomic-embed-text v1 and v1.5, and models trained from them."""
+"""NomicBERT: nomic-embed-text v1, v1.5 and v2-moe, and models trained from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from penstock.checkpoint.families import FAMILIES
 from penstock.checkpoint.limits import max_positions
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
+from penstock.layers.moe import ExpertShape
 from penstock.models.heads import NOMIC_MLM, MaskedLMShape, add_masked_lm_head, add_pooler_head
 from penstock.models.options import option, require, rope_options
 from penstock.models.rotary_encoder import RotaryEncoder, Shape, TensorNames, ported
@@ -41,8 +42,6 @@ def nomic(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> 
         use_rms_norm=False,
         scale_attn_weights=True,
         scale_attn_by_inverse_layer_idx=False,
-        num_experts=0,
-        moe_every_n_layers=0,
     )
     if config.get("rotary_emb_scale_base") is not None:
         raise ModelLoadError("config.json sets rotary_emb_scale_base, which is not supported")
@@ -87,4 +86,45 @@ def _shape(config: Mapping[str, Any]) -> Shape:
         out_bias=bool(config.get("qkv_proj_bias", original)),
         up_bias=bool(config.get("mlp_fc1_bias", original)),
         down_bias=bool(config.get("mlp_fc2_bias", original)),
+        **_experts(config, option(config, "num_hidden_layers", "n_layer")),
     )
+
+
+def _experts(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The experts of every n-th layer, from the second on. A token's weights are its softmax over all
+    experts, so those of the chosen ones sum to less than one."""
+    count, step = config.get("num_experts") or 0, config.get("moe_every_n_layers") or 0
+    if not count and not step:
+        return {}
+    chosen = config.get("moe_top_k", 1)
+    act = config.get("activation_function")
+    if act is None or act in GATES:
+        raise ModelLoadError(
+            f"config.json has num_experts = {count} with activation_function = {act!r}, which is not "
+            f"supported; experts are supported with one that has no gate, such as 'gelu'"
+        )
+    require(
+        config,
+        num_shared_experts=0,
+        expert_choice_router=False,
+        moe_normalize_expert_weights=False,
+        ffn_div=1,
+        mlp_fc1_bias=True,
+        mlp_fc2_bias=True,
+    )
+    if step < 2 or count < 1:
+        raise ModelLoadError(
+            f"config.json has num_experts = {count} and moe_every_n_layers = {step}, which is not supported; "
+            "supported: at least 1 expert and every 2 layers or more"
+        )
+    if not 1 <= chosen <= count:
+        raise ModelLoadError(
+            f"config.json has moe_top_k = {chosen}; it has to be from 1 to num_experts = {count}"
+        )
+    inner = option(
+        config, "intermediate_size", "n_inner", default=4 * option(config, "hidden_size", "n_embd")
+    )
+    return {
+        "experts": ExpertShape(count, chosen, inner, normalize=False, gated=False),
+        "expert_layers": frozenset(range(1, layers, step)),
+    }

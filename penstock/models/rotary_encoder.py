@@ -20,6 +20,7 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer, scratch_width
 from penstock.layers.mlp import MLP, GatedMLP
+from penstock.layers.moe import ExpertShape, SparseMLP, read_joined_experts
 from penstock.layers.residual import connect_post_norms, post_norm_residual
 from penstock.layers.rotary import Angles, Rope, Rotary
 from penstock.types import Task
@@ -73,30 +74,38 @@ class Shape:
     out_bias: bool = True
     up_bias: bool = True
     down_bias: bool = True
+    experts: ExpertShape | None = None  # of the layers in `expert_layers`
+    expert_layers: frozenset[int] = frozenset()
 
 
 class RotaryEncoderLayer:
     is_last = False  # of its model: only a pooler reads its output
 
     def __init__(
-        self, build: LayerBuilder, prefix: str, names: TensorNames, shape: Shape, rotary: Rotary | None
+        self,
+        build: LayerBuilder,
+        prefix: str,
+        names: TensorNames,
+        shape: Shape,
+        rotary: Rotary | None,
+        experts: ExpertShape | None = None,
     ) -> None:
-        hidden, inner = shape.hidden, shape.intermediate
+        hidden = shape.hidden
         self.heads = shape.heads
         self.rotary = rotary
         self.qkv = _fused_linear(build, prefix, names.qkv, hidden, 3 * hidden, bias=shape.qkv_bias)
         self.out = build.linear(prefix + names.out, hidden, hidden, bias=shape.out_bias)
         self.attention_norm = build.norm(prefix + names.attention_norm, hidden, shape.eps)
-        down = build.linear(prefix + names.down, inner, hidden, bias=shape.down_bias)
-        self.mlp: MLP | GatedMLP
-        if shape.gated:
-            up = _fused_linear(build, prefix, names.up, hidden, 2 * inner, bias=shape.up_bias)
-            self.mlp = GatedMLP(up, down, shape.act, shape.gate_first)
+        self.mlp: MLP | GatedMLP | SparseMLP
+        inner: tuple[LinearLayer, ...] = ()
+        if experts is not None:
+            self.mlp = _sparse_mlp(build, prefix + "mlp.", shape, experts)
         else:
-            up = _fused_linear(build, prefix, names.up, hidden, inner, shape.act, bias=shape.up_bias)
-            self.mlp = MLP(up, down)
+            self.mlp = _mlp(build, prefix, names, shape)
+            inner = (self.mlp.input_layer, self.mlp.down)
         self.output_norm = build.norm(prefix + names.output_norm, hidden, shape.eps)
-        self.widths = tuple(map(scratch_width, (self.qkv, self.out, up, down)))
+        widths = [scratch_width(layer) for layer in (self.qkv, self.out, *inner)]
+        self.widths = (*widths, 0, 0)[:4]
 
     def __call__(
         self, hidden: Tensor, layer_input: Activations, batch: Batch, angles: Angles | None
@@ -144,9 +153,18 @@ class RotaryEncoder:
         )
         self.rotary = None if shape.rope is None else _rotary(build, shape, shape.rope)
         self.layers = [
-            RotaryEncoderLayer(build, self.prefix + names.layer.format(i), names, shape, self.rotary)
+            RotaryEncoderLayer(
+                build,
+                self.prefix + names.layer.format(i),
+                names,
+                shape,
+                self.rotary,
+                shape.experts if i in shape.expert_layers else None,
+            )
             for i in range(shape.layers)
         ]
+        for part in [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP)][:1]:
+            part.compile()
         self.layers[-1].is_last = True
         connect_post_norms(self.layers)
         self.hidden_size = shape.hidden
@@ -181,6 +199,25 @@ def _rotary(build: LayerBuilder, shape: Shape, rope: Rope) -> Rotary:
         scaling=rope.scaling,
         interleaved=shape.rope_interleaved,
     )
+
+
+def _mlp(build: LayerBuilder, prefix: str, names: TensorNames, shape: Shape) -> MLP | GatedMLP:
+    hidden, inner = shape.hidden, shape.intermediate
+    down = build.linear(prefix + names.down, inner, hidden, bias=shape.down_bias)
+    if shape.gated:
+        up = _fused_linear(build, prefix, names.up, hidden, 2 * inner, bias=shape.up_bias)
+        return GatedMLP(up, down, shape.act, shape.gate_first)
+    return MLP(_fused_linear(build, prefix, names.up, hidden, inner, shape.act, bias=shape.up_bias), down)
+
+
+def _sparse_mlp(build: LayerBuilder, prefix: str, shape: Shape, experts: ExpertShape) -> SparseMLP:
+    """Nomic's: all experts in two tensors, and a bias that is added once to the sum of a token's experts."""
+    hidden = shape.hidden
+    router = build.weights.take(prefix + "router.layer.weight", experts.num_experts, hidden)
+    names = ("mlp.w1", "mlp.w2")
+    up, down = read_joined_experts(build, prefix + "experts.", names, experts, hidden, shape.act)
+    bias = build.weights.take(prefix + "experts.bias", hidden)
+    return SparseMLP(router, up, down, experts, shape.act, bias)
 
 
 def _fused_linear(

@@ -216,7 +216,7 @@ def _model(spec: ModelSpec, settings: Resolved, dtype: torch.dtype, device: torc
     if settings.model_impl == "transformers":
         from penstock.models.hf import TransformersModel
 
-        return TransformersModel(spec.path, spec.overrides, dtype, device)
+        return TransformersModel(spec, dtype, device)
     from penstock.layers.build import LayerBuilder
     from penstock.models.registry import build_model
     from penstock.weights.stream import open_weights

@@ -79,7 +79,7 @@ def test_use_bidirectional_attention_turns_causal_attention_off() -> None:
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "T5EncoderModel": {"architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 64},
+    "T5ForConditionalGeneration": {"architectures": ["T5ForConditionalGeneration"], "d_model": 64},
     "WhisperForConditionalGeneration": {"architectures": ["WhisperForConditionalGeneration"]},
     "CLIPModel": {"architectures": ["CLIPModel"], "text_config": {}, "vision_config": {}},
     "EmbeddingGemma2Model": {"architectures": ["EmbeddingGemma2Model"], "text_config": {"hidden_size": 8}},
@@ -87,8 +87,8 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "MambaModel": {"architectures": ["MambaModel"], "is_causal": "perhaps"},
     "GPT2ForRewardModel": {"architectures": ["GPT2ForRewardModel"], "model_type": "gpt2"},
     "whisper": {"architectures": [], "model_type": "whisper"},
-    "electra": {"model_type": "electra", "hidden_size": "wide"},
-    "HF_ColBERT on model_type 't5'": {"architectures": ["HF_ColBERT"], "model_type": "t5"},
+    "mobilebert": {"model_type": "mobilebert", "hidden_size": "wide"},
+    "HF_ColBERT on model_type 'bart'": {"architectures": ["HF_ColBERT"], "model_type": "bart"},
 }
 
 

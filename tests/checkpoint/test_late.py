@@ -176,9 +176,11 @@ def test_unsupported_options_of_a_multi_vector_encoder_are_refused(tmp_path: Pat
         read_spec(multi_vector(tmp_path, {"keep_only_token_ids": [3]}), "m")
 
 
-def test_with_transformers_a_late_model_returns_hidden_states(tmp_path: Path) -> None:
-    spec = describe(EngineConfig(model=str(stanford(tmp_path)), model_impl="transformers"))
-    assert spec.late is None and spec.token_dim == 32 and Task.EMBED in spec.tasks
+def test_transformers_runs_a_projection_only_if_it_is_a_module(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="stored with the backbone"):
+        describe(EngineConfig(model=str(stanford(tmp_path)), model_impl="transformers"))
+    spec = describe(EngineConfig(model=str(pylate(tmp_path)), model_impl="transformers"))
+    assert spec.late is not None and spec.tasks[0] is Task.TOKEN_EMBED
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from penstock.kernels import (  # noqa: E402
     sampling,
     splade,
 )
+from penstock.layers.distance_bias import DistanceBias  # noqa: E402
 
 TARGET = GPUTarget("cuda", 90, 32)
 MODULES = (activation, attention, blockwise, embedding, experts, gate_up, int4, logit_thresholds, norm)
@@ -44,6 +45,7 @@ MODULES += (output_quantize, paged, pooling, quantize, rotary, sampled_tokens, s
 # Functions that only other kernels call.
 HELPERS = {
     "activate",
+    "_distance_bias",
     "_key_tile",
     "_log1p_relu",
     "_philox",
@@ -188,6 +190,9 @@ def launch_attention_kernels() -> None:
         window = {64: None, 128: None, 96: 9}[dim]
         if dim == 64:
             attention.flash_attention(*qkv, i(2), max_length=99, scale=0.1)
+            for bias in (DistanceBias(x(12), 0), DistanceBias(x(12, 257), 128)):
+                attention.short_attention(*qkv, i(2), max_length=9, scale=0.1, bias=bias)
+                attention.flash_attention(*qkv, i(2), max_length=99, scale=0.1, bias=bias)
             options = {"max_length": 99, "scale": 0.1, "causal": True}
             attention.flash_attention(*qkv, i(2), i(2), **options, window=9, limits=i(1))
         else:
@@ -237,6 +242,8 @@ def launch_matmul_kernels() -> None:
     for _, tiling in experts.FP8_TILINGS[::2]:
         quantized = blocks(32, 512, 256), blocks(32, 256, 256)
         experts.run_experts(x(20, 256), x(20, 32), *quantized, **options, plan=tiling)
+    plain = {"chosen": 2, "normalize": False, "act": "gelu", "gated": False, "bias": x(256)}
+    experts.run_experts(x(20, 256), x(20, 8), x(8, 512, 256), x(8, 256, 512), **plain)
     experts.route(x(900, 128), 8, True, 16)
     gate_up._num_programs = lambda device: 132
     for act, half in (("gelu", torch.bfloat16), ("gelu_new", torch.float16), ("silu", torch.bfloat16)):

@@ -14,6 +14,7 @@ from penstock.kernels.attention import (
     write_kv_cache,
 )
 from penstock.layers import attention as layers
+from penstock.layers.distance_bias import DistanceBias, alibi_slopes
 from tests.layers.inputs import ordered_batch
 
 SMALL = FlashTiling(32, 16, 4, 2)
@@ -62,6 +63,27 @@ def test_a_row_sees_no_more_keys_than_its_limit(causal: bool, device: torch.devi
     expected = attention_reference(query, key, value, cu, **options)
     close(short_attention(query, key, value, cu, max_length=30, **options), expected)
     close(flash_attention(query, key, value, cu, max_length=30, tiles=SMALL, **options), expected)
+
+
+@pytest.mark.parametrize("reach", [0, 3, 40])
+def test_a_bias_by_distance_is_added_to_the_scores(reach: int, device: torch.device) -> None:
+    lengths = [4, 9, 30, 75]
+    query, key, value = projected(sum(lengths), 3, 3, 32, device)
+    values = torch.tensor(alibi_slopes(3)) if not reach else torch.randn(3, 2 * reach + 1)
+    cu, bias = ragged(lengths, device), DistanceBias(values.to(device), reach)
+    options = {"scale": 0.3, "bias": bias}
+    expected = attention_reference(query, key, value, cu, **options)
+    assert (expected - attention_reference(query, key, value, cu, scale=0.3)).abs().max() > 0.1
+    got = short_attention(query, key, value, cu[:4], max_length=30, **options)
+    close(got[:43], expected[:43])
+    close(flash_attention(query, key, value, cu, max_length=75, tiles=SMALL, **options), expected)
+    limits = torch.tensor([4, 5, 11, 70], dtype=torch.int32, device=device)
+    limited = attention_reference(query, key, value, cu, limits=limits, **options)
+    got = flash_attention(query, key, value, cu, max_length=75, tiles=SMALL, limits=limits, **options)
+    close(got, limited)
+    kind = layers.AttentionKind(scale=0.3, bias=bias)
+    if device.type == "cpu":
+        close(layers.attend(query, key, value, ordered_batch(lengths), kind), expected)
 
 
 def test_only_the_given_rows_are_written_and_empty_rows_are_allowed(device: torch.device) -> None:

@@ -95,14 +95,15 @@ def logits_of(case: Case) -> Tensor:
     return F.linear(case.x.float(), case.router.float())
 
 
-def expected_of(case: Case, chosen: int, normalize: bool, act: str = "silu") -> Tensor:
+def expected_of(case: Case, chosen: int, normalize: bool, act: str = "silu", *, gated: bool = True) -> Tensor:
     """What torch computes, one expert after the other."""
     shares, taken = route_reference(logits_of(case), chosen, normalize)
     out = torch.zeros_like(case.x, dtype=torch.float32)
     for expert in range(len(case.router)):
         token, nth = (taken == expert).nonzero(as_tuple=True)
         if len(token):
-            gate, up = _product(case.x[token], case.gate_up, expert, halves=2).chunk(2, dim=1)
+            both = _product(case.x[token], case.gate_up, expert, halves=2 if gated else 1)
+            gate, up = both.chunk(2, dim=1) if gated else (both, 1)
             said = _product(act_reference(gate, act) * up, case.down, expert)
             out.index_add_(0, token, said.float() * shares[token, nth, None])
     return out
@@ -234,6 +235,22 @@ def test_the_residual_is_added_and_results_are_reproducible(device: torch.device
     assert torch.equal(once, got_of(case, 3, True))
     together = got_of(case, 3, True, residual=residual.to(once.dtype))
     assert_near(together, (once + residual).float(), False)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts_without_a_gate_apply_the_activation_alone_and_the_bias_once(
+    fp8: bool, device: torch.device
+) -> None:
+    made = make(40, 8, 48, 24, device)  # its gate and up serve as one projection of twice the width
+    assert isinstance(made.gate_up, Tensor)
+    down = (draw(8, 48, 48, seed=4) * 48**-0.5).to(made.gate_up)
+    if fp8:
+        case = made._replace(gate_up=stack(made.gate_up, 1, device), down=stack(down, 1, device))
+    else:
+        case = made._replace(down=down)
+    bias = draw(48, seed=5).to(made.x)
+    got = got_of(case, 2, False, "gelu", gated=False, bias=bias)
+    assert_near(got, expected_of(case, 2, False, "gelu", gated=False) + bias.float(), fp8)
 
 
 def test_a_tokens_result_does_not_depend_on_its_neighbours(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.layers import attention
 from penstock.layers.attention import BIDIRECTIONAL, CAUSAL, AttentionKind, attend_fused
+from penstock.layers.distance_bias import DistanceBias
 from tests.layers.inputs import ordered_batch
 
 
@@ -50,6 +51,24 @@ def test_each_token_attends_to_its_own_row_only(lengths: list[int], heads: int, 
     qkv = torch.randn(sum(lengths), 3 * heads * dim, generator=torch.Generator().manual_seed(sum(lengths)))
     out = attend_fused(qkv, heads, ordered_batch(lengths))
     torch.testing.assert_close(out, by_rows(qkv, heads, lengths), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reach", [0, 5])
+def test_a_bias_by_distance_reaches_rows_of_any_length(reach: int) -> None:
+    """The longest is computed in parts."""
+    lengths, keys = [3, 9, 40, 600], [3, 4, 40, 550]
+    values = torch.linspace(-1, 1, 2 * (2 * reach + 1)).view(2, -1) if reach else torch.tensor([0.5, 0.1])
+    bias = DistanceBias(values, reach)
+    whole = {}
+    for length in lengths:
+        ahead = torch.arange(length)[None] - torch.arange(length)[:, None]
+        near = (
+            values[:, ahead.clamp(-reach, reach) + reach] if reach else -values[:, None, None] * ahead.abs()
+        )
+        whole[length] = near
+    qkv = torch.randn(sum(lengths), 3 * 16, generator=torch.Generator().manual_seed(1))
+    out = attend_fused(qkv, 2, ordered_batch(lengths, keys), AttentionKind(bias=bias))
+    torch.testing.assert_close(out, by_rows(qkv, 2, lengths, whole, keys), atol=1e-5, rtol=1e-5)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8))

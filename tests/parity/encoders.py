@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle
 from penstock.types import PoolingParams, Request, Task
 from tests.helpers import ints
+from tests.parity import jina_bert
 from tests.parity.reference import Vectors, randomise
 
 VOCABULARY = 120
@@ -55,13 +57,20 @@ class Case:
     options: Settings = field(default_factory=dict)
     rewrite: Callable[[Settings], Settings] = dict  # config.json
     rename: Callable[[Tensors], Tensors] = dict  # model.safetensors
+    extend: Callable[[nn.Module], None] = lambda model: None  # the reference, before it is saved
     adjust: Callable[[nn.Module], None] = lambda model: None  # the reference, where it lacks an option
     overrides: Settings = field(default_factory=dict)
+    config_name: str = ""  # where its class is not called as the model's
+
+    @property
+    def config_class(self) -> str:
+        return f"{self.config_name or self.name}Config"
 
     def write(self, folder: Path, kind: str = "Model", scale: float = 0.2) -> nn.Module:
         """The checkpoint, with weights of about `scale`; returns the reference to compare with."""
-        config = getattr(transformers, f"{self.name}Config")(**(SIZES | self.options))
+        config = getattr(transformers, self.config_class)(**(SIZES | self.options))
         model: Any = getattr(transformers, f"{self.name}{kind}")(config).eval()
+        self.extend(model)
         randomise(model, seed=1)
         for parameter in model.parameters():
             parameter.data *= scale / 0.2 if parameter.dim() > 1 else 1
@@ -238,6 +247,72 @@ def _plain_nomic(config: Settings) -> Settings:
     return _original_nomic(config) | own | biases | {"layer_norm_epsilon": 1e-5, "rotary_emb_base": 20_000}
 
 
+class NomicExperts(nn.Module):
+    """The feed-forward block of nomic-embed-text-v2-moe: softmax over all experts, the best two of them
+    without another normalisation, one bias after the sum."""
+
+    def __init__(self, hidden: int = 64, inner: int = 96, experts: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Module()
+        self.router.layer = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.Module()
+        self.experts.mlp = nn.Module()
+        self.experts.mlp.w1 = nn.Parameter(torch.empty(experts * inner, hidden))
+        self.experts.mlp.w2 = nn.Parameter(torch.empty(experts * inner, hidden))
+        self.experts.bias = nn.Parameter(torch.empty(hidden))
+        self.shape = (experts, inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        odds = self.router.layer(x).softmax(dim=-1, dtype=torch.float32)
+        best, chosen = odds.topk(2, dim=-1)
+        shares = torch.zeros_like(odds).scatter(-1, chosen, best).to(x.dtype)  # [..., experts]
+        up, down = (getattr(self.experts.mlp, name).view(self.shape) for name in ("w1", "w2"))
+        inner = torch.nn.functional.gelu(torch.einsum("...h,eih->...ei", x, up))
+        return torch.einsum("...ei,eih,...e->...h", inner, down, shares) + self.experts.bias
+
+
+def _add_experts(model: nn.Module) -> None:
+    """In every second layer, from the second on."""
+    for layer in list(model.layers)[1::2]:  # type: ignore[arg-type]
+        layer.mlp = NomicExperts()
+
+
+def _moe_nomic(config: Settings) -> Settings:
+    experts = {"num_experts": 8, "moe_every_n_layers": 2, "moe_top_k": 2, "moe_impl": "megablocks"}
+    off = {"num_shared_experts": 0, "expert_choice_router": False, "moe_normalize_expert_weights": False}
+    return _plain_nomic(config) | experts | off | {"ffn_div": 1}
+
+
+def _jina_bert(config: Settings, kind: str = "geglu") -> Settings:
+    """model_type stays that of BERT."""
+    name = "Jina" + config["architectures"][0]
+    alibi = {"position_embedding_type": "alibi", "feed_forward_type": kind, "emb_pooler": "mean"}
+    return config | alibi | {"architectures": [name], "attn_implementation": "torch"}
+
+
+def _jina_case(heads: int, kind: str = "geglu", **options: bool) -> Case:
+    return Case(
+        "Bert",
+        {"num_attention_heads": heads, "hidden_size": 8 * heads},
+        rewrite=partial(_jina_bert, kind=kind),
+        extend=partial(jina_bert.install, **options),
+        rename=jina_bert.drop_positions,
+        adjust=jina_bert.zero_positions,
+    )
+
+
+def _t5(config: Settings) -> Settings:
+    """Without the sizes of other families, which T5's configuration would keep."""
+    others = ("intermediate_size", "max_position_embeddings", "hidden_size", "num_hidden_layers")
+    kept = {name: value for name, value in config.items() if name not in (*others, "num_attention_heads")}
+    return kept | {"n_positions": 512}  # in older files; nothing reads it
+
+
+def _t5_case(name: str, **options: Any) -> Case:
+    sizes = {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 3, "num_heads": 4}
+    return Case(f"{name}Encoder", sizes | options, rewrite=_t5, config_name=name)
+
+
 def _absolute(config: Settings) -> Settings:
     return config | {"use_flash_attn": True, "position_embedding_type": "absolute"}
 
@@ -351,6 +426,11 @@ CASES: dict[str, Case] = {
     "gte-port-names": Case("Gte", {"type_vocab_size": 0}, rename=_port_names(**_GTE_PORT)),
     "jina": Case("JinaEmbeddingsV3"),
     "jina-flash": Case("JinaEmbeddingsV3", rewrite=_flash, rename=_parametrised),
+    "jina-bert": _jina_case(6),
+    "jina-bert-code": _jina_case(8, code=True),
+    "electra": Case("Electra", {"embedding_size": 48}),
+    "albert": Case("Albert", {"embedding_size": 48, "num_hidden_groups": 2, "inner_group_num": 2}),
+    "ernie": Case("Ernie", {"use_task_id": True, "task_type_vocab_size": 3}),
     "deberta-v3": Case("DebertaV2", _DEBERTA_V3),
     "deberta-v2": Case(
         "DebertaV2",
@@ -382,7 +462,18 @@ BACKBONES: dict[str, Case] = {
         rewrite=_plain_nomic,
         rename=lambda tensors: {name.replace("mixer", "attn"): tensors[name] for name in tensors},
     ),
+    "nomic-moe": Case(
+        "JinaEmbeddingsV3",
+        rewrite=_moe_nomic,
+        rename=lambda tensors: {name.replace("mixer", "attn"): tensors[name] for name in tensors},
+        extend=_add_experts,
+    ),
+    "t5": _t5_case("T5", relative_attention_num_buckets=16, relative_attention_max_distance=64),
+    "t5-gated": _t5_case("T5", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "mt5": _t5_case("MT5"),
     "flash-absolute": Case("XLMRoberta", {"type_vocab_size": 1}, rewrite=_absolute, rename=_flash_names),
+    "jina-bert-plain": _jina_case(6, "original", gated=False),
+    "electra-wide": Case("Electra", {"embedding_size": 64}),
     "deberta-no-distances": Case("DebertaV2", {"type_vocab_size": 2, "pos_att_type": ["c2p"]}),
 }
 ADAPTED = Case(

@@ -175,8 +175,14 @@ _ENCODERS = {
     "gte-unpacked": "new",
     "jina": "jina_embeddings_v3",
     "jina-flash": "xlm-roberta",
+    "jina-bert": "JinaBert",
     "flash": "xlm-roberta",
     "deberta": "deberta-v2",
+    "albert": "albert",
+    "electra": "electra",
+    "ernie": "ernie",
+    "t5": "t5",
+    "mt5": "mt5",
 }
 
 

