@@ -111,12 +111,13 @@ class ReadKeys(dict[str, Any]):
         self.read.add(str(key))
         return super().__contains__(key)
 
-    def unknown(self) -> dict[str, Any]:
+    def unknown(self, family: Family) -> dict[str, Any]:
         """Keys that nothing read, that are turned on, and that are not known to be harmless."""
+        known = self.read | _KNOWN | set(_UNUSED_BY_FAMILY.get(family.name, "").split())
         return {
             key: value
             for key, value in self.items()
-            if value and key not in self.read and key not in _KNOWN and not key.startswith("_")
+            if value and key not in known and not key.startswith("_")
         }
 
 
@@ -125,7 +126,7 @@ _READ_ELSEWHERE = """
 add_cross_attention architectures auto_map classifier_from_token eos_token_id final_logit_softcapping
 id2label is_causal is_decoder is_original_qwen3_reranker label2id lora_adaptations lora_alpha lora_rank
 max_trained_positions model_type num_labels pad_token_id pooling problem_type pruned_heads
-quantization_config sbert_ce_default_activation_function score_template sentence_transformers
+load_trained_adapters lora_prompts quantization_config sbert_ce_default_activation_function score_template sentence_transformers
 type_vocab_size use_bidirectional_attention vocab_size
 """
 # A missing or superfluous tensor shows these: no weight of the kind is left unread.
@@ -136,7 +137,7 @@ tie_encoder_decoder tie_weights_ tie_word_embeddings use_qk_norm
 # Of training, of generation's defaults, of libraries, of token ids, and names for sizes that are given twice.
 _HARMLESS = """
 attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout
-classifier_dropout_prob cls_dropout dropout embd_pdrop embedding_dropout hidden_dropout
+classifier_dropout_prob cls_dropout dropout dropout_rate embd_pdrop embedding_dropout hidden_dropout
 hidden_dropout_prob lora_dropout_p mlp_dropout pooler_dropout qa_dropout resid_pdrop seq_classif_dropout
 summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels summary_type
 summary_use_proj
@@ -149,8 +150,8 @@ do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_p
 forced_bos_token_id forced_eos_token_id length_penalty mask_token_id max_length min_length
 no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values
 repetition_penalty sep_token_id suppress_tokens top_k top_p typical_p unk_token_id
-attn_implementation chunk_size_feed_forward dtype is_encoder_decoder is_llama_config language
-matryoshka_dimensions output_attentions output_hidden_states output_past output_scores prefix
+attn_implementation classifier_pooling clf_pooling chunk_size_feed_forward dtype is_encoder_decoder is_llama_config language
+matryoshka_dimensions model_max_length moe_impl output_attentions output_hidden_states output_past output_scores prefix
 pretraining_tp reference_compile return_dict return_dict_in_generate task_specific_params
 tf_legacy_loss tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
 truncate_dim unpad_inputs use_bfloat16 use_cache use_flash_attn use_memory_efficient_attention
@@ -159,4 +160,10 @@ max_position_embeddings n_ctx original_max_position_embeddings pooler_fc_size po
 pooler_hidden_act pooler_num_fc_layers pooler_size_per_head pooler_type position_embedding_type sliding_window
 max_window_layers rope_theta sliding_window_pattern use_sliding_window
 """
+# Keys that a family's own code does not read either, though others' code does.
+_UNUSED_BY_FAMILY = {
+    "JinaBert": "hidden_act",  # feed_forward_type names the activation
+    "mt5": "n_positions num_decoder_layers",
+    "t5": "n_positions num_decoder_layers",
+}
 _KNOWN = frozenset((_READ_ELSEWHERE + _SHOWN_BY_TENSORS + _HARMLESS).split())

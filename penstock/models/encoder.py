@@ -306,7 +306,7 @@ def electra(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 def albert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     """Each group of layers is repeated, and may itself have several."""
     act = config.get("hidden_act", "gelu_new")
-    shape = _bert_shape({**config, "hidden_act": act}, first_position=0, names=ALBERT_NAMES)
+    shape = replace(_bert_shape(config, first_position=0, names=ALBERT_NAMES), act=act)
     groups, inner = config.get("num_hidden_groups", 1), config.get("inner_group_num", 1)
     names = [
         ALBERT_NAMES.layer.format(int(i / (shape.layers / groups)), j)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.checkpoint.families import find_architecture
+from penstock.checkpoint.families import Architecture, find_architecture
 from penstock.checkpoint.files import first_names, shown
 from penstock.checkpoint.keys import ReadKeys
 from penstock.checkpoint.quantization import stored_format
@@ -95,7 +95,7 @@ def build_model(
         heads.add_language_head(model, build, config)
     unused = build.weights.check_all_read((*model.ignored_tensors, *unread))
     harmless = (*_BUFFERS, *unread, *(("lm_head.",) if config.get("tie_word_embeddings") else ()))
-    _report(architecture, [name for name in unused if not any(mark in name for mark in harmless)], config)
+    _report(found, [name for name in unused if not any(mark in name for mark in harmless)], config)
     return model
 
 
@@ -103,15 +103,15 @@ def build_model(
 _BUFFERS = ("position_ids", "inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-def _report(architecture: str, unused: Sequence[str], config: ReadKeys) -> None:
+def _report(architecture: Architecture, unused: Sequence[str], config: ReadKeys) -> None:
     """Warn of tensors and keys that take no part in what the model computes."""
     if unused:
         words = "tensor of the checkpoint is" if len(unused) == 1 else "tensors of the checkpoint are"
-        log.warning("%d %s not used by %s: %s", len(unused), words, architecture, first_names(unused))
-    if unknown := config.unknown():
+        log.warning("%d %s not used by %s: %s", len(unused), words, architecture.name, first_names(unused))
+    if unknown := config.unknown(architecture.family):
         log.warning(
             "config.json has keys that Penstock does not know: %s. If one of them changes what %s computes, "
             "its answers are wrong; compare them with penstock verify",
             ", ".join(f"{key} = {shown(value)}" for key, value in unknown.items()),
-            architecture,
+            architecture.name,
         )
