@@ -43,8 +43,8 @@ class ConfigKeys:
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
     head_dim: tuple[str, ...] = ()  # of a family whose heads have a size of their own under this key
+    output_size: tuple[str, ...] = ()  # of the last hidden states, where it is not hidden_size
     trained_positions: str | None = None  # limits the positions of a model with `rotary_scaling_factor`
-    projected_size: str | None = None  # width of the states of a model that projects them; None: hidden_size
 
 
 # For architectures that only transformers knows.
@@ -93,6 +93,8 @@ class Family:
     has_own_pooling: bool = False  # its published code pools, whatever modules.json lists
     is_listwise: bool = False  # scores a whole list of documents in one row
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
+    nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that text_config leaves out
+    why_whole_rows: str | None = None  # why a row runs in one step, and is not continued; None: it may not
     generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
 
     def is_causal(self, config: Mapping[str, Any]) -> bool:
@@ -154,7 +156,26 @@ _T5: dict[str, Any] = {
     "max_row_length": 1 << 15,
     "trained_row_length": 512,
 }
+_EMBEDDING_GEMMA2 = "embedding_gemma2:embedding_gemma2"
+_BOTH_WAYS: dict[str, Any] = {  # a backbone without heads
+    "attends_both_ways": True,
+    "heads": frozenset(),
+    "default_head_dim": 256,
+    "keys": ConfigKeys(output_size=("embedding_dim",)),
+}
 _GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
+_GEMMA3_TOWER: dict[str, Any] = {  # what transformers assumes; published files leave much of it out
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
+_LFM2: dict[str, Any] = {
+    "heads": frozenset(),
+    "keys": ConfigKeys(intermediate_size=("block_ff_dim", "intermediate_size")),
+    "why_whole_rows": "the state of its convolutions is not kept between steps",
+}
 _QWEN3: dict[str, Any] = {
     "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
     "default_head_dim": 128,
@@ -168,9 +189,21 @@ _RECORDS = (
     _decoder("eurobert", "EuroBert", "eurobert:eurobert", attends_both_ways=True, heads=_ENCODER_HEADS),
     _encoder("electra", "Electra", "encoder:electra", default_num_segments=2),
     _encoder("ernie", "Ernie", "encoder:bert", default_num_segments=2),
+    _decoder("embedding_gemma2", "EmbeddingGemma2", _EMBEDDING_GEMMA2, is_nested=True, **_BOTH_WAYS),
+    _decoder("embedding_gemma2_text", "EmbeddingGemma2Text", _EMBEDDING_GEMMA2, **_BOTH_WAYS),
+    _decoder("exaone4", "Exaone4", "decoder:exaone4"),
     _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
     _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
     _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),
+    _decoder(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3ForConditionalGeneration",
+        "decoder:gemma3_tower",
+        is_nested=True,
+        nested_defaults=_GEMMA3_TOWER,
+        generates_by_default=True,
+        **_GEMMA,
+    ),
     _decoder("gemma3_text", "Gemma3Text", "decoder:gemma3", **_GEMMA),
     _decoder(
         "GritLM",
@@ -181,6 +214,7 @@ _RECORDS = (
         embed_mark=_GRITLM_MARK,
         instruction_template="<|user|>\n{instruction}\n" + _GRITLM_MARK,
     ),
+    _decoder("gpt_oss", "GptOss", "decoder:gpt_oss", default_head_dim=64),
     _decoder(
         "gpt2",
         "GPT2",
@@ -191,6 +225,7 @@ _RECORDS = (
     ),
     _encoder("GLiClass", "GLiClass", "gliclass:gliclass", heads=frozenset({Task.ZERO_SHOT})),
     _encoder("gliner", "GLiNER", "gliner:gliner", heads=frozenset({Task.ENTITIES})),
+    _decoder("granite", "Granite", "decoder:granite", heads=frozenset({Task.GENERATE})),
     _encoder("gte", "Gte", "gte:gte", has_rotary_positions=True),
     _decoder(
         "JinaForRanking",
@@ -213,6 +248,8 @@ _RECORDS = (
         heads=frozenset(),
         pooling="last",
     ),
+    _decoder("lfm2", "Lfm2", "lfm2:lfm2", **_LFM2),
+    _decoder("lfm2_bidirectional", "Lfm2Bidirectional", "lfm2:lfm2", attends_both_ways=True, **_LFM2),
     _decoder("llama", "Llama", "decoder:llama"),
     _decoder(
         "llama_bidirec",
@@ -223,6 +260,13 @@ _RECORDS = (
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
     _decoder("ministral3", "Ministral3", "decoder:ministral3", default_head_dim=128),
+    _decoder(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "decoder:mistral3_tower",
+        is_nested=True,
+        generates_by_default=True,
+    ),
     _decoder("mistral", "Mistral", "decoder:mistral", score_prompts=("ctxl-rerank-v2",)),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
@@ -239,6 +283,16 @@ _RECORDS = (
         pools_prompt=False,
         appends_eos=True,
         instruction_template="Instruct: {instruction}\nQuery: ",
+    ),
+    _decoder("olmo2", "Olmo2", "decoder:olmo"),
+    _decoder("olmo3", "Olmo3", "decoder:olmo"),
+    _decoder(
+        "openai_privacy_filter",
+        "OpenAIPrivacyFilter",
+        "decoder:privacy_filter",
+        attends_both_ways=True,
+        heads=frozenset({Task.TOKEN_CLASSIFY}),
+        default_head_dim=64,
     ),
     _decoder("phi3", "Phi3", "decoder:phi3"),
     _decoder(
@@ -259,10 +313,11 @@ _RECORDS = (
         "VoyageQwen3BidirectionalEmbed",
         "decoder:voyage",
         attends_both_ways=True,
-        keys=ConfigKeys(projected_size="num_labels"),
+        keys=ConfigKeys(output_size=("num_labels",)),
         heads=frozenset(),
         default_head_dim=128,
     ),
+    _decoder("smollm3", "SmolLM3", "decoder:smollm3"),
     _encoder(
         "xlm-roberta",
         "XLMRoberta",
@@ -341,8 +396,9 @@ def text_tower(architecture: Architecture, file: Path, config: dict[str, Any]) -
     if not isinstance(nested, dict):
         raise ModelLoadError(f"{file} has text_config = {nested!r}; it has to be an object", param="model")
     outer = {key: value for key, value in config.items() if key != "text_config"}
-    named = {key: config[key] for key in ("architectures", "model_type") if key in config}
-    return outer | nested | named
+    named: dict[str, Any] = {key: config[key] for key in ("architectures", "model_type") if key in config}
+    named["text_model_type"] = nested.get("model_type")
+    return {**architecture.family.nested_defaults, **outer, **nested, **named}
 
 
 def find_architecture(name: str, config: Mapping[str, Any]) -> Architecture:

@@ -28,6 +28,8 @@ def why_not_generate(folder: Path, architecture: Architecture, config: Mapping[s
     """Why a checkpoint cannot generate; None if it can."""
     if config.get("tie_word_embeddings") is False and not _has_head(folder):
         return f"the checkpoint has no {_HEAD}, and tie_word_embeddings is false"
+    if (why := architecture.family.why_whole_rows) is not None:
+        return f"{architecture.name} cannot: {why}"
     if not architecture.has_language_head:
         return f"{architecture.name} has no language-model head"
     if not architecture.family.is_causal(config) and not architecture.family.generates_by_default:
@@ -39,7 +41,7 @@ def _has_head(folder: Path) -> bool:
     """Some checkpoints are saved without the head of their architecture. Without weights, assume it."""
     for kind in ("model.safetensors", "pytorch_model.bin"):
         if (where := optional_json(folder / f"{kind}.index.json").get("weight_map")) is not None:
-            return any(head in where for head in _HEADS)
+            return any(name.endswith(_HEADS) for name in where)
         if (folder / kind).is_file():
             return _may_hold(folder / kind)
     return True
@@ -51,4 +53,4 @@ def _may_hold(file: Path) -> bool:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = opened.read(min(size, _MAX_HEADER_BYTES))
-        return any(f'"{head}"'.encode() in header for head in _HEADS)
+        return any(f'{head}"'.encode() in header for head in _HEADS)

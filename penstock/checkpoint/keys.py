@@ -19,7 +19,7 @@ Accepted = Mapping[str, tuple[Any, ...]]  # the values of a key that are compute
 _ANY: Accepted = {"pruned_heads": ({}, []), "add_cross_attention": (False,)}
 _ENCODER: Accepted = {"is_decoder": (False,), "is_causal": (False,)}
 _CAUSAL: Accepted = {"use_bidirectional_attention": (False,)}  # transformers does not read it for these
-_UNCAPPED: Accepted = {"final_logit_softcapping": ()}
+_PLAIN_LOGITS: Accepted = {"final_logit_softcapping": (), "logits_scaling": (1,)}
 _BY_FAMILY: dict[str, Accepted] = {
     # Both are constants in transformers, whatever config.json says.
     "mpnet": {"pad_token_id": (1,), "relative_attention_num_buckets": (32,)},
@@ -27,17 +27,17 @@ _BY_FAMILY: dict[str, Accepted] = {
     "gemma": {
         "hidden_act": ("gelu", "gelu_pytorch_tanh"),
         "hidden_activation": ("gelu_pytorch_tanh",),
-        **_UNCAPPED,
+        **_PLAIN_LOGITS,
     },
-    "gemma2": _CAUSAL,
-    "gpt2": {**_CAUSAL, **_UNCAPPED},
-    "llama": {**_CAUSAL, **_UNCAPPED},
-    "ministral": {**_CAUSAL, **_UNCAPPED},
-    "mistral": {**_CAUSAL, **_UNCAPPED},
-    "phi3": {**_CAUSAL, **_UNCAPPED},
-    "qwen2": {**_CAUSAL, **_UNCAPPED},
-    "qwen3": {**_CAUSAL, **_UNCAPPED},
-    "qwen3_moe": {**_CAUSAL, **_UNCAPPED, "use_sliding_window": (False,)},
+    "gemma2": {**_CAUSAL, "logits_scaling": (1,)},
+    "gpt2": {**_CAUSAL, **_PLAIN_LOGITS},
+    "llama": {**_CAUSAL, **_PLAIN_LOGITS},
+    "ministral": {**_CAUSAL, **_PLAIN_LOGITS},
+    "mistral": {**_CAUSAL, **_PLAIN_LOGITS},
+    "phi3": {**_CAUSAL, **_PLAIN_LOGITS},
+    "qwen2": {**_CAUSAL, **_PLAIN_LOGITS},
+    "qwen3": {**_CAUSAL, **_PLAIN_LOGITS},
+    "qwen3_moe": {**_CAUSAL, **_PLAIN_LOGITS, "use_sliding_window": (False,)},
 }
 # All layers of these attend alike in transformers, which ignores layer_types.
 _UNIFORM_FAMILIES = {"llama": "full_attention", "llama_bidirec": "full_attention", "gemma": "full_attention"}
@@ -123,16 +123,16 @@ class ReadKeys(dict[str, Any]):
 
 # Read elsewhere: by the checkpoint's own modules, or refused above at other values.
 _READ_ELSEWHERE = """
-add_cross_attention architectures auto_map classifier_from_token eos_token_id final_logit_softcapping
-id2label is_causal is_decoder is_original_qwen3_reranker label2id lora_adaptations lora_alpha lora_rank
-max_trained_positions model_type num_labels pad_token_id pooling problem_type pruned_heads
-load_trained_adapters lora_prompts quantization_config sbert_ce_default_activation_function score_template sentence_transformers
-type_vocab_size use_bidirectional_attention vocab_size
+text_model_type add_cross_attention architectures auto_map classifier_from_token eos_token_id
+final_logit_softcapping id2label is_causal is_decoder is_original_qwen3_reranker label2id lora_adaptations
+lora_alpha lora_rank max_trained_positions model_type num_labels pad_token_id pooling problem_type
+pruned_heads load_trained_adapters lora_prompts quantization_config sbert_ce_default_activation_function
+score_template sentence_transformers type_vocab_size use_bidirectional_attention vocab_size
 """
 # A missing or superfluous tensor shows these: no weight of the kind is left unread.
 _SHOWN_BY_TENSORS = """
-attention_bias classifier_bias decoder_bias lm_head_bias mlp_bias norm_bias qkv_bias
-tie_encoder_decoder tie_weights_ tie_word_embeddings use_qk_norm
+attention_bias classifier_bias decoder_bias lm_head_bias mlp_bias norm_bias qkv_bias tie_encoder_decoder
+tie_weights_ tie_word_embeddings use_qk_norm
 """
 # Of training, of generation's defaults, of libraries, of token ids, and names for sizes that are given twice.
 _HARMLESS = """
@@ -140,30 +140,30 @@ attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifie
 classifier_dropout_prob cls_dropout dropout dropout_rate embd_pdrop embedding_dropout hidden_dropout
 hidden_dropout_prob lora_dropout_p mlp_dropout pooler_dropout qa_dropout resid_pdrop seq_classif_dropout
 summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels summary_type
-summary_use_proj
-deterministic_flash_attn finetuning_task fused_bias_fc fused_dropout_add_ln gradient_checkpointing
-initializer_cutoff_factor initializer_factor initializer_range output_router_logits
-repad_logits_with_grad router_aux_loss_coef sparse_pred_ignore_index sparse_prediction
-sinusoidal_pos_embds use_xentropy
-bad_words_ids begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id diversity_penalty
-do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+summary_use_proj deterministic_flash_attn finetuning_task fused_bias_fc fused_dropout_add_ln
+gradient_checkpointing initializer_cutoff_factor initializer_factor initializer_range output_router_logits
+repad_logits_with_grad router_aux_loss_coef sparse_pred_ignore_index sparse_prediction sinusoidal_pos_embds
+use_xentropy bad_words_ids begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id
+diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
 forced_bos_token_id forced_eos_token_id length_penalty mask_token_id max_length min_length
-no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values
-repetition_penalty sep_token_id suppress_tokens top_k top_p typical_p unk_token_id
-attn_implementation classifier_pooling clf_pooling chunk_size_feed_forward dtype is_encoder_decoder is_llama_config language
-matryoshka_dimensions model_max_length moe_impl output_attentions output_hidden_states output_past output_scores prefix
-pretraining_tp reference_compile return_dict return_dict_in_generate task_specific_params
-tf_legacy_loss tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
-truncate_dim unpad_inputs use_bfloat16 use_cache use_flash_attn use_memory_efficient_attention
-cache_implementation dense_seq_output directionality layer_norm_eps logn_attention_clip1
-max_position_embeddings n_ctx original_max_position_embeddings pooler_fc_size pooler_num_attention_heads
-pooler_hidden_act pooler_num_fc_layers pooler_size_per_head pooler_type position_embedding_type sliding_window
+no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty
+sep_token_id suppress_tokens top_k top_p typical_p unk_token_id attn_implementation classifier_pooling
+clf_pooling chunk_size_feed_forward dtype is_encoder_decoder is_llama_config language matryoshka_dimensions
+model_max_length moe_impl output_attentions output_hidden_states output_past output_scores prefix
+pretraining_tp reference_compile return_dict return_dict_in_generate task_specific_params tf_legacy_loss
+tokenizer_class torch_dtype torchscript transformers.js_config transformers_version truncate_dim
+unpad_inputs use_bfloat16 use_cache use_flash_attn use_memory_efficient_attention cache_implementation
+dense_seq_output directionality layer_norm_eps logn_attention_clip1 max_position_embeddings n_ctx
+original_max_position_embeddings pooler_fc_size pooler_num_attention_heads pooler_hidden_act
+pooler_num_fc_layers pooler_size_per_head pooler_type position_embedding_type sliding_window
 max_window_layers rope_theta sliding_window_pattern use_sliding_window
 """
 # Keys that a family's own code does not read either, though others' code does.
 _UNUSED_BY_FAMILY = {
+    "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",
     "JinaBert": "hidden_act",  # feed_forward_type names the activation
     "mt5": "n_positions num_decoder_layers",
+    "nvembed": "add_pad_token padding_side",  # rows are never padded
     "t5": "n_positions num_decoder_layers",
 }
 _KNOWN = frozenset((_READ_ELSEWHERE + _SHOWN_BY_TENSORS + _HARMLESS).split())

@@ -57,6 +57,10 @@ _INTEGERS: dict[str, _Range] = {
     "n_head": _HEADS,
     "num_key_value_heads": _Range(1, 1024),
     "head_dim": _Range(1, 1024),
+    "global_head_dim": _Range(1, 1024),
+    "num_global_key_value_heads": _Range(1, 1024),
+    "hidden_size_per_layer_input": _Range(1, 1 << 16),
+    "embedding_dim": _Range(1, 1 << 16),
     "intermediate_size": _INNER,
     "hidden_dim": _INNER,
     "n_inner": _INNER,
@@ -76,9 +80,10 @@ _INTEGERS: dict[str, _Range] = {
     "max_trained_positions": _POSITIONS,
     "original_max_position_embeddings": _POSITIONS,
     "sliding_window": _Range(0, 1 << 24),
-    "sliding_window_pattern": _Range(1, 1024),
+    "sliding_window_pattern": _Range(0, 1024),
     "_sliding_window_pattern": _Range(1, 1024),
     "max_window_layers": _Range(0, 1 << 16),
+    "no_rope_layer_interval": _Range(1, 1024),
     "local_attention": _Range(2, 1 << 24, False),
     "global_attn_every_n_layers": _Range(1, 1024, False),
     "relative_attention_num_buckets": _Range(4, 1 << 16, False),
@@ -90,6 +95,9 @@ _INTEGERS: dict[str, _Range] = {
     "num_hidden_groups": _Range(1, 1024, False),
     "inner_group_num": _Range(1, 64, False),
     "task_type_vocab_size": _Range(1, 1 << 16),
+    "conv_L_cache": _Range(1, 1023),
+    "block_ff_dim": _INNER,
+    "block_multiple_of": _Range(1, 1 << 20),
     "num_labels": _Range(0, 1 << 20),
     "lora_rank": _Range(1, 1 << 16),
 }
@@ -109,6 +117,13 @@ _NUMBERS: dict[str, _Number] = {
     "attn_logit_softcapping": _POSITIVE,
     "final_logit_softcapping": _POSITIVE,
     "temperature": _POSITIVE,
+    "embedding_multiplier": _POSITIVE,
+    "attention_multiplier": _POSITIVE,
+    "residual_multiplier": _POSITIVE,
+    "logits_scaling": _POSITIVE,
+    "swiglu_alpha": _POSITIVE,
+    "swiglu_limit": _POSITIVE,
+    "block_ffn_dim_multiplier": _POSITIVE,
     "lora_alpha": _POSITIVE,
 }
 _ROPE_FACTORS = (
@@ -134,8 +149,22 @@ _TEXTS = (
     "feed_forward_type",
     "pooler_hidden_act",
 )
-_LISTS = ("layer_types", "mlp_only_layers", "lora_adaptations", "task_names")
-_OBJECTS = ("id2label", "label2id", "auto_map", "quantization_config", "compression_config")
+_LISTS = (
+    "layer_types",
+    "no_rope_layers",
+    "full_attn_idxs",
+    "mlp_only_layers",
+    "lora_adaptations",
+    "task_names",
+)
+_OBJECTS = (
+    "per_layer_config",
+    "id2label",
+    "label2id",
+    "auto_map",
+    "quantization_config",
+    "compression_config",
+)
 _MAX_NESTED_ROPES = 8  # layer types with rotary options of their own
 
 

@@ -133,6 +133,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return f"{self.architecture} is not causal: a token's state depends on later tokens"
         if Task.SPARSE in self.tasks:
             return "sparse weights need the whole row in one step"
+        if (why := find_architecture(self.architecture, self.config).family.why_whole_rows) is not None:
+            return f"{self.architecture} runs a row in one step: {why}"
+        if self.late is not None:
+            return "late interaction needs the whole row in one step"
         if self.pooling.methods in (("last",), ("mean",), ("mean_sqrt_len",)):
             return None
         return f"{' + '.join(self.pooling.methods)} pooling needs the whole row in one step"
@@ -260,8 +264,8 @@ def read_spec(
     else:
         check_any_sizes(config_file, architecture, config)
     hidden_size = files.integer(*family.keys.hidden_size)
-    width = hidden_size if family.keys.projected_size is None else files.integer(family.keys.projected_size)
-    late = read_late(files, architecture, hidden_size)
+    width = files.integer(*family.keys.output_size, *family.keys.hidden_size)
+    late = read_late(files, architecture, width)
     pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
     sparse = read_sparse(files, architecture, pooler)
     identity = read_identity(folder, name, config)
@@ -278,8 +282,6 @@ def read_spec(
             "later ones; set is_causal to true or false with --hf-overrides",
             param="model",
         )
-    if late is not None and is_causal:
-        raise ModelLoadError(f"late interaction is not supported on {architecture.name}, which is causal")
     if query_route is not None and (sparse is None or sparse.kind != "splade"):
         raise ModelLoadError(
             f"{folder} sends queries through SparseStaticEmbedding, but documents through no SpladePooling, "

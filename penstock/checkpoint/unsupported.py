@@ -48,6 +48,16 @@ _KINDS = (
         "it is a GLiNER2 model; of this kind, GLiNER (gliner_config.json) and GLiClass models are read",
     ),
     _Kind(
+        re.compile(r"Gemma3n|Gemma4"),
+        "some of its layers reuse the keys and values of others, which the KV cache does not know",
+    ),
+    _Kind(
+        re.compile(r"ForGuardModel"),
+        "it labels each token by four heads, two for queries and two for responses, which no task here tells "
+        "apart; Qwen3Guard-Gen is supported",
+    ),
+    _Kind(re.compile(r"Lfm2Moe"), "its short convolutions with experts are not known"),
+    _Kind(
         re.compile(r"ForQuestionAnswering|ForMultipleChoice|ForNextSentencePrediction|DoubleHeadsModel"),
         "its head answers a task that Penstock does not have",
     ),

@@ -55,7 +55,9 @@ def _num_warps_for_row(block: int, dim: int) -> int:
 def flash_tiling_for(dim: int) -> FlashTiling:
     if dim <= 128:
         return FlashTiling(64, 64, 4, 3)
-    return FlashTiling(64, 32, 4, 2)
+    if dim <= 256:
+        return FlashTiling(64, 32, 4, 2)
+    return FlashTiling(32, 32, 8, 1)
 
 
 _Strides = tuple[int, ...]
@@ -79,6 +81,7 @@ def attention_reference(
     window: int | None = None,  # how far a token sees in each direction
     limits: Tensor | None = None,  # int32 [rows], leading keys that the row's tokens see; None: all
     bias: BiasByDistance | None = None,
+    sinks: Tensor | None = None,  # fp32 [heads], a score without a value for each head
 ) -> Tensor:
     """Attention of each row, computed in fp32. [tokens, heads · dim]"""
     cu_keys = cu_lengths if cu_keys is None else cu_keys
@@ -104,7 +107,10 @@ def attention_reference(
         elif bias is not None:
             scores += bias.values[:, ahead.clamp(-bias.reach, bias.reach) + bias.reach]
         scores = scores.masked_fill(~visible, float("-inf"))
-        out[mine] = (scores.softmax(dim=-1) @ v).transpose(0, 1).to(query.dtype)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :count]
+        out[mine] = (weights @ v).transpose(0, 1).to(query.dtype)
     return out.flatten(1)
 
 
@@ -320,6 +326,7 @@ def _flash(
     old_value: tl.tensor,
     slots: tl.tensor,
     bias: tl.tensor,
+    sinks: tl.tensor,
     tiles: tl.tensor,
     scale: tl.tensor,
     QUERY_STRIDE: tl.constexpr,
@@ -337,6 +344,7 @@ def _flash(
     PAGED: tl.constexpr,
     OLD_STRIDE: tl.constexpr,
     REACH: tl.constexpr,  # of the bias; -1: there is none
+    SINKS: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     head = program % HEADS
@@ -362,6 +370,9 @@ def _flash(
     value += (head // GROUP) * DIM
     largest = tl.full([QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if SINKS:  # a key without a value comes first
+        largest = tl.full([QUERIES], 0.0, tl.float32) + tl.load(sinks + head) * 1.4426950408889634
+        total = tl.full([QUERIES], 1.0, tl.float32)
     context = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
     if PAGED:  # first the cached keys, all of which come before the queries
         old_key += (head // GROUP) * DIM
@@ -437,10 +448,12 @@ def _bound_flash(
     tiles: FlashTiling | None,
     has_earlier_keys: bool,
     reach: int | None,
+    has_sinks: bool,
 ) -> tuple[Callable[..., Any], int]:
     """The bound kernel, and the number of queries that one of its programs holds."""
     given = 5 + has_earlier_keys + limited
     cached = (1, 2, 4) if cached_stride is None else (given, given + 1, given + 2)
+    next_given = given + (0 if cached_stride is None else 3)
     _check_head_strides(dim, query, key, value)
     chosen = flash_tiling_for(dim) if tiles is None else tiles
     launch = bind(
@@ -450,7 +463,8 @@ def _bound_flash(
             5 if has_earlier_keys else 4,
             given - 1 if limited else 4,
             *cached,
-            4 if reach is None else given + (0 if cached_stride is None else 3),
+            4 if reach is None else next_given,
+            4 if not has_sinks else next_given + (reach is not None),
         ),
         QUERY_STRIDE=query[0],
         KEY_STRIDE=key[0],
@@ -467,6 +481,7 @@ def _bound_flash(
         PAGED=cached_stride is not None,
         OLD_STRIDE=0 if cached_stride is None else cached_stride,
         REACH=-1 if reach is None else reach,
+        SINKS=has_sinks,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )
@@ -490,6 +505,7 @@ def flash_attention(
     out: Tensor | None = None,
     tiles: FlashTiling | None = None,
     replays: list[Callable[[], Any]] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention_reference` for rows of at most `max_length` tokens.
 
@@ -519,12 +535,14 @@ def flash_attention(
             tiles,
             cu_keys is not None,
             None if bias is None else bias.reach,
+            sinks is not None,
         )
         count = cdiv(max_length, queries)
         optional: tuple[Tensor, ...] = () if cu_keys is None else (cu_keys,)
         optional = optional if limits is None else (*optional, limits)
         optional = optional if cached is None else (*optional, *cached)
         optional = optional if bias is None else (*optional, bias.kernel_values)
+        optional = optional if sinks is None else (*optional, sinks)
         programs = rows * heads * count
         args = (query, key, value, out, cu_lengths, *optional, count, scale * _LOG2E)
         if replays is None:

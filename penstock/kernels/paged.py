@@ -13,6 +13,15 @@ from torch import Tensor
 from penstock.kernels.language import jit, next_power_of_2, tl
 
 
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last axis of scores [rows, heads, queries, keys], beside one more score per head that
+    takes its share and has no value."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+
+
 def paged_attention_reference(
     query: Tensor,  # [rows, heads, dim]
     keys: Tensor,  # [slots, kv heads, dim]
@@ -24,6 +33,7 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,  # number of earlier tokens that a token sees
     softcap: float | None = None,
+    sinks: Tensor | None = None,  # fp32 [heads], a score without a value for each head
 ) -> Tensor:
     """Attention of each row, [rows, heads · dim]. Rows are padded to the longest and masked beyond their
     end."""
@@ -34,16 +44,18 @@ def paged_attention_reference(
     if window is not None:
         seen &= places[None, :] >= counts[:, None] - 1 - window
     k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [rows, kv heads, places, dim]
-    if softcap is None:
+    if softcap is None and sinks is None:
         q, mask = query[:, :, None], seen[:, None, None]
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=heads != k.shape[1]
         )
         return out.reshape(rows, heads * dim)
     grouped = query.view(rows, k.shape[1], -1, dim)
-    scores = torch.tanh(grouped @ k.transpose(2, 3) * (scale / softcap)) * softcap
+    products = grouped @ k.transpose(2, 3)
+    scores = products * scale if softcap is None else torch.tanh(products * (scale / softcap)) * softcap
     scores = scores.float().masked_fill(~seen[:, None, None], float("-inf"))
-    return (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(rows, heads * dim)
+    weights = softmax_with_sinks(scores.view(rows, heads, 1, -1), sinks).view_as(scores)
+    return (weights.to(v.dtype) @ v).reshape(rows, heads * dim)
 
 
 @jit(unspecialized=("tables", "counts", "width"))
@@ -55,6 +67,7 @@ def _paged(
     counts: tl.tensor,
     out: tl.tensor,  # [rows, heads, dim], or with SPLITS fp32 [rows, heads, SPLITS, dim]
     sums: tl.tensor,  # fp32 [rows, heads, SPLITS, 2]: largest score and sum of weights of each part
+    sinks: tl.tensor,  # fp32 [heads], with SINKS
     width: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
@@ -71,6 +84,7 @@ def _paged(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     """One program per row, key/value head and part of the keys, for all query heads that share them."""
     program = tl.program_id(0)
@@ -94,6 +108,10 @@ def _paged(
     )
     largest = tl.full((BLOCK_GROUP,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_GROUP,), tl.float32)
+    if SINKS:  # the first part counts the sink
+        sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0) * 1.4426950408889634
+        largest = tl.where(part == 0, sink, largest)
+        total = tl.where(part == 0, 1.0, total)
     context = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
@@ -176,6 +194,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor,
     splits: int | None = None,
 ) -> None:
@@ -202,6 +221,7 @@ def paged_attention(
         counts,
         into,
         sums,
+        counts if sinks is None else sinks,
         width,
         float(scale),
         1.0 if softcap is None else float(softcap),
@@ -218,6 +238,7 @@ def paged_attention(
         SPLITS=splits,
         WINDOW=-1 if window is None else window,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         num_warps=4,
         num_stages=3 if block_dim <= 128 else 2,
     )

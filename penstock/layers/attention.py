@@ -27,7 +27,7 @@ from penstock.kernels.attention import (
     write_kv_cache,
 )
 from penstock.kernels.language import use_kernel
-from penstock.kernels.paged import paged_attention, paged_attention_reference
+from penstock.kernels.paged import paged_attention, paged_attention_reference, softmax_with_sinks
 from penstock.kvcache.store import KVStore
 from penstock.layers.batch import (
     MAX_HEAD_DIM,
@@ -61,6 +61,7 @@ _MAX_CPU_SHORT = 64  # tokens; on a CPU plain products are faster for rows up to
 # Tokens; on CUDA rows up to this length go to our kernels, which benchmarks/gpu_kernels.py found faster.
 _MAX_OWN_LENGTH = 1 << 30
 _MIN_SHORT_ROWS = 17  # fewer short rows among longer ones are not worth a launch of their own
+_MAX_LIBRARY_HEAD_DIM = 256  # of the heads that the library's kernel takes
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 BIDIRECTIONAL = AttentionKind()
@@ -76,20 +77,20 @@ def attend(
     bias: ScoreBias | None = None,
     layer: int = 0,
     kv_written: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention within each row → [tokens, heads · dim]. `layer` selects the layer's part of the KV cache;
-    `kv_written` says that the step's own keys and values are there already (`KVAccess.write_target`)."""
-    if batch.limits is not None and kind.causal:
-        raise ValueError("rows with a key limit need bidirectional attention")
+    `kv_written` says that the step's own keys and values are there already (`KVAccess.write_target`).
+    `sinks` fp32 [heads] are scores of a key without a value, which every token of a head sees."""
     if (kv := batch.kv) is not None:
         if kv.paged is not None:
             if not kv_written:
                 kv.write(layer, key, value)
-            return _attend_generation(query, key, value, batch, kv, kv.paged, kind, layer)
+            return _attend_generation(query, key, value, batch, kv, kv.paged, kind, layer, sinks)
         if bias is None and kind.softcap is None and reads_in_place(kv.store):
             if not kv_written:  # before reading: a row may share a prefix that another writes in this step
                 write_kv_cache(key, value, kv.store.keys[layer], kv.store.values[layer], kv.token_slots)
-            return _attend_cached(query, key, value, batch, kv, kind, layer)
+            return _attend_cached(query, key, value, batch, kv, kind, layer, sinks)
         key, value = kv.write_and_gather(layer, key, value)
     if (
         query.is_cuda
@@ -98,8 +99,8 @@ def attend(
         and query.dtype in _HALF_DTYPES
         and (kind.bias is None or use_kernel(query))
     ):
-        return _on_cuda(query, key, value, batch, kind)
-    return _attend_groups(query, key, value, batch.groups, kind, bias)
+        return _on_cuda(query, key, value, batch, kind, sinks)
+    return _attend_groups(query, key, value, batch.groups, kind, bias, sinks)
 
 
 def _attend_generation(
@@ -111,16 +112,17 @@ def _attend_generation(
     paged: PagedTensors,
     kind: AttentionKind,
     layer: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """A generation step, whose keys and values are written already: the leading rows of one token read the
     cache through block tables; the others are chunks of prompts."""
     (tokens, heads, dim), decodes = query.shape, paged.num_rows
     if decodes < tokens:
-        out = _attend_prompts(query, key, value, batch, kv, decodes, kind, layer)
+        out = _attend_prompts(query, key, value, batch, kv, decodes, kind, layer, sinks)
     else:
         out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
     if decodes:
-        _attend_paged(query[:decodes], kv.store, paged, kind, layer, out[:decodes])
+        _attend_paged(query[:decodes], kv.store, paged, kind, layer, out[:decodes], sinks)
     return out
 
 
@@ -133,6 +135,7 @@ def _attend_prompts(
     first_row: int,
     kind: AttentionKind,
     layer: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The rows from `first_row` on, each row before which has one token; [tokens, heads · dim], of which the
     tokens before them are left uninitialised."""
@@ -151,22 +154,33 @@ def _attend_prompts(
             window=kind.window,
             cached=CachedKeyValues(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
             out=out,
+            sinks=sinks,
         )
     keys, values = kv.gather(layer, key[first_row:], value[first_row:])
-    return _attend_groups(query, keys, values, batch.groups, kind)
+    return _attend_groups(query, keys, values, batch.groups, kind, sinks=sinks)
 
 
 def _attend_paged(
-    query: Tensor, store: KVStore, paged: PagedTensors, kind: AttentionKind, layer: int, out: Tensor
+    query: Tensor,
+    store: KVStore,
+    paged: PagedTensors,
+    kind: AttentionKind,
+    layer: int,
+    out: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     cache = (store.keys[layer], store.values[layer], paged.block_tables, paged.num_keys)
     scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
     size, window, cap = paged.block_size, kind.window, kind.softcap
     if use_kernel(query) and query.dtype in _HALF_DTYPES:
-        paged_attention(query, *cache, block_size=size, scale=scale, window=window, softcap=cap, out=out)
+        paged_attention(
+            query, *cache, block_size=size, scale=scale, window=window, softcap=cap, sinks=sinks, out=out
+        )
     else:
         out.copy_(
-            paged_attention_reference(query, *cache, block_size=size, scale=scale, window=window, softcap=cap)
+            paged_attention_reference(
+                query, *cache, block_size=size, scale=scale, window=window, softcap=cap, sinks=sinks
+            )
         )
 
 
@@ -189,11 +203,12 @@ def _attend_groups(
     groups: tuple[LengthGroup, ...],
     kind: AttentionKind,
     bias: ScoreBias | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[tokens, heads · dim]; tokens before the first group are left uninitialised."""
     tokens, heads, dim = query.shape
     out = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-    _fill_groups(out, groups, query, key, value, kind, bias)
+    _fill_groups(out, groups, query, key, value, kind, bias, sinks)
     return zero_padding(out, groups)
 
 
@@ -205,6 +220,7 @@ def _fill_groups(
     value: Tensor,
     kind: AttentionKind,
     bias: ScoreBias | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the tokens of these groups, with one call for each group."""
     _, heads, dim = query.shape
@@ -222,8 +238,8 @@ def _fill_groups(
             mask = None if mask is None else mask[..., : group.key_limit]
         if kind.bias is not None:
             context = _biased(q, k, v, kind.scale, kind.bias)
-        elif kind.softcap is not None:
-            context = _softcapped(q, k, v, mask, causal, kind, kind.softcap)
+        elif kind.softcap is not None or sinks is not None:
+            context = _by_products(q, k, v, mask, causal, kind, sinks)
         elif on_cpu and length <= _MAX_CPU_SHORT and mask is None and not causal and not is_gqa:
             context = _short_rows_on_cpu(q, k, v, kind.scale)
         else:
@@ -245,25 +261,26 @@ def _biased(query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _softcapped(
+def _by_products(
     query: Tensor,  # [rows, heads, length, dim]
     key: Tensor,  # [rows, kv heads, keys, dim]
     value: Tensor,
     mask: Tensor | None,
     causal: bool,
     kind: AttentionKind,
-    cap: float,
+    sinks: Tensor | None,  # [heads]
 ) -> Tensor:
-    """Plain products, because no library call has a softcap. Rows are short, or cut into chunks."""
+    """Plain products, because no library call has a softcap or sinks. Rows are short, or cut into chunks."""
     (_, heads, length, dim), kv_heads = query.shape, key.shape[1]
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
-    scale = dim**-0.5 if kind.scale is None else kind.scale
-    scores = torch.tanh(query @ k.transpose(2, 3) * (scale / cap)) * cap
+    scale, cap = dim**-0.5 if kind.scale is None else kind.scale, kind.softcap
+    products = query @ k.transpose(2, 3)
+    scores = products * scale if cap is None else torch.tanh(products * (scale / cap)) * cap
     if causal:
-        mask = _visible(length, 0, True, None, query.device)
+        mask = _visible(length, 0, True, None, query.device)[:, : k.shape[2]]
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
+    return softmax_with_sinks(scores.float(), sinks).to(v.dtype) @ v
 
 
 def _short_rows_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -320,12 +337,18 @@ def _gqa_flag(is_gqa: bool) -> dict[str, Any]:
     return {"enable_gqa": True} if is_gqa and is_known else {}
 
 
-def _on_cuda(query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind) -> Tensor:
-    library = batch.kv is not None or query.shape[2] > MAX_HEAD_DIM or not use_kernel(query)
-    if library and kind.bias is None:
-        out = _varlen(query, key, value, batch, kind)
+def _on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None = None
+) -> Tensor:
+    dim = query.shape[2]
+    is_own_size = dim <= MAX_HEAD_DIM or dim > _MAX_LIBRARY_HEAD_DIM
+    is_own = (batch.kv is None and is_own_size and use_kernel(query)) or kind.bias is not None
+    if sinks is not None and (not is_own or batch.limits is not None):
+        return _attend_groups(query, key, value, batch.groups, kind, sinks=sinks)
+    if is_own:
+        out = _attend_by_kernels(query, key, value, batch, kind, sinks)
     else:
-        out = _attend_by_kernels(query, key, value, batch, kind)
+        out = _varlen(query, key, value, batch, kind)
     if batch.limits is not None:
         _redo_limited_rows(out.view(query.shape), query, key, value, batch, batch.limits, kind)
     return out
@@ -351,7 +374,7 @@ def _route(batch: Batch, window_covers_short: bool) -> AttentionRoute:
 
 
 def _attend_by_kernels(
-    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None = None
 ) -> Tensor:
     """Rows are ordered by length: each kernel takes consecutive rows and writes their part of one output."""
     repeated = batch.scratch.repeated
@@ -359,7 +382,8 @@ def _attend_by_kernels(
         repeated.launch()
         return repeated.out
     tokens, heads, dim = query.shape
-    route = _route(batch, kind.window is None or kind.window >= MAX_SHORT_LENGTH - 1)
+    covers_short = kind.window is None or kind.window >= MAX_SHORT_LENGTH - 1
+    route = _route(batch, covers_short and dim <= MAX_HEAD_DIM and sinks is None)
     if route.num_rows < batch.num_rows:
         out = _varlen(query, key, value, batch, kind, first_row=route.num_rows)
     else:
@@ -395,6 +419,7 @@ def _attend_by_kernels(
             bias=kind.bias,
             out=out,
             replays=replays,
+            sinks=sinks,
         )
         if replays:
             batch.scratch.repeated = RepeatedLaunch(query, kind, out, replays[0])
@@ -409,6 +434,7 @@ def _attend_cached(
     kv: KVAccess,
     kind: AttentionKind,
     layer: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One launch whatever was cached: a kernel reads cached keys and values from their slots."""
     return flash_attention(
@@ -422,6 +448,7 @@ def _attend_cached(
         causal=kind.causal,
         window=kind.window,
         cached=CachedKeyValues(kv.store.keys[layer], kv.store.values[layer], kv.read_slots),
+        sinks=sinks,
     )
 
 
@@ -473,11 +500,13 @@ def _redo_limited_rows(
     """Compute rows with a key limit again, with their own keys. Such rows are few and short.
 
     The library measures a window from a row's end, so fewer keys would shift it. Rows that fit in the
-    window run without one; longer rows, and rows with a bias, run group by group.
+    window run without one. Longer rows run group by group, and so do causal ones, those with a bias, and
+    heads that the library does not take.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    if kind.bias is not None or (kind.window is not None and kind.window < limits.max_length - 1):
+    is_cut = kind.window is not None and kind.window < limits.max_length - 1
+    if is_cut or kind.causal or kind.bias is not None or query.shape[2] > _MAX_LIBRARY_HEAD_DIM:
         limited = [group for group in batch.groups if group.key_limit]
         with sdpa_kernel(SDPBackend.MATH):  # the only one that gives zeros for a token that sees no key
             _fill_groups(out.view(len(out), -1), limited, query, key, value, kind, None)

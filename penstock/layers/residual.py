@@ -28,6 +28,18 @@ class Part(Protocol):
     ) -> Tensor: ...
 
 
+class ScaledPart:
+    """A part whose output is scaled before the residual is added."""
+
+    def __init__(self, part: Part, scale: float) -> None:
+        self.part = part
+        self.scale = scale
+
+    def __call__(self, x: Activations, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        scaled = self.part(x, out=out).mul_(self.scale)
+        return scaled if residual is None else scaled.add_(residual)
+
+
 def post_norm_residual(
     part: Part, norm: Norm, x: Activations, residual: Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, Activations]:

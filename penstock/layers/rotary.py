@@ -66,10 +66,13 @@ class Rotary:
 
     def angles(self, batch: Batch) -> Angles:
         """The angles of every token; shared by all layers of a step."""
+        return self.angles_at(batch.positions)
+
+    def angles_at(self, positions: Tensor) -> Angles:
         if use_kernel(self.cos):
-            return Angles(batch.positions, self.cos, self.sin, gathered=False)
-        cos, sin = (x.index_select(0, batch.positions)[:, None].to(self.dtype) for x in (self.cos, self.sin))
-        return Angles(batch.positions, cos, sin)
+            return Angles(positions, self.cos, self.sin, gathered=False)
+        cos, sin = (x.index_select(0, positions)[:, None].to(self.dtype) for x in (self.cos, self.sin))
+        return Angles(positions, cos, sin)
 
     def rotate_qkv(
         self,
@@ -115,6 +118,16 @@ class Rotary:
     def __call__(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotate x [tokens, heads, dim] by gathered angles."""
         return rotate_reference(x, angles.cos, angles.sin, self.size, self.interleaved)
+
+
+class NoRotary(Rotary):
+    """For layers that do not tell positions apart: every token is rotated by no angle."""
+
+    def __init__(self, size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(size, 1, 10_000.0, device=device, dtype=dtype)
+
+    def angles(self, batch: Batch) -> Angles:
+        return self.angles_at(torch.zeros_like(batch.positions))
 
 
 def _frequencies(size: int, base: float, scaling: Mapping[str, Any], limit: int) -> tuple[Tensor, float]:

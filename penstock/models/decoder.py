@@ -1,12 +1,13 @@
 """Decoders: pre-norm, rotary positions, grouped-query attention, gated MLPs.
 
-Llama, Mistral, Ministral3, Phi3, Qwen2, Qwen3 (also with experts), Gemma, Gemma2 and Gemma3 share one wiring
-with flags. So do variants trained with bidirectional attention (embeddinggemma, nemotron-embed, GritLM,
-pplx-embed, voyage-4-nano).
+Llama, Mistral, Ministral3, Phi3, Qwen2, Qwen3 (also with experts), Gemma, Gemma2, Gemma3, Granite, SmolLM3,
+OLMo 2 and 3, and EXAONE 4 share one wiring with flags. So do variants trained with bidirectional attention
+(embeddinggemma, nemotron-embed, GritLM, pplx-embed, voyage-4-nano).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,18 +25,22 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.attention import AttentionKind, attend
 from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
+from penstock.layers.clamped_experts import ClampedExperts, ClampedExpertShape
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import ExpertShape, SparseMLP, read_experts
 from penstock.layers.norm import RMSNorm, sandwich
-from penstock.layers.residual import pre_norm_residual
-from penstock.layers.rotary import Angles, Rope, Rotary
+from penstock.layers.residual import Part, ScaledPart, pre_norm_residual
+from penstock.layers.rotary import Angles, NoRotary, Rope, Rotary
 from penstock.models.heads import add_language_head
 from penstock.models.options import option, require, rope_options
 from penstock.types import Task
 
+log = logging.getLogger("penstock.models")
+
 # Heads and buffers that no model here reads.
 IGNORED = ("lm_head.", "rotary_emb.inv_freq")
+_IMAGE_TENSORS = ("vision_tower.", "multi_modal_projector.")
 _REQUIRED = (
     "hidden_size",
     "num_hidden_layers",
@@ -79,7 +84,11 @@ class DecoderShape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # each head of queries and keys is normalised
+    wide_qk_norm: bool = False  # all heads of queries and of keys are normalised together
+    rotates: tuple[bool, ...] = ()  # layers that rotate queries and keys by their position; (): all
     sandwich: bool = False  # norms after attention and MLP as well as before
+    post_norm: bool = False  # norms after attention and MLP alone
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual
     norm_plus_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0
     generate_reach: int | None = None  # window while generating, for a model that embeds without one
@@ -88,6 +97,9 @@ class DecoderShape:
     fused_projections: bool = False  # the checkpoint stores qkv as one tensor, and gate and up as one
     experts: ExpertShape | None = None  # of layers that are `sparse`
     sparse: tuple[bool, ...] = ()
+    clamped_experts: ClampedExpertShape | None = None  # of all layers
+    sinks: bool = False  # each head has a score without a value
+    interleaved: bool = False  # pairs of components that are rotated together are neighbours
 
 
 class DecoderAttention:
@@ -106,11 +118,16 @@ class DecoderAttention:
             query_norm, key_norm = (_norm(build, prefix + name, dim, shape) for name in ("q_norm", "k_norm"))
             self.norms = (query_norm, key_norm)
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, dim
+        self.wide_norms: tuple[RMSNorm, ...] = ()
+        if shape.wide_qk_norm:
+            named = {"q_norm": shape.heads * dim, "k_norm": shape.kv_heads * dim}
+            self.wide_norms = tuple(_norm(build, prefix + name, size, shape) for name, size in named.items())
         reach = shape.reach if shape.sliding[layer] else None
         self.kind = AttentionKind(shape.causal, reach, shape.scale, shape.softcap)
         self.generating = (
             self.kind if shape.causal else replace(self.kind, causal=True, window=shape.generate_reach)
         )
+        self.sinks = build.weights.take(prefix + "sinks", shape.heads).float() if shape.sinks else None
         self.layer = layer
         self.rotary = rotary
 
@@ -123,12 +140,17 @@ class DecoderAttention:
         keep = None
         if batch.kv is not None and self.rotary.can_write_cache(self.head_dim):
             keep = batch.kv.write_target(self.layer, capped=kind.softcap is not None)
-        query, key, value = self.rotary.rotate_qkv(
-            self.qkv(hidden), self.heads, angles, self.kv_heads, self.norms, keep
-        )
+        qkv, first = self.qkv(hidden), 0
+        for norm in self.wide_norms:  # of queries, then of keys
+            part = qkv[:, first : first + norm.shape[0]]
+            part.copy_(norm(part))
+            first += norm.shape[0]
+        query, key, value = self.rotary.rotate_qkv(qkv, self.heads, angles, self.kv_heads, self.norms, keep)
         if growth is not None:
             query = query.mul_(growth)
-        return attend(query, key, value, batch, kind, layer=self.layer, kv_written=keep is not None)
+        return attend(
+            query, key, value, batch, kind, layer=self.layer, kv_written=keep is not None, sinks=self.sinks
+        )
 
 
 class DecoderLayer:
@@ -140,21 +162,32 @@ class DecoderLayer:
         def norm(name: str) -> RMSNorm:
             return _norm(build, prefix + name, shape.hidden, shape)
 
-        self.sliding = shape.sliding[layer]
         self.attention = DecoderAttention(build, prefix + "self_attn.", shape, layer, rotary)
-        self.mlp: GatedMLP | SparseMLP
-        if shape.experts is not None and shape.sparse[layer]:
+        self.mlp: GatedMLP | SparseMLP | ClampedExperts
+        if shape.clamped_experts is not None:
+            self.mlp = ClampedExperts(build, prefix + "mlp.", shape.hidden, shape.clamped_experts)
+        elif shape.experts is not None and shape.sparse[layer]:
             self.mlp = _sparse_mlp(build, prefix + "mlp.", shape, shape.experts)
         else:
             self.mlp = _gated_mlp(build, prefix + "mlp.", shape)
+        self.out_part: Part = self.attention.out
+        self.mlp_part: Part = self.mlp
+        if shape.residual_scale != 1:
+            self.out_part = ScaledPart(self.attention.out, shape.residual_scale)
+            self.mlp_part = ScaledPart(self.mlp, shape.residual_scale)
         self.after_attention = self.after_mlp = None
-        if shape.sandwich:
+        self.mlp_norm: RMSNorm | None
+        if shape.post_norm:
+            self.after_attention = norm("post_attention_layernorm")
+            self.mlp_norm = None
+            self.after_mlp = norm("post_feedforward_layernorm")
+        elif shape.sandwich:
             self.after_attention = norm("post_attention_layernorm")
             self.mlp_norm = norm("pre_feedforward_layernorm")
             self.after_mlp = norm("post_feedforward_layernorm")
         else:
             self.mlp_norm = norm("post_attention_layernorm")
-        if isinstance(self.mlp, GatedMLP):
+        if isinstance(self.mlp, GatedMLP) and self.mlp_norm is not None:
             self.mlp_norm.quantize_for(self.mlp.input_layer)
 
     def __call__(
@@ -163,18 +196,30 @@ class DecoderLayer:
         normed: Activations,
         batch: Batch,
         angles: Angles,
-        next_norm: RMSNorm,
+        next_norm: RMSNorm | None,
         growth: Tensor | None = None,
     ) -> tuple[Tensor, Activations]:
         """The hidden states after this layer, plain and normalised by `next_norm`."""
-        out, context = self.attention.out, self.attention(normed, batch, angles, growth)
+        context = self.attention(normed, batch, angles, growth)
         if self.is_last:
             context, hidden = batch.select_outputs(context, hidden)
+        if self.mlp_norm is None or next_norm is None:
+            return self._post_norm(context, hidden, next_norm)
         if self.after_attention is None or self.after_mlp is None:
-            hidden, normed = pre_norm_residual(out, self.mlp_norm, context, hidden)
-            return pre_norm_residual(self.mlp, next_norm, normed, hidden)
+            hidden, normed = pre_norm_residual(self.out_part, self.mlp_norm, context, hidden)
+            return pre_norm_residual(self.mlp_part, next_norm, normed, hidden)
+        out = self.attention.out
         hidden, normed = sandwich(out(context), hidden, self.after_attention, self.mlp_norm)
         return sandwich(self.mlp(normed), hidden, self.after_mlp, next_norm)
+
+    def _post_norm(
+        self, context: Tensor, hidden: Tensor, next_norm: RMSNorm | None
+    ) -> tuple[Tensor, Activations]:
+        """What follows attention where no part's input is normalised; `next_norm` is the model's last."""
+        assert self.after_attention is not None and self.after_mlp is not None
+        hidden = hidden + self.after_attention(self.attention.out(context))
+        hidden = hidden + self.after_mlp(self.mlp(hidden))
+        return hidden, hidden if next_norm is None else next_norm(hidden)
 
 
 class Decoder:
@@ -185,21 +230,21 @@ class Decoder:
         self.embedding = build.table(prefix + "embed_tokens", shape.vocabulary, shape.hidden)
         # Gemma's scale is rounded to the model's precision before it is applied.
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=build.weights.dtype))
-        self.rotary = _rotary(build, shape, shape.rope)
-        same = shape.local_rope == shape.rope
-        self.local_rotary = self.rotary if same else _rotary(build, shape, shape.local_rope)
+        rotaries = _rotaries(build, shape)
+        self.rotaries = list(dict.fromkeys(rotaries))
         self.layers = [
-            DecoderLayer(
-                build, f"{prefix}layers.{i}.", shape, i, self.local_rotary if sliding else self.rotary
-            )
-            for i, sliding in enumerate(shape.sliding)
+            DecoderLayer(build, f"{prefix}layers.{i}.", shape, i, rotary) for i, rotary in enumerate(rotaries)
         ]
         self.layers[-1].is_last = True
         # Norm i feeds the attention of layer i; it runs together with layer i - 1.
-        names = [*(f"layers.{i}.input_layernorm" for i in range(shape.layers)), "norm"]
-        self.norms = [_norm(build, prefix + name, shape.hidden, shape) for name in names]
-        for before, layer in zip(self.norms, self.layers, strict=False):  # the last norm feeds no layer
-            before.quantize_for(layer.attention.qkv)
+        self.norms: list[RMSNorm | None] = [None] * shape.layers
+        if not shape.post_norm:
+            names = [f"{prefix}layers.{i}.input_layernorm" for i in range(shape.layers)]
+            self.norms = [_norm(build, name, shape.hidden, shape) for name in names]
+        for before, layer in zip(self.norms, self.layers, strict=True):
+            if before is not None:
+                before.quantize_for(layer.attention.qkv)
+        self.norms.append(_norm(build, prefix + "norm", shape.hidden, shape))
         for part in [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP)][:1]:
             part.compile()
         self.growth = _growth(shape, build)
@@ -209,18 +254,18 @@ class Decoder:
         self.prunes_last_layer = True
         self.kv_shape = (shape.layers, shape.kv_heads, shape.head_dim)
         self.heads: dict[Task, TaskHead] = {}
-        self.ignored_tensors = IGNORED
+        self.ignored_tensors: tuple[str, ...] = IGNORED
 
     def __call__(self, batch: Batch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.embedding)
         if self.embedding_scale != 1.0:
             hidden.mul_(self.embedding_scale)
-        angles = self.rotary.angles(batch)
-        local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch)
+        angles = {rotary: rotary.angles(batch) for rotary in self.rotaries}
         growth = None if self.growth is None else self.growth.index_select(0, batch.positions)
-        normed: Activations = self.norms[0](hidden)
+        first = self.norms[0]
+        normed: Activations = hidden if first is None else first(hidden)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
-            at = local if layer.sliding else angles
+            at = angles[layer.attention.rotary]
             hidden, normed = layer(hidden, normed, batch, at, next_norm, growth)
         return dequantize(normed)
 
@@ -321,6 +366,87 @@ def phi3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> D
     return _with_head(Decoder(build, shape), build, config, head)
 
 
+def granite(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Llama with multipliers on embeddings, scores, residuals and logits."""
+    shape = replace(
+        llama_shape(config),
+        embedding_scale=float(option(config, "embedding_multiplier", default=1.0)),
+        scale=float(option(config, "attention_multiplier", default=1.0)),
+        residual_scale=float(option(config, "residual_multiplier", default=1.0)),
+    )
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def smollm3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Llama, some of whose layers do not rotate queries and keys."""
+    config = {"rope_theta": 2e6, **config}
+    layers, every = config["num_hidden_layers"], option(config, "no_rope_layer_interval", default=4)
+    rotates = option(
+        config, "no_rope_layers", default=[int((layer + 1) % every != 0) for layer in range(layers)]
+    )
+    if len(rotates) < layers:
+        raise ModelLoadError(f"no_rope_layers in config.json has {len(rotates)} entries for {layers} layers")
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    bias = bool(config.get("attention_bias"))
+    shape = replace(
+        _shape(config, window, lambda layer: window is not None and not rotates[layer]),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias")),
+        rotates=tuple(map(bool, rotates[:layers])),
+    )
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def olmo(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """OLMo 2, and OLMo 3, most of whose layers have a sliding window and rotate without scaling."""
+    bias, window = bool(config.get("attention_bias")), None
+    if config.get("model_type") == "olmo3":
+        window = config.get("sliding_window", 4096)
+        config = {"rope_theta": 5e5, **config}
+    shape = replace(
+        _shape(config, window, lambda layer: window is not None and (layer + 1) % 4 != 0),
+        eps=config.get("rms_norm_eps", 1e-5),
+        qkv_bias=bias,
+        out_bias=bias,
+        wide_qk_norm=True,
+        post_norm=True,
+        local_rope=rope_options(
+            config, "rope_theta", default=10_000.0, layer_type="sliding_attention", scaled=False
+        ),
+    )
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def exaone4(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Where some layers have a sliding window, those that have none do not rotate."""
+    window, every = config.get("sliding_window"), int(config.get("sliding_window_pattern") or 1)
+    shape = _shape(config, window, lambda layer: window is not None and (layer + 1) % every != 0)
+    rotates = shape.sliding if window else ()
+    shape = replace(
+        shape, eps=config.get("rms_norm_eps", 1e-5), qk_norm=True, post_norm=True, rotates=rotates
+    )
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def gpt_oss(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """Every other layer has a sliding window; heads have sinks, and MLPs are clamped experts."""
+    config = _with_yarn(config)
+    shape = _shape(config, config.get("sliding_window", 128), lambda layer: layer % 2 == 0)
+    shape = replace(_with_clamped_experts(shape, config, interleaved=True), sinks=True)
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
+def privacy_filter(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    """gpt-oss that looks both ways, within a window in every layer, and labels tokens."""
+    require(config, is_causal=False, layer_types=None)
+    config = _with_yarn(config)
+    shape = _shape(config, config.get("sliding_window", 128), lambda layer: True)
+    shape = _with_clamped_experts(shape, config, interleaved=False)
+    shape = replace(shape, sinks=True, interleaved=True)
+    return _with_head(Decoder(build, shape), build, config, head)
+
+
 def jina_ranking(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """jina-reranker-v3: Qwen3 that reads a whole list and projects one marker token per text."""
     model = qwen3(build, config, None)
@@ -385,6 +511,55 @@ def gemma3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
     if window and config.get("use_bidirectional_attention") and not shape.causal:
         shape = replace(shape, reach=window // 2)  # this window counts both sides
     return _with_head(Decoder(build, shape), build, config, head)
+
+
+def gemma3_tower(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    return _text_only(gemma3(build, config, head), config)
+
+
+def mistral3_tower(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
+    require(config, text_model_type="mistral")
+    return _text_only(mistral(build, config, head), config)
+
+
+def _text_only(model: Decoder, config: Mapping[str, Any]) -> Decoder:
+    """The text tower of a model that reads images too, which requests cannot send."""
+    named = config.get("architectures") or [config.get("model_type")]
+    log.warning("%s is served for text: its image tower is not loaded", named[0])
+    model.ignored_tensors = (*IGNORED, *_IMAGE_TENSORS)
+    return model
+
+
+def _with_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the rotation of gpt-oss, where it does not say."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    found = {"rope_theta": 150_000.0, **config}
+    if not (found.get("rope_scaling") or found.get("rope_parameters")):
+        found["rope_scaling"] = rope
+    return found
+
+
+def _with_clamped_experts(
+    shape: DecoderShape, config: Mapping[str, Any], *, interleaved: bool
+) -> DecoderShape:
+    count = option(config, "num_local_experts", "num_experts")
+    chosen = option(config, "num_experts_per_tok", "experts_per_token", default=4)
+    if not 1 <= chosen <= count:
+        raise ModelLoadError(
+            f"config.json has num_experts_per_tok = {chosen}; it has to be from 1 to "
+            f"num_local_experts = {count}"
+        )
+    experts = ClampedExpertShape(
+        count,
+        chosen,
+        shape.intermediate,
+        float(option(config, "swiglu_alpha", default=1.702)),
+        float(option(config, "swiglu_limit", default=7.0)),
+        interleaved,
+    )
+    bias = bool(config.get("attention_bias", True))
+    eps = config.get("rms_norm_eps", 1e-5)
+    return replace(shape, eps=eps, qkv_bias=bias, out_bias=bias, clamped_experts=experts)
 
 
 def llama_shape(config: Mapping[str, Any]) -> DecoderShape:
@@ -485,6 +660,18 @@ def _norm(build: LayerBuilder, name: str, size: int, shape: DecoderShape) -> RMS
     return build.rms_norm(name, size, shape.eps, plus_one=shape.norm_plus_one)
 
 
+def _rotaries(build: LayerBuilder, shape: DecoderShape) -> list[Rotary]:
+    """The rotation of each layer. Layers that rotate alike share one."""
+    full = _rotary(build, shape, shape.rope)
+    local = full if shape.local_rope == shape.rope else _rotary(build, shape, shape.local_rope)
+    none = NoRotary(shape.head_dim, device=build.weights.device, dtype=build.weights.dtype)
+    rotates = shape.rotates or (True,) * shape.layers
+    return [
+        (local if slides else full) if rotated else none
+        for slides, rotated in zip(shape.sliding, rotates, strict=True)
+    ]
+
+
 def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
     weights = build.weights
     require(rope.scaling, partial_rotary_factor=1.0)
@@ -493,6 +680,7 @@ def _rotary(build: LayerBuilder, shape: DecoderShape, rope: Rope) -> Rotary:
         shape.positions,
         rope.base,
         scaling=rope.scaling,
+        interleaved=shape.interleaved,
         device=weights.device,
         dtype=weights.dtype,
     )

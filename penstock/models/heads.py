@@ -166,19 +166,24 @@ def add_token_head(
         raise ModelLoadError(f"token {max(tokens)} is outside the vocabulary of {len(words)} tokens")
     words = _output_weight(words, build, config)
     rows = words[list(tokens)].float()
-    project: Callable[[Tensor], Tensor] = _capped(lambda x: F.linear(x.float(), rows), config)
+    project: Callable[[Tensor], Tensor] = _scaled(lambda x: F.linear(x.float(), rows), config)
     model.heads[Task.SCORE] = TaskHead("last", project, len(rows))
 
 
 def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]) -> Tensor:
     """The weight of the language-model head: the word table if the two are tied."""
-    tied = config.get("tie_word_embeddings", not build.has_weight("lm_head"))
-    return words if tied else build.plain_weight("lm_head", *words.shape)
+    names = ("lm_head", "language_model.lm_head")  # the second beside an image tower
+    name = next((name for name in names if build.has_weight(name)), names[0])
+    tied = config.get("tie_word_embeddings", not build.has_weight(name))
+    return words if tied else build.plain_weight(name, *words.shape)
 
 
-def _capped(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-    """The logits with the soft cap of config.json, if any; Gemma2 has one unless it says otherwise."""
+def _scaled(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The logits with config.json's divisor and soft cap; Gemma2 has a cap unless it says otherwise."""
+    divisor = config.get("logits_scaling") or 1
     cap = config.get("final_logit_softcapping", 30.0 if config.get("model_type") == "gemma2" else None)
+    if divisor != 1:
+        project = Stack(project, lambda x: x.div_(divisor))
     return project if cap is None else Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
 
 
@@ -190,12 +195,12 @@ def add_language_head(
     *,
     bias: bool = False,
 ) -> None:
-    """Add logits of the whole vocabulary, in the model's precision, with the soft cap if any. Generation
-    reads them at the last token, sparse weights at every token."""
+    """Add logits of the whole vocabulary, in the model's precision, scaled and capped as config.json says.
+    Generation reads them at the last token, sparse weights at every token."""
     words = getattr(model, "embedding", None)
     if not isinstance(words, Tensor):
         raise ModelLoadError("this architecture has no language-model head")
     words = _output_weight(words, build, config)
     added = build.weights.take("lm_head.bias", len(words)) if bias else None
-    project = _capped(make_linear(words, added, "identity", None), config)
+    project = _scaled(make_linear(words, added, "identity", None), config)
     model.heads[task] = TaskHead("last" if task is Task.GENERATE else "all", project, len(words))

@@ -69,11 +69,12 @@ def find_entities(
         run = _by_word(run, words[kept], aggregation)
     chosen = run.scores.argmax(axis=1)
     run = _Run(run.text, run.begins, run.ends, run.scores.max(axis=1))
-    names, tag_of, begins_entity = _tags(labels)
+    names, tag_of, begins_entity, ends_entity = _tags(labels)
     if aggregation == "none":
         return _entities(texts, run, chosen, labels)
     tags = tag_of[chosen]
     new = _changes(run.text) | _changes(tags) | begins_entity[chosen]
+    new[1:] |= ends_entity[chosen[:-1]]
     starts = np.flatnonzero(new)
     means = np.add.reduceat(run.scores, starts) / np.diff(np.append(starts, len(new)))
     return _entities(texts, run.grouped(new, means.astype(np.float32)), tags[starts], names)
@@ -95,13 +96,22 @@ def _by_word(run: _Run, words: Ints, aggregation: str) -> _Run:
     return run.grouped(new, run.scores[highest[firsts]])
 
 
-def _tags(labels: Sequence[str]) -> tuple[list[str], Ints, Flags]:
-    """The tag names, the tag index of each label, and whether each label begins an entity."""
-    tags = [label[2:] if label.startswith(("B-", "I-")) else label for label in labels]
+def _tags(labels: Sequence[str]) -> tuple[list[str], Ints, Flags, Flags]:
+    """The tag names, the tag index of each label, and whether each label begins and ends an entity.
+
+    With labels such as S-PER beside B-PER, E- ends an entity, and S- is one of a single token.
+    """
+    known = set(labels)
+    is_bioes = any(label.startswith("S-") and f"B-{label[2:]}" in known for label in labels)
+    prefixes = ("B-", "I-", "E-", "S-") if is_bioes else ("B-", "I-")
+    first, last = (("B-", "S-"), ("E-", "S-")) if is_bioes else (("B-",), ())
+    tags = [label[2:] if label.startswith(prefixes) else label for label in labels]
     names = list(dict.fromkeys(tags))
     index_of = {name: index for index, name in enumerate(names)}
     tag_of = np.array([index_of[tag] for tag in tags], dtype=np.int32)
-    return names, tag_of, np.array([label.startswith("B-") for label in labels], dtype=bool)
+    begins = np.array([label.startswith(first) for label in labels], dtype=bool)
+    ends = np.array([label.startswith(last) for label in labels], dtype=bool)
+    return names, tag_of, begins, ends
 
 
 def _changes(values: Array) -> Flags:

@@ -82,7 +82,6 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "T5ForConditionalGeneration": {"architectures": ["T5ForConditionalGeneration"], "d_model": 64},
     "WhisperForConditionalGeneration": {"architectures": ["WhisperForConditionalGeneration"]},
     "CLIPModel": {"architectures": ["CLIPModel"], "text_config": {}, "vision_config": {}},
-    "EmbeddingGemma2Model": {"architectures": ["EmbeddingGemma2Model"], "text_config": {"hidden_size": 8}},
     "BertForQuestionAnswering": BERT_CONFIG | {"architectures": ["BertForQuestionAnswering"]},
     "MambaModel": {"architectures": ["MambaModel"], "is_causal": "perhaps"},
     "GPT2ForRewardModel": {"architectures": ["GPT2ForRewardModel"], "model_type": "gpt2"},

@@ -204,11 +204,12 @@ def test_projections_whose_sizes_do_not_match_are_refused(tmp_path: Path) -> Non
         read_spec(tmp_path, "m")
 
 
-def test_a_causal_backbone_is_refused(tmp_path: Path) -> None:
+def test_a_causal_backbone_runs_rows_in_one_step(tmp_path: Path) -> None:
     stanford(tmp_path, architectures=["Qwen3Model"], model_type="qwen3")
     pylate_table = {"query_length": 32}
     write_modules(tmp_path, [("Transformer", ""), ("Dense", "1_Dense")])
     write_json(tmp_path / "1_Dense/config.json", {"in_features": 32, "out_features": 12, "bias": False})
     write_json(tmp_path / "config_sentence_transformers.json", pylate_table)
-    with pytest.raises(ModelLoadError, match="Qwen3Model, which is causal"):
-        read_spec(tmp_path, "m")
+    spec = read_spec(tmp_path, "m")
+    assert spec.is_causal and spec.late is not None
+    assert spec.why_not_chunked == "late interaction needs the whole row in one step"

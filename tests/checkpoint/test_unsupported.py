@@ -23,6 +23,12 @@ from tests.checkpoints import write_json
         ({"architectures": ["MambaForCausalLM"]}, "recurrent state"),
         ({"architectures": ["PegasusForConditionalGeneration"]}, "an encoder with a decoder"),
         ({"architectures": ["BertForQuestionAnswering"]}, "a task that Penstock does not have"),
+        (
+            {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": {}},
+            "keys and values of others",
+        ),
+        ({"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}}, "recurrent state"),
+        ({"architectures": ["Qwen3ForGuardModel"]}, "by four heads"),
         ({"architectures": ["MyModel"], "auto_map": {"AutoModel": "m.MyModel"}}, "no code from a checkpoint"),
         ({"architectures": ["MyModel"]}, "no family is known by this name"),
     ],

@@ -12,7 +12,21 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock import AsyncEngine, Engine, SamplingParams
-from tests.parity.decoders import CAPPED, GEMMA, GPT2, LLAMA3, MINISTRAL3, MOE, VOCABULARY, Family
+from tests.parity.decoders import (
+    CAPPED,
+    EXAONE4,
+    GEMMA,
+    GPT2,
+    GPT_OSS,
+    GRANITE,
+    IMAGES,
+    LLAMA3,
+    MINISTRAL3,
+    MOE,
+    OLMO3,
+    VOCABULARY,
+    Family,
+)
 
 TOKENS = 70
 LENGTHS = (1, 2, 5, 16, 17, 33, 64, 90)
@@ -32,11 +46,21 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family("Gemma3ForCausalLM", GEMMA | {"attention_bias": True}, old=True),
     "phi3": Family("Phi3ForCausalLM"),
     "gpt2": Family("GPT2LMHeadModel", GPT2),
+    "gpt-oss": Family("GptOssForCausalLM", GPT_OSS),
+    "gemma3-tower": Family("Gemma3ForConditionalGeneration", GEMMA, nested=True, outer=IMAGES),
+    "granite": Family("GraniteForCausalLM", GRANITE),
+    "smollm3": Family("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}, old=True),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "olmo3": Family("Olmo3ForCausalLM", OLMO3),
+    "exaone4": Family("Exaone4ForCausalLM", EXAONE4),
     "qwen3-moe": Family("Qwen3MoeForCausalLM", MOE),
     "gritlm": Family(
         "MistralForCausalLM", {"sliding_window": 16}, {"architectures": ["GritLM"]}, full=True, old=True
     ),
 }
+# Those that benchmarks/parity_generation.py alone compares: their parts are those of others.
+TABLE_ONLY = ("gemma3-tower", "olmo2", "olmo3", "smollm3")
+TESTED = tuple(name for name in FAMILIES if name not in TABLE_ONLY)
 
 
 def prompts(seed: int = 3, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:

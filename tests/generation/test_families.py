@@ -19,8 +19,8 @@ from penstock.errors import ModelLoadError
 from penstock.types import Grammar, SamplerParams
 from tests.generation.direct import generate
 from tests.generation.families import (
-    FAMILIES,
     GREEDY,
+    TESTED,
     TOKENS,
     check_greedy,
     check_nothing_is_held,
@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    return {name: write(name, root / name) for name in FAMILIES}
+    return {name: write(name, root / name) for name in TESTED}
 
 
 @cache
@@ -56,7 +56,7 @@ def generated(name: str, folder: Path) -> list[list[int]]:
         return [row.token_ids for row in got]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TESTED)
 def test_greedy_tokens_equal_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
     made = generated(name, folders[name])
     assert {len(row) for row in made} == {TOKENS}
@@ -64,7 +64,7 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, folders: dict[str,
     check_greedy(name, folders[name], prompts(), made)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TESTED)
 def test_drawn_tokens_have_the_log_probabilities_of_transformers(name: str, folders: dict[str, Path]) -> None:
     """Small models repeat themselves with greedy decoding; drawn tokens cover more of the vocabulary."""
     params = SamplingParams(max_tokens=TOKENS, temperature=1.5, seed=5, ignore_eos=True, logprobs=0)

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "qwen3-moe", "gritlm"]
+FAMILIES += ["gpt-oss", "granite", "smollm3", "olmo3", "exaone4", "gemma3-tower"]
 GREEDY = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
 
 

@@ -202,6 +202,19 @@ def launch_attention_kernels() -> None:
         options = {"block_size": 16, "scale": 0.1, "out": x(2, heads * dim), "splits": splits}
         paged.paged_attention(x(2, heads, dim), *where, **options, **more)
     launch_flash_attention(x(99, 8, 256).split([4, 2, 2], dim=1), (x(9, 2, 256), x(9, 2, 256)), None)
+    launch_attention_with_sinks()
+    wide = x(99, 6, 512).split([4, 1, 1], dim=1)
+    attention.flash_attention(*wide, i(2), max_length=99, scale=1.0)
+
+
+def launch_attention_with_sinks() -> None:
+    qkv, sinks = x(99, 12, 64).split([8, 2, 2], dim=1), x(8, dtype=F32)
+    options = {"max_length": 99, "scale": 0.1, "causal": True, "window": 9, "sinks": sinks}
+    cached = attention.CachedKeyValues(x(9, 2, 64), x(9, 2, 64), i(9))
+    attention.flash_attention(*qkv, i(2), i(2), **options, cached=cached)
+    where = x(640, 2, 64), x(640, 2, 64), i(20).view(2, 10), i(2)
+    options = {"block_size": 16, "scale": 0.1, "out": x(2, 512), "splits": 4, "sinks": sinks}
+    paged.paged_attention(x(2, 8, 64), *where, **options)
 
 
 def launch_flash_attention(qkv: Any, old: tuple[Tensor, Tensor], window: int | None) -> None:

@@ -120,6 +120,26 @@ def test_long_rows_equal_the_reference(
     close(flash_attention(query, key, value, cu, max_length=lengths[-1], tiles=SMALL, **options), expected)
 
 
+def test_wide_heads_have_tiles_of_their_own(device: torch.device) -> None:
+    query, key, value = projected(50, 2, 1, 512, device)
+    cu = ragged([10, 40], device)
+    expected = attention_reference(query, key, value, cu, scale=0.05)
+    close(flash_attention(query, key, value, cu, max_length=40, scale=0.05), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 7])
+def test_sinks_take_their_share_of_every_softmax(
+    causal: bool, window: int | None, device: torch.device
+) -> None:
+    lengths = [1, 20, 40]
+    query, key, value = projected(sum(lengths), 4, 2, 32, device)
+    cu, sinks = ragged(lengths, device), torch.tensor([-2.0, 0.5, 3.0, 9.0], device=device)
+    options = {"scale": 0.2, "causal": causal, "window": window, "sinks": sinks}
+    expected = attention_reference(query, key, value, cu, **options)
+    close(flash_attention(query, key, value, cu, max_length=40, tiles=SMALL, **options), expected)
+
+
 @pytest.mark.parametrize("window", [None, 9])
 def test_keys_of_earlier_steps_come_before_the_keys_of_the_row(
     window: int | None, device: torch.device

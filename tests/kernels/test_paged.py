@@ -79,6 +79,20 @@ def test_soft_capped_scores_equal_the_reference(splits: int, device: torch.devic
     assert (plain - expected).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_count_once_however_keys_are_split(
+    splits: int, window: int | None, device: torch.device
+) -> None:
+    query, keys, values, tables, counts = memory([1, 40, 300], 4, 2, 32, device)
+    sinks = torch.tensor([-2.0, 0.5, 3.0, 9.0], device=device)
+    options = {"block_size": PAGE, "scale": 0.2, "window": window, "sinks": sinks}
+    expected = paged_attention_reference(query, keys, values, tables, counts, **options)
+    out = torch.empty_like(expected)
+    paged_attention(query, keys, values, tables, counts, splits=splits, out=out, **options)
+    close(out, expected)
+
+
 def test_few_long_rows_are_split_and_many_short_ones_are_not() -> None:
     assert num_splits_for(1, 8, 100) == 1
     assert num_splits_for(1, 8, 32_000) == 16

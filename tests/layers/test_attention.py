@@ -111,9 +111,11 @@ def test_a_key_limit_cuts_the_position_bias_too() -> None:
     torch.testing.assert_close(out, by_rows(qkv, 4, LIMITED, bias, KEYS), atol=1e-5, rtol=1e-5)
 
 
-def test_a_causal_model_takes_no_key_limit() -> None:
-    with pytest.raises(ValueError, match="bidirectional"):
-        attend_fused(_limited_qkv(), 4, ordered_batch(LIMITED, KEYS), CAUSAL)
+def test_a_key_limit_of_a_causal_model_hides_later_tokens_too() -> None:
+    qkv = _limited_qkv()
+    future = {n: torch.full((4, n, n), float("-inf")).triu(1) for n in set(LIMITED)}
+    out = attend_fused(qkv, 4, ordered_batch(LIMITED, KEYS), CAUSAL)
+    torch.testing.assert_close(out, by_rows(qkv, 4, LIMITED, future, KEYS), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 4, 64, 100])

@@ -46,10 +46,19 @@ CONFIG |= {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48
 OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 24},
     "electra": {"embedding_size": 24},
+    "embedding_gemma2": {"embedding_dim": 24},
+    "embedding_gemma2_text": {"embedding_dim": 24},
     "JinaBert": {"position_embedding_type": "alibi"},
 }
 # Families whose configuration is their own; labelled ones read it from that of their encoder.
 OWN_CONFIG = [name for name, family in FAMILIES.items() if not family.heads & {Task.ENTITIES, Task.ZERO_SHOT}]
+# Values of is_causal that a family refuses.
+NOT_SUPPORTED = {
+    "gpt2": False,
+    "embedding_gemma2": True,
+    "embedding_gemma2_text": True,
+    "openai_privacy_filter": True,
+}
 DECODERS = [name for name, family in FAMILIES.items() if family.is_decoder]
 
 
@@ -84,8 +93,8 @@ def test_a_model_is_causal_where_its_record_says_so(name: str) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_attends_as_its_configuration_says_or_is_refused(name: str, causal: bool) -> None:
     family = FAMILIES[name]
-    if name == "gpt2" and not causal:
-        with pytest.raises(ModelLoadError, match="is_causal = False, which is not supported"):
+    if NOT_SUPPORTED.get(name) is causal:
+        with pytest.raises(ModelLoadError, match=f"is_causal = {causal}, which is not supported"):
             build(family, config={"is_causal": causal})
         return
     assert build(family, config={"is_causal": causal}).is_causal is causal
@@ -119,6 +128,7 @@ def test_a_head_that_is_not_in_the_record_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", OWN_CONFIG)
 def test_a_models_sizes_are_under_the_keys_of_its_record(name: str) -> None:
     keys = FAMILIES[name].keys
-    width = keys.hidden_size if keys.projected_size is None else (keys.projected_size,)
-    assert build(FAMILIES[name]).hidden_size == next(CONFIG[key] for key in width)
+    config = CONFIG | OWN.get(name, {})
+    width = next(config[key] for key in (*keys.output_size, *keys.hidden_size) if key in config)
+    assert build(FAMILIES[name]).hidden_size == width
     assert all(key in CONFIG for key in (keys.num_layers[0], *keys.max_positions[:1]))

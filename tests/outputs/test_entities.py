@@ -77,3 +77,15 @@ def test_entities_do_not_span_texts() -> None:
 def test_texts_of_only_special_tokens_have_no_entities() -> None:
     chars = ints([0, 0, 0, 0]).reshape(-1, 2)
     assert find_entities([""], FOUND[:2], ints([2]), chars, ints([-1, -1]), LABELS) == [[]]
+
+
+def test_end_and_single_labels_close_an_entity() -> None:
+    labels = ["O", *(f"{kind}-PER" for kind in "BIES")]
+    chosen = ["O", "B-PER", "E-PER", "S-PER", "I-PER", "E-PER", "O"]
+    values = np.eye(5, dtype=np.float32)[[labels.index(label) for label in chosen]]
+    (entities,) = find_entities([TEXT], values, ints([7]), CHARS, WORDS, labels, "simple")
+    assert [(e.label, e.text) for e in entities] == [
+        ("PER", "Ada Love"),
+        ("PER", "lace"),
+        ("PER", "in London"),
+    ]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tests.checkpoints import wordpiece_tokenizer, write_json
 from tests.parity.encoders import CASES, Case
+from tests.parity.lfm2 import look_both_ways
 from tests.parity.reference import Vectors, byte_level_bpe, unigram
 
 Settings = dict[str, Any]
@@ -44,11 +45,16 @@ class Reading:
 class Reference:
     def __init__(self, model: nn.Module, tokenizer: Any, dense: Sequence[nn.Module], how: Reading) -> None:
         self.model, self.tokenizer, self.dense, self.how = model, tokenizer, dense, how
-        tokenizer.pad_token = tokenizer.mask_token
+        tokenizer.pad_token = tokenizer.mask_token or tokenizer.eos_token
         self.skip = [tokenizer.convert_tokens_to_ids(word) for word in how.skip]
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], *, query: bool) -> list[Vectors]:
+        """Queries together, since all are filled to one length; others one by one, so that none is padded."""
+        parts = [texts] if query and self.how.expand else [[text] for text in texts]
+        return [vectors for part in parts for vectors in self._encode(part, query=query)]
+
+    def _encode(self, texts: Sequence[str], *, query: bool) -> list[Vectors]:
         how = self.how
         marker = how.query_marker if query else how.document_marker
         fill = query and how.expand
@@ -208,7 +214,18 @@ _XLMR = {
     "mask_token": "<mask>",
     "unk_token": "<unk>",
 }
+_LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "num_key_value_heads": 2,
+    "block_multiple_of": 8,
+}
+_CHAT = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}  # no mask token
 _NARROW = CASES["modernbert"].options | {"local_attention": 16}
+
+
+def _bidirectional(config: Settings) -> Settings:
+    return config | {"architectures": ["Lfm2BidirectionalModel"]}
+
 
 LATE: dict[str, Late] = {
     "stanford": Late(
@@ -250,6 +267,22 @@ LATE: dict[str, Late] = {
         with_markers(unigram, "[Q] ", "[D] "),
         ("[Q] ", "[D] "),
         _XLMR,
+        stanford=False,
+        words={"query_length": 24, "document_length": 60},
+    ),
+    "pylate-lfm2": Late(
+        Case("Lfm2", _LFM2),
+        with_markers(byte_level_bpe, "[Q] ", "[D] "),
+        ("[Q] ", "[D] "),
+        _CHAT,
+        stanford=False,
+        words={"query_length": 24, "document_length": 60},
+    ),
+    "pylate-lfm2-bidirectional": Late(
+        Case("Lfm2", _LFM2, rewrite=_bidirectional, adjust=look_both_ways),
+        with_markers(byte_level_bpe, "[Q] ", "[D] "),
+        ("[Q] ", "[D] "),
+        _CHAT,
         stanford=False,
         words={"query_length": 24, "document_length": 60},
     ),

@@ -14,6 +14,7 @@ import transformers
 from tokenizers import processors
 from torch import nn
 
+from tests.parity.lfm2 import look_both_ways
 from tests.parity.reference import Vectors, byte_level_bpe
 
 VOCABULARY = 400
@@ -45,7 +46,56 @@ MINISTRAL = {
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 6}
-
+GEMMA_TOWER = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 10,
+    "sliding_window_pattern": 2,
+    "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 20,
+    "embedding_dim": 56,
+}
+LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.2,
+}
+GRANITE = {
+    "embedding_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+    "mlp_bias": True,
+}
+OLMO3 = {
+    "sliding_window": 9,
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e6},
+    },
+}
+EXAONE4 = {"sliding_window": 9, "sliding_window_pattern": 2, "num_hidden_layers": 4, "head_dim": 16}
+GPT_OSS = {
+    "head_dim": 16,
+    "sliding_window": 9,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "swiglu_limit": 0.8,
+    "rope_parameters": YARN | {"truncate": False},
+}
+IMAGES = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LIMIT, "n_inner": 80}
 MOE = {
     "head_dim": 16,
@@ -86,10 +136,15 @@ class Family:
     says: dict[str, Any] = field(default_factory=dict)
     full: bool = False  # the reference runs with every token in sight of every other
     old: bool = False  # config.json in the form that files on the hub have
+    nested: bool = False  # its sizes are those of a text tower
+    outer: dict[str, Any] = field(default_factory=dict)  # what its configuration has beside the text tower's
+    adjust: Callable[[Any], None] = lambda model: None  # the reference, where transformers lacks the variant
 
     def write(self, folder: Path, seed: int = 0, **settings: Any) -> Path:
         kind = getattr(transformers, self.model)
-        model = kind(kind.config_class(**SIZES | self.settings | settings)).eval()
+        values = SIZES | self.settings | settings
+        options = {"text_config": values, **self.outer} if self.nested else values
+        model = kind(kind.config_class(**options)).eval()
         randomise(model, seed)
         model.save_pretrained(folder)
         change_config(folder, lambda config: (old_form(config) if self.old else config) | self.says)
@@ -132,6 +187,18 @@ FAMILIES: dict[str, Family] = {
     "embeddinggemma-new": Family(
         "Gemma3TextModel", GEMMA | {"use_bidirectional_attention": True, "sliding_window": 31}
     ),
+    "embeddinggemma2": Family("EmbeddingGemma2Model", GEMMA_TOWER, {"image_token_id": 9}, nested=True),
+    "lfm2-causal-lm": Family(
+        "Lfm2ForCausalLM", LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+    ),
+    "lfm2-bidirectional": Family(
+        "Lfm2Model", LFM2, {"architectures": ["Lfm2BidirectionalModel"]}, adjust=look_both_ways
+    ),
+    "granite": Family("GraniteModel", GRANITE),
+    "smollm3": Family("SmolLM3Model", {"no_rope_layer_interval": 2, "attention_bias": True}, old=True),
+    "olmo3": Family("Olmo3Model", OLMO3),
+    "gpt-oss": Family("GptOssModel", GPT_OSS),
+    "privacy-filter": Family("OpenAIPrivacyFilterModel", GPT_OSS),
     "gpt2": Family("GPT2Model", GPT2),
     "phi3": Family("Phi3Model"),
     "qwen3-moe": Family("Qwen3MoeModel", MOE),
@@ -155,6 +222,24 @@ FAMILIES: dict[str, Family] = {
     "qwen2-looking-ahead": Family("Qwen2ForCausalLM", {"is_causal": False}, old=True),
     "mistral-looking-ahead": Family("MistralModel", {"is_causal": False, "sliding_window": 8}, old=True),
 }
+# Layouts that the parity table covers, and no test.
+MORE_FAMILIES: dict[str, Family] = {
+    "lfm2": Family("Lfm2Model", LFM2),
+    "exaone4-windows": Family("Exaone4Model", EXAONE4),
+    "gemma3-tower": Family("Gemma3ForConditionalGeneration", GEMMA, nested=True, outer=IMAGES),
+    "embeddinggemma2-text": Family("EmbeddingGemma2TextModel", GEMMA_TOWER | {"attention_bias": True}),
+    "smollm3-windows": Family(
+        "SmolLM3Model", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9}
+    ),
+    "exaone4": Family("Exaone4Model", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "mistral3-tower": Family(
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+        nested=True,
+        outer=IMAGES | {"tie_word_embeddings": False},
+    ),
+    "olmo2": Family("Olmo2Model", {"attention_bias": True}),
+}
 LOOK_AHEAD = (
     "embeddinggemma",
     "nemotron",
@@ -164,12 +249,17 @@ LOOK_AHEAD = (
     "pplx",
     "qwen2-looking-ahead",
     "mistral-looking-ahead",
+    "lfm2-bidirectional",
+    "privacy-filter",
 )
 
 
 def randomise(model: nn.Module, seed: int) -> None:
     """Every parameter far from its usual start, at a size that keeps the signal as strong as it was."""
     generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
@@ -217,6 +307,8 @@ ROWS = make_rows()
 
 
 def backbone(family: Family) -> Any:
+    if family.model.endswith("ForConditionalGeneration"):
+        return getattr(transformers, family.model)
     name = (
         family.model.replace("ForCausalLM", "Model")
         .replace("ForMaskedLM", "Model")
@@ -227,6 +319,9 @@ def backbone(family: Family) -> Any:
 
 def open_backbone(family: Family, folder: Path) -> nn.Module:
     model: nn.Module = backbone(family).from_pretrained(folder, dtype=torch.float32).eval()
+    family.adjust(model)
+    if family.model.endswith("ForConditionalGeneration"):
+        model = model.model.language_model  # type: ignore[union-attr,assignment]
     return model
 
 
@@ -270,6 +365,8 @@ HEADS = {
     "eurobert-bos": Family("EuroBertForSequenceClassification", {"classifier_pooling": "bos"}),
     "eurobert-mean": Family("EuroBertForSequenceClassification", {"classifier_pooling": "mean"}),
     "eurobert-tokens": Family("EuroBertForTokenClassification"),
+    "gpt-oss-tokens": Family("GptOssForTokenClassification", GPT_OSS),
+    "privacy-filter-tokens": Family("OpenAIPrivacyFilterForTokenClassification", GPT_OSS),
 }
 LANGUAGE_HEADS = {  # from which SPLADE takes its weights
     "eurobert": Family("EuroBertForMaskedLM", {"mlp_bias": True}),
@@ -280,6 +377,10 @@ LANGUAGE_HEADS = {  # from which SPLADE takes its weights
     "mistral": Family("MistralForCausalLM", {"sliding_window": 16}),
     "gemma2": Family("Gemma2ForCausalLM", CAPPED),  # caps its logits
     "phi3": Family("Phi3ForCausalLM"),
+}
+MORE_HEADS = {
+    "smollm3": Family("SmolLM3ForSequenceClassification"),
+    "olmo3": Family("Olmo3ForSequenceClassification", OLMO3),
 }
 NEMOTRON_RERANKER = Family(  # pools before it projects, and divides by a temperature
     "LlamaForSequenceClassification",

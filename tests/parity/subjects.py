@@ -259,6 +259,17 @@ _DECODERS = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gpt2": "gpt2",
+    "gemma3-tower": "Gemma3ForConditionalGeneration",
+    "mistral3-tower": "Mistral3ForConditionalGeneration",
+    "gpt-oss": "gpt_oss",
+    "privacy-filter": "openai_privacy_filter",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
+    "exaone4": "exaone4",
+    "lfm2": "lfm2",
+    "lfm2-bidirectional": "lfm2_bidirectional",
     "phi3": "phi3",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3_moe",
@@ -273,16 +284,18 @@ _DECODERS = {
     "gemma3": "gemma3_text",
     "gemma3-causal-lm": "gemma3",
     "embeddinggemma": "gemma3_text",
+    "embeddinggemma2": "embedding_gemma2",
+    "embeddinggemma2-text": "embedding_gemma2_text",
     "nemotron": "llama_bidirec",
     "gritlm": "GritLM",
 }
 
 
 def _decoders() -> Iterator[Subject]:
-    for name, family in decoders.FAMILIES.items():
+    for name, family in (decoders.FAMILIES | decoders.MORE_FAMILIES).items():
         for task in (Task.EMBED, Task.TOKEN_EMBED):
             yield _decoder(name, task, partial(_ask_states, name, family, task))
-    for name, family in decoders.HEADS.items():
+    for name, family in (decoders.HEADS | decoders.MORE_HEADS).items():
         if family.settings.get("num_labels") != 1:  # a cosine of one number says nothing
             task = Task.TOKEN_CLASSIFY if name.endswith("-tokens") else Task.CLASSIFY
             yield _decoder(name, task, partial(_ask_head, family))
