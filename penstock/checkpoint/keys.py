@@ -114,10 +114,12 @@ class ReadKeys(dict[str, Any]):
     def unknown(self, family: Family) -> dict[str, Any]:
         """Keys that nothing read, that are turned on, and that are not known to be harmless."""
         known = self.read | _KNOWN | set(_UNUSED_BY_FAMILY.get(family.name, "").split())
+        if family.is_nested:
+            known |= _OTHER_TOWERS
         return {
             key: value
             for key, value in self.items()
-            if value and key not in known and not key.startswith("_")
+            if value and key not in known and not key.startswith("_") and not key.endswith(_TOKEN_SUFFIXES)
         }
 
 
@@ -158,10 +160,19 @@ original_max_position_embeddings pooler_fc_size pooler_num_attention_heads poole
 pooler_num_fc_layers pooler_size_per_head pooler_type position_embedding_type sliding_window
 max_window_layers rope_theta sliding_window_pattern use_sliding_window
 """
+_TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index")
+_OTHER_TOWERS = frozenset(("audio_config", "mm_tokens_per_image", "vision_config"))
+_LFM2 = """
+block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init
+conv_dim conv_use_xavier_init num_heads use_pos_enc
+"""
 # Keys that a family's own code does not read either, though others' code does.
 _UNUSED_BY_FAMILY = {
     "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",
+    "gpt_oss": "experts_per_token initial_context_length",  # given twice
     "JinaBert": "hidden_act",  # feed_forward_type names the activation
+    "lfm2": _LFM2,
+    "lfm2_bidirectional": _LFM2,
     "mt5": "n_positions num_decoder_layers",
     "nvembed": "add_pad_token padding_side",  # rows are never padded
     "t5": "n_positions num_decoder_layers",

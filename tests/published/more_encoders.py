@@ -151,7 +151,7 @@ def routed(id: str, config: dict[str, Json], max_tokens: int) -> Published:
 
 
 def colbert(
-    id: str, config: dict[str, Json], widths: tuple[int, ...], query: int, document: int, **more: str
+    id: str, config: dict[str, Json], widths: tuple[int, ...], query: int, document: int, **more: Json
 ) -> Published:
     """A PyLate model with a Dense module for each step of `widths`."""
     dense = [f"{number}_Dense" for number in range(1, len(widths))]
@@ -194,6 +194,7 @@ def colbert(
             score="late",
             dimension=widths[-1],
             max_tokens=document - 1,
+            causal=more.get("causal", False),
             markers=("[Q] ", "[D] "),
         ),
         unverified=more.get("unverified", ""),
