@@ -8,25 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from penstock.checkpoint.spec import ModelSpec, read_spec, with_generation
+from penstock.checkpoint.spec import ModelSpec, with_generation
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
 from penstock.types import Task
 from penstock.weights.stream import DummySource
-from tests.checkpoints import wordpiece_tokenizer, write_json
 from tests.published.catalog import Published
-from tests.published.decoders import DECODERS
-from tests.published.embedders import EMBEDDERS
-from tests.published.encoders import ENCODERS
-from tests.published.more_decoders import MORE_DECODERS
-from tests.published.more_encoders import MORE_ENCODERS
-from tests.published.newer import NEWER
-from tests.published.others import OTHERS
+from tests.published.models import MODELS, REFUSED, SERVED, read
 
-MODELS = (*ENCODERS, *MORE_ENCODERS, *DECODERS, *EMBEDDERS, *MORE_DECODERS, *NEWER, *OTHERS)
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "dim", "d_model", "pooler_hidden_size"), 64),
     **dict.fromkeys(("intermediate_size", "n_inner", "hidden_dim", "d_ff", "moe_intermediate_size"), 96),
@@ -39,38 +30,9 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
 }
-SERVED = [model for model in MODELS if model.reads is not None]
-REFUSED = [model for model in MODELS if model.reads is None]
 # Their weights are read by builders of their own, or not by a model at all.
 _PROJECTED = ("voyageai/voyage-4-nano", "google/embeddinggemma-2")  # to as many numbers as it has "labels"
 _NOT_BUILT = (Task.ENTITIES, Task.ZERO_SHOT)
-
-
-def write(model: Published, folder: Path) -> Path:
-    """The model's files below `folder`, with a small vocabulary."""
-    target = folder / model.id.rpartition("/")[2]
-    target.mkdir()
-    for name, content in ({"config.json": model.config} | model.files).items():
-        file = target / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, bytes):
-            file.write_bytes(content)
-        elif content is not None:
-            write_json(file, content)
-    tokenizer = wordpiece_tokenizer()
-    tokenizer.add_special_tokens(list(model.tokens))
-    home = target / model.tokenizer_folder
-    home.mkdir(exist_ok=True)
-    tokenizer.save(str(home / "tokenizer.json"))
-    if model.tensors:
-        save_file(
-            {name: torch.zeros(shape) for name, shape in model.tensors.items()}, home / "model.safetensors"
-        )
-    return target
-
-
-def read(model: Published, folder: Path) -> ModelSpec:
-    return read_spec(write(model, folder), model.id)
 
 
 def test_at_least_a_hundred_models_are_recorded_once_each() -> None:
