@@ -319,14 +319,16 @@ def _any(module: str) -> bool:
 
 def _is_named(names: Iterable[str]) -> Callable[[str], bool]:
     """Accept a module whose name is in `names`, ends in one of them, or has a parent among them."""
-    left = tuple(names)
+    left = frozenset(names)
 
     def matches(module: str) -> bool:
-        return any(
-            own == other or own.startswith(other + ".") or own.endswith("." + other)
-            for own in _spellings(module)
-            for other in left
-        )
+        """Looks a name's beginnings and ends up: models have tens of thousands of modules."""
+        for own in _spellings(module):
+            parts = own.split(".")
+            for at in range(len(parts)):
+                if ".".join(parts[: at + 1]) in left or ".".join(parts[at:]) in left:
+                    return True
+        return False
 
     return matches
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -167,6 +168,32 @@ def _product(x: Tensor, weight: Tensor | BlockQuantized, expert: int, halves: in
     parts = (part.chunk(halves) for part in (weight.values[expert], weight.scales[expert]))
     products = [F.linear(wide, dequantize_blocks(BlockQuantized(*half))) for half in zip(*parts, strict=True)]
     return torch.cat(products, dim=1).to(x.dtype)
+
+
+class CompilingBeside:
+    """Compiles the kernels of the first sparse layer on a thread while the weights of others are read."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._compiled: Future[None] | None = None
+
+    def __enter__(self) -> CompilingBeside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+        if self._compiled is not None:
+            self._compiled.result()  # raises what the thread raised
+
+    def start(self, mlp: object) -> None:
+        """Begin, if this is a sparse layer and none has begun."""
+        if self._compiled is None and isinstance(mlp, SparseMLP):
+            self._compiled = self._pool.submit(self._compile, mlp)
+
+    @staticmethod
+    def _compile(mlp: SparseMLP) -> None:
+        with torch.inference_mode(), torch.cuda.device_of(mlp.router):  # not inherited by threads
+            mlp.compile()
 
 
 def read_experts(

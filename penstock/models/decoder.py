@@ -28,7 +28,7 @@ from penstock.layers.build import LayerBuilder
 from penstock.layers.clamped_experts import ClampedExperts, ClampedExpertShape
 from penstock.layers.head import Stack, TaskHead
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.moe import ExpertShape, SparseMLP, read_experts
+from penstock.layers.moe import CompilingBeside, ExpertShape, SparseMLP, read_experts
 from penstock.layers.norm import RMSNorm, sandwich
 from penstock.layers.residual import Part, ScaledPart, pre_norm_residual
 from penstock.layers.rotary import Angles, NoRotary, Rope, Rotary
@@ -232,9 +232,11 @@ class Decoder:
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=build.weights.dtype))
         rotaries = _rotaries(build, shape)
         self.rotaries = list(dict.fromkeys(rotaries))
-        self.layers = [
-            DecoderLayer(build, f"{prefix}layers.{i}.", shape, i, rotary) for i, rotary in enumerate(rotaries)
-        ]
+        self.layers: list[DecoderLayer] = []
+        with CompilingBeside() as compiling:
+            for i, rotary in enumerate(rotaries):
+                self.layers.append(DecoderLayer(build, f"{prefix}layers.{i}.", shape, i, rotary))
+                compiling.start(self.layers[-1].mlp)
         self.layers[-1].is_last = True
         # Norm i feeds the attention of layer i; it runs together with layer i - 1.
         self.norms: list[RMSNorm | None] = [None] * shape.layers
@@ -245,8 +247,6 @@ class Decoder:
             if before is not None:
                 before.quantize_for(layer.attention.qkv)
         self.norms.append(_norm(build, prefix + "norm", shape.hidden, shape))
-        for part in [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP)][:1]:
-            part.compile()
         self.growth = _growth(shape, build)
         self.shape = shape
         self.hidden_size = shape.hidden

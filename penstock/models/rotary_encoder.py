@@ -20,7 +20,7 @@ from penstock.layers.embedding import EncoderEmbedding
 from penstock.layers.head import TaskHead
 from penstock.layers.linear import LinearLayer, scratch_width
 from penstock.layers.mlp import MLP, GatedMLP
-from penstock.layers.moe import ExpertShape, SparseMLP, read_joined_experts
+from penstock.layers.moe import CompilingBeside, ExpertShape, SparseMLP, read_joined_experts
 from penstock.layers.residual import connect_post_norms, post_norm_residual
 from penstock.layers.rotary import Angles, Rope, Rotary
 from penstock.types import Task
@@ -152,19 +152,13 @@ class RotaryEncoder:
             build.norm(self.prefix + names.embedding_norm, shape.hidden, shape.eps),
         )
         self.rotary = None if shape.rope is None else _rotary(build, shape, shape.rope)
-        self.layers = [
-            RotaryEncoderLayer(
-                build,
-                self.prefix + names.layer.format(i),
-                names,
-                shape,
-                self.rotary,
-                shape.experts if i in shape.expert_layers else None,
-            )
-            for i in range(shape.layers)
-        ]
-        for part in [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP)][:1]:
-            part.compile()
+        self.layers: list[RotaryEncoderLayer] = []
+        with CompilingBeside() as compiling:
+            for i in range(shape.layers):
+                prefix = self.prefix + names.layer.format(i)
+                experts = shape.experts if i in shape.expert_layers else None
+                self.layers.append(RotaryEncoderLayer(build, prefix, names, shape, self.rotary, experts))
+                compiling.start(self.layers[-1].mlp)
         self.layers[-1].is_last = True
         connect_post_norms(self.layers)
         self.hidden_size = shape.hidden
