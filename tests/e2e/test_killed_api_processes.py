@@ -26,7 +26,8 @@ QUEUED_ROWS, RUNNING_ROWS = "penstock_queue_rows", "penstock_running_rows"
 @pytest.fixture(scope="module")
 def server(llama_folder: Path) -> Iterator[Server]:
     flags = ("--device", "cpu", "--threads", "1", "--api-server-count", str(NUM_API_PROCESSES))
-    with serving(str(llama_folder), *flags) as running:
+    embeds = ("--pooler-config", '{"pooling_type": "LAST"}')  # so that it scores by its vectors
+    with serving(str(llama_folder), *flags, *embeds) as running:
         yield running
 
 
