@@ -29,18 +29,27 @@ _BY_FAMILY: dict[str, Accepted] = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         **_PLAIN_LOGITS,
     },
+    "exaone4": {**_CAUSAL, **_PLAIN_LOGITS},
     "gemma2": {**_CAUSAL, "logits_scaling": (1,)},
+    "gpt_oss": {**_CAUSAL, **_PLAIN_LOGITS},
+    "granite": _CAUSAL,
+    "lfm2": {**_CAUSAL, **_PLAIN_LOGITS, "is_causal": (True,)},  # its convolutions see only what is before
     "gpt2": {**_CAUSAL, **_PLAIN_LOGITS},
     "llama": {**_CAUSAL, **_PLAIN_LOGITS},
     "ministral": {**_CAUSAL, **_PLAIN_LOGITS},
+    "ministral3": {**_CAUSAL, **_PLAIN_LOGITS},
     "mistral": {**_CAUSAL, **_PLAIN_LOGITS},
+    "olmo2": {**_CAUSAL, **_PLAIN_LOGITS},
+    # transformers gives another base than this to full attention alone, which no model means.
+    "olmo3": {**_CAUSAL, **_PLAIN_LOGITS, "rope_theta": (500_000,)},
     "phi3": {**_CAUSAL, **_PLAIN_LOGITS},
     "qwen2": {**_CAUSAL, **_PLAIN_LOGITS},
     "qwen3": {**_CAUSAL, **_PLAIN_LOGITS},
+    "smollm3": {**_CAUSAL, **_PLAIN_LOGITS},
     "qwen3_moe": {**_CAUSAL, **_PLAIN_LOGITS, "use_sliding_window": (False,)},
 }
 # All layers of these attend alike in transformers, which ignores layer_types.
-_UNIFORM_FAMILIES = {"llama": "full_attention", "llama_bidirec": "full_attention", "gemma": "full_attention"}
+_UNIFORM_FAMILIES = frozenset(("eurobert", "gemma", "granite", "llama", "llama_bidirec"))
 
 
 def check_keys(file: Path, family: Family, config: Mapping[str, Any]) -> None:
@@ -56,13 +65,15 @@ def check_keys(file: Path, family: Family, config: Mapping[str, Any]) -> None:
     _check_layer_types(file, family, config)
     if family.name == "modernbert":
         _check_window(file, config)
+    if family.name in _T5_KINDS:
+        _check_t5_activation(file, config, _T5_KINDS[family.name])
 
 
 def _check_layer_types(file: Path, family: Family, config: Mapping[str, Any]) -> None:
     types = config.get("layer_types")
     if not isinstance(types, list):
         return
-    wanted = _UNIFORM_FAMILIES.get(family.name)
+    wanted = "full_attention" if family.name in _UNIFORM_FAMILIES else None
     if family.name == "phi3":
         wanted = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
     if wanted is not None and any(kind != wanted for kind in types):
@@ -75,6 +86,18 @@ def _check_window(file: Path, config: Mapping[str, Any]) -> None:
     if window is not None and window != both_sides // 2:
         supported = f"{both_sides // 2}, half of local_attention; set local_attention instead"
         raise _unsupported(file, "sliding_window", window, supported)
+
+
+_T5_KINDS = {"t5": "relu", "mt5": "gated-gelu"}  # where config.json has no feed_forward_proj
+
+
+def _check_t5_activation(file: Path, config: Mapping[str, Any], default: str) -> None:
+    """`dense_act_fn` and `is_gated_act` repeat what `feed_forward_proj` says, but may differ from it."""
+    kind = str(config.get("feed_forward_proj", default))
+    act = "gelu_new" if kind == "gated-gelu" else kind.rpartition("-")[2]
+    for key, wanted in (("dense_act_fn", act), ("is_gated_act", kind.startswith("gated-"))):
+        if config.get(key) not in (None, wanted):
+            raise _unsupported(file, key, config[key], f"{wanted!r}, as feed_forward_proj = {kind!r} says")
 
 
 def _words(accepted: tuple[Any, ...], key: str) -> str:

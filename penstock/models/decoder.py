@@ -420,7 +420,7 @@ def olmo(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> D
 
 def exaone4(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Where some layers have a sliding window, those that have none do not rotate."""
-    window, every = config.get("sliding_window"), int(config.get("sliding_window_pattern") or 1)
+    window, every = config.get("sliding_window", 4096), int(config.get("sliding_window_pattern", 4) or 1)
     shape = _shape(config, window, lambda layer: window is not None and (layer + 1) % every != 0)
     rotates = shape.sliding if window else ()
     shape = replace(

@@ -55,6 +55,7 @@ DEBERTA = SIZES | {
     "position_biased_input": False,
 }
 DECODER = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 0, "eos_token_id": 2}
+T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 BASES: dict[str, tuple[str, Json]] = {
     "bert": ("Bert", SIZES),
     "roberta": ("Roberta", PAD_1),
@@ -72,6 +73,12 @@ BASES: dict[str, tuple[str, Json]] = {
     "gemma": ("Gemma", DECODER),
     "gemma2": ("Gemma2", DECODER),
     "gemma3_text": ("Gemma3Text", DECODER),
+    "granite": ("Granite", DECODER),
+    "smollm3": ("SmolLM3", DECODER),
+    "olmo3": ("Olmo3", {key: value for key, value in DECODER.items() if key != "head_dim"}),
+    "electra": ("Electra", SIZES | {"embedding_size": 16}),
+    "albert": ("Albert", SIZES | {"embedding_size": 16}),
+    "t5": ("T5Encoder", T5),
     "phi3": ("Phi3", {key: value for key, value in DECODER.items() if key != "head_dim"}),
 }
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
@@ -160,6 +167,11 @@ COMPUTED = [
     *flips("gemma2", {"hidden_activation": "relu"}),
     *flips("gemma3_text", {"use_bidirectional_attention": True}, {"query_pre_attn_scalar": 3}),
     *flips("gemma3_text", MIXED, MIXED | {"rope_theta": 77.0}, {"rope_local_base_freq": 50.0}),
+    *flips("granite", {"residual_multiplier": 0.5}, {"attention_multiplier": 0.3}),
+    *flips("smollm3", {"no_rope_layers": [0, 1]}),
+    *flips("electra", {"hidden_act": "relu"}),
+    *flips("albert", {"hidden_act": "relu"}, {"num_hidden_groups": 2}, {"inner_group_num": 2}),
+    *flips("t5", {"feed_forward_proj": "gated-gelu"}, {"relative_attention_num_buckets": 8}),
     *flips("phi3", {"sliding_window": 8}, {"hidden_act": "gelu"}),
     *flips("deberta-v2", LABELS | {"pooler_hidden_act": "relu"}, kind=SEQUENCE),
     *flips("modernbert", LABELS | {"classifier_pooling": "mean"}, kind=SEQUENCE),
@@ -196,9 +208,15 @@ REFUSED = {
     "partial_rotary_factor": flips("llama", {"partial_rotary_factor": 0.5})
     + flips("qwen3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "longrope": flips("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
-    "layer_types": flips("llama", MIXED) + flips("gemma", MIXED) + flips("phi3", MIXED),
+    "rope_theta": flips("olmo3", {"rope_theta": 77.0}),
+    "dense_act_fn": flips("t5", {"feed_forward_proj": "relu", "dense_act_fn": "gelu_new"}),
+    "layer_types": flips("granite", MIXED)
+    + flips("llama", MIXED)
+    + flips("gemma", MIXED)
+    + flips("phi3", MIXED),
     "use_bidirectional_attention": flips("qwen3", {"use_bidirectional_attention": True})
-    + flips("gemma2", {"use_bidirectional_attention": True}),
+    + flips("gemma2", {"use_bidirectional_attention": True})
+    + flips("smollm3", {"use_bidirectional_attention": True}),
     "attn_logit_softcapping": flips("llama", {"attn_logit_softcapping": 2.0}),
     "final_logit_softcapping": flips("qwen2", {"final_logit_softcapping": 2.0}),
     "hidden_act": flips("gemma", {"hidden_act": "relu"}),
