@@ -36,6 +36,7 @@ from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import ZeroShotSpec, encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import EntitySpec, is_gliner, read_entities, read_model_config
 from penstock.checkpoint.identity import read_identity
+from penstock.checkpoint.keys import check_keys
 from penstock.checkpoint.labels import label_count, label_names
 from penstock.checkpoint.late import COLBERT_DIM, LateSpec, read_late
 from penstock.checkpoint.layout import QueryRoute, read_layout
@@ -258,6 +259,7 @@ def read_spec(
     files = read_files(layout, config, overrides)
     if native:
         read_sizes(config_file, family, config)
+        check_keys(config_file, family, config)
         stored_format(config)  # refuses formats that are not supported
     else:
         check_any_sizes(config_file, architecture, config)
