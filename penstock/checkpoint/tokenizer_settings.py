@@ -112,7 +112,22 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in settings.items():
         if name.endswith("_token") and not name.startswith("add_"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
+            text = token_text(value)
+            if text is not None:
                 found[name] = text
     return found
+
+
+def token_text(value: Any) -> str | None:
+    """The text of a token that is given as a string or with its properties."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def eos_text(folder: Path) -> str:
+    """The end token's text, for a model whose texts have to end with it."""
+    file = folder / "tokenizer_config.json"
+    text = special_tokens(optional_json(file)).get("eos_token")
+    if text is None:
+        raise ModelLoadError(f"{file} has no eos_token, which ends each text for this model", param="model")
+    return text

@@ -45,7 +45,7 @@ def info(
 
 
 def gather(config: EngineConfig) -> dict[str, Any]:
-    from penstock.checkpoint.spec import describe
+    from penstock.checkpoint.describe import describe
 
     spec = describe(config)
     weights = weight_facts(weight_files(spec))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.checkpoint.spec import ModelSpec, read_spec
+from penstock.checkpoint.describe import read_spec
+from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model
