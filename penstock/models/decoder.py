@@ -2,8 +2,8 @@
 
 Llama, Mistral, Ministral3, Phi3, Qwen2, Qwen3 (also with experts), Gemma, Gemma2, Gemma3, Granite, SmolLM3,
 OLMo 2 and 3, EXAONE 4 and gpt-oss share one wiring with flags. So do variants trained with bidirectional
-attention (embeddinggemma, nemotron-embed, GritLM, pplx-embed, voyage-4-nano, the privacy filter). The wiring is in
-`decoder_layers.py`; here is what each family sets.
+attention (embeddinggemma, nemotron-embed, GritLM, pplx-embed, voyage-4-nano, the privacy filter). The wiring
+is in `decoder_layers.py`; here is what each family sets.
 """
 
 from __future__ import annotations
