@@ -25,6 +25,7 @@ from penstock.checkpoint.find import find, served_name
 from penstock.checkpoint.generation import eos_token_ids, why_not_generate
 from penstock.checkpoint.gliclass import encoder_config, read_zero_shot
 from penstock.checkpoint.gliner import is_gliner, read_entities, read_model_config
+from penstock.checkpoint.keys import check_keys
 from penstock.checkpoint.labels import label_names
 from penstock.checkpoint.late import COLBERT_DIM
 from penstock.checkpoint.layout import FolderLayout, read_files, read_layout
@@ -114,6 +115,7 @@ def _read_checkpoint(layout: FolderLayout, options: _Options) -> Checkpoint:
     files = read_files(layout, config, options.overrides)
     if native:
         read_sizes(config_file, architecture.family, config)
+        check_keys(config_file, architecture.family, config)
         stored_format(config)
     else:
         check_any_sizes(config_file, architecture, config)

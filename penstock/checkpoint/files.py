@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -153,6 +153,11 @@ def usable_values(folder: Path) -> Iterator[None]:
 def shown(value: Any) -> str:
     """A value from a file in an error message, shortened."""
     return _SHORT.repr(value)
+
+
+def first_names(names: Sequence[str], most: int = 8) -> str:
+    """The names in a message; a long list is shortened."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.checkpoint.files import optional_json
+from penstock.checkpoint.files import optional_json, shown
 from penstock.errors import ModelLoadError
 
 log = logging.getLogger(__name__)
@@ -16,6 +16,60 @@ log = logging.getLogger(__name__)
 _OBEYING_CLASSES = ("Llama", "CodeLlama", "Gemma", "Cohere")
 _FLAGS = ("add_bos_token", "add_eos_token")
 _REMOTE_QWEN = "tokenization_qwen.Qwen2Tokenizer"  # of gte-Qwen2-instruct
+# Classes that rebuild BERT's normaliser from tokenizer_config.json, whatever tokenizer.json has, and the
+# model_types whose tokenizer is of such a class where no file names one.
+_BERT_CLASSES = frozenset(("Bert", "DistilBert", "Electra", "MPNet", "MobileBert", "LayoutLM", "SqueezeBert"))
+_BERT_TYPES = frozenset(("bert", "distilbert", "electra", "ernie", "mobilebert", "mpnet", "nomic_bert"))
+# The same for classes that take `add_prefix_space` from there.
+_BYTE_LEVEL_CLASSES = frozenset(("Roberta", "GPT2", "Bart", "Longformer"))
+_BYTE_LEVEL_TYPES = frozenset(("roberta", "gpt2", "bart", "longformer"))
+
+
+class BertNormalization(NamedTuple):
+    """How a word-piece tokenizer changes a text before it splits it."""
+
+    lowercase: bool
+    strip_accents: bool | None  # None: as `lowercase`
+    handle_chinese_chars: bool
+
+
+def read_bert_normalization(folder: Path) -> BertNormalization | None:
+    """What tokenizer_config.json asks of a BERT tokenizer; None for a tokenizer of another class. What it
+    leaves out has the class's default, as in transformers."""
+    settings = optional_json(folder / "tokenizer_config.json")
+    if not _is_of(folder, settings, _BERT_CLASSES, _BERT_TYPES):
+        return None
+    keys = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
+    lowercase, strip_accents, chinese = (_flag(folder, settings, key) for key in keys)
+    return BertNormalization(lowercase is not False, strip_accents, chinese is not False)
+
+
+def read_prefix_space(folder: Path) -> bool | None:
+    """Whether a space is put before a text, as RoBERTa's and GPT-2's tokenizers take it from
+    tokenizer_config.json; None for others, where tokenizer.json decides."""
+    settings = optional_json(folder / "tokenizer_config.json")
+    if not _is_of(folder, settings, _BYTE_LEVEL_CLASSES, _BYTE_LEVEL_TYPES):
+        return None
+    return _flag(folder, settings, "add_prefix_space") is True
+
+
+def _is_of(folder: Path, settings: Mapping[str, Any], classes: frozenset[str], types: frozenset[str]) -> bool:
+    """Whether the tokenizer is of one of these classes, or of the model types that have one by default."""
+    if _remote_code(settings) is not None:
+        return False
+    config = optional_json(folder / "config.json")
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if named is None:
+        return config.get("model_type") in types
+    return str(named).removesuffix("Fast").removesuffix("Tokenizer") in classes
+
+
+def _flag(folder: Path, settings: Mapping[str, Any], key: str) -> bool | None:
+    value = settings.get(key)
+    if value is not None and not isinstance(value, bool):
+        file = folder / "tokenizer_config.json"
+        raise ModelLoadError(f"{file} has {key} = {shown(value)}; it has to be true or false", param="model")
+    return value
 
 
 class TextFrame(NamedTuple):

@@ -29,6 +29,7 @@ class ReferenceLibrary(StrEnum):
     MULTI_VECTOR_ENCODER = "multi-vector-encoder"
     CROSS_ENCODER = "cross-encoder"
     TRANSFORMERS = "transformers"
+    MODEL2VEC = "model2vec"
 
 
 class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +91,9 @@ def verify(engine: EngineFields, given: VerifyOptions) -> None:
     """Compare a model's answers with those of its reference library.
 
     Loads the model in the library that its files name (sentence-transformers with its SparseEncoder,
-    MultiVectorEncoder and CrossEncoder, or transformers), then in Penstock. Prints cosines, differences,
-    agreement of rankings and of the tokens fed, and a verdict, and saves them as JSON. Exits with 1 if the
-    answers differ.
+    MultiVectorEncoder and CrossEncoder, transformers, or model2vec), then in Penstock. Prints cosines,
+    differences, agreement of rankings and of the tokens fed, and a verdict, and saves them as JSON. Exits
+    with 1 if the answers differ.
 
     \b
     Example:

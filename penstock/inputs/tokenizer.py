@@ -12,10 +12,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, normalizers, processors
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from penstock.checkpoint.convert import tokenizer_file
-from penstock.checkpoint.tokenizer_settings import TextFrame, read_text_frame
+from penstock.checkpoint.files import optional_json
+from penstock.checkpoint.tokenizer_settings import (
+    BertNormalization,
+    TextFrame,
+    read_bert_normalization,
+    read_prefix_space,
+    read_text_frame,
+)
 from penstock.errors import BadValue, ModelLoadError
 from penstock.inputs.long_texts import (
     MAX_WINDOW_CHARS,
@@ -69,13 +76,60 @@ class Tokenizer:
             self._rust = RustTokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise ModelLoadError(f"{file} is not a tokenizer: {error}") from None
+        self._warn_of_truncation(folder, file)
         self._rust.no_truncation()
         self._rust.no_padding()
+        if (wanted := read_bert_normalization(folder)) is not None:
+            self._normalize_as(wanted, file)
+        if (adds := read_prefix_space(folder)) is not None:
+            self._begin_with_space(adds, file)
         if (frame := read_text_frame(folder)) is not None:
             self._add_frame(frame, file)
         self.vocab_size = self._rust.get_vocab_size(with_added_tokens=True)
         self.prefix, self.suffix = self._special_frame()
         self._token_bytes: dict[int, bytes] = {}
+
+    def _normalize_as(self, wanted: BertNormalization, file: Path) -> None:
+        """Normalise as tokenizer_config.json asks, where tokenizer.json has BERT's normaliser with other
+        options."""
+        found = self._rust.normalizer
+        if not isinstance(found, normalizers.BertNormalizer):
+            return
+        given = BertNormalization(found.lowercase, found.strip_accents, found.handle_chinese_chars)
+        if given == wanted:
+            return
+        log.warning(
+            "%s has the options %s, but tokenizer_config.json asks for %s. Texts are read as it asks, as "
+            "transformers does",
+            file,
+            given._asdict(),
+            wanted._asdict(),
+        )
+        self._rust.normalizer = normalizers.BertNormalizer(clean_text=found.clean_text, **wanted._asdict())
+
+    def _warn_of_truncation(self, folder: Path, file: Path) -> None:
+        """Report files that want texts truncated at their beginning: here a request says so."""
+        named = optional_json(folder / "tokenizer_config.json").get("truncation_side")
+        named = named or (self._rust.truncation or {}).get("direction", "right")
+        if str(named).lower() == "left":
+            log.warning(
+                "%s is meant to truncate texts on the left, which transformers does. Requests that truncate "
+                "have to say so: truncation_side = left",
+                file.parent,
+            )
+
+    def _begin_with_space(self, adds: bool, file: Path) -> None:
+        found = self._rust.pre_tokenizer
+        if not isinstance(found, pre_tokenizers.ByteLevel) or found.add_prefix_space == adds:
+            return
+        log.warning(
+            "%s has add_prefix_space = %s, but tokenizer_config.json asks for %s. Texts are read as it asks, "
+            "as transformers does",
+            file,
+            found.add_prefix_space,
+            adds,
+        )
+        self._rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=adds, use_regex=found.use_regex)
 
     @property
     def max_token_id(self) -> int:

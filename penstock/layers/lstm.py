@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,9 @@ class BiLSTM:
     last step of either, so it changes nothing. Runs in fp32."""
 
     def __init__(self, weights: WeightSource, prefix: str, inputs: int, hidden: int, num_layers: int) -> None:
+        if weights.device.type == "cuda":
+            options: Any = torch.backends.cudnn.rnn
+            options.fp32_precision = "ieee"  # the library's default rounds fp32 to 10 bits
         self.hidden = hidden
         self.layers = [
             [

@@ -27,7 +27,7 @@ from penstock.layers.head import Stack, TaskHead
 from penstock.layers.moe import ExpertShape
 from penstock.models.decoder_layers import IGNORED, Decoder, DecoderShape, QueryGrowth
 from penstock.models.heads import add_language_head
-from penstock.models.options import option, require, rope_options
+from penstock.models.options import option, require, rope_options, with_defaults, with_values
 from penstock.types import Task
 
 log = logging.getLogger("penstock.models")
@@ -138,7 +138,8 @@ def qwen3_moe(build: LayerBuilder, config: Mapping[str, Any], head: Task | None)
 def phi3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     window = config.get("sliding_window")
     shape = _shape(config, window, lambda layer: window is not None)
-    return _with_head(Decoder(build, replace(shape, fused_projections=True)), build, config, head)
+    shape = replace(shape, fused_projections=True, eps=config.get("rms_norm_eps", 1e-5))
+    return _with_head(Decoder(build, shape), build, config, head)
 
 
 def granite(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
@@ -154,7 +155,7 @@ def granite(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 
 def smollm3(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Llama, some of whose layers do not rotate queries and keys."""
-    config = {"rope_theta": 2e6, **config}
+    config = with_defaults(config, rope_theta=2e6)
     layers, every = config["num_hidden_layers"], option(config, "no_rope_layer_interval", default=4)
     rotates = option(
         config, "no_rope_layers", default=[int((layer + 1) % every != 0) for layer in range(layers)]
@@ -178,7 +179,7 @@ def olmo(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> D
     bias, window = bool(config.get("attention_bias")), None
     if config.get("model_type") == "olmo3":
         window = config.get("sliding_window", 4096)
-        config = {"rope_theta": 5e5, **config}
+        config = with_defaults(config, rope_theta=5e5)
     shape = replace(
         _shape(config, window, lambda layer: window is not None and (layer + 1) % 4 != 0),
         eps=config.get("rms_norm_eps", 1e-5),
@@ -195,7 +196,7 @@ def olmo(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> D
 
 def exaone4(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Decoder:
     """Where some layers have a sliding window, those that have none do not rotate."""
-    window, every = config.get("sliding_window"), int(config.get("sliding_window_pattern") or 1)
+    window, every = config.get("sliding_window", 4096), int(config.get("sliding_window_pattern", 4) or 1)
     shape = _shape(config, window, lambda layer: window is not None and (layer + 1) % every != 0)
     rotates = shape.sliding if window else ()
     shape = replace(
@@ -255,7 +256,7 @@ def gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
         _shape(config, window, lambda layer: layer % 2 == 0, capped=True),
         act=config.get("hidden_activation") or "gelu_pytorch_tanh",
         scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        softcap=config.get("attn_logit_softcapping"),
+        softcap=config.get("attn_logit_softcapping", 50.0),
         qkv_bias=bias,
         out_bias=bias,
         sandwich=True,
@@ -305,13 +306,13 @@ def _text_only(model: Decoder, config: Mapping[str, Any]) -> Decoder:
     return model
 
 
-def _with_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_yarn(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration with the rotation of gpt-oss, where it does not say."""
     rope = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-    found = {"rope_theta": 150_000.0, **config}
-    if not (found.get("rope_scaling") or found.get("rope_parameters")):
-        found["rope_scaling"] = rope
-    return found
+    found = with_defaults(config, rope_theta=150_000.0)
+    if config.get("rope_scaling") or config.get("rope_parameters"):
+        return found
+    return with_values(found, rope_scaling=rope)
 
 
 def _with_clamped_experts(

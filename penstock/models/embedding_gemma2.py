@@ -27,7 +27,7 @@ from penstock.layers.linear import make_linear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import RMSNorm, sandwich
 from penstock.layers.rotary import Angles, Rotary
-from penstock.models.options import option, require, rope_options
+from penstock.models.options import option, require, rope_options, with_defaults
 from penstock.types import Task
 
 log = logging.getLogger("penstock.models")
@@ -172,7 +172,7 @@ def embedding_gemma2(build: LayerBuilder, config: Mapping[str, Any], head: Task 
         log.warning(
             "EmbeddingGemma 2 is served for text: the towers in %s are not loaded", " and ".join(towers)
         )
-    return EmbeddingGemma2(build, {**_DEFAULTS, **config})
+    return EmbeddingGemma2(build, with_defaults(config, **_DEFAULTS))
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -273,7 +273,7 @@ def distilbert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None
     elif head is Task.TOKEN_CLASSIFY:
         add_head(model, build, config, head, "classifier")
     elif head is Task.SPARSE:
-        _add_masked_lm(model, build, config, DISTILBERT_MLM, shape.act)
+        _add_masked_lm(model, build, config, DISTILBERT_MLM, shape.act, eps=shape.eps)
     return model
 
 
@@ -306,7 +306,7 @@ def electra(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -
 def albert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Encoder:
     """Each group of layers is repeated, and may itself have several."""
     act = config.get("hidden_act", "gelu_new")
-    shape = _bert_shape({**config, "hidden_act": act}, first_position=0, names=ALBERT_NAMES)
+    shape = replace(_bert_shape(config, first_position=0, names=ALBERT_NAMES), act=act)
     groups, inner = config.get("num_hidden_groups", 1), config.get("inner_group_num", 1)
     names = [
         ALBERT_NAMES.layer.format(int(i / (shape.layers / groups)), j)
@@ -327,9 +327,16 @@ def albert(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) ->
 
 
 def _add_masked_lm(
-    model: Encoder, build: LayerBuilder, config: Mapping[str, Any], names: MaskedLMNames, act: str
+    model: Encoder,
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    names: MaskedLMNames,
+    act: str,
+    *,
+    eps: float | None = None,
 ) -> None:
-    shape = MaskedLMShape(names=names, act=act, eps=config.get("layer_norm_eps", 1e-12))
+    """`eps` is for a family that does not take it from config.json."""
+    shape = MaskedLMShape(names=names, act=act, eps=eps or config.get("layer_norm_eps", 1e-12))
     add_masked_lm_head(model, build, config, model.embedding.words, shape)
 
 

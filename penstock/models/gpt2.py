@@ -35,7 +35,7 @@ class GPT2Layer:
         self.out = _linear(build, prefix + "attn.c_proj", hidden, hidden)
         up = _linear(build, prefix + "mlp.c_fc", hidden, inner, act)
         self.mlp = MLP(up, _linear(build, prefix + "mlp.c_proj", inner, hidden))
-        self.mlp_norm = build.norm(prefix + "ln_2", hidden, config["layer_norm_epsilon"])
+        self.mlp_norm = build.norm(prefix + "ln_2", hidden, config.get("layer_norm_epsilon", 1e-5))
         self.heads, self.layer = config["n_head"], layer
         scale = (hidden // self.heads) ** -0.5 if config.get("scale_attn_weights", True) else 1.0
         if config.get("scale_attn_by_inverse_layer_idx"):
@@ -60,7 +60,7 @@ class GPT2:
 
     def __init__(self, build: LayerBuilder, config: Mapping[str, Any]) -> None:
         require(config, add_cross_attention=False, reorder_and_upcast_attn=False, is_causal=True)
-        hidden, layers, eps = config["n_embd"], config["n_layer"], config["layer_norm_epsilon"]
+        hidden, layers, eps = config["n_embd"], config["n_layer"], config.get("layer_norm_epsilon", 1e-5)
         prefix = build.weights.prefix_of("wte.weight")
         positions = option(config, "n_positions", "n_ctx")
         self.embedding = build.table(prefix + "wte", config["vocab_size"], hidden)
@@ -86,7 +86,6 @@ class GPT2:
 
 
 def gpt2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> GPT2:
-    config = {"layer_norm_epsilon": 1e-5, **config}
     model = GPT2(build, config)
     if head is not None:
         labels = label_count(config)

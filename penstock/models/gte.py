@@ -34,10 +34,17 @@ def new(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Ro
 
 def gte(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> RotaryEncoder:
     """The transformers port, whose defaults differ."""
-    return _build(build, config, head, _shape(config, rope_theta=160_000, segments=1))
+    return _build(build, config, head, _shape(config, rope_theta=160_000, segments=1), mlm_act="gelu")
 
 
-def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, shape: Shape) -> RotaryEncoder:
+def _build(
+    build: LayerBuilder,
+    config: Mapping[str, Any],
+    head: Task | None,
+    shape: Shape,
+    mlm_act: str | None = None,
+) -> RotaryEncoder:
+    """`mlm_act`: the activation in the masked-language head; None: that of the layers."""
     require(
         config,
         position_embedding_type="rope",
@@ -52,7 +59,7 @@ def _build(build: LayerBuilder, config: Mapping[str, Any], head: Task | None, sh
     add_pooler_head(model, build, config, head)
     if head is Task.SPARSE:
         names = ORIGINAL_MLM if build.weights.has(f"{ORIGINAL_MLM.norm}.weight") else ROBERTA_MLM
-        head_shape = MaskedLMShape(names=names, act=shape.act, eps=shape.eps)
+        head_shape = MaskedLMShape(names=names, act=mlm_act or shape.act, eps=shape.eps)
         add_masked_lm_head(model, build, config, model.embedding.words, head_shape)
     return model
 

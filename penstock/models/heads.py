@@ -165,13 +165,8 @@ def add_token_head(
     if max(tokens) >= len(words):
         raise ModelLoadError(f"token {max(tokens)} is outside the vocabulary of {len(words)} tokens")
     words = _output_weight(words, build, config)
-    rows = words[list(tokens)].float() / float(config.get("logits_scaling") or 1)
-    cap = config.get("final_logit_softcapping")
-
-    def project(states: Tensor) -> Tensor:
-        logits = F.linear(states.float(), rows)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
+    rows = words[list(tokens)].float()
+    project: Callable[[Tensor], Tensor] = _scaled(lambda x: F.linear(x.float(), rows), config)
     model.heads[Task.SCORE] = TaskHead("last", project, len(rows))
 
 
@@ -181,6 +176,15 @@ def _output_weight(words: Tensor, build: LayerBuilder, config: Mapping[str, Any]
     name = next((name for name in names if build.has_weight(name)), names[0])
     tied = config.get("tie_word_embeddings", not build.has_weight(name))
     return words if tied else build.plain_weight(name, *words.shape)
+
+
+def _scaled(project: Callable[[Tensor], Tensor], config: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The logits with config.json's divisor and soft cap; Gemma2 has a cap unless it says otherwise."""
+    divisor = config.get("logits_scaling") or 1
+    cap = config.get("final_logit_softcapping", 30.0 if config.get("model_type") == "gemma2" else None)
+    if divisor != 1:
+        project = Stack(project, lambda x: x.div_(divisor))
+    return project if cap is None else Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
 
 
 def add_language_head(
@@ -198,11 +202,5 @@ def add_language_head(
         raise ModelLoadError("this architecture has no language-model head")
     words = _output_weight(words, build, config)
     added = build.weights.take("lm_head.bias", len(words)) if bias else None
-    project: Callable[[Tensor], Tensor] = make_linear(words, added, "identity", None)
-    divisor = config.get("logits_scaling") or 1
-    if divisor != 1:
-        project = Stack(project, lambda x: x.div_(divisor))
-    cap = config.get("final_logit_softcapping")
-    if cap is not None:
-        project = Stack(project, lambda x: torch.tanh(x / cap).mul_(cap))
+    project = _scaled(make_linear(words, added, "identity", None), config)
     model.heads[task] = TaskHead("last" if task is Task.GENERATE else "all", project, len(words))

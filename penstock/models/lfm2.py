@@ -24,7 +24,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.residual import pre_norm_residual
 from penstock.layers.rotary import Angles, Rotary
 from penstock.layers.short_conv import ShortConv
-from penstock.models.options import option, require, rope_options
+from penstock.models.options import option, require, rope_options, with_defaults
 from penstock.types import Task
 
 IGNORED = ("lm_head.",)
@@ -145,7 +145,7 @@ class Lfm2:
 
 
 def lfm2(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> Lfm2:
-    return Lfm2(build, {"norm_eps": 1e-5, **config})
+    return Lfm2(build, with_defaults(config, norm_eps=1e-5))
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[str]:

@@ -76,7 +76,9 @@ def _shape(config: Mapping[str, Any]) -> Shape:
         segments=config.get("type_vocab_size", 2),
         act=config.get("hidden_act", "silu") if act is None else GATES.get(act, act),
         eps=option(config, "layer_norm_eps", "layer_norm_epsilon", default=1e-12),
-        rope=rope_options(config, "rotary_emb_base", default=10_000 if original else 1000),
+        rope=rope_options(config, "rotary_emb_base", default=10_000)
+        if original
+        else rope_options(config, "rope_theta", default=1000),
         rope_fraction=fraction,
         rope_interleaved=bool(config.get("rotary_emb_interleaved")),
         gated=not original or act in GATES,

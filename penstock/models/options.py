@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from penstock.errors import ModelLoadError
 from penstock.layers.rotary import Rope
@@ -17,6 +18,16 @@ def option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     if default is None:
         raise ModelLoadError(f"config.json has no {' or '.join(names)}")
     return default
+
+
+def with_defaults(config: Mapping[str, Any], **defaults: Any) -> Mapping[str, Any]:
+    """The configuration with values for keys that it leaves out. A copy would hide which keys are read."""
+    return ChainMap(cast("dict[str, Any]", config), defaults)
+
+
+def with_values(config: Mapping[str, Any], **values: Any) -> Mapping[str, Any]:
+    """The configuration with other values for these keys."""
+    return ChainMap(values, cast("dict[str, Any]", config))
 
 
 def require(config: Mapping[str, Any], **wanted: Any) -> None:

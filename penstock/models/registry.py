@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.checkpoint.families import find_architecture
+from penstock.checkpoint.families import Architecture, find_architecture
+from penstock.checkpoint.files import first_names, shown
+from penstock.checkpoint.keys import ReadKeys
 from penstock.checkpoint.quantization import stored_format
 from penstock.checkpoint.sizes import read_sizes
 from penstock.errors import ModelLoadError
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from penstock.layers.batch import Batch
     from penstock.layers.build import LayerBuilder
     from penstock.layers.head import TaskHead
-
 
 log = logging.getLogger("penstock.load")
 
@@ -62,7 +63,7 @@ def build_model(
     """
     found = find_architecture(architecture, config)
     sizes = read_sizes(Path("config.json"), found.family, config)
-    config = {**config, "is_causal": found.family.is_causal(config)}
+    config = ReadKeys({**config, "is_causal": found.family.is_causal(config)})
     if found.family.default_head_dim is not None:
         config["head_dim"] = sizes.head_dim
     head = found.head
@@ -92,5 +93,25 @@ def build_model(
         heads.add_token_head(model, build, config, score_tokens)
     if generates:
         heads.add_language_head(model, build, config)
-    build.weights.check_all_read((*model.ignored_tensors, *unread))
+    unused = build.weights.check_all_read((*model.ignored_tensors, *unread))
+    harmless = (*_BUFFERS, *unread, *(("lm_head.",) if config.get("tie_word_embeddings") else ()))
+    _report(found, [name for name in unused if not any(mark in name for mark in harmless)], config)
     return model
+
+
+# Parts of names of tensors that hold nothing learned.
+_BUFFERS = ("position_ids", "inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+def _report(architecture: Architecture, unused: Sequence[str], config: ReadKeys) -> None:
+    """Warn of tensors and keys that take no part in what the model computes."""
+    if unused:
+        words = "tensor of the checkpoint is" if len(unused) == 1 else "tensors of the checkpoint are"
+        log.warning("%d %s not used by %s: %s", len(unused), words, architecture.name, first_names(unused))
+    if unknown := config.unknown(architecture.family):
+        log.warning(
+            "config.json has keys that Penstock does not know: %s. If one of them changes what %s computes, "
+            "its answers are wrong; compare them with penstock verify",
+            ", ".join(f"{key} = {shown(value)}" for key, value in unknown.items()),
+            architecture.name,
+        )

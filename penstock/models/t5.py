@@ -20,7 +20,7 @@ from penstock.layers.head import TaskHead
 from penstock.layers.mlp import MLP, GatedMLP
 from penstock.layers.norm import RMSNorm
 from penstock.layers.residual import pre_norm_residual
-from penstock.models.options import require
+from penstock.models.options import require, with_defaults
 from penstock.types import Task
 
 IGNORED = ("decoder.", "lm_head.")
@@ -93,7 +93,7 @@ def t5(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> T5E
 
 
 def mt5(build: LayerBuilder, config: Mapping[str, Any], head: Task | None) -> T5Encoder:
-    return t5(build, {"feed_forward_proj": "gated-gelu"} | dict(config), head)
+    return t5(build, with_defaults(config, feed_forward_proj="gated-gelu"), head)
 
 
 def _eps(config: Mapping[str, Any]) -> float:

@@ -10,15 +10,13 @@ from penstock.errors import ConfigError
 from penstock.types import Task
 
 Library = Literal[
-    "sentence-transformers", "sparse-encoder", "multi-vector-encoder", "cross-encoder", "transformers"
-]
-LIBRARIES: tuple[Library, ...] = (
     "sentence-transformers",
     "sparse-encoder",
     "multi-vector-encoder",
     "cross-encoder",
     "transformers",
-)
+    "model2vec",
+]
 _OTHERS = {  # kinds of folders whose own library is not driven here
     "gliner_config.json": "the gliner package",
 }
@@ -34,11 +32,7 @@ def choose(spec: ModelSpec) -> Library:
             )
     has_modules = (spec.root_path / "modules.json").is_file()
     if spec.static is not None and not has_modules:
-        raise ConfigError(
-            f"{spec.name} has no modules.json: its reference is model2vec, which `penstock verify` "
-            "does not drive",
-            param="model",
-        )
+        return "model2vec"
     if spec.late is not None or spec.architecture == COLBERT_CLASS:
         return "multi-vector-encoder"
     if spec.tasks[0] is Task.SPARSE:

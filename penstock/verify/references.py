@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,7 +24,10 @@ _HEADS = {
     Task.TOKEN_CLASSIFY: "AutoModelForTokenClassification",
     Task.GENERATE: "AutoModelForCausalLM",
 }
-_PACKAGES = {"transformers": "transformers"}  # the rest are parts of sentence-transformers
+_PACKAGES = {
+    "transformers": "transformers",
+    "model2vec": "model2vec",
+}  # the rest are parts of sentence-transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,24 @@ class PairReference(_SentenceTransformersReference):
         )
 
 
+class StaticReference(Reference):
+    """Static embeddings in model2vec's own layout."""
+
+    def __init__(self, spec: ModelSpec, options: ReferenceOptions) -> None:
+        super().__init__(spec, options)
+        self.model = import_module("model2vec").StaticModel.from_pretrained(spec.folder)
+
+    def checks(self) -> list[Check]:
+        return [Check("embed", Task.EMBED)]
+
+    def answer(self, check: Check, sample: Sample) -> Answers:
+        return self.one_by_one(self._vector, sample.texts)
+
+    def _vector(self, text: str) -> Any:
+        self._seen = [[int(number) for number in self.model.tokenize([text])[0]]]
+        return self.model.encode([text])[0]
+
+
 class TransformersReference(Reference):
     """The class of transformers that config.json names: hidden states, logits of its head, greedy texts."""
 
@@ -260,6 +282,7 @@ _KINDS: dict[Library, type[Reference]] = {
     "multi-vector-encoder": MultiVectorReference,
     "cross-encoder": PairReference,
     "transformers": TransformersReference,
+    "model2vec": StaticReference,
 }
 
 
@@ -275,7 +298,7 @@ def open_reference(library: Library, spec: ModelSpec, options: ReferenceOptions)
     except PackageNotFoundError:
         raise ConfigError(
             f"{spec.name} has to be compared with {package}, which is not installed; "
-            "install it, for example with the bench extra",
+            f"run `pip install {package}`",
             param="reference",
         ) from None
     try:

@@ -64,8 +64,8 @@ class MergedSource(WeightSource):
     def prefix_of(self, *names: str) -> str:
         return self._inner.prefix_of(*names, *(_part_name(name, "original") for name in names))
 
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
-        self._inner.check_all_read(ignored_tensors)
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
+        return self._inner.check_all_read(ignored_tensors)
 
     def close(self) -> None:
         self._inner.close()
@@ -173,9 +173,9 @@ class PeftMergedSource(WeightSource):
     def prefix_of(self, *names: str) -> str:
         return self._inner.prefix_of(*names)
 
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
         self._adapter.check_all_read()
-        self._inner.check_all_read(ignored_tensors)
+        return self._inner.check_all_read(ignored_tensors)
 
 
 def _read_file(adapter: PeftAdapter) -> dict[str, Tensor]:

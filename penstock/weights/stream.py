@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files import weight_files
+from penstock.checkpoint.files import first_names, weight_files
 from penstock.errors import ModelLoadError
 from penstock.weights.bulk import BulkReader
 from penstock.weights.files import StoredTensor, open_file
@@ -60,8 +60,9 @@ class WeightSource(ABC):
         """The prefix, such as "bert.", of the first of `names` that the checkpoint has."""
 
     @abstractmethod
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
-        """Raise if a tensor was never read, unless its name contains one of `ignored_tensors`."""
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
+        """Raise if a tensor was never read, unless its name contains one of `ignored_tensors`; return the
+        names of those that were not."""
 
     def read_fp8(self, name: str, shape: Sequence[int]) -> Tensor:
         """Read a tensor that is stored in fp8, without its scales."""
@@ -185,15 +186,15 @@ class SafetensorsSource(WeightSource):
                 return min(found, key=len)
         raise ModelLoadError(f"{self._folder} has no tensor that ends in {names[0]!r}")
 
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
         marks = tuple(ignored_tensors)
         unread = sorted(name for name in self._unread if not any(mark in name for mark in marks))
         if unread:
-            shown = ", ".join(unread[:8]) + (f" and {len(unread) - 8} more" if len(unread) > 8 else "")
             raise ModelLoadError(
-                f"{self._folder} has tensors that this architecture does not use: {shown}; "
+                f"{self._folder} has tensors that this architecture does not use: {first_names(unread)}; "
                 "check architectures in config.json"
             )
+        return sorted(self._unread)
 
 
 class DummySource(WeightSource):
@@ -223,8 +224,8 @@ class DummySource(WeightSource):
     def prefix_of(self, *names: str) -> str:
         return ""
 
-    def check_all_read(self, ignored_tensors: Iterable[str]) -> None:
-        return None
+    def check_all_read(self, ignored_tensors: Iterable[str]) -> list[str]:
+        return []
 
 
 def open_weights(

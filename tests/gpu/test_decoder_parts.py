@@ -15,6 +15,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+
 from penstock import Engine
 from tests.gpu.decoders import cosine
 from tests.parity.decoders import FAMILIES, MORE_FAMILIES, ROWS, Family
@@ -41,6 +43,11 @@ NAMES = (
 WIDE = {"head_dim": 256, "global_head_dim": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+def need(family: Family) -> None:
+    if not hasattr(transformers, family.model):
+        pytest.skip(f"transformers {transformers.__version__} has no {family.model}")
+
+
 def compare(folder: Path, dtype: str, least: float, share: float = 0.0) -> None:
     """`share` of the tokens may differ: rounding chooses other experts for them."""
     with Engine(str(folder), device="cpu", dtype="float32") as cpu:
@@ -55,12 +62,15 @@ def compare(folder: Path, dtype: str, least: float, share: float = 0.0) -> None:
 @pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.998), ("float32", 0.99999)])
 @pytest.mark.parametrize("name", NAMES)
 def test_cuda_equals_the_cpu(name: str, dtype: str, least: float, tmp_path: Path) -> None:
+    need(ALL[name])
     has_experts = name in ("gpt-oss", "privacy-filter")
     compare(ALL[name].write(tmp_path), dtype, least, 0.05 if has_experts and dtype == "bfloat16" else 0.0)
 
 
 def test_heads_of_512_numbers_run_in_the_kernel(tmp_path: Path) -> None:
     family: Family = FAMILIES["embeddinggemma2"]
+    need(family)
     settings: dict[str, Any] = family.settings | WIDE
     folder = Family(family.model, settings, family.says, nested=True).write(tmp_path)
-    compare(folder, "bfloat16", 0.998)
+    compare(folder, "float32", 0.99999)
+    compare(folder, "bfloat16", 0.99)  # of the worst token; on a CPU, bf16 is as far from fp32

@@ -49,7 +49,11 @@ def test_cuda_equals_the_cpu(name: str, dtype: str, least: float, tmp_path: Path
             expected, got = cpu.ask(ROWS, task), cuda.ask(ROWS, task)
             # Rounding may choose another expert where two are nearly tied.
             share = 0.02 if name == "nomic-moe" else 0.0
-            assert np.quantile(cosines(got, expected), share) >= (min(least, 0.998) if share else least)
+            if share:
+                least = min(least, 0.998)
+            elif name in ("t5-gated", "mt5"):
+                least = min(least, 0.996)  # of the worst token, as on a CPU in bf16
+            assert np.quantile(cosines(got, expected), share) >= least
 
 
 @pytest.mark.parametrize("name", ["modernbert", "jina-flash", "deberta-v3", "deberta-v2", "jina-bert"])

@@ -55,6 +55,31 @@ def hidden_of(model: Model, lengths: list[int], type_ids: list[int] | None = Non
     return [rows[int(slot)] for slot in plan.slices[0].step_rows]
 
 
+def test_tensors_that_take_no_part_are_reported_once_with_their_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unused = {f"cls.{number}.weight": torch.zeros(1) for number in range(9)} | {
+        "pooler.dense.weight": torch.zeros(1),
+        "embeddings.position_ids": torch.zeros(1),  # a buffer: nothing that was learned
+    }
+    with caplog.at_level("WARNING", "penstock.load"):
+        load(tmp_path, bert_tensors(BERT_CONFIG) | unused)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("10 tensors of the checkpoint are not used by BertModel: cls.0.weight, cls.1")
+    assert message.endswith("and 2 more") and "position_ids" not in message
+
+
+def test_a_head_that_is_tied_to_the_word_table_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = bert_tensors(BERT_CONFIG) | {"lm_head.weight": torch.zeros(1)}
+    with caplog.at_level("WARNING", "penstock.load"):
+        load(tmp_path, tensors, tie_word_embeddings=True)
+        assert not caplog.records
+        load(tmp_path, tensors, tie_word_embeddings=False)
+    assert "1 tensor of the checkpoint is not used by BertModel: lm_head.weight" in caplog.text
+
+
 def by_hand(tensors: dict[str, Tensor], ids: list[int], segments: list[int]) -> Tensor:
     """BERT on one row, written out as in the paper."""
     heads, hidden = 4, 32

@@ -32,7 +32,9 @@ class Reads:
     prompts: Mapping[str, str] = field(default_factory=dict)
     labels: int = 0
     generates: bool = False
-    answers: tuple[str, ...] = ()  # tokens that a decoder reranker answers with, relevant first
+    answers: tuple[str | int, ...] = ()  # tokens that a decoder reranker answers with, relevant first
+    markers: tuple[str, str] = ("", "")  # of queries and documents, for late interaction
+    adapters: tuple[str, ...] = ()  # that a request may choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,11 @@ class Published:
     config: dict[str, Json] | None  # config.json; None: it has none at its root
     files: dict[str, Json] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()  # special tokens of its vocabulary that its reading depends on
+    tokenizer_folder: str = ""  # where its tokenizer is
+    tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)  # that its reading depends on
     reads: Reads | None = None
     refused: str = ""  # a part of the message; for a model that is not served
+    unverified: str = ""  # what of the record could not be checked against the published files
 
 
 def modules(

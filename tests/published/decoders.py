@@ -301,7 +301,13 @@ DECODERS = (
         config=mistral(kind="MistralForCausalLM", rope_scaling=None)
         | {"architectures": ["GritLM"], "auto_map": {"AutoModel": "modeling_gritlm7b.MistralModel"}},
         reads=Reads(
-            task="embed", score="bi", dimension=4096, pooling=("mean",), normalize=True, max_tokens=32768
+            task="embed",
+            score="bi",
+            dimension=4096,
+            pooling=("mean",),
+            normalize=True,
+            max_tokens=32768,
+            generates=True,
         ),
     ),
     Published(

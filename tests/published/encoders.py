@@ -212,20 +212,31 @@ def embedder(
     """A sentence-transformers embedder in the usual layout."""
     prompts = more.pop("prompts", {})
     normalize = more.pop("normalize", True)
+    unverified = more.pop("unverified", "")
+    dimension, activation = more.pop("dense", (width, ""))
     files = sentence_transformer(method, width, limit, normalize=normalize) | more
+    if activation:
+        kinds = ("Transformer", "Pooling", "Dense", *(["Normalize"] if normalize else []))
+        files["modules.json"] = modules(*kinds, Normalize="3_Normalize")
+        files["2_Dense/config.json"] = {
+            "in_features": width,
+            "out_features": dimension,
+            "bias": True,
+            "activation_function": activation,
+        }
     if prompts:
         files["config_sentence_transformers.json"] = {"prompts": prompts, "default_prompt_name": None}
     pooled = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}[method]
     reads = Reads(
         task="embed",
         score="bi",
-        dimension=width,
+        dimension=dimension,
         pooling=(pooled,),
         normalize=normalize,
         max_tokens=limit,
         prompts=prompts,
     )
-    return Published(id=id, config=config, files=files, reads=reads)
+    return Published(id=id, config=config, files=files, reads=reads, unverified=unverified)
 
 
 ENCODERS = (
@@ -323,6 +334,7 @@ ENCODERS = (
         768,
         128,
         normalize=False,
+        dense=(512, "torch.nn.modules.activation.Tanh"),
     ),
     Published(
         id="cross-encoder/ms-marco-MiniLM-L6-v2",
@@ -362,7 +374,13 @@ ENCODERS = (
             "special_tokens_map.json": {"mask_token": "[MASK]", "unk_token": "[UNK]"},
         },
         tokens=("[unused0]", "[unused1]"),
-        reads=Reads(task="token_embed", score="late", max_tokens=512),
+        reads=Reads(
+            task="token_embed",
+            score="late",
+            dimension=128,
+            max_tokens=512,
+            markers=("[unused0]", "[unused1]"),
+        ),
     ),
     Published(
         id="naver/splade-v3",
@@ -533,7 +551,9 @@ ENCODERS = (
             "special_tokens_map.json": {"mask_token": "[MASK]", "unk_token": "[UNK]", "pad_token": "[PAD]"},
         },
         tokens=("[Q] ", "[D] "),
-        reads=Reads(task="token_embed", score="late", max_tokens=299),
+        reads=Reads(
+            task="token_embed", score="late", dimension=128, max_tokens=299, markers=("[Q] ", "[D] ")
+        ),
     ),
     embedder("nomic-ai/nomic-embed-text-v1.5", NOMIC, "mean_tokens", 768, 8192, normalize=False),
     embedder(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock.types import Task
 from penstock.verify.compare import compare
@@ -19,6 +21,7 @@ from tests.checkpoints import (
     write_json,
     write_late,
     write_splade,
+    write_static,
     write_token_classifier,
 )
 from tests.cli.runs import error_of, invoke
@@ -126,3 +129,18 @@ def test_a_model_that_the_library_cannot_load_is_an_error_with_its_reason(tmp_pa
     write_json(folder / "1_Pooling/config.json", {"pooling_mode_mean_tokens": True})  # its width is missing
     message = error_of("verify", folder, *CPU)
     assert message.startswith("sentence-transformers cannot load model: TypeError: ")
+
+
+def test_static_embeddings_without_modules_are_compared_with_model2vec(tmp_path: Path) -> None:
+    folder = write_static(tmp_path / "model")
+    (folder / "modules.json").unlink()
+    tensors = {"embeddings": load_file(folder / "model.safetensors")["embedding.weight"]}
+    save_file(tensors, folder / "model.safetensors")
+    write_json(folder / "config.json", {"model_type": "model2vec", "normalize": True})
+    if find_spec("model2vec") is None:
+        assert "model has to be compared with model2vec, which is not installed" in error_of(
+            "verify", folder, *CPU
+        )
+        return
+    code, report, printed = run(folder)
+    assert (code, report["reference"]) == (0, "model2vec"), printed
