@@ -41,7 +41,8 @@ from request_path import Figures, table
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
 from penstock.bench.load.sse import TokenStream
-from penstock.checkpoint.spec import describe, with_max_model_len
+from penstock.checkpoint.describe import describe
+from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.build import build_core
 from penstock.engine.loop import EngineCore

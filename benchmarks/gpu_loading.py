@@ -234,7 +234,7 @@ def load(folder: Path, device: str) -> Any:
     """The model, and the seconds that it took. Imports and the GPU's own start are not counted."""
     import torch
 
-    from penstock.checkpoint.spec import describe
+    from penstock.checkpoint.describe import describe
     from penstock.config import EngineConfig
     from penstock.layers import build  # noqa: F401
     from penstock.models import registry  # noqa: F401

@@ -27,7 +27,7 @@ import numpy as np
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
-from penstock.checkpoint.spec import describe
+from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.loop import EngineCore
 from penstock.runner.null import NullRunner

@@ -38,6 +38,9 @@ class Task(enum.StrEnum):
     GENERATE = "generate"
 
 
+LABELLED_TASKS = frozenset({Task.ENTITIES, Task.ZERO_SHOT})  # their labels come with the request
+
+
 class OutputDtype(enum.StrEnum):
     """Number format of output vectors. `binary` and `ubinary` pack eight sign bits into a byte."""
 

@@ -65,36 +65,39 @@ class Family:
     name: str  # its model_type, or its class name where it shares the model_type of another family
     class_prefix: str  # class names are this and one of CLASS_SUFFIXES
     builder: str  # "file:function" below penstock/models
-    is_decoder: bool = False
-    attends_both_ways: bool = False  # of a decoder: its tokens see later ones unless config.json says not
-    keys: ConfigKeys = field(default_factory=ConfigKeys)
     heads: frozenset[Task] = _ENCODER_HEADS  # that the builder can add
-    pooling: str = "mean"  # where no file names a method and tokens see the whole text
-    causal_pooling: str = "last"  # the same where they see only what comes before
-    positions_follow_padding: bool = False  # positions are counted from pad_token_id + 1
-    has_rotary_positions: bool = False
-    max_row_length: int | None = None  # where positions are relative, so that config.json has no limit
-    trained_row_length: int | None = None  # the limit of a row if neither files nor flags have one
-    has_experts: bool = False
-    shares_layers: bool = False  # the layers of a group are stored once and repeated
-    default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
-    default_num_segments: int = 0  # where config.json has no type_vocab_size
-    colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
-    score_prompts: tuple[
-        str, ...
-    ] = ()  # names in checkpoint/rerankers.py that its rerankers were trained with
-    instruction_template: str | None = None  # with {instruction}; precedes every text
-    embed_mark: str | None = None  # mean pooling starts after this text
+    # Which tokens see which.
+    is_decoder: bool = False  # tokens see only those before them, unless the next two or config.json differ
+    attends_both_ways: bool = False  # of a decoder: its tokens see later ones unless config.json says not
     both_ways_key: str | None = None  # its tokens see later ones if config.json has this key
-    adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
-    requires_adapter: bool = False  # each request has to choose one
-    pools_prompt: bool = True  # where no file says whether pooling reads the tokens of a prompt
-    appends_eos: bool = False  # each text ends with the eos token, which its tokenizer does not add
-    has_own_pooling: bool = False  # its published code pools, whatever modules.json lists
-    is_listwise: bool = False  # scores a whole list of documents in one row
+    # Sizes and positions.
+    keys: ConfigKeys = field(default_factory=ConfigKeys)
     is_nested: bool = False  # config.json has the sizes of the text tower in text_config
     nested_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that text_config leaves out
-    why_whole_rows: str | None = None  # why a row runs in one step, and is not continued; None: it may not
+    default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden size / heads
+    default_num_segments: int = 0  # where config.json has no type_vocab_size
+    has_experts: bool = False  # its sizes include those of experts
+    shares_layers: bool = False  # the layers of a group are stored once and repeated
+    has_rotary_positions: bool = False  # no table of positions is stored
+    positions_follow_padding: bool = False  # positions are counted from pad_token_id + 1
+    max_row_length: int | None = None  # where positions are relative, so that config.json has no limit
+    trained_row_length: int | None = None  # the limit of a row if neither files nor flags have one
+    # Texts.
+    instruction_template: str | None = None  # with {instruction}; precedes every text
+    appends_eos: bool = False  # each text ends with the eos token, which its tokenizer does not add
+    colbert_markers: tuple[str, str] = ("[unused0]", "[unused1]")  # of queries and of documents
+    adapters_key: str = "lora_adaptations"  # of config.json: the names of its task adapters
+    requires_adapter: bool = False  # each request has to choose one
+    # Pooling.
+    pooling: str = "mean"  # where no file names a method and tokens see the whole text
+    causal_pooling: str = "last"  # the same where they see only what comes before
+    has_own_pooling: bool = False  # its published code pools, whatever modules.json lists
+    pools_prompt: bool = True  # where no file says whether pooling reads the tokens of a prompt
+    embed_mark: str | None = None  # mean pooling starts after this text
+    # Scores and generation.
+    score_prompts: tuple[str, ...] = ()  # of its rerankers: names in checkpoint/rerankers.py
+    is_listwise: bool = False  # scores a whole list of documents in one row
+    why_whole_rows: str | None = None  # why a row has to run in one step; None: it may be spread over several
     generates_by_default: bool = False  # the bare class has a language-model head and is meant to generate
 
     def is_causal(self, config: Mapping[str, Any]) -> bool:
@@ -150,61 +153,91 @@ _T5_KEYS = ConfigKeys(
     max_positions=(),
     head_dim=("d_kv",),
 )
-_T5: dict[str, Any] = {
+_T5_FACTS: dict[str, Any] = {
     "keys": _T5_KEYS,
     "heads": frozenset(),
     "max_row_length": 1 << 15,
     "trained_row_length": 512,
 }
-_EMBEDDING_GEMMA2 = "embedding_gemma2:embedding_gemma2"
-_BOTH_WAYS: dict[str, Any] = {  # a backbone without heads
+_EMBEDDING_GEMMA2_FACTS: dict[str, Any] = {  # a backbone without heads
     "attends_both_ways": True,
     "heads": frozenset(),
     "default_head_dim": 256,
     "keys": ConfigKeys(output_size=("embedding_dim",)),
 }
-_GEMMA: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
-_GEMMA3_TOWER: dict[str, Any] = {  # what transformers assumes; published files leave much of it out
+_GEMMA_FACTS: dict[str, Any] = {"score_prompts": ("bge-reranker-v2-gemma",), "default_head_dim": 256}
+_GEMMA3_TOWER_DEFAULTS: dict[str, Any] = {  # what transformers assumes; published files leave much of it out
     "vocab_size": 262_208,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 131_072,
 }
-_LFM2: dict[str, Any] = {
+_LFM2_FACTS: dict[str, Any] = {
     "heads": frozenset(),
     "keys": ConfigKeys(intermediate_size=("block_ff_dim", "intermediate_size")),
     "why_whole_rows": "the state of its convolutions is not kept between steps",
 }
-_QWEN3: dict[str, Any] = {
+_QWEN3_FACTS: dict[str, Any] = {
     "score_prompts": ("qwen3-reranker", "zerank", "ctxl-rerank-v2"),
     "default_head_dim": 128,
 }
 _RECORDS = (
     _encoder("albert", "Albert", "encoder:albert", shares_layers=True, default_num_segments=2),
     _encoder("bert", "Bert", "encoder:bert", default_num_segments=2),
+    _decoder(
+        "bidirectional_pplx_qwen3",
+        "PPLXQwen3",
+        "decoder:qwen3",
+        attends_both_ways=True,
+        heads=frozenset(),
+        default_head_dim=128,
+    ),
     _encoder("camembert", "Camembert", "encoder:roberta", positions_follow_padding=True),
     _encoder("deberta-v2", "DebertaV2", "deberta:deberta"),
     _encoder("distilbert", "DistilBert", "encoder:distilbert", keys=_DISTILBERT_KEYS),
-    _decoder("eurobert", "EuroBert", "eurobert:eurobert", attends_both_ways=True, heads=_ENCODER_HEADS),
     _encoder("electra", "Electra", "encoder:electra", default_num_segments=2),
+    _decoder(
+        "embedding_gemma2",
+        "EmbeddingGemma2",
+        "embedding_gemma2:embedding_gemma2",
+        is_nested=True,
+        **_EMBEDDING_GEMMA2_FACTS,
+    ),
+    _decoder(
+        "embedding_gemma2_text",
+        "EmbeddingGemma2Text",
+        "embedding_gemma2:embedding_gemma2",
+        **_EMBEDDING_GEMMA2_FACTS,
+    ),
     _encoder("ernie", "Ernie", "encoder:bert", default_num_segments=2),
-    _decoder("embedding_gemma2", "EmbeddingGemma2", _EMBEDDING_GEMMA2, is_nested=True, **_BOTH_WAYS),
-    _decoder("embedding_gemma2_text", "EmbeddingGemma2Text", _EMBEDDING_GEMMA2, **_BOTH_WAYS),
+    _decoder("eurobert", "EuroBert", "eurobert:eurobert", attends_both_ways=True, heads=_ENCODER_HEADS),
     _decoder("exaone4", "Exaone4", "decoder:exaone4"),
-    _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA),
-    _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA),
-    _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA),
+    _decoder("gemma", "Gemma", "decoder:gemma", **_GEMMA_FACTS),
+    _decoder("gemma2", "Gemma2", "decoder:gemma2", **_GEMMA_FACTS),
+    _decoder("gemma3", "Gemma3", "decoder:gemma3", **_GEMMA_FACTS),
+    _decoder("gemma3_text", "Gemma3Text", "decoder:gemma3", **_GEMMA_FACTS),
     _decoder(
         "Gemma3ForConditionalGeneration",
         "Gemma3ForConditionalGeneration",
         "decoder:gemma3_tower",
         is_nested=True,
-        nested_defaults=_GEMMA3_TOWER,
+        nested_defaults=_GEMMA3_TOWER_DEFAULTS,
         generates_by_default=True,
-        **_GEMMA,
+        **_GEMMA_FACTS,
     ),
-    _decoder("gemma3_text", "Gemma3Text", "decoder:gemma3", **_GEMMA),
+    _encoder("GLiClass", "GLiClass", "gliclass:gliclass", heads=frozenset({Task.ZERO_SHOT})),
+    _encoder("gliner", "GLiNER", "gliner:gliner", heads=frozenset({Task.ENTITIES})),
+    _decoder(
+        "gpt2",
+        "GPT2",
+        "gpt2:gpt2",
+        keys=_GPT2_KEYS,
+        heads=_DECODER_HEADS - {Task.REWARD, Task.SPARSE},
+        has_rotary_positions=False,
+    ),
+    _decoder("gpt_oss", "GptOss", "decoder:gpt_oss", default_head_dim=64),
+    _decoder("granite", "Granite", "decoder:granite", heads=frozenset({Task.GENERATE})),
     _decoder(
         "GritLM",
         "GritLM",
@@ -214,28 +247,7 @@ _RECORDS = (
         embed_mark=_GRITLM_MARK,
         instruction_template="<|user|>\n{instruction}\n" + _GRITLM_MARK,
     ),
-    _decoder("gpt_oss", "GptOss", "decoder:gpt_oss", default_head_dim=64),
-    _decoder(
-        "gpt2",
-        "GPT2",
-        "gpt2:gpt2",
-        keys=_GPT2_KEYS,
-        heads=_DECODER_HEADS - {Task.REWARD, Task.SPARSE},
-        has_rotary_positions=False,
-    ),
-    _encoder("GLiClass", "GLiClass", "gliclass:gliclass", heads=frozenset({Task.ZERO_SHOT})),
-    _encoder("gliner", "GLiNER", "gliner:gliner", heads=frozenset({Task.ENTITIES})),
-    _decoder("granite", "Granite", "decoder:granite", heads=frozenset({Task.GENERATE})),
     _encoder("gte", "Gte", "gte:gte", has_rotary_positions=True),
-    _decoder(
-        "JinaForRanking",
-        "JinaForRanking",
-        "decoder:jina_ranking",
-        heads=frozenset({Task.SCORE}),
-        default_head_dim=128,
-        is_listwise=True,
-    ),
-    _encoder("JinaBert", "JinaBert", "jina_bert:jina_bert", default_num_segments=2),
     _encoder("jina_embeddings_v3", "JinaEmbeddingsV3", "jina:jina_embeddings_v3", has_rotary_positions=True),
     _decoder(
         "jina_embeddings_v5",
@@ -248,8 +260,17 @@ _RECORDS = (
         heads=frozenset(),
         pooling="last",
     ),
-    _decoder("lfm2", "Lfm2", "lfm2:lfm2", **_LFM2),
-    _decoder("lfm2_bidirectional", "Lfm2Bidirectional", "lfm2:lfm2", attends_both_ways=True, **_LFM2),
+    _encoder("JinaBert", "JinaBert", "jina_bert:jina_bert", default_num_segments=2),
+    _decoder(
+        "JinaForRanking",
+        "JinaForRanking",
+        "decoder:jina_ranking",
+        heads=frozenset({Task.SCORE}),
+        default_head_dim=128,
+        is_listwise=True,
+    ),
+    _decoder("lfm2", "Lfm2", "lfm2:lfm2", **_LFM2_FACTS),
+    _decoder("lfm2_bidirectional", "Lfm2Bidirectional", "lfm2:lfm2", attends_both_ways=True, **_LFM2_FACTS),
     _decoder("llama", "Llama", "decoder:llama"),
     _decoder(
         "llama_bidirec",
@@ -260,6 +281,7 @@ _RECORDS = (
     ),
     _decoder("ministral", "Ministral", "decoder:mistral"),
     _decoder("ministral3", "Ministral3", "decoder:ministral3", default_head_dim=128),
+    _decoder("mistral", "Mistral", "decoder:mistral", score_prompts=("ctxl-rerank-v2",)),
     _decoder(
         "Mistral3ForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
@@ -267,10 +289,9 @@ _RECORDS = (
         is_nested=True,
         generates_by_default=True,
     ),
-    _decoder("mistral", "Mistral", "decoder:mistral", score_prompts=("ctxl-rerank-v2",)),
     _encoder("modernbert", "ModernBert", "modernbert:modernbert", has_rotary_positions=True),
     _encoder("mpnet", "MPNet", "encoder:mpnet", positions_follow_padding=True),
-    _encoder("mt5", "MT5Encoder", "t5:mt5", **_T5),
+    _encoder("mt5", "MT5Encoder", "t5:mt5", **_T5_FACTS),
     _encoder("new", "New", "gte:new", has_rotary_positions=True),
     _encoder("nomic_bert", "NomicBert", "nomic:nomic", keys=_NOMIC_KEYS, has_rotary_positions=True),
     _decoder(
@@ -295,19 +316,12 @@ _RECORDS = (
         default_head_dim=64,
     ),
     _decoder("phi3", "Phi3", "decoder:phi3"),
-    _decoder(
-        "bidirectional_pplx_qwen3",
-        "PPLXQwen3",
-        "decoder:qwen3",
-        attends_both_ways=True,
-        heads=frozenset(),
-        default_head_dim=128,
-    ),
     _decoder("qwen2", "Qwen2", "decoder:qwen2", score_prompts=("mxbai-rerank-v2",)),
-    _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3),
-    _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3),
+    _decoder("qwen3", "Qwen3", "decoder:qwen3", **_QWEN3_FACTS),
+    _decoder("qwen3_moe", "Qwen3Moe", "decoder:qwen3_moe", has_experts=True, **_QWEN3_FACTS),
     _encoder("roberta", "Roberta", "encoder:roberta", positions_follow_padding=True),
-    _encoder("t5", "T5Encoder", "t5:t5", **_T5),
+    _decoder("smollm3", "SmolLM3", "decoder:smollm3"),
+    _encoder("t5", "T5Encoder", "t5:t5", **_T5_FACTS),
     _decoder(
         "VoyageQwen3BidirectionalEmbed",
         "VoyageQwen3BidirectionalEmbed",
@@ -317,7 +331,6 @@ _RECORDS = (
         heads=frozenset(),
         default_head_dim=128,
     ),
-    _decoder("smollm3", "SmolLM3", "decoder:smollm3"),
     _encoder(
         "xlm-roberta",
         "XLMRoberta",

@@ -86,27 +86,6 @@ class CheckpointFiles:
         return read_json(self.root / module.path / "config.json")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where a model's files are and which modules they describe."""
-
-    root: Path
-    folder: Path
-    modules: tuple[Module, ...]  # those of a Router's document route take its place
-
-
-def read_files(layout: Layout, config: dict[str, Any], overrides: dict[str, Any]) -> CheckpointFiles:
-    return CheckpointFiles(
-        root=layout.root,
-        folder=layout.folder,
-        config=config,
-        overrides=overrides,
-        modules=layout.modules,
-        transformer=_transformer_options(layout.root, layout.modules),
-        sentence_transformers=optional_json(layout.root / "config_sentence_transformers.json"),
-    )
-
-
 def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():  # a pipe would never end
         raise ModelLoadError(f"{file.parent} is not a model folder: it has no {file.name}", param="model")
@@ -232,13 +211,3 @@ def named_module(file: Path, kind: str, path: str, more: tuple[str, ...] = ()) -
             param="model",
         )
     return module
-
-
-def _transformer_options(folder: Path, modules: tuple[Module, ...]) -> dict[str, Any]:
-    paths = [module.path for module in modules if module.kind in TRANSFORMER_MODULES] or [""]
-    for path in paths:
-        for kind in ("bert", "roberta", "xlm-roberta", "distilbert", "camembert"):
-            file = folder / path / f"sentence_{kind}_config.json"
-            if file.is_file():
-                return read_json(file)
-    return {}

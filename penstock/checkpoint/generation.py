@@ -9,8 +9,8 @@ from typing import Any
 from penstock.checkpoint.families import Architecture
 from penstock.checkpoint.files import PICKLES, CheckpointFiles, optional_json
 from penstock.checkpoint.pickles import may_hold
+from penstock.checkpoint.tensors import header_bytes
 
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 _HEAD = "lm_head.weight"
 _HEADS = (_HEAD, "lm_head.weight_packed", "lm_head.qweight")  # the others: of quantised checkpoints
 
@@ -50,7 +50,8 @@ def _has_head(folder: Path) -> bool:
 def _may_hold(file: Path) -> bool:
     if file.suffix in PICKLES:
         return any(may_hold(file, head) for head in _HEADS)
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = opened.read(min(size, _MAX_HEADER_BYTES))
-        return any(f'{head}"'.encode() in header for head in _HEADS)
+    try:
+        header = header_bytes(file)
+    except ValueError:  # loading the weights says what is wrong with the file
+        return False
+    return any(f'{head}"'.encode() in header for head in _HEADS)

@@ -23,6 +23,7 @@ from penstock.checkpoint.files import (
     optional_json,
     positive_integer,
 )
+from penstock.checkpoint.tokenizer_settings import special_tokens, token_text
 from penstock.errors import ModelLoadError
 
 QUERY_LENGTH = 32
@@ -142,7 +143,7 @@ def _multi_vector(files: CheckpointFiles, values: Mapping[str, Any], hidden_size
         document_length=_length(values, "document_length"),
         expand_to=expand_to,
         attend=_flag(expansion, "attend", False),
-        expansion_token=_token_text(expansion.get("token")) or _special_tokens(files.folder).expansion,
+        expansion_token=token_text(expansion.get("token")) or _special_tokens(files.folder).expansion,
         skip_words=tuple(map(str, mask.get("skiplist_words") or ())),
         skip_queries="query" in tasks,
         normalize=files.has_module("Normalize"),
@@ -195,18 +196,10 @@ class _Tokens(NamedTuple):
 
 def _special_tokens(folder: Path) -> _Tokens:
     """The tokens that expand a query and that replace unknown words."""
-    known = optional_json(folder / "special_tokens_map.json")
-    known |= optional_json(folder / "tokenizer_config.json")
-    names = {key: _token_text(known.get(key)) for key in (*_EXPANSION_TOKENS, "unk_token")}
-    expansion = next((names[key] for key in _EXPANSION_TOKENS if names[key]), None)
-    return _Tokens(expansion, names["unk_token"])
-
-
-def _token_text(value: Any) -> str | None:
-    """The text of a token that is given as a string or with its properties."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+    settings = optional_json(folder / "special_tokens_map.json")
+    known = special_tokens(settings | optional_json(folder / "tokenizer_config.json"))
+    expansion = next((known[key] for key in _EXPANSION_TOKENS if known.get(key)), None)
+    return _Tokens(expansion, known.get("unk_token"))
 
 
 def _check(folder: Path, late: LateSpec, hidden: int) -> None:

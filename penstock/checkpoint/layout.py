@@ -6,7 +6,9 @@ folder of its own, and a Router holds two lists of modules, for queries and for 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -15,7 +17,7 @@ from penstock.checkpoint.files import (
     SPARSE_STATIC_MODULE,
     STATIC_MODULE,
     TRANSFORMER_MODULES,
-    Layout,
+    CheckpointFiles,
     Module,
     mapping,
     named_module,
@@ -36,11 +38,21 @@ class QueryRoute(msgspec.Struct, frozen=True):
     is_default: bool  # a text whose input type is not given is a query
 
 
-def read_layout(root: Path) -> tuple[Layout, QueryRoute | None]:
+@dataclass(frozen=True, slots=True)
+class FolderLayout:
+    """Where a model's files are and which modules they describe."""
+
+    root: Path  # holds modules.json
+    folder: Path  # holds the config.json, tokenizer and weights of the module that reads texts
+    modules: tuple[Module, ...]  # those of a Router's document route take its place
+    query_route: QueryRoute | None = None  # where a Router sends queries elsewhere
+
+
+def read_layout(root: Path) -> FolderLayout:
     modules = read_modules(root / "modules.json")
-    query = None
+    query_route = None
     if modules and modules[0].kind in ROUTER_MODULES:
-        modules, query = _routed(root, modules)
+        modules, query_route = _routed(root, modules)
     if any(module.kind in ROUTER_MODULES for module in modules):
         raise ModelLoadError(
             f"{root / 'modules.json'} has a Router that is not its first module, which is not supported",
@@ -52,7 +64,29 @@ def read_layout(root: Path) -> tuple[Layout, QueryRoute | None]:
             "take a revision of the model with modules.json and router_config.json",
             param="model",
         )
-    return Layout(root, _model_folder(root, modules), modules), query
+    return FolderLayout(root, _model_folder(root, modules), modules, query_route)
+
+
+def read_files(layout: FolderLayout, config: dict[str, Any], overrides: dict[str, Any]) -> CheckpointFiles:
+    return CheckpointFiles(
+        root=layout.root,
+        folder=layout.folder,
+        config=config,
+        overrides=overrides,
+        modules=layout.modules,
+        transformer=_transformer_options(layout.root, layout.modules),
+        sentence_transformers=optional_json(layout.root / "config_sentence_transformers.json"),
+    )
+
+
+def _transformer_options(folder: Path, modules: tuple[Module, ...]) -> dict[str, Any]:
+    paths = [module.path for module in modules if module.kind in TRANSFORMER_MODULES] or [""]
+    for path in paths:
+        for kind in ("bert", "roberta", "xlm-roberta", "distilbert", "camembert"):
+            file = folder / path / f"sentence_{kind}_config.json"
+            if file.is_file():
+                return read_json(file)
+    return {}
 
 
 def _model_folder(root: Path, modules: tuple[Module, ...]) -> Path:

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.checkpoint.files import STATIC_MODULE, CheckpointFiles, Layout, optional_json, read_json, shown
+from penstock.checkpoint.files import STATIC_MODULE, CheckpointFiles, optional_json, read_json, shown
+from penstock.checkpoint.layout import FolderLayout
 from penstock.checkpoint.tensors import StoredTensor, stored_tensors
 from penstock.errors import ModelLoadError
 
@@ -40,7 +41,7 @@ def names_static(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "model2vec" or config.get("architectures") == [ARCHITECTURE]
 
 
-def is_static(layout: Layout) -> bool:
+def is_static(layout: FolderLayout) -> bool:
     if layout.modules:
         return layout.modules[0].kind == STATIC_MODULE
     config = optional_json(layout.folder / "config.json")
@@ -52,7 +53,7 @@ def is_static(layout: Layout) -> bool:
     return file.is_file() and "embeddings" in (found := set(stored_tensors(file))) and found <= _TENSORS
 
 
-def read_static(layout: Layout) -> StaticSpec:
+def read_static(layout: FolderLayout) -> StaticSpec:
     file = layout.folder / "model.safetensors"
     stored = stored_tensors(file)
     name = "embedding.weight" if "embedding.weight" in stored else "embeddings"

@@ -1,4 +1,6 @@
-"""Names, types and shapes of stored tensors, from the header of a safetensors file. Reads no values."""
+"""Names, types and shapes of stored tensors, from the header of a safetensors file. Reads no values.
+
+A file begins with the length of its header in eight bytes. The header is JSON, and the values follow it."""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import msgspec
 
 from penstock.errors import ModelLoadError
 
-_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+LENGTH_BYTES = 8  # of the header's length
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit is a little lower
 
 
 class StoredTensor(NamedTuple):
@@ -17,14 +20,19 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+def header_bytes(file: Path) -> bytes:
+    """The header as it is stored; raises `ValueError` if it cannot be one."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        if not 2 <= size <= min(_MAX_HEADER_BYTES, file.stat().st_size):
+            raise ValueError(f"its header would take {size} bytes")
+        return stream.read(size)
+
+
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """Every tensor of a safetensors file by name."""
     try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 2 <= size <= min(_MAX_HEADER_BYTES, file.stat().st_size):
-                raise ValueError(f"its header would take {size} bytes")
-            header = msgspec.json.decode(stream.read(size))
+        header = msgspec.json.decode(header_bytes(file))
         return {
             name: StoredTensor(str(entry["dtype"]), tuple(int(length) for length in entry["shape"]))
             for name, entry in header.items()

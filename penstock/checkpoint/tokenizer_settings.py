@@ -16,14 +16,13 @@ log = logging.getLogger(__name__)
 _OBEYING_CLASSES = ("Llama", "CodeLlama", "Gemma", "Cohere")
 _FLAGS = ("add_bos_token", "add_eos_token")
 _REMOTE_QWEN = "tokenization_qwen.Qwen2Tokenizer"  # of gte-Qwen2-instruct
-
-
 # Classes that rebuild BERT's normaliser from tokenizer_config.json, whatever tokenizer.json has, and the
 # model_types whose tokenizer is of such a class where no file names one.
 _BERT_CLASSES = frozenset(("Bert", "DistilBert", "Electra", "MPNet", "MobileBert", "LayoutLM", "SqueezeBert"))
+_BERT_TYPES = frozenset(("bert", "distilbert", "electra", "ernie", "mobilebert", "mpnet", "nomic_bert"))
+# The same for classes that take `add_prefix_space` from there.
 _BYTE_LEVEL_CLASSES = frozenset(("Roberta", "GPT2", "Bart", "Longformer"))
 _BYTE_LEVEL_TYPES = frozenset(("roberta", "gpt2", "bart", "longformer"))
-_BERT_TYPES = frozenset(("bert", "distilbert", "electra", "ernie", "mobilebert", "mpnet", "nomic_bert"))
 
 
 class BertNormalization(NamedTuple):
@@ -167,7 +166,22 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in settings.items():
         if name.endswith("_token") and not name.startswith("add_"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
+            text = token_text(value)
+            if text is not None:
                 found[name] = text
     return found
+
+
+def token_text(value: Any) -> str | None:
+    """The text of a token that is given as a string or with its properties."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def eos_text(folder: Path) -> str:
+    """The end token's text, for a model whose texts have to end with it."""
+    file = folder / "tokenizer_config.json"
+    text = special_tokens(optional_json(file)).get("eos_token")
+    if text is None:
+        raise ModelLoadError(f"{file} has no eos_token, which ends each text for this model", param="model")
+    return text

@@ -41,7 +41,8 @@ _KINDS = (
     ),
     _Kind(
         re.compile(r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M100|LED|ProphetNet|T5Gemma2?)[A-Z]\w*"),
-        "it is an encoder with a decoder, and no task here needs the decoder",
+        "it is an encoder with a decoder, and decoders that read an encoder are not run; of T5 and mT5, "
+        "T5EncoderModel and MT5EncoderModel are",
     ),
     _Kind(
         re.compile(r"^Extractor$|GLiNER2"),

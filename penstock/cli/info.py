@@ -13,7 +13,6 @@ from penstock.checkpoint.dense import DenseSpec, UnitSpec
 from penstock.cli.command import with_options
 from penstock.cli.flags import ENGINE_AND_ARGUMENT, EngineFields
 from penstock.config import EngineConfig, from_mapping
-from penstock.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from penstock.checkpoint.spec import ModelSpec
@@ -45,7 +44,7 @@ def info(
 
 
 def gather(config: EngineConfig) -> dict[str, Any]:
-    from penstock.checkpoint.spec import describe
+    from penstock.checkpoint.describe import describe
 
     spec = describe(config)
     weights = weight_facts(weight_files(spec))
@@ -128,32 +127,22 @@ def weight_facts(files: list[Path]) -> dict[str, Any]:
     been converted."""
     from penstock.checkpoint.convert import converted_file
     from penstock.checkpoint.files import PICKLES
+    from penstock.checkpoint.tensors import stored_tensors
 
     readable = [converted_file(file) if file.suffix in PICKLES else file for file in files]
     is_known = bool(files) and all(file.is_file() for file in readable)
-    tensors = [tensor for file in readable if is_known for tensor in _tensors(file)]
+    tensors = [
+        tensor
+        for file in readable
+        if is_known
+        for name, tensor in stored_tensors(file).items()
+        if not name.endswith("position_ids")  # a buffer
+    ]
     return {
-        "parameters": sum(count for _, count in tensors) if is_known else None,
-        "stored_as": sorted({kind for kind, _ in tensors}) if is_known or not files else ["pickle"],
+        "parameters": sum(math.prod(tensor.shape) for tensor in tensors) if is_known else None,
+        "stored_as": sorted({tensor.dtype for tensor in tensors}) if is_known or not files else ["pickle"],
         "file_bytes": sum(file.stat().st_size for file in files),
     }
-
-
-def _tensors(file: Path) -> list[tuple[str, int]]:
-    """(type, number of values) of each tensor, except position buffers."""
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 2 <= size <= file.stat().st_size:
-                raise ValueError(f"its header would take {size} bytes")
-            header = json.loads(stream.read(size))
-        return [
-            (str(entry["dtype"]), math.prod(entry["shape"]))
-            for name, entry in header.items()
-            if name != "__metadata__" and not name.endswith("position_ids")
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{file} is not a safetensors file: {error}") from None
 
 
 def as_text(facts: dict[str, Any]) -> str:

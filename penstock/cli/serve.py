@@ -66,7 +66,7 @@ def serve(
         log.warning("%s changes nothing: %s", flag.name, flag.why)
     device = engine.get("device", EngineConfig().device)
     with spawned_engine(device) as begun:  # before the imports below: it starts meanwhile
-        from penstock.checkpoint.spec import describe
+        from penstock.checkpoint.describe import describe
         from penstock.serving.supervisor import Supervisor
 
         wants_generation = generation(engine.get("enable_generation"), runner)

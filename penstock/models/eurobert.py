@@ -10,7 +10,8 @@ from penstock.checkpoint.labels import label_count
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.layers.head import Stack, TaskHead
-from penstock.models.decoder import Decoder, DecoderShape, llama_shape
+from penstock.models.decoder import llama_shape
+from penstock.models.decoder_layers import Decoder, DecoderShape
 from penstock.models.heads import add_language_head
 from penstock.models.options import option
 from penstock.types import Task

@@ -16,7 +16,8 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.linear import LinearLayer
 from penstock.layers.lora import AdaptedLinear, AdapterChoice, adapter_mask
-from penstock.models.decoder import Decoder, DecoderShape, qwen3_shape
+from penstock.models.decoder import qwen3_shape
+from penstock.models.decoder_layers import Decoder, DecoderShape
 from penstock.models.eurobert import eurobert_shape
 from penstock.types import Task
 from penstock.weights.adapters import AdapterSet, PeftAdapters, PeftMergedSource

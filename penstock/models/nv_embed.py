@@ -21,7 +21,8 @@ from penstock.layers.batch import Batch
 from penstock.layers.build import LayerBuilder
 from penstock.layers.linear import make_linear
 from penstock.layers.mlp import GatedMLP
-from penstock.models.decoder import Decoder, DecoderShape, mistral_shape
+from penstock.models.decoder import mistral_shape
+from penstock.models.decoder_layers import Decoder, DecoderShape
 from penstock.models.options import require
 from penstock.types import Task
 

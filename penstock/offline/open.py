@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.checkpoint.spec import ModelSpec, describe, with_max_model_len
+from penstock.checkpoint.describe import describe
+from penstock.checkpoint.spec import ModelSpec, with_max_model_len
 from penstock.config import EngineConfig, Resolved, from_mapping
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle

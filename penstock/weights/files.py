@@ -11,12 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.checkpoint.files import PICKLES
+from penstock.checkpoint.tensors import LENGTH_BYTES, header_bytes
 from penstock.errors import ModelLoadError
 from penstock.weights.bulk import Part
 from penstock.weights.dtypes import DTYPES
 from penstock.weights.pickles import converted, load_pickle
-
-_LENGTH_BYTES = 8  # of the header's length, at the beginning of a file
 
 
 class StoredTensor(NamedTuple):
@@ -64,7 +63,7 @@ class SafetensorsFile:
             self.tensors = self._read_header()
         except FileNotFoundError:
             raise ModelLoadError(f"{path} is missing, but the index of the weights names it") from None
-        except (SafetensorError, OSError, msgspec.DecodeError, LookupError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
             raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
 
     def read(self, key: str) -> Tensor:
@@ -75,11 +74,10 @@ class SafetensorsFile:
         return tensor
 
     def _read_header(self) -> list[StoredTensor]:
-        with self.path.open("rb") as opened:
-            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-            header = msgspec.json.decode(opened.read(length))
+        stored = header_bytes(self.path)
+        header = msgspec.json.decode(stored)
         header.pop("__metadata__", None)
-        first = _LENGTH_BYTES + length
+        first = LENGTH_BYTES + len(stored)
         return [self._tensor(key, entry, first) for key, entry in header.items()]
 
     def _tensor(self, key: str, entry: dict[str, Any], first: int) -> StoredTensor:

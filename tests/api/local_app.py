@@ -13,7 +13,8 @@ from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
 from penstock.api.state import ServedModel, ServerState
-from penstock.checkpoint.spec import describe, with_max_model_len
+from penstock.checkpoint.describe import describe
+from penstock.checkpoint.spec import with_max_model_len
 from penstock.config import EngineConfig, ServerConfig
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle

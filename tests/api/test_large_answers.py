@@ -17,7 +17,8 @@ from penstock.api.app import build_app
 from penstock.api.body import json_body, sized
 from penstock.api.endpoint import unless_gone
 from penstock.api.state import ServedModel, ServerState
-from penstock.checkpoint.spec import ModelSpec, describe
+from penstock.checkpoint.describe import describe
+from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import Cancelled
 from penstock.outputs.encoders import LargeRow

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from penstock.checkpoint.describe import describe, read_spec
 from penstock.checkpoint.families import CLASS_SUFFIXES, FAMILIES, find_architecture
 from penstock.checkpoint.pooling import POOLING_METHODS, PoolingSpec, default_pooling
 from penstock.checkpoint.score import PROMPTS
-from penstock.checkpoint.spec import describe, read_spec
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.dense import DenseSpec
+from penstock.checkpoint.describe import describe, read_spec
 from penstock.checkpoint.late import LateSpec
-from penstock.checkpoint.spec import describe, read_spec
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.checkpoint.describe import describe, read_spec
 from penstock.checkpoint.families import find_architecture
 from penstock.checkpoint.files import read_json, weight_files
 from penstock.checkpoint.limits import max_positions
 from penstock.checkpoint.sizes import check_memory, read_sizes
-from penstock.checkpoint.spec import ModelSpec, describe, read_spec
+from penstock.checkpoint.spec import ModelSpec
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ModelLoadError
 from penstock.runner import load

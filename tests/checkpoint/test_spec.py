@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.dense import DenseSpec, LayerNormSpec, UnitSpec
+from penstock.checkpoint.describe import describe, read_spec
 from penstock.checkpoint.pooling import PoolingSpec
 from penstock.checkpoint.sparse import SparseSpec
-from penstock.checkpoint.spec import describe, read_spec
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.errors import ModelLoadError
 from penstock.types import Task
@@ -426,7 +426,7 @@ def test_describing_a_model_does_not_need_its_weights_or_torch(folder: Path) -> 
 
     code = (
         "import sys\n"
-        "from penstock.checkpoint.spec import describe\n"
+        "from penstock.checkpoint.describe import describe\n"
         "from penstock.config import EngineConfig\n"
         f"print(describe(EngineConfig(model={str(folder)!r})).embed_dim)\n"
         "assert 'torch' not in sys.modules\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.spec import read_spec
+from penstock.checkpoint.describe import read_spec
 from penstock.errors import ModelLoadError
 from tests.checkpoints import write_json
 

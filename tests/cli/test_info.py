@@ -125,7 +125,7 @@ def test_prompts_and_a_missing_weight_file_are_shown(model: Path) -> None:
 
 def test_errors_about_models_are_one_line(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(b"not weights at all")
-    assert "is not a safetensors file" in error_of("info", model, "--device", "null")
+    assert "is not a readable safetensors file" in error_of("info", model, "--device", "null")
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in error_of("info", tmp_path / "empty")
     assert "neither a folder nor a hub id" in error_of("info", "no such/model/here")

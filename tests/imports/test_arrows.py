@@ -188,7 +188,7 @@ STARTS_WITHOUT_TORCH = (
     "penstock.inputs.processor",
     "penstock.outputs.encoders",
     "penstock.scheduler.plan",
-    "penstock.checkpoint.spec",
+    "penstock.checkpoint.describe",
     "penstock.engine.loop",
     "penstock.wire.client",
     "penstock.wire.messages",

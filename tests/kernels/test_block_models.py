@@ -16,7 +16,7 @@ from penstock.kernels.blockwise import BlockQuantized
 from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8 import BlockLinear
 from penstock.layers.moe import SparseMLP
-from penstock.models.decoder import Decoder
+from penstock.models.decoder_layers import Decoder
 from penstock.models.registry import build_model
 from penstock.weights.stream import open_weights
 from tests.layers.inputs import ordered_batch

@@ -17,7 +17,7 @@ from penstock.layers.build import LayerBuilder
 from penstock.layers.fp8 import Fp8Linear
 from penstock.layers.int4 import Int4Linear
 from penstock.layers.mlp import GatedMLP
-from penstock.models.decoder import Decoder
+from penstock.models.decoder_layers import Decoder
 from penstock.models.registry import build_model
 from penstock.weights.stream import open_weights
 from tests.layers.inputs import ordered_batch

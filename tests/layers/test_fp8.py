@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.checkpoint.spec import describe
+from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kernels.quantize import Quantized, quantize_rows_reference

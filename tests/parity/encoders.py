@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from penstock.checkpoint.spec import describe
+from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig
 from penstock.offline.local import LocalEngine
 from penstock.runner.load import settle

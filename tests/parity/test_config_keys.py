@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.checkpoint.spec import read_spec
+from penstock.checkpoint.describe import read_spec
 from penstock.errors import ModelLoadError
 from penstock.layers.build import LayerBuilder
 from penstock.models.registry import build_model

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from penstock import Engine
-from penstock.checkpoint.spec import describe
+from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig
 from penstock.errors import BadValue, ConfigError, ModelLoadError
 from penstock.inputs.pairs import prepare_pairs

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 import torch
 
 from penstock import Engine
-from penstock.checkpoint.spec import read_spec
+from penstock.checkpoint.describe import read_spec
 from penstock.errors import BadValue, ModelLoadError, NotPossible
 from tests.checkpoints import WORDS, write_json, write_token_classifier
 from tests.parity.labelled import MAX_WIDTH, MAX_WORDS, Written, write_gliclass, write_gliner

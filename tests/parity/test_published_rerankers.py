@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from penstock import Engine
-from penstock.checkpoint.spec import describe
+from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.errors import ModelLoadError, NotPossible
 from penstock.types import Task

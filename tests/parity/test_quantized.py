@@ -14,9 +14,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock import Engine, SamplingParams
+from penstock.checkpoint.describe import describe
 from penstock.checkpoint.quantization import stored_format, with_quantization
 from penstock.checkpoint.sizes import check_weight_files
-from penstock.checkpoint.spec import describe
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.weights.quantized import QuantizedReader

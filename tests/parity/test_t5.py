@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, processors
 from torch import nn
 
 from penstock import Engine
-from penstock.checkpoint.spec import read_spec
+from penstock.checkpoint.describe import read_spec
 from penstock.errors import ModelLoadError
 from tests.parity.encoders import BACKBONES, opened
 from tests.parity.reference import Family, make_texts, unigram, write_sentence_transformer

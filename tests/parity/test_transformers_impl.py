@@ -15,7 +15,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import Tensor
 
 from penstock import Engine
-from penstock.checkpoint.spec import describe
+from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig, PoolerConfig
 from penstock.errors import ConfigError, ModelLoadError, PenstockError
 from tests.checkpoints import wordpiece_tokenizer, wordpiece_vocabulary, write_json

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from penstock.checkpoint.spec import ModelSpec, read_spec
+from penstock.checkpoint.describe import read_spec
+from penstock.checkpoint.spec import ModelSpec
 from tests.checkpoints import wordpiece_tokenizer, write_json
 from tests.published.catalog import Published
 from tests.published.decoders import DECODERS

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.checkpoint.dense import DenseSpec
-from penstock.checkpoint.spec import ModelSpec, read_spec
+from penstock.checkpoint.describe import read_spec
+from penstock.checkpoint.spec import ModelSpec
 from tests.published.catalog import Published
 from tests.published.models import SERVED, write
 

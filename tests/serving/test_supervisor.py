@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.checkpoint.spec import describe
+from penstock.checkpoint.describe import describe
 from penstock.config import EngineConfig, ServerConfig
 from penstock.errors import ConfigError, StartFailed
 from penstock.serving import supervisor as module

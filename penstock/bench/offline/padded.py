@@ -19,7 +19,7 @@ from penstock.bench.offline.embedders import (
 )
 from penstock.bench.options import EngineOptions
 from penstock.checkpoint.convert import tokenizer_file
-from penstock.checkpoint.spec import read_spec
+from penstock.checkpoint.describe import read_spec
 from penstock.errors import BadValue
 
 Ids = NDArray[np.int64]

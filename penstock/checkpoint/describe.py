@@ -1,0 +1,235 @@
+"""Reads a model's files into a `ModelSpec`.
+
+Reads `config.json`, `modules.json` and the files that they point to. Each part of the description has its own
+module; this one puts them together. Free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint import static
+from penstock.checkpoint.adapters import adapter_names
+from penstock.checkpoint.families import Family, read_architecture, text_tower
+from penstock.checkpoint.files import (
+    CheckpointFiles,
+    mapping,
+    optional_integer,
+    optional_json,
+    shown,
+    usable_values,
+)
+from penstock.checkpoint.find import find, served_name
+from penstock.checkpoint.generation import eos_token_ids, why_not_generate
+from penstock.checkpoint.gliclass import encoder_config, read_zero_shot
+from penstock.checkpoint.gliner import is_gliner, read_entities, read_model_config
+from penstock.checkpoint.keys import check_keys
+from penstock.checkpoint.labels import label_names
+from penstock.checkpoint.late import COLBERT_DIM
+from penstock.checkpoint.layout import FolderLayout, read_files, read_layout
+from penstock.checkpoint.limits import any_max_positions, max_model_len, max_positions
+from penstock.checkpoint.parts import Checkpoint, Parts, check_combinations, read_parts, read_tasks
+from penstock.checkpoint.pooling import check_widths, static_pooling
+from penstock.checkpoint.quantization import stored_format, with_quantization
+from penstock.checkpoint.reward import read_reward
+from penstock.checkpoint.sizes import check_any_sizes, read_sizes
+from penstock.checkpoint.sparse import multi_vector_file
+from penstock.checkpoint.spec import ModelSpec, with_generation
+from penstock.checkpoint.tokenizer_settings import eos_text
+from penstock.checkpoint.transformers_impl import run_by_transformers
+from penstock.checkpoint.unsupported import why_no_config
+from penstock.config import EngineConfig, PoolerConfig
+from penstock.errors import ModelLoadError
+from penstock.types import LABELLED_TASKS, Task
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What the caller says about a model."""
+
+    name: str
+    overrides: dict[str, Any]
+    pooler: PoolerConfig
+    score_template: str | None
+    is_native: bool  # an architecture without a family record is refused before anything else is read
+
+
+def describe(config: EngineConfig) -> ModelSpec:
+    """Find the model and read everything that its files say."""
+    folder = find(config.model, config.revision, config.download_dir)
+    native = config.model_impl != "transformers"
+    with usable_values(folder):
+        spec = read_spec(
+            folder,
+            config.served_model_name or served_name(config.model),
+            config.hf_overrides,
+            config.pooler_config,
+            config.score_template,
+            native=native,
+        )
+    return with_generation(spec, config.enable_generation) if native else run_by_transformers(spec)
+
+
+def read_spec(
+    folder: Path,
+    name: str,
+    overrides: dict[str, Any] | None = None,
+    pooler: PoolerConfig | None = None,
+    score_template: str | None = None,
+    *,
+    native: bool = True,
+) -> ModelSpec:
+    """`native`: an architecture without a family record is refused before anything else is read."""
+    options = _Options(name, overrides or {}, pooler or PoolerConfig(), score_template, native)
+    _check_architecture(folder / "config.json", options)
+    layout = read_layout(folder)
+    if static.is_static(layout):
+        return _static_spec(layout, options)
+    checkpoint = _read_checkpoint(layout, options)
+    parts = read_parts(checkpoint, name, options.pooler, score_template)
+    check_combinations(checkpoint, parts)
+    return _model_spec(checkpoint, parts, options)
+
+
+def _check_architecture(file: Path, options: _Options) -> None:
+    """Refuse an architecture that is not supported before any other file is read. Modules may have a
+    config.json of their own, so there may be none here."""
+    config = optional_json(file) | options.overrides
+    if (config.get("architectures") or config.get("model_type")) and not static.names_static(config):
+        read_architecture(file, config, native=options.is_native)
+
+
+def _read_checkpoint(layout: FolderLayout, options: _Options) -> Checkpoint:
+    """Read config.json and what belongs to it; refuse sizes and formats that are not supported."""
+    root, config_file, native = layout.root, layout.folder / "config.json", options.is_native
+    if not config_file.is_file() and not is_gliner(root):
+        raise ModelLoadError(f"{root} is not a model folder: {why_no_config(root)}", param="model")
+    config = read_model_config(layout.folder) | options.overrides
+    architecture = read_architecture(config_file, config, native=native)
+    if native:
+        config = with_quantization(layout.folder, text_tower(architecture, config_file, config))
+    if Task.ZERO_SHOT in architecture.family.heads:
+        config = encoder_config(config_file, config)
+    files = read_files(layout, config, options.overrides)
+    if native:
+        read_sizes(config_file, architecture.family, config)
+        check_keys(config_file, architecture.family, config)
+        stored_format(config)
+    else:
+        check_any_sizes(config_file, architecture, config)
+    return Checkpoint(files, architecture, layout.query_route)
+
+
+def _model_spec(checkpoint: Checkpoint, parts: Parts, options: _Options) -> ModelSpec:
+    files, architecture, family = checkpoint.files, checkpoint.architecture, checkpoint.family
+    config, late, width = files.config, parts.late, parts.width
+    positions = _max_positions(checkpoint, options)
+    adapters = adapter_names(config, family.adapters_key)
+    return ModelSpec(
+        folder=str(files.folder),
+        root=str(files.root),
+        name=options.name,
+        architecture=architecture.name,
+        config=config | ({COLBERT_DIM: late.dim} if late is not None and architecture.is_colbert else {}),
+        overrides=options.overrides,
+        max_model_len=max_model_len(files, positions, family.trained_row_length),
+        max_positions=positions,
+        hidden_size=parts.hidden_size,
+        num_layers=optional_integer(config, *family.keys.num_layers),
+        embed_dim=check_widths(files, parts.pooling, width * len(parts.pooling.methods)),
+        token_dim=width if late is None else late.dim,
+        vocab_size=files.integer("vocab_size"),
+        num_segments=_num_segments(config, family),
+        pooling=parts.pooling,
+        prompts=_prompts(files),
+        default_prompt_name=_text(files, "default_prompt_name"),
+        similarity=_text(files, "similarity_fn_name") or "cosine",
+        lower_case=bool(files.transformer.get("do_lower_case", False)),
+        tasks=read_tasks(checkpoint, parts),
+        why_not_score=parts.why_not_score,
+        labels=() if family.heads & LABELLED_TASKS else label_names(architecture, config),
+        entities=read_entities(config),
+        zero_shot=read_zero_shot(config),
+        sparse=parts.sparse,
+        multi_vector=multi_vector_file(files.folder) if parts.sparse is not None and late is None else None,
+        score=parts.score,
+        reward=read_reward(files, architecture, options.pooler),
+        late=late,
+        adapters=adapters,
+        requires_adapter=family.requires_adapter and bool(adapters),
+        instruction_template=family.instruction_template,
+        text_end=eos_text(files.folder) if family.appends_eos else "",
+        is_causal=checkpoint.is_causal,
+        eos_token_ids=eos_token_ids(files),
+        why_not_generate=why_not_generate(files.folder, architecture, config),
+        generates_by_default=family.generates_by_default
+        or (not files.modules and parts.score is None and parts.sparse is None),
+        query_route=checkpoint.query_route,
+    )
+
+
+def _static_spec(layout: FolderLayout, options: _Options) -> ModelSpec:
+    """The description of a folder with static embeddings, which may have no config.json."""
+    if not options.is_native:
+        raise ModelLoadError(
+            f"{layout.root} holds static embeddings, which --model-impl transformers cannot run; leave it "
+            "out",
+            param="model_impl",
+        )
+    table = static.read_static(layout)
+    config = optional_json(layout.folder / "config.json") | options.overrides
+    files = read_files(layout, config, options.overrides)
+    normalize = not layout.modules and static.normalizes(files)
+    pooling = static_pooling(files, options.pooler, normalize=normalize)
+    return ModelSpec(
+        folder=str(layout.folder),
+        root=str(layout.root),
+        name=options.name,
+        architecture=static.ARCHITECTURE,
+        config=config,
+        overrides=options.overrides,
+        max_model_len=static.static_length(files),
+        max_positions=static.MAX_TOKENS,
+        hidden_size=table.dim,
+        num_layers=0,
+        embed_dim=check_widths(files, pooling, table.dim),
+        token_dim=table.dim,
+        vocab_size=table.vocab_size,
+        pooling=pooling,
+        prompts=_prompts(files),
+        default_prompt_name=_text(files, "default_prompt_name"),
+        similarity=_text(files, "similarity_fn_name") or "cosine",
+        lower_case=False,
+        tasks=(Task.EMBED, Task.TOKEN_EMBED, Task.SCORE),
+        static=table,
+        why_not_generate="static embeddings have no language-model head",
+    )
+
+
+def _max_positions(checkpoint: Checkpoint, options: _Options) -> int:
+    files, family = checkpoint.files, checkpoint.family
+    if options.is_native:
+        return max_positions(family, files.config, files.config_file)
+    return any_max_positions(files, family)
+
+
+def _num_segments(config: dict[str, Any], family: Family) -> int:
+    given = optional_integer(config, "type_vocab_size")
+    return family.default_num_segments if given is None else given
+
+
+def _text(files: CheckpointFiles, key: str) -> str | None:
+    """A string of config_sentence_transformers.json."""
+    value = files.sentence_transformers.get(key)
+    if value is not None and not isinstance(value, str):
+        file = files.root / "config_sentence_transformers.json"
+        raise ModelLoadError(f"{file} has {key} = {shown(value)}; it has to be a string", param="model")
+    return value
+
+
+def _prompts(files: CheckpointFiles) -> dict[str, str]:
+    file = files.root / "config_sentence_transformers.json"
+    texts = mapping(files.sentence_transformers, "prompts", file=file)
+    return {name: str(text) for name, text in texts.items() if text is not None}

@@ -1,0 +1,102 @@
+"""The parts of a checkpoint with a model behind it: pooling, scores, sparse weights, late interaction.
+
+Each is read by its own module. This one reads them in order and checks whether they fit together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.checkpoint.families import Architecture, Family
+from penstock.checkpoint.files import CheckpointFiles
+from penstock.checkpoint.identity import read_identity
+from penstock.checkpoint.late import LateSpec, read_late
+from penstock.checkpoint.layout import QueryRoute
+from penstock.checkpoint.pooling import PoolingSpec, read_pooling
+from penstock.checkpoint.score import ScoreSpec, read_score, why_not_score
+from penstock.checkpoint.sparse import SparseSpec, read_sparse
+from penstock.checkpoint.tasks import late_tasks, pooling_tasks, without_score
+from penstock.config import PoolerConfig
+from penstock.errors import ModelLoadError
+from penstock.types import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder with a config.json, and the architecture that it names."""
+
+    files: CheckpointFiles
+    architecture: Architecture
+    query_route: QueryRoute | None
+
+    @property
+    def family(self) -> Family:
+        return self.architecture.family
+
+    @property
+    def is_causal(self) -> bool:
+        return self.family.is_causal(self.files.config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    hidden_size: int
+    width: int  # of the last hidden states
+    late: LateSpec | None
+    pooling: PoolingSpec
+    sparse: SparseSpec | None
+    score: ScoreSpec | None
+    why_not_score: str | None  # of a model that could compare vectors, but is not known to embed
+
+
+def read_parts(checkpoint: Checkpoint, name: str, pooler: PoolerConfig, score_template: str | None) -> Parts:
+    """`name` is the one that the model is served under; some rerankers are known by nothing else."""
+    files, architecture = checkpoint.files, checkpoint.architecture
+    keys = checkpoint.family.keys
+    hidden_size = files.integer(*keys.hidden_size)
+    width = files.integer(*keys.output_size, *keys.hidden_size)
+    late = read_late(files, architecture, width)
+    pooling = read_pooling(files, architecture, pooler, is_late=late is not None)
+    sparse = read_sparse(files, architecture, pooler)
+    identity = read_identity(checkpoint.files.root, name, files.config)
+    score = read_score(
+        files, architecture, identity, template=score_template, score_labels=pooler.score_labels
+    )
+    unmarked = why_not_score(files, architecture, identity)
+    is_marked = score is not None or pooler.pooling_type is not None
+    return Parts(
+        hidden_size=hidden_size,
+        width=width,
+        late=late,
+        pooling=pooling,
+        sparse=sparse,
+        score=score,
+        why_not_score=None if is_marked else unmarked,
+    )
+
+
+def check_combinations(checkpoint: Checkpoint, parts: Parts) -> None:
+    """Refuse parts that are supported, but not together."""
+    architecture, config = checkpoint.architecture, checkpoint.files.config
+    is_masked = architecture.is_masked_language_model
+    if checkpoint.is_causal and is_masked and config.get("is_causal") is None:
+        raise ModelLoadError(
+            f"{architecture.name} predicts masked tokens, but {checkpoint.files.config_file} does not say "
+            "whether tokens see later ones; set is_causal to true or false with --hf-overrides",
+            param="model",
+        )
+    if checkpoint.query_route is not None and (parts.sparse is None or parts.sparse.kind != "splade"):
+        raise ModelLoadError(
+            f"{checkpoint.files.root} sends queries through SparseStaticEmbedding, but documents through no "
+            "SpladePooling, which is not supported",
+            param="model",
+        )
+
+
+def read_tasks(checkpoint: Checkpoint, parts: Parts) -> tuple[Task, ...]:
+    if checkpoint.query_route is not None:
+        return (Task.SPARSE,)
+    if parts.late is not None:
+        return late_tasks(checkpoint.files)
+    tasks = pooling_tasks(checkpoint.files, checkpoint.architecture, parts.sparse, parts.score)
+    return tasks if parts.why_not_score is None else without_score(tasks)
