@@ -31,6 +31,13 @@ LONGEST_FIRST = ("e2e", "docs", "kernels", "parity", "generation", "bench", "cli
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Keep the groups below together under `pytest -n 2` too: otherwise each worker makes their fixtures."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "loadgroup"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give each file to one worker, all of e2e to the same one, and begin with the longest.
 
