@@ -3,9 +3,9 @@
     python benchmarks/gpu_w4.py [--only products,tiles] [--save PATH]
 
 `products` times F.linear in bf16, the kernel that dequantises as it multiplies, and dequantising for the
-matrix library; `chosen` is what a layer does. `tiles` times other tiles of the kernel. Times are medians of
-CUDA graph replays over several weights, so that no weight stays in the cache. `--smoke` runs tiny shapes on
-any device (without a GPU under TRITON_INTERPRET=1) and times nothing.
+matrix library; `chosen` is what a layer does. `tiles` times other tiles and splits of the kernel. Times are
+medians of CUDA graph replays over several weights, so that no weight stays in the cache. `--smoke` runs tiny
+shapes on any device (without a GPU under TRITON_INTERPRET=1) and times nothing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ from torch import Tensor
 
 from penstock.kernels import language
 from penstock.kernels.int4 import (
-    INT4_TILES,
+    SPAN,
     Int4Tile,
     PackedInt4,
     dequantize_int4,
     int4_matmul,
     int4_matmul_reference,
+    int4_tile_for,
+    num_parts_for,
     pack_int4,
 )
+from penstock.kernels.language import cdiv
 from penstock.layers.int4 import MAX_KERNEL_ROWS
 
 SHAPES = {"qkv": (4096, 6144), "out": (4096, 4096), "gate, up": (4096, 24576), "down": (12288, 4096)}
-ROWS = (1, 16, 64, 128, 256, 512, 4096)
+ROWS = (1, 16, 32, 64, 128, 256, 512, 4096)
+TILE_ROWS = (1, 16, 32, 64)
 GROUP = 128
 CACHE_BYTES = 200_000_000  # more than the device's cache holds
 
@@ -48,8 +52,9 @@ class Bench:
         self.smoke = smoke
         self.device = torch.device("cpu" if smoke else "cuda")
         self.dtype = torch.float16 if smoke else torch.bfloat16
-        self.shapes = {"tiny": (128, 48)} if smoke else SHAPES
+        self.shapes = {"tiny": (256, 48)} if smoke else SHAPES
         self.rows = (1, 20) if smoke else ROWS
+        self.tile_rows = (1, 20) if smoke else TILE_ROWS
         self.lines: list[str] = []
 
     def weights(self, inputs: int, outputs: int) -> list[PackedInt4]:
@@ -123,40 +128,51 @@ def products(bench: Bench) -> None:
 
 
 def tiles(bench: Bench) -> None:
-    """The fastest tiles for few rows. The tiles in use are marked."""
-    bench.head("product", "rows", "tile", "µs")
-    for (name, (inputs, outputs)), rows in product(bench.shapes.items(), bench.rows):
-        if rows > 256:
-            continue
+    """The three fastest tiles and splits for few rows, and those in use."""
+    bench.head("product", "rows", "tile (rows, columns, warps, stages, swap)", "parts", "programs", "µs")
+    for (name, (inputs, outputs)), rows in product(bench.shapes.items(), bench.tile_rows):
         weights = bench.weights(inputs, outputs)
         x = torch.randn(rows, inputs, device=bench.device).to(bench.dtype)
-        used = next(tile for most, tile in INT4_TILES if rows <= most)
-        found = []
-        for tile in {used, *_candidates(rows, bench.smoke)}:
+        used = int4_tile_for(rows)
+        used_form = used, num_parts_for(used, outputs, inputs)
+        found: dict[tuple[Int4Tile, int], float] = {}
+        for form in dict.fromkeys((used_form, *_candidates(rows, inputs, outputs, bench.smoke))):
+            tile, parts = form
             try:
-                found.append((bench.us(partial(int4_matmul, x, tile=tile), weights), tile))
+                found[form] = bench.us(partial(int4_matmul, x, tile=tile, parts=parts), weights)
             except Exception as error:  # too much shared memory
-                print(f"{tile}: {type(error).__name__}")
-        for us, tile in sorted(found, key=lambda entry: entry[0])[:3]:
-            bench.row(f"{name} {inputs} → {outputs}", str(rows), f"{tuple(tile)}", f"{us:.1f}")
-        bench.row(
-            f"{name} {inputs} → {outputs}",
-            str(rows),
-            f"{tuple(used)} (in use)",
-            next(f"{us:.1f}" for us, tile in found if tile == used),
-        )
+                print(f"{tuple(tile)} × {parts}: {type(error).__name__}")
+        best = sorted(found, key=lambda form: found[form])[:3]
+        for tile, parts in (*best, used_form):
+            note = " (in use)" if (tile, parts) == used_form else ""
+            bench.row(
+                f"{name} {inputs} → {outputs}",
+                str(rows),
+                f"{tuple(tile)}{note}",
+                str(parts),
+                str(parts * cdiv(outputs, tile.cols)),
+                f"{found[tile, parts]:.1f}",
+            )
 
 
-def _candidates(rows: int, smoke: bool) -> list[Int4Tile]:
+def _candidates(rows: int, inputs: int, outputs: int, smoke: bool) -> list[tuple[Int4Tile, int]]:
+    """Tiles as high as the rows, with the splits that give each of 132 processors a few programs."""
     if smoke:
-        return [Int4Tile(16, 16, 4, 3, swap=True)]
-    heights = [height for height in (16, 32, 64, 128) if height <= max(16, 2 * rows)]
-    every = product(heights, (16, 32, 64, 128), (2, 4, 8), (3, 4, 5, 6), (True, False))
-    return [
-        Int4Tile(height, width, warps, stages, swap)
-        for height, width, warps, stages, swap in every
-        if height * width >= 512 and height * width <= 64 * warps * 64 and (swap or height >= 16)
+        return [(Int4Tile(16, 16, 4, 3), 2), (Int4Tile(16, 16, 4, 3, swap=False), 1)]
+    used, spans = int4_tile_for(rows), cdiv(inputs, SPAN)
+    shapes = [(32, 1), (64, 2), (64, 4), (128, 4)] if used.rows <= 32 else [(64, 2), (128, 4), (256, 8)]
+    tiles = [Int4Tile(used.rows, cols, warps, used.stages) for cols, warps in shapes]
+    if rows <= 8:
+        tiles.append(used._replace(rows=8))
+    found = [
+        (tile, parts)
+        for tile, parts in product(tiles, (1, 2, 3, 4, 6, 8, 12))
+        if 190 <= parts * cdiv(outputs, tile.cols) <= 6 * 132
+        and cdiv(spans, cdiv(spans, parts)) == parts
+        and spans // parts >= 3
     ]
+    parts = num_parts_for(used, outputs, inputs)
+    return found + [(used._replace(stages=stages), parts) for stages in (3, 4, 6)]
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {section.__name__: section for section in (products, tiles)}

@@ -12,28 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.language import cdiv, jit, tl, use_kernel
+from penstock.kernels.language import IS_INTERPRETED, cdiv, jit, tl, use_kernel
 
-SPAN = 128  # inputs that are packed together: byte i has input i in its low bits, and input 64 + i
+SPAN = 128  # inputs that are packed together: word i has the inputs i, 32 + i, 64 + i and 96 + i
+WORDS = SPAN // 4  # of a span
 HALF_RANGE = 8  # the zero of weights that have no zero points
 
 
 class PackedInt4(NamedTuple):
     """A weight equal to (codes − zeros) · scales, with a scale and a zero for each group of inputs."""
 
-    packed: Tensor  # uint8 [outputs, ⌈inputs / SPAN⌉ · SPAN / 2]
+    packed: Tensor  # int16 [⌈inputs / SPAN⌉, outputs, WORDS]: the words of neighbouring outputs are adjacent
     scales: Tensor  # [groups, outputs]
-    zeros: Tensor | None  # uint8 [groups, outputs]; None: `HALF_RANGE`
+    zeros: Tensor  # uint8 [groups, outputs], or [1, outputs] if the groups share them
     inputs: int
 
     @property
     def outputs(self) -> int:
-        return len(self.packed)
+        return self.packed.shape[1]
 
     @property
     def group_size(self) -> int:
         """Inputs of a group. One group covers the padding as well."""
-        padded = 2 * self.packed.shape[1]
+        padded = SPAN * len(self.packed)
         return padded if len(self.scales) == 1 else self.inputs // len(self.scales)
 
 
@@ -46,24 +47,24 @@ def can_pack(inputs: int, groups: int) -> bool:
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedInt4:
-    """Pack uint8 codes [outputs, inputs] of 0 to 15."""
+    """Pack uint8 codes [outputs, inputs] of 0 to 15. Without zeros, their zero is `HALF_RANGE`."""
     outputs, inputs = codes.shape
     spans = cdiv(inputs, SPAN)
-    wide = F.pad(codes, (0, spans * SPAN - inputs)).view(outputs, spans, 2, SPAN // 2)
-    packed = wide[:, :, 0] | (wide[:, :, 1] << 4)
-    return PackedInt4(packed.reshape(outputs, -1), scales, zeros, inputs)
+    wide = F.pad(codes, (0, spans * SPAN - inputs)).view(outputs, spans, 2, 2, WORDS)
+    octets = wide[:, :, :, 0] | (wide[:, :, :, 1] << 4)
+    words = octets[:, :, 0].to(torch.int16) | (octets[:, :, 1].to(torch.int16) << 8)
+    if zeros is None:
+        zeros = torch.full((1, outputs), HALF_RANGE, dtype=torch.uint8, device=codes.device)
+    return PackedInt4(words.transpose(0, 1).contiguous(), scales, zeros, inputs)
 
 
 def dequantize_int4_reference(weight: PackedInt4, dtype: torch.dtype = torch.float32) -> Tensor:
     """[outputs, inputs], rounded once."""
-    spans = weight.packed.view(weight.outputs, -1, SPAN // 2)
-    codes = torch.stack((spans & 15, spans >> 4), dim=2).view(weight.outputs, -1)[:, : weight.inputs]
+    slices = torch.stack([(weight.packed >> shift) & 15 for shift in (0, 4, 8, 12)], dim=2)
+    codes = slices.transpose(0, 1).reshape(weight.outputs, -1)[:, : weight.inputs]
     group = torch.arange(weight.inputs, device=codes.device) // weight.group_size
-    wide = codes.float()
-    if weight.zeros is None:
-        wide -= HALF_RANGE
-    else:
-        wide -= weight.zeros.float().index_select(0, group).t()
+    zeros = weight.zeros.expand_as(weight.scales)
+    wide = codes.float().sub_(zeros.float().index_select(0, group).t())
     return wide.mul_(weight.scales.float().index_select(0, group).t()).to(dtype)
 
 
@@ -74,114 +75,162 @@ def int4_matmul_reference(x: Tensor, weight: PackedInt4, bias: Tensor | None = N
 
 
 @jit()
-def _difference(code: tl.tensor, zero: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """code − zero, both from 0 to 15, in the type of `like`.
+def _difference(
+    word: tl.tensor, zero: tl.tensor, like: tl.tensor, SLICE: tl.constexpr, ASM: tl.constexpr
+) -> tl.tensor:
+    """code − zero, both from 0 to 15, in the type of `like`. The codes are those of one slice of the words.
 
-    Half-precision numbers are made from their bits, which takes one instruction a number: 128 + n in
-    bfloat16, 1024 + n in float16. The constant cancels out, and every step is exact.
+    Half-precision numbers are made from their bits: 128 + n in bfloat16, 1024 + n in float16. The constant
+    cancels out, and every step is exact. `ASM` makes two numbers with two instructions, where the compiler
+    needs about ten.
     """
-    if like.dtype.element_ty == tl.bfloat16:
-        left = (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-        found = left - (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    elif like.dtype.element_ty == tl.float16:
-        left = (code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
-        found = left - (zero.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+    kind: tl.constexpr = like.dtype.element_ty
+    bits: tl.constexpr = 0x4300 if kind == tl.bfloat16 else 0x6400
+    if kind == tl.float32:
+        code = ((word >> (4 * SLICE)) & 15).to(tl.float32)
+        found = code - zero.to(tl.float32)
+    elif ASM:
+        pair: tl.constexpr = "0x43004300" if kind == tl.bfloat16 else "0x64006400"
+        # 0xEA: (shifted & mask) | pair. The mask removes what one word shifts into the other.
+        code = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 s; shr.u32 s, $1, {4 * SLICE}; lop3.b32 $0, s, 0x000F000F, {pair}, 0xEA; }}",
+            "=r,r",
+            [word],
+            dtype=like.dtype.element_ty,
+            is_pure=True,
+            pack=2,
+        )
+        found = code - (zero.to(tl.int16) | bits).to(kind, bitcast=True)
     else:
-        found = code.to(like.dtype.element_ty) - zero.to(like.dtype.element_ty)
+        code = (((word >> (4 * SLICE)) & 15) | bits).to(kind, bitcast=True)
+        found = code - (zero.to(tl.int16) | bits).to(kind, bitcast=True)
     return found
+
+
+@jit()
+def _dot(w: tl.tensor, a: tl.tensor, total: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
+    return tl.dot(w, tl.trans(a), total) if SWAP else tl.dot(a, tl.trans(w), total)
 
 
 @jit(unspecialized=("rows",))
 def _int4_matmul(
     x: tl.tensor,  # [rows, K]
-    packed: tl.tensor,  # uint8 [N, ⌈K / 128⌉ · 64]
+    packed: tl.tensor,  # int16 [⌈K / 128⌉, N, 32]
     scales: tl.tensor,  # [groups, N]
-    zeros: tl.tensor,  # uint8 [groups, N]
+    zeros: tl.tensor,  # uint8 [groups, N] or [1, N]
     bias: tl.tensor,
-    out: tl.tensor,  # [rows, N]
+    out: tl.tensor,  # [rows, N], or fp32 [PARTS, rows, N]
     rows: tl.tensor,
     STRIDE: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,  # inputs that share a scale
-    ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr,  # each group has its own zeros
     BIAS: tl.constexpr,
     SWAP: tl.constexpr,  # weights come first, which leaves fewer rows of a tile empty
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,  # programs that share the inputs of a tile
     AHEAD: tl.constexpr,  # row tiles computed before the next tile of outputs
+    ASM: tl.constexpr,
 ) -> None:
-    """Compute one tile. A group of at least 128 inputs is scaled after its product, smaller ones before."""
+    """Compute one tile over a part of the inputs.
+
+    Products of a group, or of a span if that is smaller, are scaled. Below 32 inputs, weights are.
+    """
     spans: tl.constexpr = (K + 127) // 128
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    share: tl.constexpr = (spans + PARTS - 1) // PARTS
     down = tl.cdiv(rows, BLOCK_M)
     across: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
+    part = tl.program_id(0) % PARTS
+    program = tl.program_id(0) // PARTS
     first = (program // (AHEAD * across)) * AHEAD
     height = tl.minimum(down - first, AHEAD)
     own = program % (AHEAD * across)
     row = (first + own % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (own // height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    from_row = tl.minimum(row, rows - 1).to(tl.int64)  # rows outside are computed and not stored
-    from_col = tl.minimum(col, N - 1)
-    half = tl.arange(0, 64)
-    x_at = x + from_row[:, None] * STRIDE + half[None, :]
-    w_at = packed + from_col[:, None].to(tl.int64) * (spans * 64) + half[None, :]
+    from_col = tl.minimum(col, N - 1)  # columns outside are computed and not stored
+    lane = tl.arange(0, 32)
+    here = row[:, None] < rows
+    x_at = x + row[:, None].to(tl.int64) * STRIDE + lane[None, :]
+    w_at = packed + from_col[:, None] * 32 + lane[None, :]
+    begin = part * share
     if SWAP:
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        nothing = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = nothing
+    zero = tl.load(zeros + from_col)
     if GROUP >= 128:
-        factor = tl.load(scales + from_col).to(tl.float32)
-        zero = tl.load(zeros + from_col) if ZEROS else tl.full((BLOCK_N,), 8, tl.uint8)
-    for span in range(spans):
-        octet = tl.load(w_at + span * 64)
-        if K % 128 == 0:
-            a_low = tl.load(x_at + span * 128)
-            a_high = tl.load(x_at + span * 128 + 64)
-        else:  # codes of the padding are multiplied by 0
-            left = K - span * 128
-            a_low = tl.load(x_at + span * 128, mask=half[None, :] < left, other=0.0)
-            a_high = tl.load(x_at + span * 128 + 64, mask=half[None, :] + 64 < left, other=0.0)
-        if GROUP >= 128:
-            # Load the next scales before a product needs them.
+        at = ((begin * 128) // GROUP) * N + from_col
+        factor = tl.load(scales + at).to(tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros + at)
+    for step in range(share):
+        span = begin + step  # spans past the end, and codes of the padding, are multiplied by 0
+        word = tl.load(w_at + tl.minimum(span, spans - 1) * (N * 32))
+        if GROUP >= 128:  # load the next scales before a product needs them
             next_at = ((tl.minimum(span + 1, spans - 1) * 128) // GROUP) * N + from_col
             next_factor = tl.load(scales + next_at).to(tl.float32)
-            next_zero = tl.load(zeros + next_at) if ZEROS else zero
-            low = _difference(octet & 15, zero[:, None], x)
-            high = _difference(octet >> 4, zero[:, None], x)
-            if SWAP:
-                product = tl.dot(low, tl.trans(a_low))
-                product = tl.dot(high, tl.trans(a_high), product)
-                total += product * factor[:, None]
+            if ZEROS:
+                next_zero = tl.load(zeros + next_at)
+        product = nothing
+        for piece in tl.static_range(4):
+            start = span * 128 + piece * 32
+            if PARTS * share * 128 == K:
+                a = tl.load(x_at + start, mask=here, other=0.0)
             else:
-                product = tl.dot(a_low, tl.trans(low))
-                product = tl.dot(a_high, tl.trans(high), product)
-                total += product * factor[None, :]
-            factor, zero = next_factor, next_zero
-        else:
-            groups: tl.constexpr = (K + GROUP - 1) // GROUP
-            near = tl.minimum(span * (128 // GROUP) + half // GROUP, groups - 1)
-            far = tl.minimum(span * (128 // GROUP) + (half + 64) // GROUP, groups - 1)
-            low_at = near[None, :] * N + from_col[:, None]
-            high_at = far[None, :] * N + from_col[:, None]
-            low_zero = tl.load(zeros + low_at) if ZEROS else tl.full((BLOCK_N, 64), 8, tl.uint8)
-            high_zero = tl.load(zeros + high_at) if ZEROS else tl.full((BLOCK_N, 64), 8, tl.uint8)
-            low = _difference(octet & 15, low_zero, x)
-            high = _difference(octet >> 4, high_zero, x)
-            low = (low.to(tl.float32) * tl.load(scales + low_at).to(tl.float32)).to(x.dtype.element_ty)
-            high = (high.to(tl.float32) * tl.load(scales + high_at).to(tl.float32)).to(x.dtype.element_ty)
-            if SWAP:
-                total = tl.dot(low, tl.trans(a_low), total)
-                total = tl.dot(high, tl.trans(a_high), total)
+                a = tl.load(x_at + start, mask=here & (lane[None, :] < K - start), other=0.0)
+            if GROUP >= 32:
+                if GROUP < 128:
+                    at = tl.minimum(start // GROUP, groups - 1) * N + from_col
+                    factor = tl.load(scales + at).to(tl.float32)
+                    if ZEROS:
+                        zero = tl.load(zeros + at)
+                product = _dot(_difference(word, zero[:, None], x, piece, ASM), a, product, SWAP)
+                if (piece * 32 + 32) % min(GROUP, 128) == 0:
+                    total += product * (factor[:, None] if SWAP else factor[None, :])
+                    product = nothing
             else:
-                total = tl.dot(a_low, tl.trans(low), total)
-                total = tl.dot(a_high, tl.trans(high), total)
+                group = tl.minimum((start + lane) // GROUP, groups - 1)
+                wide_at = group[None, :] * N + from_col[:, None]
+                wide_zero = tl.load(zeros + wide_at) if ZEROS else zero[:, None]
+                w = _difference(word, wide_zero, x, piece, ASM).to(tl.float32)
+                w = (w * tl.load(scales + wide_at).to(tl.float32)).to(x.dtype.element_ty)
+                total = _dot(w, a, total, SWAP)
+        if GROUP >= 128:
+            factor = next_factor
+            if ZEROS:
+                zero = next_zero
     if SWAP:
         total = tl.trans(total)
     if BIAS:
         total += tl.load(bias + from_col).to(tl.float32)[None, :]
-    at = out + row[:, None].to(tl.int64) * N + col[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (col[None, :] < N))
+    to = out + (part * rows + row)[:, None].to(tl.int64) * N + col[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=here & (col[None, :] < N))
+
+
+@jit(unspecialized=("size",))
+def _sum_parts(
+    parts: tl.tensor,  # fp32 [PARTS, rows, N]
+    bias: tl.tensor,
+    out: tl.tensor,  # [rows, N]
+    size: tl.tensor,  # rows · N
+    N: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add the parts of a few numbers, always in the same order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = at < size
+    total = tl.load(parts + at, mask=here, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * size + at, mask=here, other=0.0)
+    if BIAS:
+        total += tl.load(bias + at % N, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=here)
 
 
 @jit()
@@ -202,16 +251,16 @@ def _dequantize_int4(
     span = tl.program_id(0) % spans
     col = (tl.program_id(0) // spans) * BLOCK_N + tl.arange(0, BLOCK_N)
     from_col = tl.minimum(col, N - 1)
-    half = tl.arange(0, 64)
-    octet = tl.load(packed + from_col[:, None].to(tl.int64) * (spans * 64) + span * 64 + half[None, :])
-    for part in tl.static_range(2):
-        inputs = span * 128 + part * 64 + half
-        at = tl.minimum(inputs // GROUP, groups - 1)[None, :] * N + from_col[:, None]
-        code = ((octet >> (4 * part)) & 15).to(tl.float32)
-        code -= tl.load(zeros + at).to(tl.float32) if ZEROS else 8.0
-        value = code * tl.load(scales + at).to(tl.float32)
-        to = out + col[:, None].to(tl.int64) * K + inputs[None, :]
-        tl.store(to, value.to(out.dtype.element_ty), mask=(col[:, None] < N) & (inputs[None, :] < K))
+    inputs = tl.arange(0, 128)
+    # Each word is read four times, by the threads that write its four inputs.
+    word = tl.load(packed + span * (N * 32) + from_col[:, None] * 32 + (inputs % 32)[None, :])
+    code = ((word >> (inputs // 32 * 4).to(tl.int16)[None, :]) & 15).to(tl.float32)
+    inputs += span * 128
+    at = tl.minimum(inputs // GROUP, groups - 1)[None, :] * N + from_col[:, None]
+    code -= tl.load(zeros + (at if ZEROS else from_col[:, None])).to(tl.float32)
+    value = code * tl.load(scales + at).to(tl.float32)
+    to = out + col[:, None].to(tl.int64) * K + inputs[None, :]
+    tl.store(to, value.to(out.dtype.element_ty), mask=(col[:, None] < N) & (inputs[None, :] < K))
 
 
 class Int4Tile(NamedTuple):
@@ -219,51 +268,104 @@ class Int4Tile(NamedTuple):
     cols: int
     warps: int
     stages: int
-    swap: bool = False
+    swap: bool = True
 
 
-# (maximum number of rows, tile). Few rows need narrow tiles, so that enough programs read the weight.
+# (maximum number of rows, tile). Few rows need narrow tiles, so that enough programs read the weight. With
+# fewer than 32 columns a warp, the compiler moves dequantised weights through shared memory.
 INT4_TILES: tuple[tuple[int, Int4Tile], ...] = (
-    (16, Int4Tile(16, 32, 4, 6, swap=True)),
-    (32, Int4Tile(32, 64, 4, 5, swap=True)),
-    (64, Int4Tile(64, 64, 4, 4)),
-    (1 << 62, Int4Tile(64, 128, 4, 4)),
+    (16, Int4Tile(16, 64, 2, 5)),
+    (32, Int4Tile(32, 64, 2, 5)),
+    (64, Int4Tile(64, 128, 4, 4)),
 )
 _DEQUANTIZED_OUTPUTS = 32  # per program
+_PROCESSORS = 132  # of an H200. A fixed number splits the inputs alike on every device
+_MIN_SPANS = 4  # per program: with fewer, starting a program takes longer than its product
+_MAX_PARTS = 16
+_SUMMED = 512  # numbers per program
+
+
+def int4_tile_for(rows: int) -> Int4Tile:
+    """The tile for this many rows. Above the table's last entry, several tiles cover the rows."""
+    return next((tile for most, tile in INT4_TILES if rows <= most), INT4_TILES[-1][1])
+
+
+def num_parts_for(tile: Int4Tile, outputs: int, inputs: int) -> int:
+    """The number of programs that share the inputs of one tile.
+
+    Among the splits whose programs all run at once, take the one that leaves the fewest spans to the busiest
+    processor; one or two programs there wait longer for memory, as if for one or two more spans. The number
+    depends on the tile and not on the rows, so a row has the same result beside any other rows of the tile.
+    """
+    tiles, spans = cdiv(outputs, tile.cols), cdiv(inputs, SPAN)
+    max_programs = (4 if tile.rows <= 32 else 2) * _PROCESSORS  # larger tiles take more registers
+    found = []
+    for parts in range(1, _MAX_PARTS + 1):
+        share = cdiv(spans, parts)
+        if parts > 1 and (share < _MIN_SPANS or parts * tiles > max_programs):
+            break
+        if cdiv(spans, share) == parts:
+            per_processor = cdiv(parts * tiles, _PROCESSORS)
+            found.append((per_processor * share + max(0, 3 - per_processor), parts))
+    return min(found)[1]
 
 
 def int4_matmul(
-    x: Tensor, weight: PackedInt4, bias: Tensor | None = None, tile: Int4Tile | None = None
+    x: Tensor,
+    weight: PackedInt4,
+    bias: Tensor | None = None,
+    tile: Int4Tile | None = None,
+    parts: int | None = None,
 ) -> Tensor:
     """Compute `int4_matmul_reference`: x [rows, inputs] → [rows, outputs]. Rows may be strided."""
     if not use_kernel(x):
         return int4_matmul_reference(x, weight, bias)
-    rows = len(x)
-    if tile is None:
-        tile = next(entry[1] for entry in INT4_TILES if rows <= entry[0])
+    rows, outputs, spans = len(x), weight.outputs, len(weight.packed)
+    tile = int4_tile_for(rows) if tile is None else tile
+    if parts is None:
+        parts = num_parts_for(tile, outputs, weight.inputs) if rows <= tile.rows else 1
+    parts = cdiv(spans, cdiv(spans, parts))  # no part is empty
     assert x.stride(1) == 1 and weight.packed.is_contiguous() and weight.scales.is_contiguous()
-    out = torch.empty((rows, weight.outputs), dtype=x.dtype, device=x.device)
-    if rows:
-        _int4_matmul[(cdiv(rows, tile.rows) * cdiv(weight.outputs, tile.cols),)](
-            x,
-            weight.packed,
-            weight.scales,
-            weight.packed if weight.zeros is None else weight.zeros,
-            weight.scales if bias is None else bias,
+    assert weight.packed.numel() < 1 << 31
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    sums = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device) if parts > 1 else out
+    any_bias = weight.scales if bias is None else bias
+    _int4_matmul[(cdiv(rows, tile.rows) * cdiv(outputs, tile.cols) * parts,)](
+        x,
+        weight.packed,
+        weight.scales,
+        weight.zeros,
+        any_bias,
+        sums,
+        rows,
+        STRIDE=x.stride(0),
+        N=outputs,
+        K=weight.inputs,
+        GROUP=weight.group_size,
+        ZEROS=len(weight.zeros) > 1,
+        BIAS=bias is not None and parts == 1,
+        SWAP=tile.swap,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.cols,
+        PARTS=parts,
+        AHEAD=8,
+        ASM=not IS_INTERPRETED,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if parts > 1:
+        _sum_parts[(cdiv(rows * outputs, _SUMMED),)](
+            sums,
+            any_bias,
             out,
-            rows,
-            STRIDE=x.stride(0),
-            N=weight.outputs,
-            K=weight.inputs,
-            GROUP=weight.group_size,
-            ZEROS=weight.zeros is not None,
+            rows * outputs,
+            N=outputs,
             BIAS=bias is not None,
-            SWAP=tile.swap,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.cols,
-            AHEAD=8,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            PARTS=parts,
+            BLOCK=_SUMMED,
+            num_warps=4,
         )
     return out
 
@@ -276,12 +378,12 @@ def dequantize_int4(weight: PackedInt4, out: Tensor) -> Tensor:
     _dequantize_int4[(cdiv(weight.outputs, _DEQUANTIZED_OUTPUTS) * cdiv(weight.inputs, SPAN),)](
         weight.packed,
         weight.scales,
-        weight.packed if weight.zeros is None else weight.zeros,
+        weight.zeros,
         out,
         N=weight.outputs,
         K=weight.inputs,
         GROUP=weight.group_size,
-        ZEROS=weight.zeros is not None,
+        ZEROS=len(weight.zeros) > 1,
         BLOCK_N=_DEQUANTIZED_OUTPUTS,
         num_warps=4,
     )

@@ -22,7 +22,7 @@ from penstock.kernels.quantize import Activations, dequantize
 from penstock.layers.activation import activation
 from penstock.weights.quantized import IntGroups
 
-MAX_KERNEL_ROWS = 128  # with more, dequantising the weight for the matrix library is faster
+MAX_KERNEL_ROWS = 64  # with more, dequantising the weight for the matrix library is faster
 
 
 class WeightScratch:
@@ -80,7 +80,7 @@ class Int4Linear:
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if is_precompiling():  # every form that a step may use
             for _, tile in INT4_TILES:
-                int4_matmul(x, self.weight, bias, tile)
+                int4_matmul(x[: tile.rows], self.weight, bias, tile)
             dequantize_int4(self.weight, self.scratch.take(self.out_features, self.in_features))
         if len(x) <= MAX_KERNEL_ROWS:
             return int4_matmul(x, self.weight, bias)

@@ -19,6 +19,7 @@ from penstock.kernels.int4 import (
     dequantize_int4_reference,
     int4_matmul,
     int4_matmul_reference,
+    int4_tile_for,
     pack_int4,
 )
 from penstock.layers.int4 import MAX_KERNEL_ROWS, Int4Linear, WeightScratch
@@ -70,6 +71,22 @@ def test_every_tile_gives_the_same(tile: object) -> None:
     weight, x = draw(1000, 512, 128), torch.randn(45, 512, device="cuda").bfloat16()
     expected = int4_matmul_reference(x.float(), weight)
     assert cosine(int4_matmul(x, weight, tile=tile), expected) > 0.99998  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 4096])
+@pytest.mark.parametrize("has_zeros", [True, False])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+def test_split_products_are_exact_and_do_not_depend_on_other_rows(
+    dtype: torch.dtype, group: int, has_zeros: bool, rows: int
+) -> None:
+    weight = draw(1000, 4096, group, has_zeros=has_zeros)
+    x = torch.randn(rows, 4096, device="cuda").to(dtype)
+    got = int4_matmul(x, weight)
+    assert cosine(got, int4_matmul_reference(x.float(), weight)) > 0.99998
+    assert torch.equal(got, int4_matmul(x, weight))
+    tile = int4_tile_for(rows)
+    assert torch.equal(got[-1:], int4_matmul(x[-1:], weight, tile=tile))
 
 
 @pytest.mark.parametrize("group", [128, 32, 640])

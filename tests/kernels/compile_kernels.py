@@ -74,6 +74,7 @@ TYPES = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -257,7 +258,7 @@ def launch_matmul_kernels() -> None:
     codes, scales = x(512, 256, dtype=torch.uint8), x(2, 512, dtype=torch.float16)
     grouped = int4.pack_int4(codes, scales, x(2, 512, dtype=torch.uint8))
     for tokens in (1, 100):
-        int4.int4_matmul(x(tokens, 256), grouped, x(512))
+        int4.int4_matmul(x(tokens, 256), grouped, x(512), parts=2)
     int4.int4_matmul(x(1, 256), int4.pack_int4(codes, scales, None))
     int4.int4_matmul(x(1, 256, dtype=torch.float16), int4.pack_int4(codes, x(8, 512), None))
     int4.dequantize_int4(grouped, x(512, 256))
