@@ -28,7 +28,7 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 # Every test that needs a CUDA device, in one process, with a summary line at the end. Fails without a device.
 # Without a virtual environment: `make gpu-test VENV= PYTHON=python3`, where torch, Triton and pytest are installed.

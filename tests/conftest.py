@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,20 +31,28 @@ TESTS = Path(__file__).parent
 LONGEST_FIRST = ("e2e", "docs", "kernels", "parity", "generation", "bench", "cli", "engine")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each file to one worker, all of e2e to the same one, and begin with the longest.
-
-    One worker for e2e means that its tests share the servers they start. A long file that comes last would
-    leave the other workers without work.
-    """
-
-    def folder(item: pytest.Item) -> str:
-        return item.path.relative_to(TESTS).parts[0] if TESTS in item.path.parents else ""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest: a long file that comes last would leave the other workers without work."""
 
     def place(item: pytest.Item) -> int:
-        return LONGEST_FIRST.index(folder(item)) if folder(item) in LONGEST_FIRST else len(LONGEST_FIRST)
+        folder = item.path.relative_to(TESTS).parts[0] if TESTS in item.path.parents else ""
+        return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 
     items.sort(key=place)
-    for item in items if config.pluginmanager.has_plugin("xdist") else ():
-        item.add_marker(pytest.mark.xdist_group("e2e" if folder(item) == "e2e" else str(item.path)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker, and all of e2e to the same one: its tests share the servers they start.
+
+    Groups of xdist do not do it: xdist 3.8 writes them into `Item._nodeid`, which pytest 9.2 does not read.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "tests/e2e" if file.startswith("tests/e2e/") else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)

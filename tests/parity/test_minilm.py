@@ -17,7 +17,8 @@ from tests.parity.reference import Vectors, cosines
 from tests.parity.texts import LANGUAGES, natural_texts
 
 pytestmark = pytest.mark.skipif(package_folder() is None, reason="the default model is not installed")
-TEXTS = natural_texts(520)
+TEXTS = natural_texts(260)  # benchmarks/parity_real.py compares more
+SOME = slice(0, None, 4)  # enough to compare one run of the engine with another
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,8 @@ def theirs() -> Vectors:
 
 
 def test_the_texts_are_many_scripts_short_long_and_odd() -> None:
-    assert len(TEXTS) >= 500
-    assert len(set(TEXTS)) >= 450
+    assert len(TEXTS) >= 250
+    assert len(set(TEXTS)) >= 225
     assert len(LANGUAGES) >= 10
     assert {0, 1, 10_000} <= {len(text) for text in TEXTS}
 
@@ -57,27 +58,26 @@ def test_vectors_are_384_wide_and_of_unit_length(ours: Vectors) -> None:
 
 
 def test_a_text_has_the_same_vector_alone_as_in_the_batch(engine: Engine, ours: Vectors) -> None:
-    alone = np.concatenate([engine.embed([text], truncate_prompt_tokens=-1) for text in TEXTS])
-    assert np.abs(alone - ours).max() <= 1e-5
+    alone = np.concatenate([engine.embed([text], truncate_prompt_tokens=-1) for text in TEXTS[SOME]])
+    assert np.abs(alone - ours[SOME]).max() <= 1e-5
 
 
 def test_the_order_of_the_batch_does_not_matter(engine: Engine, ours: Vectors) -> None:
-    order = np.random.default_rng(1).permutation(len(TEXTS))
+    order = np.random.default_rng(1).permutation(len(TEXTS))[SOME]
     shuffled = engine.embed([TEXTS[i] for i in order], truncate_prompt_tokens=-1)
     assert np.abs(shuffled - ours[order]).max() <= 1e-5
 
 
 def test_bf16_keeps_the_direction(theirs: Vectors) -> None:
-    some = TEXTS[:120]
     with Engine(device="cpu", dtype="bfloat16") as engine:
-        assert cosines(engine.embed(some, truncate_prompt_tokens=-1), theirs[:120]).min() >= 0.999
+        assert cosines(engine.embed(TEXTS[SOME], truncate_prompt_tokens=-1), theirs[SOME]).min() >= 0.999
 
 
 def test_int8_keeps_the_direction_in_any_batch(theirs: Vectors) -> None:
     with Engine(device="cpu", quantization="int8") as engine:
-        batch = engine.embed(TEXTS, truncate_prompt_tokens=-1)
-        alone = np.concatenate([engine.embed([text], truncate_prompt_tokens=-1) for text in TEXTS[:120]])
-    similar = cosines(batch, theirs)
+        batch = engine.embed(TEXTS[:160], truncate_prompt_tokens=-1)
+        alone = np.concatenate([engine.embed([text], truncate_prompt_tokens=-1) for text in TEXTS[:160:4]])
+    similar = cosines(batch, theirs[:160])
     assert np.quantile(similar, 0.05) >= 0.99
     assert similar.min() >= 0.985, "near-empty texts lose the most"
-    assert np.abs(alone - batch[:120]).max() <= 1e-5
+    assert np.abs(alone - batch[::4]).max() <= 1e-5
