@@ -10,7 +10,7 @@ from penstock.api.endpoint import Call
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue, QueueFull, shown
 from penstock.inputs.processor import MAX_PRIORITY
-from penstock.tasks.run import PoolingTask, Prepared, Scheduling, finish, run_prepared
+from penstock.tasks.run import PoolingTask, Prepared, Scheduling, finish, submit
 from penstock.types import PooledOutput, Request
 
 R = TypeVar("R")
@@ -62,7 +62,7 @@ async def run(
     call.tokenize_s = time.monotonic() - began
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
     try:
-        output = await run_prepared(model.engine, prepared, scheduling)
+        output = prepared.output or await submit(model.engine, request, scheduling)
     except QueueFull as error:
         raise model.admission.with_retry_after(error) from None
     call.queue_s = max(0.0, output.timings.queue_s - call.tokenize_s)  # the engine counts from the arrival

@@ -23,7 +23,7 @@ from penstock.inputs.late import Framing, LateInputs
 from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded
 from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
 from penstock.inputs.static import StaticInputs
-from penstock.inputs.token_rows import Rows, TokenRows, flat_ids, row_lengths
+from penstock.inputs.token_rows import Rows, flat_ids, row_lengths
 from penstock.inputs.tokenizer import Tokenizer
 from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
 from penstock.types import (
@@ -196,7 +196,9 @@ class InputProcessor:
         cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
         has_special_tokens = from_text and options.add_special_tokens
         frame = (self.tokenizer.prefix, self.tokenizer.suffix) if has_special_tokens else (0, 0)
-        if not isinstance(rows, TokenRows) or rows.max_length > (limit if cut_at is None else cut_at):
+        if isinstance(rows, list):
+            rows = truncate_rows(rows, cut_at, limit, frame, options.truncation_side)
+        elif rows.max_length > (limit if cut_at is None else cut_at):
             rows = truncate_rows(list(rows), cut_at, limit, frame, options.truncation_side)
         token_ids, lengths = flat_ids(rows), row_lengths(rows)
         if self.static is not None and from_text:

@@ -99,6 +99,8 @@ def choose_adapter(
                 param="adapter",
             )
         return spec.adapters.index(adapter)
+    if not spec.adapters:
+        return -1
     names = [prompt_name] if prompt_name is not None else list(_INPUT_TYPES.get(input_type or "", ()))
     if input_type is not None and input_type not in ("classification", "clustering"):
         names.append("retrieval")  # one adapter for queries and documents

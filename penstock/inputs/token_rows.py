@@ -46,16 +46,14 @@ Rows = list[Ints] | TokenRows
 
 
 def num_tokens(rows: Rows) -> int:
-    return len(rows.token_ids) if isinstance(rows, TokenRows) else sum(map(len, rows))
+    return sum(map(len, rows)) if isinstance(rows, list) else len(rows.token_ids)
 
 
 def row_lengths(rows: Rows) -> Ints:
-    return (
-        rows.lengths if isinstance(rows, TokenRows) else np.array([len(row) for row in rows], dtype=np.int32)
-    )
+    return np.array([len(row) for row in rows], dtype=np.int32) if isinstance(rows, list) else rows.lengths
 
 
 def flat_ids(rows: Rows) -> Ints:
-    if isinstance(rows, TokenRows):
+    if not isinstance(rows, list):
         return rows.token_ids
     return rows[0] if len(rows) == 1 else np.concatenate(rows)

@@ -58,7 +58,13 @@ class TextTask(ABC, Generic[R]):
             texts, rows = await split_off_loop(model, self.inputs, allow_empty_text=self.allows_empty_text)
         found: Rows = rows
         if texts is not None:
-            found = await self._encode(model, processor.with_prompt(texts, options))
+            prompted = processor.with_prompt(texts, options)
+            known: Rows | None = None
+            if processor.static is not None:
+                known = await model.batcher.encode_words(prompted)
+            if known is None:
+                known = model.batcher.encode_short(prompted, options.add_special_tokens)
+            found = await self._encode_long(model, prompted) if known is None else known
         if self.check_lengths is not None:
             self.check_lengths(row_lengths(found).tolist())
         from_text, size = texts is not None, num_tokens(found)
@@ -66,15 +72,6 @@ class TextTask(ABC, Generic[R]):
             return processor.join(request_id, found, params, options, from_text=from_text)
         join = partial(processor.join, request_id, found, params, options, from_text=from_text)
         return await model.batcher.call(join, size)
-
-    async def _encode(self, model: TextModel, texts: Sequence[str]) -> Rows:
-        if (
-            model.processor.static is not None
-            and (rows := await model.batcher.encode_words(texts)) is not None
-        ):
-            return rows
-        short = model.batcher.encode_short(texts, self.options.add_special_tokens)
-        return await self._encode_long(model, texts) if short is None else short
 
     async def _encode_long(self, model: TextModel, texts: Sequence[str]) -> list[Ints]:
         limit = model.processor.row_limit(self.params, self.options)
