@@ -53,7 +53,7 @@ def write(
         (byte_level_bpe, "roberta", {"tokenizer_class": "RobertaTokenizerFast"}),
         (byte_level_bpe, "qwen3", {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_text_has_the_tokens_that_transformers_gives_it(
     make: Callable[[], RustTokenizer], model_type: str, settings: dict[str, Any], tmp_path: Path
