@@ -63,8 +63,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ) -> Tensor:
         return attention._on_cuda(query, key, value, batch, kind or attention.BIDIRECTIONAL)
 
-    for module in ("encoder", "modernbert", "decoder"):
-        monkeypatch.setattr(f"penstock.models.{module}.attend", attend, raising=False)
+    for module in ("modernbert", "decoder_layers"):
+        monkeypatch.setattr(f"penstock.models.{module}.attend", attend)
     monkeypatch.setattr(attention, "attend", attend)
     empty = torch.empty
 
