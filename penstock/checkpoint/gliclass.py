@@ -39,7 +39,7 @@ class ZeroShotSpec(msgspec.Struct, frozen=True):
     is_prompt_first: bool  # the labels precede the text
     pooling: str  # of the text's tokens
     reads_text_only: bool  # pooling begins at the separator
-    reads_label_token: bool  # a label's state is that of its marker; otherwise of the token behind it
+    reads_label_token: bool  # a label's state is that of its marker; otherwise that of the token after it
     label_token: str = "<<LABEL>>"
     separator: str = "<<SEP>>"
 

@@ -80,7 +80,9 @@ class EntitySpec(msgspec.Struct, frozen=True):
     label_token_id: int  # -1: the file does not say
     max_words: int  # of a text
     max_width: int  # words of the longest span; 0: words are scored, not spans
-    reads_label_token: bool = True  # a label's state is that of its marker; otherwise of the token behind it
+    reads_label_token: bool = (
+        True  # a label's state is that of its marker; otherwise that of the token after it
+    )
 
     @property
     def is_token_level(self) -> bool:

@@ -63,8 +63,8 @@ def read_pair_prompt(files: CheckpointFiles, open_tokenizer: Callable[[], Tokeni
         return None
     default = _default_prompt(files)
     plain = template.render(_QUERY, _DOCUMENT, default)
-    told = template.render(_QUERY, _DOCUMENT, _INSTRUCTION)
-    text, instruction, wording = _with_instruction(plain, told)
+    instructed = template.render(_QUERY, _DOCUMENT, _INSTRUCTION)
+    text, instruction, wording = _with_instruction(plain, instructed)
     if text.count(_DOCUMENT) != 1 or _QUERY not in text or any(name in text for name in _NAMES):
         raise ModelLoadError(
             f"the chat template of {template.file} does not write query and document as they are, once each; "
@@ -135,16 +135,16 @@ def _default_prompt(files: CheckpointFiles) -> str | None:
     return prompt if isinstance(prompt, str) and prompt else None
 
 
-def _with_instruction(plain: str, told: str) -> tuple[str, str, str]:
+def _with_instruction(plain: str, instructed: str) -> tuple[str, str, str]:
     """The text with a place for an instruction, what stands there by default, and its wording.
 
     A template that ignores the system's message has no such place."""
-    if _INSTRUCTION not in told:
+    if _INSTRUCTION not in instructed:
         return plain, "", "{instruction}"
-    limit = min(len(plain), len(told))
-    start = next((at for at in range(limit) if plain[at] != told[at]), limit)
-    end = next((at for at in range(limit - start) if plain[-1 - at] != told[-1 - at]), limit - start)
-    default, wording = plain[start : len(plain) - end], told[start : len(told) - end]
+    limit = min(len(plain), len(instructed))
+    start = next((at for at in range(limit) if plain[at] != instructed[at]), limit)
+    end = next((at for at in range(limit - start) if plain[-1 - at] != instructed[-1 - at]), limit - start)
+    default, wording = plain[start : len(plain) - end], instructed[start : len(instructed) - end]
     if wording.count(_INSTRUCTION) != 1 or any(mark in default + wording for mark in (_QUERY, _DOCUMENT)):
         return plain, "", "{instruction}"
     before, after = wording.split(_INSTRUCTION)

@@ -50,6 +50,7 @@ MARKS: dict[Layout, tuple[str, ...]] = {
     Layout.BNB_4BIT: ("weight.absmax",),
     Layout.BNB_INT8: ("SCB",),
 }
+_MXFP4_FAMILIES = ("gpt_oss", "openai_privacy_filter")
 ALL_MARKS = tuple(sorted({mark for marks in MARKS.values() for mark in marks}))
 
 
@@ -128,6 +129,8 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
     if method is None:  # old files leave the method out
         method = "compressed-tensors" if "config_groups" in options else None
     if method == "mxfp4":  # experts of gpt-oss, which its layer dequantises
+        if config.get("model_type") not in _MXFP4_FAMILIES:
+            raise _unsupported("quant_method", method, f"mxfp4 on {', '.join(_MXFP4_FAMILIES)} alone")
         return None
     read = _METHODS.get(method) if isinstance(method, str) else None
     if read is None:

@@ -155,6 +155,7 @@ def test_dynamic_options_of_gptq_change_a_module() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"quant_method": "mxfp4"}, "mxfp4 on gpt_oss, openai_privacy_filter alone"),
         ({"quant_method": "gguf"}, "quant_method = 'gguf'.*awq, bitsandbytes"),
         ({"quant_method": None}, "quant_method = None"),
         ({"quant_method": ["awq"]}, "quant_method"),
