@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.errors import BadValue
+from penstock.errors import BadValue, shown
 from penstock.inputs.labelled import LabelledOptions
 from penstock.inputs.processor import InputOptions
 
@@ -33,5 +33,5 @@ def check_labels(labels: Any, max_labels: int) -> None:
         if not isinstance(label, str) or not label.strip():
             raise BadValue(f"labels {index} is not a text with at least one character", param="labels")
         if label in seen:
-            raise BadValue(f"labels {index} is given twice: {label!r}", param="labels")
+            raise BadValue(f"labels {index} is given twice: {shown(label)}", param="labels")
         seen.add(label)
