@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 WORKERS ?= 2
 
-.PHONY: serve test gpu-test chaos fuzz docs check format lock audit sbom install clean
+.PHONY: serve test clients gpu-test chaos fuzz docs check format lock audit sbom install clean
 
 # The default model's package depends on sentence-transformers; the server needs only its files.
 $(VENV)/.serve: pyproject.toml
@@ -43,6 +43,14 @@ $(VENV)/.fuzz: $(VENV)/.dev
 
 fuzz: $(if $(VENV),$(VENV)/.fuzz)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(if $(VENV),$(BIN)/python,$(PYTHON)) -m tests.fuzz.run $(ARGS)
+
+# Unmodified client packages against real servers. PENSTOCK_TEST_MODELS=FOLDER adds real models.
+$(VENV)/.clients: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[clients]'
+	touch $@
+
+clients: $(VENV)/.clients
+	$(BIN)/pytest -m clients tests/clients $(ARGS)
 
 # Kills, hangs, bombs and hostile clients, all at once, under a load whose every answer is checked; 10 minutes.
 chaos: $(VENV)/.dev

@@ -32,7 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model: str | None = None  # folder, hub id, or None for the embedded default
     revision: str | None = None
     download_dir: str | None = None  # of hub models; None: the standard cache
-    served_model_name: str | None = None
+    served_model_name: str | tuple[str, ...] | None = None  # the first is the model's, the others are aliases
     device: str = "auto"  # auto | cpu | cuda | cuda:N | null
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     quantization: Literal["int8", "fp8"] | None = None  # int8 for CPUs, fp8 for CUDA
@@ -64,6 +64,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     profile_steps: int = 20  # steps in one trace
     seed: int = 0
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that the caller gives the model; empty: its own."""
+        names = self.served_model_name
+        return (names,) if isinstance(names, str) else tuple(dict.fromkeys(names or ()))
+
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     host: str = "127.0.0.1"
@@ -86,6 +92,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is disconnected
     idle_timeout_s: float = 75.0  # of a connection without a request
     allowed_hosts: tuple[str, ...] = ()  # names that `Host` may have; "*": any
+    strict_fields: bool = False  # an unknown field of a body is an error
+    any_model_name: bool = False  # requests may name any model
+    auto_truncate: bool = False  # long texts are cut unless the request says otherwise
+    default_chunking: Literal["none", "mean"] = "none"  # of texts to embed, unless the request says otherwise
+    allowed_origins: tuple[str, ...] = ()  # whose pages may call this server from a browser; "*": all
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default

@@ -38,7 +38,6 @@ class PenstockError(Exception):
     """
 
     status: ClassVar[int] = 500
-    kind: ClassVar[str] = "internal_error"
     code: ClassVar[str] = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -49,7 +48,6 @@ class PenstockError(Exception):
 
 class ClientError(PenstockError):
     status = 400
-    kind = "invalid_request_error"
     code = "invalid_value"
 
 
@@ -59,13 +57,11 @@ class BadValue(ClientError):
 
 class Unauthorized(ClientError):
     status = 401
-    kind = "authentication_error"
     code = "invalid_api_key"
 
 
 class NotFound(ClientError):
     status = 404
-    kind = "not_found_error"
     code = "not_found"
 
 
@@ -80,7 +76,6 @@ class MethodNotAllowed(ClientError):
 
 class DeadlineExceeded(ClientError):
     status = 408
-    kind = "timeout_error"
     code = "deadline_exceeded"
 
 
@@ -88,7 +83,6 @@ class ReadTimeout(ClientError):
     """The client sent its request too slowly."""
 
     status = 408
-    kind = "timeout_error"
     code = "read_timeout"
 
 
@@ -132,7 +126,6 @@ class QueueFull(ClientError):
     """Too many tokens wait already."""
 
     status = 429
-    kind = "rate_limit_error"
     code = "queue_full"
     reason: ClassVar[str] = "tokens"  # label of the metric that counts refusals
     retry_after_s: int = 1
@@ -154,7 +147,6 @@ class Cancelled(ClientError):
     """The client disconnected, so nobody reads the response."""
 
     status = 499
-    kind = "cancelled"
     code = "cancelled"
 
 
@@ -171,7 +163,6 @@ class ConfigError(ClientError):
 
 
 class EngineError(PenstockError):
-    kind = "server_error"
     code = "engine_error"
 
 

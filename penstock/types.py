@@ -249,6 +249,7 @@ class Request:
     reuse_prefix: bool = False  # its rows may reuse cached prefixes
     cache_salt: str = ""  # prefixes are shared only between equal salts
     sampling: SamplerParams | None = None  # set when the rows are prompts to continue
+    num_truncated: int = 0  # rows that were cut to fit; not sent to the engine
     starts: Ints = field(init=False)  # [rows], start offset of each row in token_ids
 
     def __post_init__(self) -> None:

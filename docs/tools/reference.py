@@ -61,12 +61,10 @@ def http() -> str:
     groups: dict[str, list[str]] = {}
     shown: set[type] = set()
     for route in ROUTES:
-        part = groups.setdefault(route.group, [])
+        part = groups.setdefault(route.dialect, [])
         method = "GET" if route.body is None else "POST"
         part.append(f"#### `{method} {route.path}`\n\n{first_line(route.handler)}\n")
-        bodies = [] if route.body is None else [route.body]
-        if route.other is not None:
-            bodies.append(route.other.body)
+        bodies = [] if route.body is None else [route.body, *(each.body for each in route.variants)]
         for body in bodies:
             if body in shown:
                 part.append(f"The body is the same `{body.__name__}` as above.\n")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.api.dialects import (
     chat,
@@ -25,76 +27,125 @@ from penstock.api.dialects import (
     tei,
     zero_shot,
 )
-from penstock.api.endpoint import Call, Endpoint, Reply, RouteSpec
+from penstock.api.endpoint import Call, Endpoint, Reply
 from penstock.api.metrics import ApiMetrics
+from penstock.api.routes import RouteSpec, VariantTable
 from penstock.api.schema import openapi
 from penstock.api.state import ServerState
 from penstock.errors import NotFound
 
-ROUTES = (
-    RouteSpec("/v1/embeddings", openai.EmbeddingsRequest, openai.embeddings, "OpenAI"),
-    RouteSpec("/v1/completions", completions.CompletionRequest, completions.completions, "OpenAI"),
-    RouteSpec("/v1/chat/completions", chat.ChatRequest, chat.chat_completions, "OpenAI"),
-    RouteSpec("/v1/models", None, openai.models, "OpenAI"),
-    RouteSpec("/pooling", native.PoolingRequest, native.pooling, "native"),
-    RouteSpec("/classify", native.ClassifyRequest, native.classify, "native"),
-    RouteSpec("/predict", tei.PredictRequest, tei.predict, "native", error_shape=tei.tei_error),
-    RouteSpec("/v1/zero-shot", zero_shot.ZeroShotRequest, zero_shot.zero_shot, "native"),
-    RouteSpec("/v1/entities", entities.EntitiesRequest, entities.entities, "native"),
-    RouteSpec("/v1/sparse", native.SparseRequest, native.sparse, "native"),
-    RouteSpec("/score", ranking.ScoreRequest, ranking.score, "ranking"),
-    RouteSpec("/v1/score", ranking.ScoreRequest, ranking.score, "ranking"),
-    RouteSpec("/rerank", ranking.RerankRequest, ranking.rerank, "ranking", other=tei.RERANK),
-    RouteSpec("/v1/rerank", ranking.RerankRequest, ranking.rerank, "ranking"),
-    RouteSpec(
-        "/v2/rerank",
-        ranking.CohereRerankRequest,
-        ranking.cohere_rerank,
-        "ranking",
-        error_shape=ranking.cohere_error,
-    ),
-    RouteSpec("/similarity", tei.SimilarityRequest, tei.similarity, "ranking", error_shape=tei.tei_error),
-    RouteSpec("/v1/maxsim", maxsim.MaxsimRequest, maxsim.maxsim, "ranking"),
-    RouteSpec("/tokenize", native.TokenizeRequest, native.tokenize, "native"),
-    RouteSpec("/detokenize", native.DetokenizeRequest, native.detokenize, "native"),
-    RouteSpec("/live", None, operation.live, "operation", open_to_all=True),
-    RouteSpec("/health", None, operation.health, "operation", open_to_all=True),
-    RouteSpec("/ready", None, operation.ready, "operation", open_to_all=True),
-    RouteSpec("/metrics", None, operation.metrics, "operation", open_to_all=True),
-    RouteSpec("/version", None, operation.version, "operation", open_to_all=True),
-    RouteSpec("/docs", None, operation.docs, "operation", open_to_all=True),
-    RouteSpec("/", None, operation.playground, "operation", open_to_all=True),
+DIALECTS: tuple[ModuleType, ...] = (
+    openai,
+    completions,
+    chat,
+    native,
+    zero_shot,
+    entities,
+    ranking,
+    maxsim,
+    tei,
+    operation,
 )
 
 
+def with_variants(routes: Iterable[RouteSpec], variants: VariantTable) -> tuple[RouteSpec, ...]:
+    """The routes, each with the other kinds of body that dialects add to its path."""
+    table = {route.path: route for route in routes if route.body is not None}
+    for path, variant in variants:
+        if path not in table:
+            raise ValueError(f"{variant.body.__name__} is a variant of {path}, which no dialect has")
+        own = set(table[path].body.__struct_fields__)  # type: ignore[union-attr]
+        if clash := own.intersection(variant.markers):
+            raise ValueError(f"{path} has the fields {clash}, which cannot mark {variant.body.__name__}")
+        table[path] = replace(table[path], variants=(*table[path].variants, variant))
+    return tuple(route if route.body is None else table[route.path] for route in routes)
+
+
+ROUTES = with_variants(
+    [route for dialect in DIALECTS for route in dialect.ROUTES],
+    tuple(variant for dialect in DIALECTS for variant in getattr(dialect, "VARIANTS", ())),
+)
 ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-ignored-fields",
+    "x-truncated-rows",
+    "x-tokenize-ms",
+    "x-queue-ms",
+    "x-device-ms",
+    "x-total-ms",
+    "metadata",
+    "retry-after",
+)
+
+
+class PathEndpoint:
+    """The routes of one path, which differ by method."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._first = endpoints[0]
+        self._by_method = {method: each for each in endpoints for method in each.methods}
+        for each in endpoints:
+            each.allowed = tuple(self._by_method)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._by_method.get(scope["method"], self._first)(scope, receive, send)
 
 
 class App(Starlette):
-    """Routes have no path parameters, so a path is looked up; everything else goes through Starlette."""
+    """A path is looked up. Everything else goes through Starlette, which ends with "no such route"."""
 
-    def __init__(self, endpoints: dict[str, Endpoint], **options: Any) -> None:
-        super().__init__(routes=[Route(path, endpoint=each) for path, each in endpoints.items()], **options)
-        self._endpoints = endpoints
+    def __init__(self, endpoints: Sequence[Endpoint], **options: Any) -> None:
+        super().__init__(**options)
+        by_path: dict[str, list[Endpoint]] = {}
+        for endpoint in endpoints:
+            if endpoint.prefix is None:
+                by_path.setdefault(endpoint.path, []).append(endpoint)
+        self._paths: dict[str, ASGIApp] = {
+            path: same[0] if len(same) == 1 else PathEndpoint(same) for path, same in by_path.items()
+        }
+        self._prefixes = [(each.prefix, each) for each in endpoints if each.prefix is not None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
+        endpoint = None
+        if scope["type"] == "http":
+            endpoint = self._paths.get(scope["path"]) or self._find(scope["path"])
         await (super().__call__ if endpoint is None else endpoint)(scope, receive, send)
 
+    def _find(self, path: str) -> ASGIApp | None:
+        """The endpoint of a path with trailing slashes, or with a parameter."""
+        if path.endswith("/") and (endpoint := self._paths.get(path.rstrip("/"))) is not None:
+            return endpoint
+        for prefix, endpoint in self._prefixes:
+            if path.startswith(prefix) and len(path.rstrip("/")) > len(prefix):
+                return endpoint
+        return None
 
-def build_app(state: ServerState) -> Starlette:
+
+def build_app(state: ServerState) -> ASGIApp:
     metrics = ApiMetrics()
     schema = msgspec.json.encode(openapi(ROUTES))
 
     async def serve_schema(call: Call) -> Reply:
+        """Show the OpenAPI description of this server."""
         return Reply(schema)
 
     described = RouteSpec("/openapi.json", None, serve_schema, "operation", open_to_all=True)
-    endpoints = {route.path: Endpoint(state, metrics, route) for route in (*ROUTES, described)}
-    app = App(endpoints, lifespan=partial(_lifespan, state))
+    app = App(
+        [Endpoint(state, metrics, route) for route in (*ROUTES, described)],
+        lifespan=partial(_lifespan, state),
+    )
     app.router.default = _not_found(state, metrics)
     app.router.redirect_slashes = False
-    return app
+    if not state.config.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=state.config.allowed_origins,
+        allow_methods=("*",),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+    )
 
 
 @asynccontextmanager

@@ -21,7 +21,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState as UvicornState
 
 from penstock.api.connection_table import ConnectionTable
-from penstock.api.endpoint import JSON, openai_error
+from penstock.api.endpoint import JSON
+from penstock.api.error_styles import OPENAI_ERRORS
 from penstock.api.metrics import REQUESTS
 from penstock.errors import (
     BadValue,
@@ -596,7 +597,7 @@ class Connection(HttpToolsProtocol):
 
 def _error_parts(error: PenstockError) -> tuple[list[tuple[bytes, bytes]], bytes]:
     """Headers and body of an error that no route answers."""
-    body = msgspec.json.encode(openai_error(error))
+    body = msgspec.json.encode(OPENAI_ERRORS.body(error))
     headers = [(b"content-type", JSON), (b"content-length", b"%d" % len(body))]
     if (retry_s := getattr(error, "retry_after_s", None)) is not None:
         headers.append((b"retry-after", b"%d" % retry_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
@@ -13,18 +13,38 @@ from penstock.errors import BadValue
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.embed import ChunkedEmbeddings, EmbedInChunks
 from penstock.tasks.multi_task import pooling_task
-from penstock.types import Chunks, PoolingParams
+from penstock.types import Chunks, PoolingParams, Task
+
+_MAX_CHAR_TOKENS = 4  # tokens of a character, each a byte
 
 
 async def vectors(
     call: Call, body: ChunkFields, model: ServedModel, params: PoolingParams, *, prefix: str, items: Items
 ) -> Reply:
-    """The values of a pooling task, in the chunks that the body asks for."""
+    """The values of a pooling task, in the chunks that the body or the server's default asks for."""
+    if body.chunking is None and call.state.config.default_chunking == "mean" and params.task is Task.EMBED:
+        body.chunking = _default_chunking(body, model)
     if body.wants_chunks:
         return await _in_chunks(call, body, model, params, prefix=prefix, items=items)
-    task = pooling_task(model.text, body.input, params, body.options(), allows_empty_text=False)
+    task = pooling_task(model.text, body.input, params, body.options())
     result = await run(call, body, model, task)
     return vector_reply(call, body, result, prefix=prefix, items=items)
+
+
+def _default_chunking(body: ChunkFields, model: ServedModel) -> Literal["mean"] | None:
+    """`mean` for a body with texts that may be too long, unless it is to be cut or cannot be chunked."""
+    if body.truncate_prompt_tokens is not None or body.wants_chunks or model.spec.text_end:
+        return None
+    return "mean" if _max_tokens(body.input) > model.spec.max_model_len else None
+
+
+def _max_tokens(inputs: str | list[Any]) -> int:
+    """More tokens than the longest input has, for nearly all texts."""
+    if isinstance(inputs, str):
+        return _MAX_CHAR_TOKENS * len(inputs)
+    if inputs and isinstance(inputs[0], int):
+        return len(inputs)
+    return max((_max_tokens(each) for each in inputs), default=0)
 
 
 async def _in_chunks(
@@ -34,7 +54,6 @@ async def _in_chunks(
         inputs=body.input,
         params=params,
         options=body.options(),
-        allows_empty_text=False,
         chunking=body.chunk_options(),
     )
     if body.chunking == "late" and body.encoding_format == "bytes":

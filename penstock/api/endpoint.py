@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,11 +18,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.body import PIECE_BYTES, sized
 from penstock.api.body import Body as ReplyBody
+from penstock.api.decoding import RouteDecoder
+from penstock.api.error_styles import OPENAI_ERRORS as OPENAI_ERRORS
+from penstock.api.error_styles import ErrorStyle
 from penstock.api.metrics import CONNECTION_LIMITS, ApiMetrics
-from penstock.api.nesting import check_nesting
-from penstock.api.state import ServerState
+from penstock.api.routes import RouteSpec
+from penstock.api.state import ServedModel, ServerState
 from penstock.errors import (
-    MAX_MESSAGE_CHARS,
     BadValue,
     BodyTooLarge,
     Cancelled,
@@ -31,7 +32,6 @@ from penstock.errors import (
     PenstockError,
     Unauthorized,
     UnsupportedEncoding,
-    shortened,
 )
 
 log = logging.getLogger("penstock.api")
@@ -40,10 +40,7 @@ JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 MAX_REQUEST_ID = 256  # characters
 _MAX_DIGITS = 18  # of a declared size; longer ones are too large in any case
-_UNDECODABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
-
-
-ErrorShape = Callable[[PenstockError], dict[str, Any]]
+_MAX_IGNORED_CHARS = 1024  # of the header that names ignored fields
 
 
 @dataclass(slots=True)
@@ -84,7 +81,20 @@ class Call:
     queue_s: float = 0.0
     device_s: float = 0.0
     encode_s: float = 0.0
-    error_shape: ErrorShape | None = None  # of the dialect that the body turned out to be
+    errors: ErrorStyle | None = None  # of the dialect that the body turned out to be
+    ignored_fields: tuple[str, ...] = ()
+    num_truncated: int = 0  # rows that were cut to fit
+    path_value: str = ""  # what stands for the path's parameter
+
+    def model(self, body: Any, *, may_truncate: bool = True) -> ServedModel:
+        """The model that a body names. A prompt in the name, and the server's default for long texts, are
+        set in the body where it does not say otherwise."""
+        model, prompt = self.state.find(body.model)
+        if prompt is not None:
+            choose_prompt_by_name(body, model, prompt)
+        if may_truncate and self.state.config.auto_truncate and _leaves_open(body):
+            body.truncate_prompt_tokens = -1
+        return model
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         total_s = time.monotonic() - self.began_s
@@ -96,82 +106,75 @@ class Call:
         ]
         if self.request_id is not None:
             out.append((b"x-request-id", self.request_id.encode("latin-1", "replace")))
+        if self.ignored_fields:
+            out.append((b"x-ignored-fields", _names_header(self.ignored_fields)))
+        if self.num_truncated:
+            out.append((b"x-truncated-rows", b"%d" % self.num_truncated))
         return out
 
 
-def openai_error(error: PenstockError) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
+def _names_header(names: Sequence[str]) -> bytes:
+    """Names that a client chose, as a header can hold them."""
+    text = ", ".join(names).encode("ascii", "backslashreplace")[:_MAX_IGNORED_CHARS]
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text).strip()
 
 
-Handler = Callable[..., Awaitable[Reply | Streamed]]
+def _leaves_open(body: Any) -> bool:
+    """Whether a body has the field that cuts long texts, and leaves open what happens to them."""
+    is_open = getattr(body, "truncate_prompt_tokens", 0) is None
+    return is_open and getattr(body, "chunking", None) in (None, "none")
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """Another kind of body on the same route, recognised by a field that only it has."""
-
-    marker_field: str
-    body: type[msgspec.Struct]
-    handler: Handler
-    error_shape: ErrorShape
-
-    def claims(self, raw: bytes | bytearray) -> bool:
-        try:
-            return self.marker_field in msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        except _UNDECODABLE:
-            return False
-
-
-@dataclass(frozen=True, slots=True)
-class RouteSpec:
-    """One row of the table of routes."""
-
-    path: str
-    body: type[msgspec.Struct] | None  # None: GET
-    handler: Handler
-    group: str
-    open_to_all: bool = False  # needs no API key
-    error_shape: ErrorShape = openai_error
-    other: Dialect | None = None  # a second kind of body on the same path
-    methods: tuple[str, ...] | None = None  # None: POST with a body, GET and HEAD without
-
-    @property
-    def counts_as_request(self) -> bool:
-        """Whether it counts towards the requests in flight."""
-        return self.body is not None
+def choose_prompt_by_name(body: Any, model: ServedModel, prompt: str) -> None:
+    """Set the prompt of `model: NAME:PROMPT` in a body, for clients that cannot send one otherwise."""
+    if not hasattr(body, "input_type"):
+        raise BadValue(f"this route takes no prompt; use model {model.spec.name!r}", param="model")
+    names = ("prompt_name", "prompt", "instruction", "input_type")
+    given = next((name for name in names if getattr(body, name, None) is not None), None)
+    if given is not None:
+        raise BadValue(f"model names the prompt {prompt!r}, and {given} another; leave one out", param=given)
+    if prompt in model.spec.prompts and hasattr(body, "prompt_name"):
+        body.prompt_name = prompt
+    else:
+        body.input_type = prompt
 
 
 class Endpoint:
-    """An ASGI application for one route."""
+    """An ASGI application for one route. `allowed` are the methods that its path has, of all routes."""
 
     def __init__(self, state: ServerState, metrics: ApiMetrics, route: RouteSpec) -> None:
         self.state = state
         self.metrics = metrics
         self.path = route.path
         self.handler = route.handler
-        self.error_shape = route.error_shape
+        self.errors = route.errors
         self.open_to_all = route.open_to_all
         self.keys = tuple(key.encode() for key in state.config.accepted_keys)
-        self.decoder = None if route.body is None else msgspec.json.Decoder(route.body)
-        self.other = route.other
-        self.other_decoder = None if route.other is None else msgspec.json.Decoder(route.other.body)
+        self.decoder = (
+            None
+            if route.body is None
+            else RouteDecoder(route.body, route.variants, strict_fields=state.config.strict_fields)
+        )
         self.counts_as_request = route.counts_as_request
-        self.methods = route.methods or (("GET", "HEAD") if route.body is None else ("POST",))
+        self.methods = self.allowed = route.all_methods
+        self.prefix = route.prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply: Reply | Streamed
         call = Call(self.state, self.metrics, time.monotonic())
+        if self.prefix is not None:
+            call.path_value = scope["path"].removeprefix(self.prefix).rstrip("/")
         try:
-            self._check(scope)
-            reply = await (
-                self._admitted(call, scope, receive, send) if self.counts_as_request else self.handler(call)
-            )
+            if scope["method"] not in self.methods:
+                reply = self._other_method(scope["method"])
+            else:
+                if not self.open_to_all:
+                    check_key(scope, self.keys)
+                reply = await (
+                    self._admitted(call, scope, receive, send)
+                    if self.counts_as_request
+                    else self.handler(call)
+                )
             if isinstance(reply, Reply):
                 reply.headers += call.headers()
         except PenstockError as error:
@@ -218,33 +221,52 @@ class Endpoint:
         finally:
             buffered.held -= size
 
-    def _check(self, scope: Scope) -> None:
-        if scope["method"] not in self.methods:
-            raise MethodNotAllowed(f"{self.path} takes {' or '.join(self.methods)}, not {scope['method']}")
-        if not self.open_to_all:
-            check_key(scope, self.keys)
+    def _other_method(self, method: str) -> Reply:
+        """The answer to OPTIONS; any other method is refused."""
+        if method != "OPTIONS":
+            raise MethodNotAllowed(f"{self.path} takes {' or '.join(self.allowed)}, not {method}")
+        return Reply(b"", JSON, 204, [(b"allow", ", ".join((*self.allowed, "OPTIONS")).encode())])
 
     async def _admitted(self, call: Call, scope: Scope, receive: Receive, send: Send) -> Reply | Streamed:
         """The reply. A streamed one has been sent when this returns: it counts as in flight until then."""
         self.state.check_room()  # before the body, which nobody has to send in vain
-        raw = await self._read(scope, receive)
+        raw = await self._read(call, scope, receive)
         call.body_bytes = len(raw)
         self.state.admit()
         try:
             if self.decoder is None:
                 return await unless_gone(self.handler(call), receive)
-            if self.other is not None and self.other_decoder is not None and self.other.claims(raw):
-                call.error_shape = self.other.error_shape
-                work = self.other.handler(call, _decode(self.other_decoder, raw))
-            else:
-                work = self.handler(call, _decode(self.decoder, raw))
-            reply = await unless_gone(work, receive)
+            work = self._work(call, self.decoder, raw)
+            reply: Reply | Streamed = await unless_gone(work, receive)
             if isinstance(reply, Streamed):
                 reply.headers += call.headers()
                 await self._stream(call, reply, receive, send)
             return reply
         finally:
             self.state.release()
+
+    def _work(self, call: Call, decoder: RouteDecoder, raw: bytes | bytearray) -> Awaitable[Any]:
+        """What the body asks for, not begun yet."""
+        try:
+            decoded = decoder.decode(raw)
+        except PenstockError:
+            if (claiming := decoder.variant(raw)) is not None:
+                call.errors = claiming.errors
+            raise
+        body = decoded.body
+        if call.request_id is not None:
+            if hasattr(body, "request_id"):
+                body.request_id = call.request_id
+        elif (request_id := getattr(body, "request_id", None)) is not None:
+            check_request_id(request_id)
+            call.request_id = request_id
+        if decoded.ignored:
+            call.ignored_fields = decoded.ignored
+            self.metrics.ignored_fields(self.path, len(decoded.ignored))
+        if decoded.variant is None:
+            return self.handler(call, body)
+        call.errors = decoded.variant.errors
+        return decoded.variant.handler(call, body)
 
     async def _stream(self, call: Call, reply: Streamed, receive: Receive, send: Send) -> None:
         """Send piece by piece, no faster than the client reads. A disconnect cancels the work."""
@@ -299,13 +321,16 @@ class Endpoint:
     def _event(self, error: PenstockError, call: Call) -> bytes:
         """An error after the status was sent: the event before the last."""
         self.metrics.refused(error)
-        shape = call.error_shape or self.error_shape
-        return b"data: " + msgspec.json.encode(shape(error)) + b"\n\ndata: [DONE]\n\n"
+        errors = call.errors or self.errors
+        return b"data: " + msgspec.json.encode(errors.body(error)) + b"\n\ndata: [DONE]\n\n"
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | bytearray:
+    async def _read(self, call: Call, scope: Scope, receive: Receive) -> bytes | bytearray:
         limit = self.state.config.max_body_bytes
         for name, value in scope["headers"]:
-            if name == b"content-length":
+            if name == b"x-request-id":
+                if is_request_id(given := value.decode("latin-1").strip()):
+                    call.request_id = given or None
+            elif name == b"content-length":
                 if value.isdigit() and (len(value) > _MAX_DIGITS or int(value) > limit):
                     raise BodyTooLarge(f"the body has {value[:24].decode()} bytes; the limit is {limit}")
             elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
@@ -335,52 +360,25 @@ class Endpoint:
         if (retry_s := getattr(error, "retry_after_s", None)) is not None:
             headers.append((b"retry-after", str(retry_s).encode()))
         if isinstance(error, MethodNotAllowed):
-            headers.append((b"allow", ", ".join(self.methods).encode()))
+            headers.append((b"allow", ", ".join(self.allowed).encode()))
         self.metrics.refused(error)
-        shape = call.error_shape or self.error_shape
-        return Reply(msgspec.json.encode(shape(error)), JSON, error.status, headers)
+        if isinstance(error, Unauthorized):
+            headers.append((b"www-authenticate", b"Bearer"))
+        errors = call.errors or self.errors
+        return Reply(msgspec.json.encode(errors.body(error)), JSON, errors.status(error), headers)
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], raw: bytes | bytearray) -> Any:
-    check_nesting(raw)
-    try:
-        body = decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        message, param = explain(str(error))
-        raise BadValue(message, param=param) from None
-    except _UNDECODABLE as error:
-        raise BadValue(f"the body is not valid JSON: {error}") from None
-    if (request_id := getattr(body, "request_id", None)) is not None:
-        check_request_id(request_id)
-    return body
+def is_request_id(text: str) -> bool:
+    """Whether a request id can be sent back in a header."""
+    return len(text) <= MAX_REQUEST_ID and text.isprintable()
 
 
 def check_request_id(request_id: str) -> None:
-    """Refuse what cannot be sent back in a header."""
-    if len(request_id) > MAX_REQUEST_ID or not request_id.isprintable():
+    if not is_request_id(request_id):
         raise BadValue(
             f"request_id may have up to {MAX_REQUEST_ID} characters, all of them printable",
             param="request_id",
         )
-
-
-_UNKNOWN = re.compile(r"unknown field `(.*?)`")
-_MISSING = re.compile(r"missing required field `(.*?)`")
-
-
-def explain(text: str) -> tuple[str, str | None]:
-    """The decoder's message as (message, field)."""
-    text = shortened(text, MAX_MESSAGE_CHARS)  # it repeats values
-    before, found_place, place = text.rpartition(" - at `$")  # the last one: a value may contain these words
-    message = before if found_place else text
-    field_name = place.removesuffix("`").removeprefix(".") if found_place else ""
-    for pattern in (_UNKNOWN, _MISSING):
-        if found := pattern.search(text):
-            field_name = f"{field_name}.{found.group(1)}".strip(".")
-    if not field_name:
-        return message, None
-    name = re.split(r"[\[.]", field_name)[0]
-    return (message if f"`{name}`" in message else f"{field_name}: {message}"), name
 
 
 def check_key(scope: Scope, keys: tuple[bytes, ...]) -> None:
@@ -388,9 +386,11 @@ def check_key(scope: Scope, keys: tuple[bytes, ...]) -> None:
     if not keys:
         return
     for name, value in scope["headers"]:
-        if name == b"authorization" and _is_any(value, [b"Bearer " + key for key in keys]):
-            return
-        if name == b"x-api-key" and _is_any(value, keys):
+        if name == b"authorization":
+            scheme, _, given = value.partition(b" ")
+            if scheme.lower() == b"bearer" and _is_any(given.strip(), keys):
+                return
+        elif name in (b"x-api-key", b"api-key") and _is_any(value, keys):
             return
     raise Unauthorized("a valid API key is required; send `Authorization: Bearer KEY`")
 

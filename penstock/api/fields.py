@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -13,6 +14,23 @@ from penstock.inputs.processor import DEFAULT_OPTIONS, InputOptions
 from penstock.outputs.encoders import EncodingFormat, Endianness
 from penstock.types import OutputDtype, PoolingParams, Task
 
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """Annotates a field that is accepted and changes nothing here, with the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Annotates a field of which only the default, or a value of `accepts`, is accepted, with the reason."""
+
+    reason: str
+    accepts: tuple[Any, ...] = (None,)
+
+
+User = Annotated[str | None, NoEffect("requests are not told apart by user")]
 CacheSalt = Annotated[str, msgspec.Meta(max_length=1024)]  # the engine keeps it as long as what it caches
 
 
@@ -31,7 +49,7 @@ class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None
-    user: str | None = None
+    user: User = None
     cache_salt: CacheSalt = ""
     adapter: str | None = None
 
@@ -67,17 +85,23 @@ class VectorFields(InputFields, kw_only=True):
 class ChunkFields(VectorFields, kw_only=True):
     """How long texts are chunked: `mean` gives one vector a text, `late` also one for each chunk."""
 
-    chunking: Chunking = "none"
+    chunking: Chunking | None = None  # None: as --default-chunking says
     chunk_size: int | None = None
     chunk_spans: list[list[tuple[int, int]]] | None = None
 
     @property
     def wants_chunks(self) -> bool:
         """Whether any chunking field is set; the options themselves are checked by the task."""
-        return self.chunking != "none" or self.chunk_size is not None or self.chunk_spans is not None
+        return self.is_chunked or self.chunk_size is not None or self.chunk_spans is not None
+
+    @property
+    def is_chunked(self) -> bool:
+        return self.chunking is not None and self.chunking != "none"
 
     def chunk_options(self) -> ChunkOptions:
-        return ChunkOptions(chunking=self.chunking, chunk_size=self.chunk_size, chunk_spans=self.chunk_spans)
+        return ChunkOptions(
+            chunking=self.chunking or "none", chunk_size=self.chunk_size, chunk_spans=self.chunk_spans
+        )
 
 
 def agreed(normalize: bool | None, use_activation: bool | None) -> bool | None:

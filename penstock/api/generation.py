@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from penstock.api.endpoint import Call
-from penstock.api.fields import CacheSalt
+from penstock.api.fields import CacheSalt, User
 from penstock.api.replies import record_phases
 from penstock.api.run import scheduling_of
 from penstock.api.state import ServedModel
@@ -42,7 +42,7 @@ class TextFields(GenerationFields, kw_only=True):
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None
-    user: str | None = None
+    user: User = None
     cache_salt: CacheSalt = ""
 
     @property
@@ -110,8 +110,7 @@ class Generation:
 
 async def begin(call: Call, body: TextFields, task: Generate, *, kind: str) -> Generation:
     """Check everything and prepare the job, off the event loop."""
-    call.request_id = body.request_id
-    model = call.state.model(body.model)
+    model = call.model(body, may_truncate=False)
     _ = model.text.generation  # refuses a model that does not generate
     check_stream(body)
     scheduling = scheduling_of(call, body)

@@ -37,6 +37,9 @@ REJECTED = Counter(
 )
 for _reason in (QueueFull, TooManyRequests, QueueTooSlow):
     REJECTED.labels(_reason.reason)  # shown from the start, with 0
+IGNORED_FIELDS = Counter(
+    "penstock_ignored_fields", "Unknown fields of requests that were ignored, by route", ["route"]
+)
 CANCELLED = Counter("penstock_cancelled", "Requests whose client disconnected")
 CONNECTIONS = Gauge("penstock_connections", "Open connections", multiprocess_mode="livesum")
 BUFFERED_BYTES = Gauge(
@@ -76,6 +79,9 @@ class ApiMetrics:
             REJECTED.labels(error.reason).inc()
         elif isinstance(error, Cancelled):
             CANCELLED.inc()
+
+    def ignored_fields(self, route: str, count: int) -> None:
+        IGNORED_FIELDS.labels(route).inc(count)
 
     def work(self, model: str, rows: int, tokens: int) -> None:
         self._buffer.counter(ROWS, model).inc(rows)

@@ -57,7 +57,8 @@ def build_state(launch: ApiLaunch) -> ServerState:
         created_s=int(time.time()),
         admission=Admission(status, lambda: engine.engine_settings),
     )
-    return ServerState(launch.server, {spec.name: model})
+    aliases = dict.fromkeys(launch.engine.model_names[1:], spec.name)
+    return ServerState(launch.server, {spec.name: model}, aliases)
 
 
 def tokenizer_threads(cpus: int, processes: int) -> int:

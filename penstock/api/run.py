@@ -48,7 +48,6 @@ async def run(
     call: Call, body: Scheduled, model: ServedModel, task: PoolingTask[R], *, rows_name: str = "input"
 ) -> Result[R]:
     """Prepare, submit and finish a task, no longer than the caller is willing to wait."""
-    call.request_id = body.request_id
     task.check(model.text)
     num_rows = task.num_rows
     check_num_rows(call, num_rows, rows_name)
@@ -60,6 +59,7 @@ async def run(
         prepared = await _prepare(call, model, task)
     request = prepared.request
     call.tokenize_s = time.monotonic() - began
+    call.num_truncated = request.num_truncated
     call.metrics.work(model.spec.name, request.num_rows, request.num_tokens)
     try:
         output = prepared.output or await submit(model.engine, request, scheduling)

@@ -17,6 +17,9 @@ from penstock.handle import EngineHandle
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
 
+PROMPT_KINDS = ("query", "document")  # that NAME:KIND asks for
+DEFAULT_TAG = "latest"  # that some clients add to every name
+
 
 @dataclass(slots=True)
 class ServedModel:
@@ -48,6 +51,7 @@ class BufferedBytes:
 class ServerState:
     config: ServerConfig
     models: dict[str, ServedModel]
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of models
     in_flight: int = 0
     buffered: BufferedBytes = field(init=False)
     # A successor of this process counts from 0 again, while the engine may still run our requests.
@@ -61,16 +65,32 @@ class ServerState:
         """An id that no other request of this server has, also not one of a process that has exited."""
         return f"{self._name}-{next(self._numbers)}"
 
-    def model(self, name: str | None) -> ServedModel:
-        """The model of this name; without a name, the first."""
-        if name is None:
-            return next(iter(self.models.values()))
-        if name not in self.models:
-            raise ModelNotFound(
-                f"model {shown(name)} is not served here; this server has: {', '.join(self.models)}",
-                param="model",
-            )
-        return self.models[name]
+    @property
+    def names(self) -> list[str]:
+        """Every name that a request may use, of all models."""
+        return [*self.models, *self.aliases]
+
+    def find(self, name: str | None) -> tuple[ServedModel, str | None]:
+        """The model of this name; without a name, the first. `NAME:PROMPT` names a prompt too."""
+        if name is None or name == "":
+            return next(iter(self.models.values())), None
+        if (model := self._named(name)) is not None:
+            return model, None
+        base, _, prompt = name.rpartition(":")
+        if (model := self._named(base)) is not None:
+            if prompt == DEFAULT_TAG:
+                return model, None
+            if prompt in PROMPT_KINDS or prompt in model.spec.prompts:
+                return model, prompt
+        if self.config.any_model_name:
+            return next(iter(self.models.values())), None
+        raise ModelNotFound(
+            f"model {shown(name)} is not served here; this server has: {', '.join(self.names)}",
+            param="model",
+        )
+
+    def _named(self, name: str) -> ServedModel | None:
+        return self.models.get(self.aliases.get(name, name))
 
     def admit(self) -> None:
         """Count a request in, once its body is read and before other work; `release` counts it out."""

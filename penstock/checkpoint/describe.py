@@ -63,7 +63,7 @@ def describe(config: EngineConfig) -> ModelSpec:
     with usable_values(folder):
         spec = read_spec(
             folder,
-            config.served_model_name or served_name(config.model),
+            next(iter(config.model_names), None) or served_name(config.model),
             config.hf_overrides,
             config.pooler_config,
             config.score_template,

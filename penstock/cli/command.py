@@ -155,6 +155,20 @@ class MultiValueCommand(Command):
         return super().parse_args(ctx, repeat_flags(args, repeatable))
 
 
+class ServeCommand(Command):
+    """Lets --served-model-name take several values once the model is named, so that none is taken for it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flag = "--served-model-name"
+        if flag in args and (_names_model(args) or not args[0].startswith("-")):
+            args = repeat_flags(args, {flag})
+        return super().parse_args(ctx, args)
+
+
+def _names_model(args: list[str]) -> bool:
+    return any(arg in ("--model", "-m", "--model-id") or arg.startswith("--model=") for arg in args)
+
+
 def repeat_flags(args: list[str], repeatable: set[str]) -> list[str]:
     """Repeat a repeatable flag before each of its further values."""
     out: list[str] = []

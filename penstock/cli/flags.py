@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import inspect
 import json
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -63,6 +64,18 @@ def chat_template(given: str) -> str:
 
 def _names(value: str) -> tuple[str, ...]:
     return tuple(name for part in value.split(",") if (name := part.strip()))
+
+
+def _origins(value: str) -> tuple[str, ...]:
+    """The value of --allowed-origins."""
+    origins = tuple(name.rstrip("/") for name in _names(value))
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise ConfigError(
+                f"--allowed-origins has {origin!r}; use origins such as https://app.example, or *",
+                param="allowed_origins",
+            )
+    return origins
 
 
 def api_key(given: str) -> str:
@@ -165,8 +178,9 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="served_model_name",
         panel=MODEL,
-        metavar="NAME",
-        help="Name of the model in requests and responses.",
+        metavar="NAME [NAME...]",
+        convert=tuple,
+        help="Name of the model in requests and responses. Requests may also use the further names.",
         default_text="the hub id or the folder's name",
     ),
     Flag(
@@ -496,6 +510,40 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         default_text="on a loopback --host, none; on others, every name",
     ),
     Flag(
+        field="allowed_origins",
+        names=("--allowed-origins", "--cors-allow-origin"),
+        panel=SERVER_PANEL,
+        metavar="ORIGIN,...",
+        default="",
+        convert=_origins,
+        help="Origins, such as https://app.example, whose pages may call this server from a browser; * "
+        "allows all.",
+        default_text="none",
+    ),
+    Flag(
+        field="any_model_name",
+        panel=SERVER_PANEL,
+        help="Answer requests for any model name, for clients that send one that they cannot change.",
+    ),
+    Flag(
+        field="strict_fields",
+        panel=SERVER_PANEL,
+        help="Refuse requests with unknown fields. Otherwise they are ignored, and the header "
+        "x-ignored-fields names them.",
+    ),
+    Flag(
+        field="auto_truncate",
+        panel=SERVER_PANEL,
+        help="Cut texts beyond the model's limit where a request does not say what to do with them. The "
+        "header x-truncated-rows counts them.",
+    ),
+    Flag(
+        field="default_chunking",
+        panel=SERVER_PANEL,
+        help="What happens to long texts of embedding requests that do not say: none refuses them; mean "
+        "embeds them in chunks and averages the vectors.",
+    ),
+    Flag(
         field="default_timeout_s",
         names=("--timeout",),
         panel=SERVER_PANEL,
@@ -610,8 +658,8 @@ class ConfigFlags:
         if flag.default is not _UNSET:
             return flag.default
         kind = _kind(self._hints[flag.field])
-        if kind in (list[int], _JSON):
-            return [] if kind == list[int] else None
+        if kind in (list[int], list[str], _JSON):
+            return None if kind == _JSON else []
         default = self._defaults[flag.field].default
         choices = self._choices(flag)
         return choices(default) if choices is not None and default is not None else default
@@ -716,12 +764,16 @@ def _literals(hint: Any) -> tuple[str, ...]:
 
 
 def _kind(hint: Any) -> Any:
-    """What the command line parses for a field of this type: a plain type, `list[int]` or JSON."""
+    """What the command line parses for a field of this type: a plain type, a list of such, or JSON."""
     if get_origin(hint) is tuple:
-        return list[int]
+        return list[get_args(hint)[0]]  # type: ignore[misc]
     if get_origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
         return _JSON
     if get_origin(hint) in (Union, types.UnionType):
+        if (
+            several := next((part for part in get_args(hint) if get_origin(part) is tuple), None)
+        ) is not None:
+            return _kind(several)
         (inner,) = (part for part in get_args(hint) if part is not types.NoneType)
         return _kind(inner) | None
     return hint

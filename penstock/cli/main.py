@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from penstock import __version__
 from penstock.cli.bench import app as bench
 from penstock.cli.chat import chat
-from penstock.cli.command import Command
+from penstock.cli.command import Command, ServeCommand
 from penstock.cli.doctor import doctor
 from penstock.cli.embed import embed
 from penstock.cli.generate import generate
@@ -76,7 +76,7 @@ def _options(
     return None
 
 
-app.command(cls=Command)(serve)
+app.command(cls=ServeCommand)(serve)
 app.command(cls=Command)(embed)
 app.command(cls=Command)(rerank)
 app.command(cls=Command)(score)

@@ -73,6 +73,7 @@ def serve(
         engine_config = from_mapping(EngineConfig, {**engine, "enable_generation": wants_generation})
         processes = api_processes(server.get("api_server_count", "auto"), device)
         server_config = from_mapping(ServerConfig, {**server, "api_server_count": processes})
+        check_long_texts(server_config)
         spec = describe(engine_config)
         if server_config.chat_template is not None:
             from penstock.inputs.chat import ModelTemplate
@@ -80,6 +81,14 @@ def serve(
             _ = ModelTemplate(spec.path, server_config.chat_template).template  # raises if it is not valid
         supervisor = Supervisor(engine_config, server_config, spec, begun)
     raise typer.Exit(supervisor.run())
+
+
+def check_long_texts(config: ServerConfig) -> None:
+    if config.auto_truncate and config.default_chunking != "none":
+        raise ConfigError(
+            "--auto-truncate cuts long texts and --default-chunking embeds them whole; give only one",
+            param="default_chunking",
+        )
 
 
 def generation(asked: bool | None, runner: str) -> bool | None:

@@ -12,7 +12,7 @@ from penstock.errors import BadValue, ModelLoadError
 from penstock.inputs.labelled import LabelledOptions
 from penstock.inputs.long_texts import ExpandedTexts, RowLimit, check_expanded, check_request_tokens
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.inputs.truncation import truncation_limit
+from penstock.inputs.truncation import num_longer, truncation_limit
 from penstock.types import LABEL_MARK, TEXT_MARK, Ints, PoolingParams, Request, Task
 
 
@@ -48,10 +48,10 @@ class LabelPrompts:
         whole = ExpandedTexts(
             lambda index: self._row_text(prompt, texts[index]), [len(prompt) + len(text) for text in texts]
         )
-        if limit is None:
-            rows = self.tokenizer.encode(whole, True, row_limit)
-        else:
-            rows = [self._cut(row, limit) for row in self.tokenizer.encode(whole, True)]
+        rows = self.tokenizer.encode(whole, True, row_limit if limit is None else None)
+        num_truncated = num_longer(rows, limit)
+        if limit is not None:
+            rows = [self._cut(row, limit) for row in rows]
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
         check_request_tokens(int(lengths.sum(dtype=np.int64)), options.max_request_tokens, "labels")
         if limit is None:
@@ -64,6 +64,7 @@ class LabelPrompts:
             PoolingParams(Task.ZERO_SHOT, num_labels=len(labels)),
             token_mask=np.concatenate(marks),
             cache_salt=options.cache_salt,
+            num_truncated=num_truncated,
         )
 
     def _row_text(self, prompt: str, text: str) -> str:

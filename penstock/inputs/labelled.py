@@ -74,12 +74,14 @@ class LabelledInputs:
         check_request_tokens(
             fixed * len(texts) + sum(len(row.ids) for row in encoded), options.max_request_tokens, "labels"
         )
-        rows, marks, counts, chars = [], [], [], []
+        rows, marks, counts, chars, num_truncated = [], [], [], [], 0
         head_marks = self._label_marks(prompt, len(opening), len(labels))
         for index, (matches, row) in enumerate(zip(found, encoded, strict=True)):
             firsts = _first_tokens(row)
             kept = self._num_kept(row, firsts, fixed, limit, index)
             num_tokens = len(row.ids) if kept == len(firsts) else int(firsts[kept])
+            has_more_words = bool(matches) and _WORD.search(texts[index], matches[-1].end()) is not None
+            num_truncated += kept < len(firsts) or has_more_words
             text_marks = np.zeros(num_tokens + len(closing), dtype=np.int32)
             text_marks[firsts[:kept]] = TEXT_MARK
             rows += [opening, prompt.ids, row.ids[:num_tokens], closing]
@@ -97,6 +99,7 @@ class LabelledInputs:
             PoolingParams(Task.ENTITIES, num_labels=len(labels)),
             token_mask=np.concatenate(marks),
             cache_salt=options.cache_salt,
+            num_truncated=num_truncated,
         )
         return request, TextWords(
             texts, np.array(counts, dtype=np.int32), np.array(chars, dtype=np.int32).reshape(-1, 2)

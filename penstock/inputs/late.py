@@ -18,7 +18,7 @@ from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue, ModelLoadError
 from penstock.inputs.prompts import choose_prompt
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.inputs.truncation import Side, truncation_limit
+from penstock.inputs.truncation import Side, num_longer, truncation_limit
 from penstock.types import Ints, cumulative
 
 
@@ -29,6 +29,7 @@ class LateRows:
     rows: list[Ints]
     key_limits: Ints | None = None  # [rows], number of leading tokens that are attended to; None: all
     token_mask: Ints | None = None  # [tokens], 1 where a token's vector is scored; None: all
+    num_truncated: int = 0
 
     @property
     def token_ids(self) -> Ints:
@@ -93,9 +94,11 @@ class LateInputs:
             expanded = np.full(len(position), self._expansion, dtype=np.int32)
             expanded[position < np.repeat(text_lengths, lengths)] = flat
             flat = expanded
+        num_truncated = num_longer(rows, self.query_length - (self._query_marker is not None))
         has_limits = not self.late.attend and bool((text_lengths < lengths).any())
         token_mask = self._token_mask(flat) if self.late.skip_queries else None
-        return LateRows(_split(flat, lengths), text_lengths if has_limits else None, token_mask)
+        limits = text_lengths if has_limits else None
+        return LateRows(_split(flat, lengths), limits, token_mask, num_truncated)
 
     def document_rows(
         self, rows: list[Ints], truncate_prompt_tokens: int | None = None, framing: Framing | None = None
@@ -107,7 +110,8 @@ class LateInputs:
         flat, lengths = _mark_rows(
             rows, self._document_marker, max_length or self.spec.max_model_len, framing or self._framing
         )
-        return LateRows(_split(flat, lengths), None, self._token_mask(flat))
+        room = None if max_length is None else max_length - (self._document_marker is not None)
+        return LateRows(_split(flat, lengths), None, self._token_mask(flat), num_longer(rows, room))
 
     def document_limit(self, truncate_prompt_tokens: int | None) -> int | None:
         """The number of tokens that documents are truncated to. None means that longer ones are rejected."""

@@ -39,6 +39,7 @@ class _Rows(NamedTuple):
     token_ids: Ints
     lengths: Ints
     type_ids: Ints | None = None
+    num_truncated: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +138,7 @@ def _joint_request(
         type_ids=rows.type_ids,
         reuse_prefix=processor.reads_last_token_only(params),
         cache_salt=options.cache_salt,
+        num_truncated=rows.num_truncated,
     )
 
 
@@ -258,6 +260,7 @@ def _join(queries: Request, documents: Request, query_of: Ints, params: PoolingP
         pairs=query_of,
         reuse_prefix=queries.reuse_prefix,
         cache_salt=queries.cache_salt,
+        num_truncated=queries.num_truncated + documents.num_truncated,
     )
 
 
@@ -268,6 +271,7 @@ def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOption
     queries = processor.tokenizer.encode(texts.queries, False, query_limit)
     documents = processor.tokenizer.encode(texts.documents, False, document_limit)
     query_sizes, document_sizes = _sizes(queries)[query_of], _sizes(documents)
+    whole_sizes = query_sizes + document_sizes
     limit = _row_limit(processor, query_sizes + document_sizes + frame.size, options)
     if options.cuts_first_only:
         query_sizes = _only_first(query_sizes, document_sizes, limit - frame.size, options)
@@ -282,7 +286,9 @@ def _pair_rows(processor: InputProcessor, texts: _PairTexts, options: PairOption
         parts += [frame.before, _truncate(queries[query], query_size, side), frame.between]
         parts += [_truncate(document, document_size, side), frame.after]
     lengths = (query_sizes + document_sizes + frame.size).astype(np.int32)
-    return _Rows(np.concatenate(parts), lengths, _type_ids(processor, query_sizes, document_sizes))
+    num_truncated = int(np.count_nonzero(query_sizes + document_sizes < whole_sizes))
+    type_ids = _type_ids(processor, query_sizes, document_sizes)
+    return _Rows(np.concatenate(parts), lengths, type_ids, num_truncated)
 
 
 def _text_limits(processor: InputProcessor, options: PairOptions) -> tuple[RowLimit, RowLimit]:
@@ -408,6 +414,7 @@ def _templated_rows(
             "it or set max_tokens_per_query",
             param="query",
         )
+    whole_sizes = _sizes(documents)
     if not score.template[at].endswith("{document}"):
         _keep_suffixes(
             documents, limit - fixed, tokenizer, document_limit, _split_part(score, at, values, texts)
@@ -417,7 +424,8 @@ def _templated_rows(
     parts = []
     for query, document, size in zip(query_of.tolist(), documents, lengths, strict=True):
         parts += [heads[query], _truncate(document, size, options.truncation_side), tails[query]]
-    return _Rows(np.concatenate(parts), (fixed + lengths).astype(np.int32))
+    num_truncated = int(np.count_nonzero(lengths < whole_sizes))
+    return _Rows(np.concatenate(parts), (fixed + lengths).astype(np.int32), None, num_truncated)
 
 
 def _split_part(

@@ -25,7 +25,7 @@ from penstock.inputs.prompts import choose_adapter, choose_prompt, is_query
 from penstock.inputs.static import StaticInputs
 from penstock.inputs.token_rows import Rows, flat_ids, row_lengths
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.inputs.truncation import Side, truncate_rows, truncation_limit
+from penstock.inputs.truncation import Side, num_longer, truncate_rows, truncation_limit
 from penstock.types import (
     MAX_TERMS,
     MAX_TOP_K,
@@ -196,10 +196,11 @@ class InputProcessor:
         cut_at = truncation_limit(options.truncate_prompt_tokens, limit)
         has_special_tokens = from_text and options.add_special_tokens
         frame = (self.tokenizer.prefix, self.tokenizer.suffix) if has_special_tokens else (0, 0)
-        if isinstance(rows, list):
-            rows = truncate_rows(rows, cut_at, limit, frame, options.truncation_side)
-        elif rows.max_length > (limit if cut_at is None else cut_at):
-            rows = truncate_rows(list(rows), cut_at, limit, frame, options.truncation_side)
+        num_truncated = 0
+        if isinstance(rows, list) or rows.max_length > (limit if cut_at is None else cut_at):
+            whole = list(rows)
+            rows = truncate_rows(whole, cut_at, limit, frame, options.truncation_side)
+            num_truncated = 0 if rows is whole else num_longer(whole, cut_at)
         token_ids, lengths = flat_ids(rows), row_lengths(rows)
         if self.static is not None and from_text:
             token_ids, lengths = self.static(token_ids, lengths)
@@ -217,6 +218,7 @@ class InputProcessor:
             cache_salt=options.cache_salt,
             adapters=self._adapters(len(lengths), options),
             token_mask=self.token_mask(lengths) if params.task is Task.TOKEN_EMBED else None,
+            num_truncated=num_truncated,
         )
 
     def _late_request(
@@ -244,6 +246,7 @@ class InputProcessor:
             key_limits=made.key_limits,
             token_mask=made.token_mask,
             cache_salt=options.cache_salt,
+            num_truncated=made.num_truncated,
         )
 
     def token_mask(self, lengths: Ints) -> Ints | None:
@@ -333,8 +336,8 @@ def num_token_ids(inputs: Any) -> int:
 def split_inputs(inputs: Any, *, allow_empty_text: bool = True) -> tuple[list[str] | None, list[Ints]]:
     """Return (texts, []) or (None, rows of token ids), depending on the form of the inputs.
 
-    An empty text still has its special tokens, so it has a vector. The server rejects it
-    (`allow_empty_text`), because from a remote client it is almost always a mistake.
+    An empty text still has its special tokens, so it has a vector. Dialects whose reference rejects it do
+    so here (`allow_empty_text`).
     """
     if isinstance(inputs, str):
         inputs = [inputs]

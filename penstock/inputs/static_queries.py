@@ -25,7 +25,7 @@ from penstock.inputs.long_texts import RowLimit, num_chars
 from penstock.inputs.processor import InputOptions, InputProcessor, split_inputs
 from penstock.inputs.prompts import is_query
 from penstock.inputs.tokenizer import Tokenizer
-from penstock.inputs.truncation import truncate_rows, truncation_limit
+from penstock.inputs.truncation import num_longer, truncate_rows, truncation_limit
 from penstock.types import Ints, PooledOutput, PoolingParams, Request, Timings
 
 
@@ -69,6 +69,7 @@ class StaticQueries:
             limit = RowLimit(self._max_tokens if cut_at is None else cut_at, cut_at is not None)
             encode = partial(self._tokenizer.encode, prompted, False, limit)
             rows = await batcher.call(encode, num_chars(prompted))
+        num_truncated = num_longer(rows, cut_at)
         rows = truncate_rows(rows, cut_at, self._max_tokens, (0, 0), options.truncation_side)
         token_ids = np.concatenate(rows)
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < len(self.weights):
@@ -78,7 +79,11 @@ class StaticQueries:
             )
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
         return Request(
-            request_id, token_ids, lengths, msgspec.structs.replace(params, lexical=True, top_k=None)
+            request_id,
+            token_ids,
+            lengths,
+            msgspec.structs.replace(params, lexical=True, top_k=None),
+            num_truncated=num_truncated,
         )
 
     def output(self, request: Request) -> PooledOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -48,6 +49,11 @@ def truncate_rows(
             param="input",
         )
     return [row if len(row) <= limit else _truncate(row, limit, frame, side) for row in rows]
+
+
+def num_longer(rows: Sequence[Ints], limit: int | None) -> int:
+    """How many rows a limit cuts; without a limit, none."""
+    return 0 if limit is None else sum(len(row) > limit for row in rows)
 
 
 def _truncate(row: Ints, limit: int, frame: tuple[int, int], side: Side) -> Ints:

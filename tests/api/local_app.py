@@ -51,6 +51,7 @@ def local_app(
     *,
     client: type[CountingClient] = CountingClient,
     server: dict[str, Any] | None = None,
+    aliases: tuple[str, ...] = (),
     **options: Any,
 ) -> Iterator[tuple[TestClient, CountingClient]]:
     config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
@@ -61,7 +62,8 @@ def local_app(
     local = client(engine)
     text = TextModel(spec, chat_template=(server or {}).get("chat_template"))
     model = ServedModel(text=text, engine=local, created_s=0)  # type: ignore[arg-type]
-    state = ServerState(ServerConfig(**(server or {})), {spec.name: model})
+    other_names = dict.fromkeys(aliases, spec.name)
+    state = ServerState(ServerConfig(**(server or {})), {spec.name: model}, other_names)
     try:
         with TestClient(build_app(state)) as http:
             yield http, local

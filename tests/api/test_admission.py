@@ -103,7 +103,7 @@ def test_a_request_is_refused_before_it_is_tokenised(
     answer = served.http.post("/v1/embeddings", json={"input": ["the long water"] * 50})
     assert answer.status_code == 429, answer.text
     assert answer.headers["retry-after"] == retry_after
-    assert answer.json()["error"]["code"] == "queue_full"
+    assert answer.json()["error"]["reason"] == "queue_full"
     assert rejected(reason) == before + 1
     assert served.engine.requests == []
 

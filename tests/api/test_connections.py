@@ -187,7 +187,7 @@ class TestTime:
             assert silent.rest() == b""
             for client in (headers, body):
                 status, error = client.error()
-                assert status == 408 and error["code"] == "read_timeout" and client.rest() == b""
+                assert status == 408 and error["reason"] == "read_timeout" and client.rest() == b""
             assert limits_met(url, "header_timeout") and limits_met(url, "body_timeout")
             assert limits_met(url, "idle_timeout")
             assert state.in_flight == 0 and state.buffered.held == 0
@@ -252,7 +252,7 @@ class TestBytes:
             refused.send(bytes(199_000))
             status, headers, body = refused.answer()
             assert status == 503 and int(headers["retry-after"]) >= 1
-            assert json.loads(body)["error"]["code"] == "server_full"
+            assert json.loads(body)["error"]["reason"] == "server_full"
             assert limits_met(url, "buffered_bytes")
             assert ask(url) == 200
             holder.close()

@@ -99,7 +99,6 @@ LONG = "x" * 1_000_000
     [
         {"model": LONG},
         {"truncation_side": LONG},
-        {LONG: 1},
         {"prompt_name": LONG},
         {"input_type": LONG},
         {"adapter": LONG},

@@ -346,7 +346,6 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
     ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_tokens", "at least 1"),
     ("/v1/chat/completions", {"continue_final_message": True}, "continue_final_message", "contradict"),
-    ("/v1/chat/completions", {"tools": []}, "tools", "unknown field"),
     ("/v1/chat/completions", {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "must"),
 ]  # fmt: skip
 
@@ -366,7 +365,7 @@ class TestBadInput:
             ({}, {"stream": True}) if "stream_options" not in body and "stream" not in body else ({},)
         ):
             status, error = refused(http, path, **body, **stream)
-            assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+            assert (status, error["type"], error["param"]) == (400, "BadRequestError", param), error
             assert words in error["message"]
         assert engine.requests == []
 
@@ -413,17 +412,17 @@ class TestBadInput:
         engine.fail_after = 0
         for stream in (False, True):
             status, error = refused(http, stream=stream)
-            assert status == 500 and error["code"] == "row_failed"
+            assert status == 500 and error["reason"] == "row_failed"
 
     def test_a_failure_in_a_stream_is_an_error_event(self, http: TestClient, engine: ScriptedEngine) -> None:
         engine.fail_after = 2
         got = chunks(http)
-        assert "error" not in got[0] and got[-1]["error"]["code"] == "row_failed"
+        assert "error" not in got[0] and got[-1]["error"]["reason"] == "row_failed"
 
     def test_a_request_past_its_deadline_gets_408(self, http: TestClient, engine: ScriptedEngine) -> None:
         engine.pause = asyncio.Event()  # never set
         status, error = refused(http, timeout=0.05)
-        assert status == 408 and error["code"] == "deadline_exceeded"
+        assert status == 408 and error["reason"] == "deadline_exceeded"
 
     def test_a_stream_past_its_deadline_ends_with_an_error_event(
         self, http: TestClient, engine: ScriptedEngine
@@ -435,7 +434,7 @@ class TestBadInput:
             if answer.status_code == 200:
                 break
         *_, last, done = answer.text.removesuffix("\n\n").split("\n\n")
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+        assert json.loads(last.removeprefix("data: "))["error"]["reason"] == "deadline_exceeded"
         assert done == "data: [DONE]"
 
 

@@ -208,7 +208,6 @@ def test_queries_and_documents_have_their_own_token_limits(cross: Served) -> Non
         ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens"),
         ({"timeout": -1}, "timeout"),
         ({"priority": 10**9}, "priority"),
-        ({"rank_fields": ["text"]}, "rank_fields"),
     ],
 )
 def test_a_bad_value_is_a_400_that_names_the_field(
@@ -277,7 +276,6 @@ def test_tei_requests_get_errors_in_the_shape_of_tei(cross: Served) -> None:
         {"query": "", "texts": ["a"]},
         {"query": "a", "texts": []},
         {"query": "a", "texts": [1]},
-        {"query": "a", "texts": ["a"], "documents": ["a"]},
         {"query": "a", "texts": [long]},
     ):
         answer = cross.refused("/rerank", 400, **wrong)

@@ -204,7 +204,7 @@ class Faults:
             status = response.status_code
             if status in REFUSALS:
                 self.tally.refused(kind, f"{status}")
-            elif status not in allowed or (code is not None and response.json()["error"]["code"] != code):
+            elif status not in allowed or (code is not None and response.json()["error"]["reason"] != code):
                 self.tally.violated(kind, f"status {status} for {path} {body[:80]!r}: {response.text[:200]}")
             else:
                 self.tally.refused(kind, f"answered {status}")

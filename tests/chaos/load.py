@@ -176,7 +176,7 @@ async def _post(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, An
 
 def _check_status(status: int, text: str) -> None:
     if status in REFUSALS:
-        code = json.loads(text)["error"]["code"]  # typed, in the dialect's shape
+        code = json.loads(text)["error"]["reason"]  # typed, in the dialect's shape
         raise Refused(f"{status} {code}")
     if status != 200:
         raise WrongAnswer(f"status {status}: {text[:300]}")
@@ -212,7 +212,7 @@ async def _complete(http: httpx.AsyncClient, prompt: str, *, stream: bool) -> st
             elif line.startswith("data: "):
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    code = event["error"]["code"]
+                    code = event["error"]["reason"]
                     if code not in ("engine_unavailable", "queue_full", "deadline_exceeded"):
                         raise WrongAnswer(f"the stream ended with {event}")
                     raise Refused(f"stream ended with {code}")

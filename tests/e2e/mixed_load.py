@@ -88,7 +88,11 @@ def _read_stream(answer: httpx.Response, case: Case) -> str:
                 return text
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
-                assert event["error"]["type"] in ("server_error", "rate_limit_error"), event
+                assert event["error"]["type"] in (
+                    "InternalServerError",
+                    "ServiceUnavailableError",
+                    "RateLimitError",
+                ), event
                 raise _Refused
             text += "".join(choice["text"] for choice in event["choices"])
     finally:

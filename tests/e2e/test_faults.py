@@ -31,7 +31,7 @@ def background() -> Iterator[ThreadPoolExecutor]:
 
 def assert_unavailable(response: httpx.Response, words: str) -> None:
     assert response.status_code == 503
-    assert response.json()["error"]["code"] == "engine_unavailable"
+    assert response.json()["error"]["reason"] == "engine_unavailable"
     assert words in response.json()["error"]["message"]
     assert int(response.headers["retry-after"]) > 0
 

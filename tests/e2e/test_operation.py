@@ -69,7 +69,7 @@ def test_a_server_with_an_api_key_refuses_other_keys(null_server: Server) -> Non
     assert http.get("/health").status_code == 200
     refused = http.post(ROUTE, json=body)
     assert refused.status_code == 401
-    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert refused.json()["error"]["reason"] == "invalid_api_key"
     wrong = {"Authorization": "Bearer other"}
     assert http.post(ROUTE, json=body, headers=wrong).status_code == 401
     right = {"Authorization": "Bearer secret"}
@@ -117,7 +117,7 @@ def held_server(
 def test_a_request_past_its_deadline_gets_408_and_leaves_the_queue(held_server: Server) -> None:
     late = held_server.post(ROUTE, input=["a", "b"], timeout=0.2)
     assert late.status_code == 408
-    assert late.json()["error"]["code"] == "deadline_exceeded"
+    assert late.json()["error"]["reason"] == "deadline_exceeded"
     held_server.wait_for_metric(QUEUED_ROWS, 0)
 
 
@@ -159,7 +159,7 @@ def test_a_full_server_answers_429_and_says_when_to_retry(
             refused = server.post(ROUTE, input="b")
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert refused.json()["error"]["type"] == "RateLimitError"
             assert server.http.get("/health").status_code == 200
         assert busy.result(PATIENCE_S).status_code == 200
         assert server.post(ROUTE, input="b").status_code == 200

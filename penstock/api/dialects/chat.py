@@ -7,6 +7,7 @@ from typing import Any
 from penstock.api.endpoint import Call, Reply, Streamed, streamed
 from penstock.api.generation import Generation, TextFields, begin, events
 from penstock.api.replies import json_reply
+from penstock.api.routes import RouteSpec
 from penstock.errors import BadValue
 from penstock.inputs.chat import part_texts
 from penstock.outputs.logprobs import chat_content, prompt_entries
@@ -152,3 +153,6 @@ class _Choice:
 
 
 _UNFINISHED = {"logprobs": None, "finish_reason": None}
+
+
+ROUTES = (RouteSpec("/v1/chat/completions", ChatRequest, chat_completions, "OpenAI"),)

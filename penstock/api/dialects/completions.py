@@ -7,6 +7,7 @@ from typing import Any
 from penstock.api.endpoint import Call, Reply, Streamed, streamed
 from penstock.api.generation import Generation, TextFields, begin, events
 from penstock.api.replies import json_reply
+from penstock.api.routes import RouteSpec
 from penstock.errors import BadValue
 from penstock.outputs.logprobs import CompletionLogprobs, concat_logprobs, prompt_entries
 from penstock.tasks.generate import Generate, TextPrompts
@@ -126,3 +127,6 @@ class _Choice:
             "finish_reason": self._finish_reason,
             "stop_reason": self._stop_reason,
         }
+
+
+ROUTES = (RouteSpec("/v1/completions", CompletionRequest, completions, "OpenAI"),)

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import InputFields
 from penstock.api.replies import list_reply
+from penstock.api.routes import RouteSpec
 from penstock.api.run import run
 from penstock.errors import BadValue
 from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
@@ -36,28 +37,28 @@ def _task(body: EntitiesRequest) -> FindEntities | FindLabelledEntities:
         for name in _SPAN_FIELDS:
             if getattr(body, name) is not None:
                 raise BadValue(f"{name} applies to labels of the request only; give labels", param=name)
-        return FindEntities(
-            inputs=body.input, options=body.options(), aggregation=body.aggregation, allows_empty_text=False
-        )
+        return FindEntities(inputs=body.input, options=body.options(), aggregation=body.aggregation)
     if body.aggregation != "simple":
         raise BadValue(
             "aggregation does not apply to labels of the request; leave it out", param="aggregation"
         )
     given = {name: value for name in _SPAN_FIELDS if (value := getattr(body, name)) is not None}
     return FindLabelledEntities(
-        texts=require_texts(body.input, allow_empty_text=False),
+        texts=require_texts(body.input),
         labels=body.labels,
         options=SpanOptions(**given),
         rows=row_options(body.options(), MAX_REQUEST_TOKENS),
-        allows_empty_text=False,
     )
 
 
 async def entities(call: Call, body: EntitiesRequest) -> Reply:
     """Find the entities of each text: label, score and character offsets."""
-    result = await run(call, body, call.state.model(body.model), _task(body))
+    result = await run(call, body, call.model(body), _task(body))
 
     def data() -> list[dict[str, Any]]:
         return [{"index": index, "entities": row} for index, row in enumerate(result.value)]
 
     return await list_reply(call, body, result, "entities", data)
+
+
+ROUTES = (RouteSpec("/v1/entities", EntitiesRequest, entities, "native"),)

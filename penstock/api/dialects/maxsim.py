@@ -9,7 +9,9 @@ from typing import Literal
 import msgspec
 
 from penstock.api.endpoint import Call, Reply
+from penstock.api.fields import User
 from penstock.api.replies import json_reply
+from penstock.api.routes import RouteSpec
 from penstock.api.run import check_num_rows, check_timeout
 from penstock.errors import DeadlineExceeded
 from penstock.inputs.vectors import check_cost, make_comparison
@@ -30,13 +32,12 @@ class MaxsimRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     document_scales: list[list[float]] | None = None
     timeout: float | None = None
     request_id: str | None = None
-    user: str | None = None
+    user: User = None
 
 
 async def maxsim(call: Call, body: MaxsimRequest) -> Reply:
     """Score documents by late interaction (MaxSim)."""
-    call.request_id = body.request_id
-    model = call.state.model(body.model)
+    model = call.model(body)
     check_num_rows(call, len(body.documents), "documents")
     timeout_s = body.timeout if body.timeout is not None else call.state.config.default_timeout_s
     check_timeout(timeout_s)
@@ -71,3 +72,6 @@ def _comparison(request_id: str, body: MaxsimRequest) -> Comparison:
     )
     check_cost(comparison)
     return comparison
+
+
+ROUTES = (RouteSpec("/v1/maxsim", MaxsimRequest, maxsim, "native"),)

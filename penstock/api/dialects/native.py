@@ -13,6 +13,7 @@ from penstock.api.embeddings import vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields, InputFields, agreed
 from penstock.api.replies import list_reply, sparse_terms
+from penstock.api.routes import RouteSpec
 from penstock.api.run import check_num_rows, run
 from penstock.api.state import ServedModel
 from penstock.errors import BadValue, BodyTooLarge
@@ -55,7 +56,7 @@ class ClassifyRequest(InputFields, kw_only=True):
 
 async def pooling(call: Call, body: PoolingRequest) -> Reply:
     """Run any task: a row of values for each text, or a matrix with a row for each token."""
-    model = call.state.model(body.model)
+    model = call.model(body)
     if isinstance(body.task, list):
         return await _multi_task(call, body, model, body.task)
     task = body.task or model.spec.tasks[0]
@@ -69,7 +70,7 @@ async def pooling(call: Call, body: PoolingRequest) -> Reply:
 
 
 def _refuse_for_sparse(body: PoolingRequest) -> None:
-    if body.chunking != "none":
+    if body.is_chunked:
         raise BadValue("chunking is for task 'embed'; task 'sparse' has none", param="chunking")
     if body.encoding_format != "float":
         raise BadValue("task 'sparse' answers as float only", param="encoding_format")
@@ -83,7 +84,7 @@ async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, task
     """Several outputs of one forward pass: each row's data is an object with a field for each task."""
     if not tasks:
         raise BadValue("task is an empty list; name at least one", param="task")
-    if body.chunking != "none":
+    if body.is_chunked:
         raise BadValue("chunking is for task 'embed' alone", param="chunking")
     if body.encoding_format == "bytes":
         raise BadValue("several tasks answer as float or base64, not as bytes", param="encoding_format")
@@ -92,7 +93,6 @@ async def _multi_task(call: Call, body: PoolingRequest, model: ServedModel, task
         inputs=body.input,
         params=first,
         options=body.options(),
-        allows_empty_text=False,
         more=tuple(more),
         min_weight=body.min_weight or 0.0,
     )
@@ -134,12 +134,11 @@ async def _sparse_reply(
     call: Call, body: InputFields, params: PoolingParams, min_weight: float, kind: str, field: str
 ) -> Reply:
     """`kind` names the rows' objects, `field` the list of their terms."""
-    model = call.state.model(body.model)
+    model = call.model(body)
     task = Sparse(
         inputs=body.input,
         params=params,
         options=body.options(),
-        allows_empty_text=False,
         min_weight=min_weight,
     )
     result = await run(call, body, model, task)
@@ -157,15 +156,14 @@ def classifier_task(inputs: Any, params: PoolingParams, options: InputOptions) -
             pairs=inputs,
             params=params,
             options=options,
-            allows_empty_text=False,
             max_request_tokens=MAX_REQUEST_TOKENS,
         )
-    return Classify(inputs=inputs, params=params, options=options, allows_empty_text=False)
+    return Classify(inputs=inputs, params=params, options=options)
 
 
 async def classify(call: Call, body: ClassifyRequest) -> Reply:
     """Classify each text or pair of texts: its most likely label, and the probabilities of all labels."""
-    model = call.state.model(body.model)
+    model = call.model(body)
     params = PoolingParams(Task.CLASSIFY, normalize=agreed(body.normalize, body.use_activation))
     result = await run(call, body, model, classifier_task(body.input, params, body.options()))
 
@@ -200,7 +198,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     """Tokenise texts as the model does."""
-    model = call.state.model(body.model)
+    model = call.model(body)
     if (body.prompt is None) == (body.input is None):
         raise BadValue("give either prompt or input", param="prompt")
     given = body.prompt if body.prompt is not None else body.input
@@ -240,7 +238,7 @@ def _long_json(row: Ints) -> bytes:
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
     """Decode token ids to text."""
-    model = call.state.model(body.model)
+    model = call.model(body)
     is_one = not (body.tokens and isinstance(body.tokens[0], list))
     rows: list[Any] = [body.tokens] if is_one else body.tokens
     check_num_rows(call, len(rows), "tokens")
@@ -263,3 +261,12 @@ def _decoded(model: ServedModel, rows: list[Any], skip_special_tokens: bool) -> 
         if row and (min(row) < 0 or max(row) >= model.text.tokenizer.vocab_size):
             raise BadValue(f"tokens {index} holds an id that the tokenizer does not know", param="tokens")
     return model.text.tokenizer.decode_rows(rows, skip_special_tokens)
+
+
+ROUTES = (
+    RouteSpec("/pooling", PoolingRequest, pooling, "vLLM"),
+    RouteSpec("/classify", ClassifyRequest, classify, "vLLM"),
+    RouteSpec("/v1/sparse", SparseRequest, sparse, "native"),
+    RouteSpec("/tokenize", TokenizeRequest, tokenize, "vLLM"),
+    RouteSpec("/detokenize", DetokenizeRequest, detokenize, "vLLM"),
+)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-import orjson
+import msgspec
 
 from penstock.api.embeddings import vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
+from penstock.api.routes import RouteSpec
+from penstock.api.state import ServedModel
 from penstock.errors import BadValue
 from penstock.inputs.processor import InputOptions
 from penstock.types import Task
@@ -30,7 +32,7 @@ class EmbeddingsRequest(ChunkFields, kw_only=True):
 
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
     """Embed texts or token ids."""
-    model = call.state.model(body.model)
+    model = call.model(body)
     return await vectors(call, body, model, body.params(Task.EMBED), prefix="embd", items=embedding_items)
 
 
@@ -38,18 +40,90 @@ def embedding_items(rows: list[Any]) -> list[dict[str, Any]]:
     return [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
 
 
+class ModelEntry(msgspec.Struct, kw_only=True):
+    """A model that this server holds, under one of its names."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "penstock"
+    root: str  # its first name; the others are aliases
+    max_model_len: int
+    tasks: list[Task]
+    dimensions: int | None  # of its vectors; None: it has none
+
+
+class ModelsAnswer(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelEntry]
+
+
 async def models(call: Call) -> Reply:
-    """List the models that this server holds."""
-    data = [
-        {
-            "id": name,
-            "object": "model",
-            "created": model.created_s,
-            "owned_by": "penstock",
-            "max_model_len": model.spec.max_model_len,
-            "tasks": [task.value for task in model.spec.tasks],
-            "dimensions": model.spec.embed_dim,
-        }
-        for name, model in call.state.models.items()
-    ]
-    return Reply(orjson.dumps({"object": "list", "data": data}))
+    """List the models that this server holds, each under every name that it has."""
+    state = call.state
+    data = [model_entry(name, state.find(name)[0]) for name in state.names]
+    return Reply(msgspec.json.encode(ModelsAnswer(data=data)))
+
+
+async def model(call: Call) -> Reply:
+    """Describe one model."""
+    found, _ = call.state.find(call.path_value)
+    return Reply(msgspec.json.encode(model_entry(call.path_value, found)))
+
+
+def model_entry(name: str, model: ServedModel) -> ModelEntry:
+    spec = model.spec
+    return ModelEntry(
+        id=name,
+        created=model.created_s,
+        root=spec.name,
+        max_model_len=spec.max_model_len,
+        tasks=list(spec.tasks),
+        dimensions=spec.embed_dim,
+    )
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class ChunkEntry(msgspec.Struct, kw_only=True):
+    """A part of a text, with chunking: late."""
+
+    index: int
+    embedding: list[float] | str
+    start_token: int
+    end_token: int
+    start_char: int | None
+    end_char: int | None
+
+
+class EmbeddingEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # a string with encoding_format: base64
+    chunks: list[ChunkEntry] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
+    object: Literal["list"]
+    id: str
+    created: int
+    model: str
+    data: list[EmbeddingEntry]
+    usage: Usage
+
+
+ROUTES = (
+    RouteSpec(
+        "/v1/embeddings",
+        EmbeddingsRequest,
+        embeddings,
+        "OpenAI",
+        EmbeddingsAnswer,
+        example={"input": ["Water finds its level."]},
+    ),
+    RouteSpec("/v1/models", None, models, "OpenAI", ModelsAnswer),
+    RouteSpec("/v1/models/{model}", None, model, "OpenAI", ModelEntry),
+)

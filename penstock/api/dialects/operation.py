@@ -9,6 +9,7 @@ import orjson
 from penstock import __version__
 from penstock.api.endpoint import Call, Reply
 from penstock.api.metrics import render
+from penstock.api.routes import RouteSpec
 from penstock.errors import EngineUnavailable
 
 HTML = b"text/html; charset=utf-8"
@@ -61,3 +62,17 @@ async def playground(call: Call) -> Reply:
 async def docs(call: Call) -> Reply:
     """Show the API reference."""
     return Reply(page("docs.html"), HTML)
+
+
+ROUTES = tuple(
+    RouteSpec(path, None, handler, "operation", open_to_all=True)
+    for path, handler in (
+        ("/live", live),
+        ("/health", health),
+        ("/ready", ready),
+        ("/metrics", metrics),
+        ("/version", version),
+        ("/docs", docs),
+        ("/", playground),
+    )
+)

@@ -14,8 +14,10 @@ import orjson
 from numpy.typing import NDArray
 
 from penstock.api.endpoint import Call, Reply
-from penstock.api.fields import CacheSalt
+from penstock.api.error_styles import ErrorStyle
+from penstock.api.fields import CacheSalt, User
 from penstock.api.replies import json_reply, list_reply, record_phases
+from penstock.api.routes import RouteSpec
 from penstock.api.run import Result, Scheduled, check_num_rows, run
 from penstock.errors import BadValue, PenstockError
 from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
@@ -43,7 +45,7 @@ class RankFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None
-    user: str | None = None
+    user: User = None
     cache_salt: CacheSalt = ""
 
     def options(self) -> PairOptions:
@@ -158,7 +160,7 @@ async def run_pairs(
     """Score pairs. Scores stay NumPy scalars: the encoder writes them as the short decimals of a float32."""
     options = replace(options, max_request_tokens=MAX_REQUEST_TOKENS)
     task = Score(pairs=pairs, params=PoolingParams(Task.SCORE, normalize=activate), options=options)
-    return await run(call, body, call.state.model(body.model), task, rows_name="documents")
+    return await run(call, body, call.model(body), task, rows_name="documents")
 
 
 async def _ranked(call: Call, body: RerankRequest) -> Result[Scores]:
@@ -219,3 +221,13 @@ def _texts(documents: list[Document], name: str) -> list[str]:
 def _check_query(query: str, what: str, name: str) -> None:
     if not query.strip():
         raise BadValue(f"{what} is an empty text", param=name)
+
+
+COHERE_ERRORS = ErrorStyle(cohere_error)
+ROUTES = (
+    RouteSpec("/score", ScoreRequest, score, "vLLM"),
+    RouteSpec("/v1/score", ScoreRequest, score, "vLLM"),
+    RouteSpec("/rerank", RerankRequest, rerank, "vLLM"),
+    RouteSpec("/v1/rerank", RerankRequest, rerank, "vLLM"),
+    RouteSpec("/v2/rerank", CohereRerankRequest, cohere_rerank, "Cohere", errors=COHERE_ERRORS),
+)

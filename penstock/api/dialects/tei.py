@@ -9,8 +9,11 @@ import msgspec
 
 from penstock.api.dialects.native import classifier_task
 from penstock.api.dialects.ranking import run_pairs
-from penstock.api.endpoint import Call, Dialect, Reply
+from penstock.api.endpoint import Call, Reply
+from penstock.api.error_styles import ErrorStyle
+from penstock.api.fields import User
 from penstock.api.replies import json_reply, record_phases
+from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import check_num_rows, run
 from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockError, QueueFull
 from penstock.inputs.pair_options import PairOptions, make_pairs
@@ -30,7 +33,7 @@ class TeiFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None
-    user: str | None = None
+    user: User = None
 
 
 class TeiRerankRequest(TeiFields, kw_only=True):
@@ -97,7 +100,7 @@ async def predict(call: Call, body: PredictRequest) -> Reply:
         truncate_prompt_tokens=-1 if body.truncate else None, truncation_side=_side(body.truncation_direction)
     )
     params = PoolingParams(Task.CLASSIFY, normalize=False if body.raw_scores else None)
-    model = call.state.model(body.model)
+    model = call.model(body)
     result = await run(call, body, model, classifier_task(inputs, params, options), rows_name="inputs")
     began, labels = time.monotonic(), model.spec.labels
     rows = [
@@ -125,7 +128,7 @@ def _predicted(inputs: Any) -> tuple[list[str] | list[list[str]], bool]:
 
 async def similarity(call: Call, body: SimilarityRequest) -> Reply:
     """Compare a sentence with others by the vectors of an embedding model."""
-    model, parameters = call.state.model(body.model), body.parameters or SimilarityParameters()
+    model, parameters = call.model(body), body.parameters or SimilarityParameters()
     if score_kind(model.spec) != "bi":
         raise NotPossible(
             f"model {model.spec.name} has no sentence embeddings to compare; use /rerank", param="model"
@@ -170,4 +173,9 @@ def tei_error(error: PenstockError) -> dict[str, Any]:
     return {"error": error.message, "error_type": kind}
 
 
-RERANK = Dialect("texts", TeiRerankRequest, tei_rerank, tei_error)
+TEI_ERRORS = ErrorStyle(tei_error)
+ROUTES = (
+    RouteSpec("/predict", PredictRequest, predict, "TEI", errors=TEI_ERRORS),
+    RouteSpec("/similarity", SimilarityRequest, similarity, "TEI", errors=TEI_ERRORS),
+)
+VARIANTS: VariantTable = (("/rerank", Variant(("texts",), TeiRerankRequest, tei_rerank, "TEI", TEI_ERRORS)),)

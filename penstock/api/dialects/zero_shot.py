@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from penstock.api.endpoint import Call, Reply
-from penstock.api.fields import CacheSalt
+from penstock.api.fields import CacheSalt, User
 from penstock.api.replies import list_reply
+from penstock.api.routes import RouteSpec
 from penstock.api.run import run
 from penstock.inputs.long_texts import MAX_REQUEST_TOKENS
 from penstock.tasks.zero_shot import DEFAULT_HYPOTHESIS, ZeroShotOptions, zero_shot_task
@@ -26,7 +27,7 @@ class ZeroShotRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int = 0
     timeout: float | None = None
     request_id: str | None = None
-    user: str | None = None
+    user: User = None
     cache_salt: CacheSalt = ""
 
     def options(self) -> ZeroShotOptions:
@@ -41,8 +42,8 @@ class ZeroShotRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 async def zero_shot(call: Call, body: ZeroShotRequest) -> Reply:
     """Score labels that come with the request for each text, the best first."""
-    model = call.state.model(body.model)
-    task = zero_shot_task(model.text, body.input, body.labels, body.options(), allows_empty_text=False)
+    model = call.model(body)
+    task = zero_shot_task(model.text, body.input, body.labels, body.options())
     result = await run(call, body, model, task)
 
     def data() -> list[dict[str, Any]]:
@@ -52,3 +53,6 @@ async def zero_shot(call: Call, body: ZeroShotRequest) -> Reply:
         ]
 
     return await list_reply(call, body, result, "zero-shot", data)
+
+
+ROUTES = (RouteSpec("/v1/zero-shot", ZeroShotRequest, zero_shot, "native"),)

@@ -71,7 +71,7 @@ def _ranking(
     if options.candidates not in ("bm25", "judged"):
         raise BadValue(f"--candidates {options.candidates!r} is unknown; use bm25 or judged")
     offered = candidates(judged, options.candidates, options.top_k)
-    server = ServerClient(options.base_url, engine.config.served_model_name, options.header)
+    server = ServerClient(options.base_url, next(iter(engine.config.model_names), None), options.header)
     try:
         if options.task is QualityTask.RERANK:
             results["reranking"] = reranking(server, judged, offered)
@@ -88,7 +88,7 @@ def _subject(
     """The server at --base-url, or else an engine in this process."""
     subject: Embedder | ServerClient
     if options.base_url is not None:
-        subject = ServerClient(options.base_url, engine.config.served_model_name, options.header)
+        subject = ServerClient(options.base_url, next(iter(engine.config.model_names), None), options.header)
     else:
         subject = open_embedder(backend, engine)
     try:

@@ -1,0 +1,69 @@
+"""How a dialect reports an error: the body's shape, and its own statuses where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.errors import PenstockError
+
+
+def own_status(error: PenstockError) -> int:
+    return error.status
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorStyle:
+    """The error answers of one dialect. `answer` is their type, for the OpenAPI schema."""
+
+    body: Callable[[PenstockError], dict[str, Any]]
+    status: Callable[[PenstockError], int] = own_status
+    answer: Any = None
+
+
+class OpenAIErrorDetail(msgspec.Struct, kw_only=True):
+    message: str
+    type: str  # such as BadRequestError: the name of the `openai` package's exception
+    param: str | None
+    code: int  # the status
+    reason: str  # such as queue_full: finer than the status
+
+
+class OpenAIError(msgspec.Struct, kw_only=True):
+    """An error as OpenAI's and vLLM's clients read it."""
+
+    error: OpenAIErrorDetail
+
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    408: "APITimeoutError",
+    409: "ConflictError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+def openai_error_body(error: PenstockError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES.get(
+                error.status, "BadRequestError" if error.status < 500 else "InternalServerError"
+            ),
+            "param": error.param,
+            "code": error.status,
+            "reason": error.code,
+        }
+    }
+
+
+OPENAI_ERRORS = ErrorStyle(openai_error_body, answer=OpenAIError)
