@@ -65,7 +65,7 @@ def test_errors_become_the_exceptions_of_the_package(embedder: Server) -> None:
         client.embeddings.create(model="no-such", input="a")
     with pytest.raises(openai.BadRequestError) as refused:
         client.embeddings.create(model=client.models.list().data[0].id, input="word " * 1000)
-    assert refused.value.code == 400 and refused.value.type == "BadRequestError"
+    assert refused.value.code == "400" and refused.value.type == "BadRequestError"
     assert "truncate_prompt_tokens" in refused.value.message
 
 
