@@ -17,14 +17,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.api.dialects import (
     chat,
+    cohere,
     completions,
     entities,
     maxsim,
     native,
     openai,
     operation,
-    ranking,
     tei,
+    vllm,
     zero_shot,
 )
 from penstock.api.endpoint import Call, Endpoint, Reply
@@ -38,11 +39,12 @@ DIALECTS: tuple[ModuleType, ...] = (
     openai,
     completions,
     chat,
+    vllm,
     native,
     zero_shot,
     entities,
-    ranking,
     maxsim,
+    cohere,
     tei,
     operation,
 )

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
-from penstock.api.dialects import native
+from penstock.api.dialects import vllm
 from penstock.api.dialects.chat import MAX_MESSAGES
 from penstock.inputs import processor
 from penstock.inputs.chat import ChatTemplate
@@ -35,7 +35,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> LoopThreads:
 
 
 def test_many_ids_are_decoded_off_the_event_loop(http: TestClient, threads: LoopThreads) -> None:
-    threads.watch(native, "_decoded")
+    threads.watch(vllm, "_decoded")
     short = http.post("/detokenize", json={"tokens": [5] * 10}).json()
     assert threads.ran_on_loop("_decoded") == {True}
     long = http.post("/detokenize", json={"tokens": [5] * 100_000}).json()
@@ -45,7 +45,7 @@ def test_many_ids_are_decoded_off_the_event_loop(http: TestClient, threads: Loop
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_more_ids_than_the_limit_are_refused(http: TestClient, nested: bool) -> None:
-    tokens: list[Any] = [5] * (native.MAX_DETOKENIZED_IDS // 2 + 1)
+    tokens: list[Any] = [5] * (vllm.MAX_DETOKENIZED_IDS // 2 + 1)
     tokens = [tokens, tokens] if nested else tokens * 2
     answer = http.post("/detokenize", json={"tokens": tokens})
     assert answer.status_code == 413 and answer.json()["error"]["param"] == "tokens"
@@ -54,7 +54,7 @@ def test_more_ids_than_the_limit_are_refused(http: TestClient, nested: bool) -> 
 
 
 def test_long_token_lists_are_written_off_the_event_loop(http: TestClient, threads: LoopThreads) -> None:
-    threads.watch(native, "_tokenize_reply")
+    threads.watch(vllm, "_tokenize_reply")
     text = "the water " * 40_000
     answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert threads.ran_on_loop("_tokenize_reply") == {False}
@@ -77,11 +77,12 @@ def test_many_token_ids_are_converted_off_the_event_loop(http: TestClient, threa
 
 
 def test_too_many_documents_are_refused_before_they_are_read(tmp_path: Path, threads: LoopThreads) -> None:
-    from penstock.api.dialects import ranking, tei
+    from penstock.api import ranking
+    from penstock.api.dialects import tei, vllm
 
     write_cross_encoder(tmp_path)
     with local_app(tmp_path) as (http, _):
-        for owner in (ranking, tei):
+        for owner in (ranking, tei, vllm):
             threads.watch(owner, "make_pairs")
         for route, body in {
             "/rerank": {"query": "a", "documents": ["b"] * 2049},

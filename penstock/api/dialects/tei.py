@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.api.dialects.native import classifier_task
-from penstock.api.dialects.ranking import run_pairs
+from penstock.api.classify import classifier_task
 from penstock.api.endpoint import Call, Reply
 from penstock.api.error_styles import ErrorStyle
 from penstock.api.fields import User
+from penstock.api.ranking import run_pairs
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec, Variant, VariantTable
 from penstock.api.run import check_num_rows, run
