@@ -126,6 +126,7 @@ class TestEmbed:
         np.testing.assert_allclose(by_name, floats(http, texts=["title: water"]), atol=1e-6)
         assert "search_query" in refused(http, "/v2/embed", texts=["a"], input_type="no_such")
         assert "texts only" in refused(http, "/v2/embed", texts=["a"], input_type="image")
+        assert "is empty" in refused(http, "/v2/embed", texts=["a"], input_type="")
 
     def test_long_texts_are_cut_where_the_request_says(self, http: TestClient) -> None:
         begin, end = "water " * 300, "oil " * 300
@@ -239,6 +240,9 @@ class TestRerank:
     def test_fields_that_a_document_does_not_have(self, ranker: TestClient) -> None:
         body = {"query": "water", "rank_fields": ["title"]}
         assert "documents 0 has no text" in refused(ranker, "/v1/rerank", documents=["water"], **body)
+        assert "twice" in refused(
+            ranker, "/v1/rerank", query="a", documents=["a"], rank_fields=["text", "text"]
+        )
         assert "'title'" in refused(ranker, "/v1/rerank", documents=[{"title": ["a"]}], **body)
 
     def test_documents_are_not_chunked(self, ranker: TestClient) -> None:
@@ -297,6 +301,8 @@ class TestClassify:
         )
         assert checked(classifier, "/v1/classify", inputs=["a"], examples=[])["classifications"]
         assert "preset" in refused(classifier, "/v1/classify", inputs=["a"], preset="mine")
+        many = checked(classifier, "/v1/classify", inputs=["water"] * 500)["classifications"]
+        assert {each["prediction"] for each in many} == {many[0]["prediction"]} and len(many) == 500
         assert "inputs is empty" in refused(classifier, "/v1/classify", inputs=[])
         assert "inputs 1" in refused(classifier, "/v1/classify", inputs=["a", ""])
         assert "inputs 0" in refused(classifier, "/v1/classify", inputs=[LONG], truncate="NONE")
@@ -461,6 +467,7 @@ class TestChat:
             ({"role": "tool", "content": "a", "tool_call_id": "1"}, "tools"),
             ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tools"),
             ({"role": "assistant"}, "no content"),
+            ({"role": "user", "content": []}, "no content"),
             ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "image_url"),
             ({"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}, "thinking"),
             ({"role": "user", "content": [{"type": "text"}]}, "without text"),

@@ -86,10 +86,10 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
     def options(self, spec: ModelSpec) -> InputOptions:
         options = replace(truncating(self.truncate, self.limit(spec)), adapter=self.adapter)
         given = self.input_type
-        if given == "image":
+        if given in ("", "image"):
+            reason = "is empty" if not given else f"'image' is not supported: {_ONLY_TEXTS}"
             raise BadValue(
-                f"input_type 'image' is not supported: {_ONLY_TEXTS}; use {', '.join(_KNOWN_TYPES)}",
-                param="input_type",
+                f"input_type {reason}; use {', '.join(_KNOWN_TYPES)}, or leave it out", param="input_type"
             )
         if given is not None and given in spec.prompts and given not in _KNOWN_TYPES:
             return replace(options, prompt_name=given)
@@ -202,6 +202,8 @@ async def rerank_v2(call: Call, body: CohereRerankRequest) -> Reply:
 async def _rerank(call: Call, body: CohereRerankRequest, version: str) -> Reply:
     documents = returned_documents(body)
     if body.rank_fields:
+        if len(set(body.rank_fields)) != len(body.rank_fields):
+            raise BadValue("rank_fields names a field twice", param="rank_fields")
         texts = [_ranked_text(document, body.rank_fields, at) for at, document in enumerate(body.documents)]
         body = msgspec.structs.replace(body, documents=texts)
     result = await run_ranking(call, body)

@@ -26,7 +26,7 @@ FinishReason = Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS"]
 _NO_TOOLS = "the model is not told about tools"
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A part of a message. Only `text` is supported."""
 
     type: str
@@ -48,7 +48,7 @@ class CohereMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         where = f"messages[{index}]"
         if self.role == "tool" or self.tool_calls or self.tool_plan or self.tool_call_id:
             raise BadValue(f"{where} is about tools, but {_NO_TOOLS}", param="messages")
-        if self.content is None:
+        if self.content is None or self.content == []:
             raise BadValue(f"{where} has no content", param="messages")
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,7 +19,7 @@ from penstock.api.fields import Refused, RequestFields
 from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec
 from penstock.api.run import run
-from penstock.api.tokens import decode_ids
+from penstock.api.tokens import MAX_INLINE_IDS, decode_ids
 from penstock.checkpoint.spec import ModelSpec
 from penstock.errors import BadValue
 from penstock.tasks.classify import Classify
@@ -25,6 +27,7 @@ from penstock.types import PoolingParams, Task
 
 MAX_TOKENIZED_CHARS = 65_536  # Cohere's limit
 MAX_DETOKENIZED_IDS = 65_536
+_MAX_LOOP_VALUES = 1024  # of an answer that is made on the event loop
 MIN_CONFIDENCE = 0.5  # of the predicted labels, where a text may have several
 
 
@@ -60,13 +63,18 @@ async def cohere_classify(call: Call, body: CohereClassifyRequest) -> Reply:
     result = await run(call, body, model, task, rows_name="inputs")
     began = time.monotonic()
     name = result.head(body, "classify")["id"]
-    item = _several_labels if _may_have_several(model.spec) else _one_label
-    items = [
-        {"id": f"{name}-{at}", "input": text, **item(model.spec.labels, values)}
-        for at, (text, values) in enumerate(zip(body.inputs, result.value, strict=True))
-    ]
-    units = meta("1", classifications=len(items))
-    reply = json_reply({"id": name, "classifications": items, "meta": units})
+
+    def make() -> Reply:
+        item = _several_labels if _may_have_several(model.spec) else _one_label
+        items = [
+            {"id": f"{name}-{at}", "input": text, **item(model.spec.labels, values)}
+            for at, (text, values) in enumerate(zip(body.inputs, result.value, strict=True))
+        ]
+        units = meta("1", classifications=len(items))
+        return json_reply({"id": name, "classifications": items, "meta": units})
+
+    is_small = result.value.size <= _MAX_LOOP_VALUES
+    reply = make() if is_small else await asyncio.to_thread(make)
     record_phases(call, began)
     return reply
 
@@ -124,7 +132,8 @@ async def cohere_tokenize(call: Call, body: CohereTokenizeRequest) -> Reply:
     text = call.model(body).text
     (row,) = await text.batcher.encode([body.text], False)
     ids = row.tolist()
-    strings = text.tokenizer.token_strings(ids)
+    find = partial(text.tokenizer.token_strings, ids)
+    strings = find() if len(ids) <= MAX_INLINE_IDS else await text.batcher.call(find, len(ids))
     return json_reply({"tokens": ids, "token_strings": strings, "meta": _TOKENS_META})
 
 
