@@ -58,6 +58,8 @@ def http() -> str:
     groups: dict[str, list[str]] = {}
     shown: set[type] = set()
     for route in ROUTES:
+        if not route.is_listed:
+            continue
         part = groups.setdefault(route.dialect, [])
         method = "GET" if route.body is None else "POST"
         part.append(f"#### `{method} {route.path}`\n\n{first_line(route.handler)}\n")

@@ -47,7 +47,9 @@ DIALECTS = {
     "native": "Penstock's own routes, for what no other API has.",
     "operation": "Health, readiness, metrics, version, schema and pages.",
 }
-_ABOUT = """One server answers every dialect at once, for every model that it holds.
+_TITLES = {"native": "Penstock", "operation": "Operation"}
+_ABOUT = """One server answers every dialect at once, for every model that it holds. The [playground](.) tries its
+models from a page.
 
 - **Key.** Where the server asks for a key, send `Authorization: Bearer KEY` or `x-api-key: KEY`.
 - **Unknown fields** are ignored and named in the header `x-ignored-fields`; `--strict-fields` refuses them.
@@ -115,6 +117,7 @@ def openapi(
     model: str | None = None,
 ) -> Json:
     """The document of a server. `model` is a name for the example of a path that takes one."""
+    routes = [route for route in routes if route.is_listed]
     schemas = _Schemas(routes, strict_fields=strict_fields)
     names = _operation_ids(routes)
     paths: dict[str, Json] = {}
@@ -156,7 +159,8 @@ def _tags(routes: Iterable[RouteSpec]) -> list[Json]:
     used = dict.fromkeys(kind.dialect for route in routes for kind in kinds_of(route))
     ordered = [name for name in DIALECTS if name in used] + [name for name in used if name not in DIALECTS]
     return [
-        {"name": name} | ({"description": DIALECTS[name]} if name in DIALECTS else {}) for name in ordered
+        {"name": name, "x-displayName": _TITLES.get(name, name), "description": DIALECTS.get(name, "")}
+        for name in ordered
     ]
 
 

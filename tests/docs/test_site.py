@@ -79,7 +79,7 @@ def test_the_reference_has_every_route() -> None:
     from penstock.api.app import ROUTES
 
     text = RENDERERS["http"]()
-    for route in ROUTES:
+    for route in (each for each in ROUTES if each.is_listed):
         assert f"{'GET' if route.body is None else 'POST'} {route.path}`" in text
 
 

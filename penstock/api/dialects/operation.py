@@ -12,9 +12,10 @@ from penstock import __version__
 from penstock.api.endpoint import Call, Reply
 from penstock.api.metrics import render
 from penstock.api.routes import RouteSpec
-from penstock.errors import EngineUnavailable
+from penstock.errors import EngineUnavailable, NotFound, shown
 
 HTML = b"text/html; charset=utf-8"
+JAVASCRIPT = b"text/javascript; charset=utf-8"
 
 
 async def live(call: Call) -> Reply:
@@ -66,6 +67,23 @@ async def docs(call: Call) -> Reply:
     return Reply(page("docs.html"), HTML)
 
 
+_FOREVER = (b"cache-control", b"public, max-age=31536000, immutable")  # the name has the version
+_GZIP = (b"content-encoding", b"gzip")  # all browsers take it
+_DOCS_FILES: dict[str, list[tuple[bytes, bytes]]] = {
+    "docs.js": [(b"cache-control", b"no-cache")],
+    "scalar-1.72.1.js": [_FOREVER, _GZIP],
+}
+
+
+async def docs_file(call: Call) -> Reply:
+    """Show a file of the API reference's page."""
+    name = call.path_value.rpartition("/")[2]
+    if (headers := _DOCS_FILES.get(name)) is None:
+        raise NotFound(f"/docs has no file {shown(name)}")
+    stored = f"reference/{name}.gz" if _GZIP in headers else f"reference/{name}"
+    return Reply(page(stored), JAVASCRIPT, headers=list(headers))
+
+
 class StatusAnswer(msgspec.Struct, kw_only=True):
     status: Literal["alive", "healthy", "ready"]
 
@@ -86,3 +104,4 @@ ROUTES = tuple(
         ("/", playground, None, ("text/html",)),
     )
 )
+ROUTES += (RouteSpec("/docs/{file}", None, docs_file, "operation", open_to_all=True, is_listed=False),)
