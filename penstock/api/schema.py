@@ -47,9 +47,9 @@ DIALECTS = {
     "native": "Penstock's own routes, for what no other API has.",
     "operation": "Health, readiness, metrics, version, schema and pages.",
 }
-_TITLES = {"native": "Penstock", "operation": "Operation"}
-_ABOUT = """One server answers every dialect at once, for every model that it holds. The [playground](.) tries its
-models from a page.
+TITLES = {"native": "Penstock", "operation": "Operation"}
+_ABOUT = """One server answers every dialect at once, for every model that it holds.
+The [playground](.) is a page to try them from.
 
 - **Key.** Where the server asks for a key, send `Authorization: Bearer KEY` or `x-api-key: KEY`.
 - **Unknown fields** are ignored and named in the header `x-ignored-fields`; `--strict-fields` refuses them.
@@ -159,7 +159,7 @@ def _tags(routes: Iterable[RouteSpec]) -> list[Json]:
     used = dict.fromkeys(kind.dialect for route in routes for kind in kinds_of(route))
     ordered = [name for name in DIALECTS if name in used] + [name for name in used if name not in DIALECTS]
     return [
-        {"name": name, "x-displayName": _TITLES.get(name, name), "description": DIALECTS.get(name, "")}
+        {"name": name, "x-displayName": TITLES.get(name, name), "description": DIALECTS.get(name, "")}
         for name in ordered
     ]
 
