@@ -74,9 +74,11 @@ _METADATA: Json = {
     "description": "With `application/octet-stream`: JSON that tells where each row begins and its shape.",
     "schema": {"type": "string"},
 }
-_STREAM: Json = {
-    "type": "string",
-    "description": "Server-sent events; the data of each is JSON, the last `[DONE]`.",
+_STREAM: Json = {  # of one event, as OpenAPI has it
+    "type": "object",
+    "description": "A server-sent event. Its data is JSON; that of the last one may be `[DONE]`.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
 }
 _EVENTS, _OCTETS = "text/event-stream", "application/octet-stream"
 
