@@ -31,6 +31,9 @@ class Refused:
 
 
 User = Annotated[str | None, NoEffect("requests are not told apart by user")]
+MediaOptions = Annotated[
+    dict[str, Any] | None, NoEffect("only images, audio and video have them, and they are refused")
+]
 CacheSalt = Annotated[str, msgspec.Meta(max_length=1024)]  # the engine keeps it as long as what it caches
 
 
