@@ -7,22 +7,20 @@ import enum
 import importlib
 import inspect
 import re
-import tomllib
 import typing
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from docs.tools.source import Field, fields_of, signature
+from penstock.api import meanings
 
 METRIC_MODULES = (
     "penstock.api.metrics",
     "penstock.serving.engine_metrics",
     "penstock.serving.process_metrics",
 )
-_MEANINGS = Path(__file__).with_name("fields.toml")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -46,12 +44,11 @@ def _code(text: str) -> str:
 
 
 def meaning(body: str, field: str) -> str:
-    """What a field means, from fields.toml: its own section first, then the common one."""
-    texts = tomllib.loads(_MEANINGS.read_text(encoding="utf-8"))
-    found = texts.get(body, {}).get(field) or texts["common"].get(field)
+    """What a field means. The build fails if the package has no words about it."""
+    found = meanings.meaning(body, field)
     if found is None:
-        raise KeyError(f"{_MEANINGS.name} says nothing about field {field!r} of {body}")
-    return str(found)
+        raise KeyError(f"penstock/api/fields.toml says nothing about field {field!r} of {body}")
+    return found
 
 
 def http() -> str:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -126,15 +126,8 @@ class App(Starlette):
 
 def build_app(state: ServerState) -> ASGIApp:
     metrics = ApiMetrics()
-    schema = msgspec.json.encode(openapi(ROUTES))
-
-    async def serve_schema(call: Call) -> Reply:
-        """Show the OpenAPI description of this server."""
-        return Reply(schema)
-
-    described = RouteSpec("/openapi.json", None, serve_schema, "operation", open_to_all=True)
     app = App(
-        [Endpoint(state, metrics, route) for route in (*ROUTES, described)],
+        [Endpoint(state, metrics, route) for route in (*ROUTES, _schema_route(state))],
         lifespan=partial(_lifespan, state),
     )
     app.router.default = _not_found(state, metrics)
@@ -148,6 +141,28 @@ def build_app(state: ServerState) -> ASGIApp:
         allow_headers=("*",),
         expose_headers=EXPOSED_HEADERS,
     )
+
+
+def _schema_route(state: ServerState) -> RouteSpec:
+    """The route of the schema, which is made when somebody first asks for it."""
+
+    @cache
+    def schema() -> bytes:
+        config, names = state.config, state.names
+        document = openapi(
+            (*ROUTES, route),
+            strict_fields=config.strict_fields,
+            needs_key=bool(config.accepted_keys),
+            model=names[0] if names else None,
+        )
+        return msgspec.json.encode(document)
+
+    async def openapi_document(call: Call) -> Reply:
+        """Show the OpenAPI description of this server."""
+        return Reply(await asyncio.to_thread(schema))
+
+    route = RouteSpec("/openapi.json", None, openapi_document, "operation", dict[str, Any], open_to_all=True)
+    return route
 
 
 @asynccontextmanager

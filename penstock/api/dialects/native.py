@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
+
+from penstock.api.answers import ListAnswer, SparseTerm
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import InputFields
 from penstock.api.routes import RouteSpec
@@ -22,4 +27,25 @@ async def sparse(call: Call, body: SparseRequest) -> Reply:
     return await sparse_reply(call, body, params, body.min_weight, "sparse", "sparse")
 
 
-ROUTES = (RouteSpec("/v1/sparse", SparseRequest, sparse, "native"),)
+class SparseEntry(msgspec.Struct, kw_only=True):
+    """The terms of one text."""
+
+    object: Literal["sparse"]
+    index: int
+    sparse: list[SparseTerm]
+
+
+class SparseAnswer(ListAnswer, kw_only=True):
+    data: list[SparseEntry]
+
+
+ROUTES = (
+    RouteSpec(
+        "/v1/sparse",
+        SparseRequest,
+        sparse,
+        "native",
+        SparseAnswer,
+        example={"input": ["Water finds its level."], "top_k": 8},
+    ),
+)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.api.answers import ListAnswer
 from penstock.api.embeddings import vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
@@ -83,11 +84,6 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
     )
 
 
-class Usage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class ChunkEntry(msgspec.Struct, kw_only=True):
     """A part of a text, with chunking: late."""
 
@@ -106,13 +102,8 @@ class EmbeddingEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
     chunks: list[ChunkEntry] | msgspec.UnsetType = msgspec.UNSET
 
 
-class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
-    object: Literal["list"]
-    id: str
-    created: int
-    model: str
+class EmbeddingsAnswer(ListAnswer, kw_only=True):
     data: list[EmbeddingEntry]
-    usage: Usage
 
 
 ROUTES = (

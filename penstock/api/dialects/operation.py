@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib import resources
+from typing import Literal
 
+import msgspec
 import orjson
 
 from penstock import __version__
@@ -64,15 +66,23 @@ async def docs(call: Call) -> Reply:
     return Reply(page("docs.html"), HTML)
 
 
+class StatusAnswer(msgspec.Struct, kw_only=True):
+    status: Literal["alive", "healthy", "ready"]
+
+
+class VersionAnswer(msgspec.Struct, kw_only=True):
+    version: str
+
+
 ROUTES = tuple(
-    RouteSpec(path, None, handler, "operation", open_to_all=True)
-    for path, handler in (
-        ("/live", live),
-        ("/health", health),
-        ("/ready", ready),
-        ("/metrics", metrics),
-        ("/version", version),
-        ("/docs", docs),
-        ("/", playground),
+    RouteSpec(path, None, handler, "operation", answer, open_to_all=True, media=media)
+    for path, handler, answer, media in (
+        ("/live", live, StatusAnswer, ()),
+        ("/health", health, StatusAnswer, ()),
+        ("/ready", ready, StatusAnswer, ()),
+        ("/metrics", metrics, None, ("text/plain",)),
+        ("/version", version, VersionAnswer, ()),
+        ("/docs", docs, None, ("text/html",)),
+        ("/", playground, None, ("text/html",)),
     )
 )
