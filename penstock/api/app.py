@@ -26,6 +26,8 @@ from penstock.api.dialects import (
     operation,
     tei,
     vllm,
+    vllm_scoring,
+    vllm_server,
     zero_shot,
 )
 from penstock.api.endpoint import Call, Endpoint, Reply
@@ -40,6 +42,8 @@ DIALECTS: tuple[ModuleType, ...] = (
     completions,
     chat,
     vllm,
+    vllm_scoring,
+    vllm_server,
     native,
     zero_shot,
     entities,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import orjson
 
 from penstock.api.endpoint import Call
@@ -14,7 +16,11 @@ from penstock.inputs.chat import ChatTemplate, part_texts
 from penstock.inputs.long_texts import RowLimit
 
 Message = dict[str, Any]
+Conversations = list[Message | list[Message]]  # one conversation, or a list of them
 MAX_MESSAGES = 4096  # of one conversation
+_NULL = msgspec.Raw(b"null")
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ConversationBody(Protocol):
@@ -25,6 +31,46 @@ class ConversationBody(Protocol):
     add_special_tokens: bool
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
+
+
+def are_conversations(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether a body has messages, under `messages` or `input`."""
+    if fields.get("messages", _NULL) != _NULL:
+        return True
+    return "input" in fields and _has_role(fields["input"])
+
+
+def _has_role(raw: msgspec.Raw) -> bool:
+    """Whether a value is a list whose first message, at either level, has a role."""
+    try:
+        for _ in range(2):
+            items = _ITEMS.decode(raw)
+            if not items:
+                return False
+            raw = items[0]
+            if bytes(memoryview(raw)[:1]) == b"{":
+                return "role" in _FIELDS.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        pass
+    return False
+
+
+def listed_conversations(messages: Conversations | None, given: Any) -> list[list[Message]]:
+    """The conversations of a body, which has them under `messages` or `input`."""
+    if messages is not None and given is not None:
+        raise BadValue("give either messages or input", param="messages")
+    found: Any = messages if messages is not None else given
+    name = "messages" if messages is not None else "input"
+    if not found:
+        raise BadValue(f"{name} is empty; give at least one message", param=name)
+    if all(isinstance(each, dict) for each in found):
+        return [found]
+    if all(isinstance(each, list) for each in found):
+        return list(found)
+    raise BadValue(
+        f"{name} mixes messages and lists of messages; give one conversation, or a list of conversations",
+        param=name,
+    )
 
 
 def check_messages(messages: list[Message]) -> list[Message]:

@@ -80,6 +80,11 @@ class VectorFields(InputFields, kw_only=True):
     normalize: bool | None = None
     use_activation: bool | None = None
 
+    @property
+    def wants_bytes(self) -> bool:
+        """Whether the answer is the values alone, not JSON."""
+        return self.encoding_format in ("bytes", "bytes_only")
+
     def params(self, task: Task) -> PoolingParams:
         normalize = agreed(self.normalize, self.use_activation)
         return PoolingParams(task, self.dimensions, normalize, self.embed_dtype)
