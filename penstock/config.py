@@ -100,6 +100,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
+    trust_request_chat_template: bool = False  # requests may bring a chat template of their own
+    enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
     drain_s: float = 30.0
     standby_engine: bool | None = None  # None: beside an engine on a GPU
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced

@@ -26,9 +26,12 @@ from penstock.api.dialects import (
     operation,
     tei,
     vllm,
+    vllm_scoring,
+    vllm_server,
     zero_shot,
 )
 from penstock.api.endpoint import Call, Endpoint, Reply
+from penstock.api.invocations import INVOCATIONS, InvocationEndpoint
 from penstock.api.metrics import ApiMetrics
 from penstock.api.routes import RouteSpec, VariantTable
 from penstock.api.schema import openapi
@@ -40,6 +43,8 @@ DIALECTS: tuple[ModuleType, ...] = (
     completions,
     chat,
     vllm,
+    vllm_scoring,
+    vllm_server,
     native,
     zero_shot,
     entities,
@@ -64,7 +69,7 @@ def with_variants(routes: Iterable[RouteSpec], variants: VariantTable) -> tuple[
 
 
 ROUTES = with_variants(
-    [route for dialect in DIALECTS for route in dialect.ROUTES],
+    [*(route for dialect in DIALECTS for route in dialect.ROUTES), INVOCATIONS],
     tuple(variant for dialect in DIALECTS for variant in getattr(dialect, "VARIANTS", ())),
 )
 ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
@@ -126,10 +131,10 @@ class App(Starlette):
 
 def build_app(state: ServerState) -> ASGIApp:
     metrics = ApiMetrics()
-    app = App(
-        [Endpoint(state, metrics, route) for route in (*ROUTES, _schema_route(state))],
-        lifespan=partial(_lifespan, state),
-    )
+    plain = [route for route in (*ROUTES, _schema_route(state)) if route is not INVOCATIONS]
+    endpoints = [Endpoint(state, metrics, route) for route in plain]
+    invoked = InvocationEndpoint(state, metrics, INVOCATIONS, endpoints)
+    app = App([*endpoints, invoked], lifespan=partial(_lifespan, state))
     app.router.default = _not_found(state, metrics)
     app.router.redirect_slashes = False
     if not state.config.allowed_origins:

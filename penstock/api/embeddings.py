@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
+from penstock.api.answers import ListAnswer
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.replies import Items, vector_reply
@@ -16,6 +19,32 @@ from penstock.tasks.multi_task import pooling_task
 from penstock.types import Chunks, PoolingParams, Task
 
 _MAX_CHAR_TOKENS = 4  # tokens of a character, each a byte
+
+
+class ChunkEntry(msgspec.Struct, kw_only=True):
+    """A part of a text, with chunking: late."""
+
+    index: int
+    embedding: list[float] | str
+    start_token: int
+    end_token: int
+    start_char: int | None
+    end_char: int | None
+
+
+class EmbeddingEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # a string with encoding_format: base64
+    chunks: list[ChunkEntry] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EmbeddingsAnswer(ListAnswer, kw_only=True):
+    data: list[EmbeddingEntry]
+
+
+def embedding_items(rows: list[Any]) -> list[dict[str, Any]]:
+    return [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
 
 
 async def vectors(
@@ -56,7 +85,7 @@ async def _in_chunks(
         options=body.options(),
         chunking=body.chunk_options(),
     )
-    if body.chunking == "late" and body.encoding_format == "bytes":
+    if body.chunking == "late" and body.wants_bytes:
         raise BadValue("chunking 'late' answers as float or base64, not as bytes", param="encoding_format")
     result = await run(call, body, model, task)
     (embeddings,) = result.value

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from penstock.api.answers import ListAnswer
-from penstock.api.embeddings import vectors
+from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.routes import RouteSpec
@@ -35,10 +34,6 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
     """Embed texts or token ids."""
     model = call.model(body)
     return await vectors(call, body, model, body.params(Task.EMBED), prefix="embd", items=embedding_items)
-
-
-def embedding_items(rows: list[Any]) -> list[dict[str, Any]]:
-    return [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
 
 
 class ModelEntry(msgspec.Struct, kw_only=True):
@@ -82,28 +77,6 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
         tasks=list(spec.tasks),
         dimensions=spec.embed_dim,
     )
-
-
-class ChunkEntry(msgspec.Struct, kw_only=True):
-    """A part of a text, with chunking: late."""
-
-    index: int
-    embedding: list[float] | str
-    start_token: int
-    end_token: int
-    start_char: int | None
-    end_char: int | None
-
-
-class EmbeddingEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str  # a string with encoding_format: base64
-    chunks: list[ChunkEntry] | msgspec.UnsetType = msgspec.UNSET
-
-
-class EmbeddingsAnswer(ListAnswer, kw_only=True):
-    data: list[EmbeddingEntry]
 
 
 ROUTES = (
