@@ -320,14 +320,14 @@ def test_similarity_treats_both_sentences_alike(embedder: Served, cross: Served)
         "/similarity", inputs=inputs, parameters={"prompt_name": "plain", "truncate": True}
     )
     np.testing.assert_allclose(answer, vectors[1:] @ vectors[0], atol=1e-5)
-    refused = cross.refused("/similarity", 422, inputs=inputs)
+    refused = cross.refused("/similarity", 424, inputs=inputs)
     assert set(refused) == {"error", "error_type"}
-    for wrong in (
-        {"source_sentence": QUERY, "sentences": []},
-        {"source_sentence": "", "sentences": ["a"]},
-        {},
+    for status, wrong in (
+        (400, {"source_sentence": QUERY, "sentences": []}),
+        (400, {"source_sentence": "", "sentences": ["a"]}),
+        (422, {}),
     ):
-        embedder.refused("/similarity", 400, inputs=wrong)
+        embedder.refused("/similarity", status, inputs=wrong)
 
 
 def test_the_pooling_route_names_the_score_routes(cross: Served) -> None:
