@@ -154,6 +154,7 @@ def check_not_empty(inputs: TextInputs, name: str = "inputs") -> None:
 async def embed(
     call: Call,
     body: NamedBody,
+    model: ServedModel,
     inputs: TextInputs,
     options: TextOptions,
     *,
@@ -162,7 +163,6 @@ async def embed(
 ) -> Reply:
     """One vector a text: a list of lists of numbers."""
     check_not_empty(inputs)
-    model = call.model(body)
     params = PoolingParams(Task.EMBED, dimensions, normalize)
     result = await _run_embed(call, body, model, inputs, params, options)
     return vectors_reply(call, result, num_chars(inputs))
@@ -192,7 +192,9 @@ async def _run_embed(
     return await run(call, body, model, Embed(inputs=inputs, params=params, options=own), rows_name="inputs")
 
 
-async def embed_all(call: Call, body: NamedBody, inputs: TextInputs, options: TextOptions) -> Reply:
+async def embed_all(
+    call: Call, body: NamedBody, model: ServedModel, inputs: TextInputs, options: TextOptions
+) -> Reply:
     """The model's state for each token: a list of matrices."""
     check_not_empty(inputs)
     task = TokenEmbed(
@@ -200,11 +202,13 @@ async def embed_all(call: Call, body: NamedBody, inputs: TextInputs, options: Te
         params=PoolingParams(Task.TOKEN_EMBED, normalize=False),
         options=options.inputs(call),
     )
-    result = await run(call, body, call.model(body), task, rows_name="inputs")
+    result = await run(call, body, model, task, rows_name="inputs")
     return vectors_reply(call, result, num_chars(inputs))
 
 
-async def embed_sparse(call: Call, body: NamedBody, inputs: TextInputs, options: TextOptions) -> Reply:
+async def embed_sparse(
+    call: Call, body: NamedBody, model: ServedModel, inputs: TextInputs, options: TextOptions
+) -> Reply:
     """The weights of each text's terms, by rising token id."""
     check_not_empty(inputs)
     task = Sparse(
@@ -212,7 +216,7 @@ async def embed_sparse(call: Call, body: NamedBody, inputs: TextInputs, options:
         params=PoolingParams(Task.SPARSE, top_k=MAX_TOP_K),
         options=options.inputs(call),
     )
-    result = await run(call, body, call.model(body), task, rows_name="inputs")
+    result = await run(call, body, model, task, rows_name="inputs")
     began = time.monotonic()
     rows = [
         [{"index": row.ids[at], "value": row.weights[at]} for at in np.argsort(row.ids)]

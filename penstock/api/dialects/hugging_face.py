@@ -139,6 +139,7 @@ async def inference_of_task(call: Call, body: InferenceRequest) -> Reply | Strea
 
 async def _run(call: Call, body: InferenceRequest, named: str | None) -> Reply | Streamed:
     model = call.model(body, may_truncate=False)
+    body.model = model.spec.name  # without the prompt that it may have named
     task = _task(body, model, named)
     _check_parameters(body.parameters, task)
     if task == RANKING:
@@ -214,13 +215,14 @@ async def _features(call: Call, body: InferenceRequest, model: ServedModel) -> R
     if isinstance(inputs, dict) or (isinstance(inputs, list) and any(map(_has_texts, inputs))):
         raise MalformedBody("inputs must be a text, a list of texts, or token ids", param="inputs")
     if Task.EMBED not in model.spec.tasks and Task.TOKEN_EMBED in model.spec.tasks:
-        return await pipelines.embed_all(call, body, inputs, options)
+        return await pipelines.embed_all(call, body, model, inputs, options)
     if model.spec.tasks[0] is Task.SPARSE and body.normalize is None and body.dimensions is None:
-        return await pipelines.embed_sparse(call, body, inputs, options)
+        return await pipelines.embed_sparse(call, body, model, inputs, options)
     normalize = body.normalize if body.normalize is not None else parameters.normalize
     return await pipelines.embed(
         call,
         body,
+        model,
         inputs,
         options,
         normalize=normalize is not False,

@@ -218,19 +218,22 @@ class Info(msgspec.Struct, kw_only=True):
 
 async def tei_embed(call: Call, body: TeiEmbedRequest) -> Reply:
     """Embed texts or token ids: a list of vectors."""
+    model = call.model(body)  # it may name a prompt, which the options hold
     return await pipelines.embed(
-        call, body, body.inputs, body.options(), normalize=body.normalize, dimensions=body.dimensions
+        call, body, model, body.inputs, body.options(), normalize=body.normalize, dimensions=body.dimensions
     )
 
 
 async def embed_all(call: Call, body: TeiEmbedAllRequest) -> Reply:
     """Give the model's state for each token, before pooling."""
-    return await pipelines.embed_all(call, body, body.inputs, body.options())
+    model = call.model(body)
+    return await pipelines.embed_all(call, body, model, body.inputs, body.options())
 
 
 async def embed_sparse(call: Call, body: TeiEmbedSparseRequest) -> Reply:
     """Weigh the terms of each text, by token id."""
-    return await pipelines.embed_sparse(call, body, body.inputs, body.options())
+    model = call.model(body)
+    return await pipelines.embed_sparse(call, body, model, body.inputs, body.options())
 
 
 async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
