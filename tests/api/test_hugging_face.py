@@ -67,6 +67,7 @@ def pipeline(task: str, model: Any, folder: Path) -> Any:
     )
     names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
     tokenizer.add_special_tokens(names)
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     return transformers.pipeline(task, model=model.from_pretrained(folder).eval(), tokenizer=tokenizer)
 
 
