@@ -94,7 +94,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     allowed_hosts: tuple[str, ...] = ()  # names that `Host` may have; "*": any
     strict_fields: bool = False  # an unknown field of a body is an error
     any_model_name: bool = False  # requests may name any model
-    auto_truncate: bool = False  # long texts are cut unless the request says otherwise
+    auto_truncate: bool | None = None  # of long texts, unless the request says; None: as the dialect does
     default_chunking: Literal["none", "mean"] = "none"  # of texts to embed, unless the request says otherwise
     allowed_origins: tuple[str, ...] = ()  # whose pages may call this server from a browser; "*": all
     default_timeout_s: float | None = None

@@ -55,6 +55,14 @@ class BadValue(ClientError):
     """A field has a value that is not accepted."""
 
 
+class MalformedBody(BadValue):
+    """The body is not JSON, or not of the shape that the route declares."""
+
+
+class EmptyInput(BadValue):
+    """There is nothing to work on."""
+
+
 class Unauthorized(ClientError):
     status = 401
     code = "invalid_api_key"

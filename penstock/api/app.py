@@ -20,6 +20,7 @@ from penstock.api.dialects import (
     cohere,
     completions,
     entities,
+    hugging_face,
     maxsim,
     native,
     openai,
@@ -51,6 +52,7 @@ DIALECTS: tuple[ModuleType, ...] = (
     maxsim,
     cohere,
     tei,
+    hugging_face,
     operation,
 )
 

@@ -62,9 +62,18 @@ async def vectors(
 
 def _default_chunking(body: ChunkFields, model: ServedModel) -> Literal["mean"] | None:
     """`mean` for a body with texts that may be too long, unless it is to be cut or cannot be chunked."""
-    if body.truncate_prompt_tokens is not None or body.wants_chunks or model.spec.text_end:
+    if body.truncate_prompt_tokens is not None or body.wants_chunks:
         return None
-    return "mean" if _max_tokens(body.input) > model.spec.max_model_len else None
+    return "mean" if _may_be_chunked(body.input, model) else None
+
+
+def is_chunked_by_default(call: Call, inputs: str | list[Any], model: ServedModel) -> bool:
+    """Whether the server's default embeds these inputs in chunks, where their body leaves it open."""
+    return call.state.config.default_chunking == "mean" and _may_be_chunked(inputs, model)
+
+
+def _may_be_chunked(inputs: str | list[Any], model: ServedModel) -> bool:
+    return not model.spec.text_end and _max_tokens(inputs) > model.spec.max_model_len
 
 
 def _max_tokens(inputs: str | list[Any]) -> int:

@@ -19,6 +19,7 @@ from penstock.tasks.model import TextModel
 
 PROMPT_KINDS = ("query", "document")  # that NAME:KIND asks for
 DEFAULT_TAG = "latest"  # that some clients add to every name
+NO_NAME = "dummy"  # what huggingface_hub sends where its user names no model
 
 
 @dataclass(slots=True)
@@ -76,6 +77,8 @@ class ServerState:
             return next(iter(self.models.values())), None
         if (model := self._named(name)) is not None:
             return model, None
+        if name == NO_NAME:
+            return next(iter(self.models.values())), None
         base, _, prompt = name.rpartition(":")
         if (model := self._named(base)) is not None:
             if prompt == DEFAULT_TAG:

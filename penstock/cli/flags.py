@@ -534,8 +534,9 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="auto_truncate",
         panel=SERVER_PANEL,
-        help="Cut texts beyond the model's limit where a request does not say what to do with them. The "
-        "header x-truncated-rows counts them.",
+        help="Cut texts beyond the model's limit where a request does not say what to do with them, or "
+        "refuse them. The header x-truncated-rows counts them.",
+        default_text="TEI's routes cut them, other routes refuse them",
     ),
     Flag(
         field="default_chunking",

@@ -249,7 +249,7 @@ def test_a_model_without_scores_is_a_422(tmp_path: Path) -> None:
             refused = http.post(route, json=body)
             assert refused.status_code == 422 and "its tasks are: classify" in refused.text
         tei = http.post("/rerank", json={"query": "a", "texts": ["b"]})
-        assert tei.status_code == 422 and set(tei.json()) == {"error", "error_type"}
+        assert tei.status_code == 424 and set(tei.json()) == {"error", "error_type"}
 
 
 def test_an_instruction_needs_a_template_that_takes_one(cross: Served) -> None:
@@ -270,14 +270,13 @@ def test_a_tei_request_is_recognised_by_its_texts_field(cross: Served) -> None:
 
 def test_tei_requests_get_errors_in_the_shape_of_tei(cross: Served) -> None:
     long = "water " * 80
-    for wrong in (
-        {"query": "", "texts": ["a"]},
-        {"query": "a", "texts": []},
-        {"query": "a", "texts": [1]},
-        {"query": "a", "texts": [long]},
+    for status, kind, wrong in (
+        (400, "Empty", {"query": "a", "texts": []}),
+        (422, "Validation", {"query": "a", "texts": [1]}),
+        (413, "Validation", {"query": "a", "texts": [long], "truncate": False}),
     ):
-        answer = cross.refused("/rerank", 400, **wrong)
-        assert set(answer) == {"error", "error_type"} and answer["error_type"] == "Validation"
+        answer = cross.refused("/rerank", status, **wrong)
+        assert set(answer) == {"error", "error_type"} and answer["error_type"] == kind
     for side in ("left", "Right"):
         rows = cross.post("/rerank", query="a", texts=[long], truncate=True, truncation_direction=side)
         assert len(rows) == 1
@@ -319,14 +318,14 @@ def test_similarity_treats_both_sentences_alike(embedder: Served, cross: Served)
         "/similarity", inputs=inputs, parameters={"prompt_name": "plain", "truncate": True}
     )
     np.testing.assert_allclose(answer, vectors[1:] @ vectors[0], atol=1e-5)
-    refused = cross.refused("/similarity", 422, inputs=inputs)
+    refused = cross.refused("/similarity", 424, inputs=inputs)
     assert set(refused) == {"error", "error_type"}
-    for wrong in (
-        {"source_sentence": QUERY, "sentences": []},
-        {"source_sentence": "", "sentences": ["a"]},
-        {},
+    for status, wrong in (
+        (400, {"source_sentence": QUERY, "sentences": []}),
+        (400, {"source_sentence": "", "sentences": ["a"]}),
+        (422, {}),
     ):
-        embedder.refused("/similarity", 400, inputs=wrong)
+        embedder.refused("/similarity", status, inputs=wrong)
 
 
 def test_the_pooling_route_names_the_score_routes(cross: Served) -> None:
