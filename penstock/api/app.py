@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.api.dialects import (
     chat,
     cohere,
+    cohere_chat,
+    cohere_text,
     completions,
     entities,
     hugging_face,
@@ -51,6 +53,8 @@ DIALECTS: tuple[ModuleType, ...] = (
     entities,
     maxsim,
     cohere,
+    cohere_text,
+    cohere_chat,
     tei,
     hugging_face,
     operation,

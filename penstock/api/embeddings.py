@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,8 +16,11 @@ from penstock.api.state import ServedModel
 from penstock.errors import BadValue
 from penstock.outputs.encoders import encode_rows
 from penstock.tasks.embed import ChunkedEmbeddings, EmbedInChunks
+from penstock.tasks.embed_types import Columns
 from penstock.tasks.multi_task import pooling_task
-from penstock.types import Chunks, PoolingParams, Task
+from penstock.types import Chunks, OutputDtype, PoolingParams, Task
+
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 _MAX_CHAR_TOKENS = 4  # tokens of a character, each a byte
 
@@ -125,3 +129,22 @@ def _chunk_items(
 def _chunk(index: int, vector: Any, tokens: list[int], chars: Any) -> dict[str, Any]:
     where = {"start_token": tokens[0], "end_token": tokens[1], "start_char": chars[0], "end_char": chars[1]}
     return {"index": index, "embedding": vector, **where}
+
+
+def embedding_dtypes(kinds: Sequence[EmbeddingType]) -> tuple[OutputDtype, ...]:
+    """The number formats that these types of embeddings need, each once."""
+    return tuple(dict.fromkeys(map(_dtype, kinds)))
+
+
+def embeddings_by_type(kinds: Sequence[EmbeddingType], columns: Columns) -> dict[str, list[Any]]:
+    """The vectors of each type. `base64` has float32 in little endian."""
+    return {
+        kind: encode_rows(
+            list(columns[_dtype(kind)]), "base64" if kind == "base64" else "float", _dtype(kind), "little"
+        )
+        for kind in kinds
+    }
+
+
+def _dtype(kind: EmbeddingType) -> OutputDtype:
+    return OutputDtype.FLOAT32 if kind in ("float", "base64") else OutputDtype(kind)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import DeadlineExceeded, PenstockError
 
 
 def own_status(error: PenstockError) -> int:
@@ -67,3 +69,25 @@ def openai_error_body(error: PenstockError) -> dict[str, Any]:
 
 
 OPENAI_ERRORS = ErrorStyle(openai_error_body, answer=OpenAIError)
+
+
+class CohereError(msgspec.Struct, kw_only=True):
+    """An error as Cohere's clients read it."""
+
+    message: str
+
+
+def cohere_errors(own_names: Mapping[str, str] | None = None) -> ErrorStyle:
+    """Cohere's errors. `own_names` are its names of fields that are called otherwise elsewhere."""
+    return ErrorStyle(partial(_cohere_body, own_names or {}), _cohere_status, CohereError)
+
+
+def _cohere_body(own_names: Mapping[str, str], error: PenstockError) -> dict[str, Any]:
+    own_name = own_names.get(error.param or "")
+    if own_name is None:
+        return {"message": error.message}
+    return {"message": re.sub(rf"\b{error.param}\b", own_name, error.message)}
+
+
+def _cohere_status(error: PenstockError) -> int:
+    return 504 if isinstance(error, DeadlineExceeded) else error.status  # its clients know no 408

@@ -37,6 +37,16 @@ MediaOptions = Annotated[
 CacheSalt = Annotated[str, msgspec.Meta(max_length=1024)]  # the engine keeps it as long as what it caches
 
 
+class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Which model, and when the request runs. They mean the same on every route."""
+
+    model: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    request_id: str | None = None
+    user: User = None
+
+
 class InputFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The inputs, how rows are made from them, and when they run."""
 
