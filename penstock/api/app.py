@@ -20,12 +20,16 @@ from penstock.api.dialects import (
     cohere,
     completions,
     entities,
+    infinity,
+    jina,
     maxsim,
     native,
+    ollama,
     openai,
     operation,
     tei,
     vllm,
+    voyage,
     zero_shot,
 )
 from penstock.api.endpoint import Call, Endpoint, Reply
@@ -46,6 +50,10 @@ DIALECTS: tuple[ModuleType, ...] = (
     maxsim,
     cohere,
     tei,
+    jina,
+    voyage,
+    infinity,
+    ollama,
     operation,
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import ModelNotFound, NotPossible, PenstockError
 
 
 def own_status(error: PenstockError) -> int:
@@ -67,3 +67,31 @@ def openai_error_body(error: PenstockError) -> dict[str, Any]:
 
 
 OPENAI_ERRORS = ErrorStyle(openai_error_body, answer=OpenAIError)
+
+
+# --- styles that several dialects share ---------------------------------------------------------------------
+
+_REMEDY = "set truncate_prompt_tokens to -1"  # for a text that is too long
+
+
+def with_remedy(message: str, remedy: str) -> str:
+    """The message with the remedy for long texts in a dialect's own words."""
+    return message.replace(_REMEDY, remedy)
+
+
+class DetailError(msgspec.Struct, kw_only=True):
+    """An error as clients of Jina and Voyage read it."""
+
+    detail: str
+
+
+def status_400(error: PenstockError) -> int:
+    """400 for an unknown model and for one that cannot do it, in dialects without 404 and 422."""
+    return 400 if isinstance(error, ModelNotFound | NotPossible) else error.status
+
+
+def detail_errors(remedy: str) -> ErrorStyle:
+    def body(error: PenstockError) -> dict[str, Any]:
+        return {"detail": with_remedy(error.message, remedy)}
+
+    return ErrorStyle(body, status_400, DetailError)
