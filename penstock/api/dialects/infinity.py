@@ -26,6 +26,7 @@ from penstock.outputs.ranking import check_top_n, top_indices
 from penstock.types import PoolingParams, Task
 
 Modality = Literal["text", "image", "audio"]
+ANY_MODEL = "default/not-specified"  # what its client sends where no model is named
 
 
 class InfinityEmbeddingsRequest(ChunkFields, kw_only=True):
@@ -33,6 +34,9 @@ class InfinityEmbeddingsRequest(ChunkFields, kw_only=True):
     the model's limit are cut, and `dimensions` of 0 keeps all."""
 
     modality: Modality = "text"
+
+    def __post_init__(self) -> None:
+        self.model = None if self.model == ANY_MODEL else self.model
 
 
 class InfinityRerankRequest(RankFields, kw_only=True):
@@ -46,6 +50,9 @@ class InfinityRerankRequest(RankFields, kw_only=True):
     raw_scores: bool = False
     top_n: int | None = None
 
+    def __post_init__(self) -> None:
+        self.model = None if self.model == ANY_MODEL else self.model
+
     def options(self) -> PairOptions:
         options = super().options()
         return replace(options, truncate_prompt_tokens=-1) if self.truncate_prompt_tokens is None else options
@@ -57,6 +64,9 @@ class InfinityClassifyRequest(InputFields, kw_only=True):
 
     input: str | list[str]  # type: ignore[assignment]
     raw_scores: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = None if self.model == ANY_MODEL else self.model
 
 
 async def infinity_embeddings(call: Call, body: InfinityEmbeddingsRequest) -> Reply:
