@@ -23,14 +23,18 @@ from penstock.api.dialects import (
     completions,
     entities,
     hugging_face,
+    infinity,
+    jina,
     maxsim,
     native,
+    ollama,
     openai,
     operation,
     tei,
     vllm,
     vllm_scoring,
     vllm_server,
+    voyage,
     zero_shot,
 )
 from penstock.api.endpoint import Call, Endpoint, Reply
@@ -57,6 +61,10 @@ DIALECTS: tuple[ModuleType, ...] = (
     cohere_chat,
     tei,
     hugging_face,
+    jina,
+    voyage,
+    infinity,
+    ollama,
     operation,
 )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,22 +11,11 @@ from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.routes import RouteSpec
 from penstock.api.state import ServedModel
-from penstock.errors import BadValue
-from penstock.inputs.processor import InputOptions
 from penstock.types import Task
 
 
 class EmbeddingsRequest(ChunkFields, kw_only=True):
-    """Body of `POST /v1/embeddings`. Clients of Jina's models call the `adapter` field `task`."""
-
-    task: str | None = None
-
-    def options(self) -> InputOptions:
-        if self.task is None:
-            return super().options()
-        if self.adapter is not None and self.adapter != self.task:
-            raise BadValue("task and adapter contradict each other", param="task")
-        return replace(super().options(), adapter=self.task)
+    """Body of `POST /v1/embeddings`."""
 
 
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
