@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.errors import DeadlineExceeded, ModelNotFound, NotPossible, PenstockError
 
 
 def own_status(error: PenstockError) -> int:
@@ -91,3 +91,29 @@ def _cohere_body(own_names: Mapping[str, str], error: PenstockError) -> dict[str
 
 def _cohere_status(error: PenstockError) -> int:
     return 504 if isinstance(error, DeadlineExceeded) else error.status  # its clients know no 408
+# --- styles that several dialects share ---------------------------------------------------------------------
+
+_REMEDY = "set truncate_prompt_tokens to -1"  # for a text that is too long
+
+
+def with_remedy(message: str, remedy: str) -> str:
+    """The message with the remedy for long texts in a dialect's own words."""
+    return message.replace(_REMEDY, remedy)
+
+
+class DetailError(msgspec.Struct, kw_only=True):
+    """An error as clients of Jina and Voyage read it."""
+
+    detail: str
+
+
+def status_400(error: PenstockError) -> int:
+    """400 for an unknown model and for one that cannot do it, in dialects without 404 and 422."""
+    return 400 if isinstance(error, ModelNotFound | NotPossible) else error.status
+
+
+def detail_errors(remedy: str) -> ErrorStyle:
+    def body(error: PenstockError) -> dict[str, Any]:
+        return {"detail": with_remedy(error.message, remedy)}
+
+    return ErrorStyle(body, status_400, DetailError)
