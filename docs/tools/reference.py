@@ -62,7 +62,7 @@ def http() -> str:
         if not route.is_listed:
             continue
         part = groups.setdefault(route.dialect, [])
-        method = "GET" if route.body is None else "POST"
+        method = route.all_methods[0]
         part.append(f"#### `{method} {route.path}`\n\n{first_line(route.handler)}\n")
         bodies = [] if route.body is None else [route.body, *(each.body for each in route.variants)]
         for body in bodies:

@@ -56,11 +56,12 @@ def checked(http: TestClient, path: str, **body: Any) -> Any:
 
 
 def is_of(content: bytes, kind: Any) -> bool:
+    """Whether the answer has exactly the fields of a type."""
     try:
-        msgspec.json.decode(content, type=kind)
+        decoded = msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError:
         return False
-    return True
+    return bool(msgspec.to_builtins(decoded) == json.loads(content))
 
 
 def refused(http: TestClient, path: str, status: int = 400, **body: Any) -> str:
@@ -207,6 +208,9 @@ def test_errors_have_coheres_shape_without_a_key(embedder_folder: Path) -> None:
     with local_app(embedder_folder, server={"api_key": "secret"}) as (http, _):
         for path in ("/v1/embed", "/v2/embed", "/v2/rerank", "/v1/classify", "/v1/tokenize", "/v2/chat"):
             assert "API key" in refused(http, path, status=401)
+        assert "API key" in refused(http, "/v1/check-api-key", status=401)
+        right = http.post("/v1/check-api-key", headers={"Authorization": "Bearer secret"})
+        assert right.status_code == 200 and right.json() == {"valid": True}
 
 
 @pytest.fixture(scope="module")
