@@ -2,9 +2,12 @@
 
 import { el, fixed, milliseconds, svg } from "./dom.js";
 
-/** The background of a value from -1 to 1; the number stays readable on it. */
-export function heat(value, most = 0.62) {
-  const strength = Math.min(1, Math.abs(value)) * most;
+/** Where colours begin: just below the least value, so that high values that differ little can be told apart. */
+export const heatFloor = (values) => Math.max(0, values.flat().reduce((least, value) => Math.min(least, value), 1) - 0.05);
+
+/** The background of a value from -1 to 1; up to `most`, a number stays readable on it. */
+export function heat(value, floor = 0, most = 0.62) {
+  const strength = Math.min(1, Math.max(0, (Math.abs(value) - floor) / (1 - floor || 1))) * most;
   return { background: `rgb(var(${value < 0 ? "--neg" : "--pos"}) / ${strength.toFixed(3)})` };
 }
 
@@ -67,11 +70,12 @@ export function sparkline(values, { size, top, label }) {
   return svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", class: "spark", role: "img", "aria-label": label }, area, line);
 }
 
-/** A table of similarities; `rows` and `columns` are labels. Values go from -1 to 1. */
+/** A table of similarities of texts among each other. Values go from -1 to 1. */
 export function similarityTable(labels, values) {
+  const floor = heatFloor(values);
   const head = el("tr", {}, el("td"), labels.map((label, j) => el("th", { scope: "col", title: label }, String(j + 1))));
   const rows = labels.map((label, i) => el("tr", {},
     el("th", { scope: "row", title: label }, el("span", { class: "number" }, String(i + 1)), label),
-    values[i].map((value) => el("td", { style: heat(value) }, fixed(value, 2)))));
+    values[i].map((value) => el("td", { style: heat(value, floor) }, fixed(value, 2)))));
   return el("table", { class: "matrix" }, el("thead", {}, head), el("tbody", {}, rows));
 }

@@ -65,7 +65,7 @@ export const chat = {
   empty: "Write a message. The answer appears word by word, with its speed.",
   offered: (model) => model.tasks.includes("generate") && model.has_chat_template,
   fields: () => [
-    { name: "message", label: "Message", hint: "Enter sends, Shift Enter starts a line", kind: "text", rows: 4, param: "messages",
+    { name: "message", label: "Message", hint: "Shift Enter starts a new line", kind: "text", rows: 4, param: "messages",
       value: "In two sentences: how does a hydroelectric power station work?" },
     { name: "system", label: "System message", kind: "text", rows: 2, option: true, wide: true, param: "system" },
     ...SAMPLING,

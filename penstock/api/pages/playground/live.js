@@ -55,7 +55,7 @@ export class LivePanel {
     this.graphs = GRAPHS.map(({ id, label, hint }) => {
       const value = el("b", {}, "–"), place = el("div");
       return { value, place, node: el("section", { class: "card graph", id: `live-${id}` },
-        el("h3", {}, label, hint ? el("span", { class: "aside" }, hint) : null), value, place) };
+        el("h3", { title: hint }, label), value, place) };
     });
     this.snippets = new SnippetCard("live", () => ({ path: "/metrics", body: null }));
     this.snippets.write();
@@ -99,6 +99,7 @@ export class LivePanel {
   }
 
   draw(now, seconds) {
+    this.node.dataset.samples = String(Number(this.node.dataset.samples ?? 0) + 1);
     GRAPHS.forEach(({ value, shown, top, label }, i) => {
       const latest = value(now, this.before.now, seconds), values = this.history[i];
       values.push(latest);

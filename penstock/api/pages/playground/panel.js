@@ -75,7 +75,8 @@ export class Panel {
     this.error = el("p", { class: "error", role: "alert", hidden: true });
     this.results = el("div", { class: "results" });
     this.snippets = new SnippetCard(view.id, () => this.requestOnScreen());
-    const hint = el("span", { class: "aside keys" }, view.asYouType ? "also as you type" : el("span", {}, el("kbd", {}, "Ctrl"), " ", el("kbd", {}, "Enter")));
+    const keys = view.sendsOnEnter ? ["Enter"] : ["Ctrl", "Enter"];
+    const hint = el("span", { class: "aside keys" }, view.asYouType ? "also as you type" : keys.map((name) => el("kbd", {}, name)));
     this.form = el("form", { class: "card form", novalidate: true },
       el("h2", {}, heading), el("p", { class: "about" }, about),
       el("div", { class: "fields" }, shown.map(({ node }) => node)),

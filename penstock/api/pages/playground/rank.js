@@ -1,7 +1,7 @@
 // Rankings through /rerank, and for late interaction which tokens of a document answer which of the query.
 
 import { Refused, ask } from "./client.js";
-import { heat, timing } from "./charts.js";
+import { heat, heatFloor, timing } from "./charts.js";
 import { dot } from "./embed.js";
 import { card, el, fixed, nonEmptyLines, plural, scrolling } from "./dom.js";
 import { groups, looksSpecial } from "./readable.js";
@@ -90,14 +90,14 @@ async function lateSide(text, isQuery, model, signal) {
 }
 
 function mapTable(query, document, values) {
-  const columns = document.labels.slice(0, MAX_COLUMNS);
+  const columns = document.labels.slice(0, MAX_COLUMNS), floor = heatFloor(values);
   const isFaint = ({ role, string }) => role === "[MASK]" || looksSpecial(role ?? string);
   const head = el("tr", {}, el("td", { class: "corner" }),
     columns.map((label, j) => el("th", { scope: "col", class: isFaint(document.row[j]) ? "faint" : null }, el("span", {}, label))),
     el("th", { scope: "col", class: "best" }, "best"));
   const rows = values.map((row, i) => {
     const best = Math.max(...row), at = row.indexOf(best);
-    const cells = row.slice(0, MAX_COLUMNS).map((value, j) => el("td", { class: j === at ? "top" : null, style: heat(value, 1),
+    const cells = row.slice(0, MAX_COLUMNS).map((value, j) => el("td", { class: j === at ? "top" : null, style: heat(value, floor, 1),
       title: `${query.labels[i]} × ${document.labels[j]}: ${fixed(value, 3)}` }));
     return el("tr", { class: isFaint(query.row[i]) ? "faint" : null },
       el("th", { scope: "row" }, query.labels[i]), cells, el("td", { class: "best" }, fixed(best, 2)));

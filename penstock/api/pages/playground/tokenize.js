@@ -45,7 +45,7 @@ export const tokenize = {
     const isOver = limit && count > limit, characters = Array.from(request.body.prompt).length;
     const room = isOver ? `${plural(count - limit, "token")} too many for this model` : `of ${plural(limit, "token")} that fit · ${plural(characters, "character")}`;
     const meter = el("div", { class: "phases", "aria-hidden": "true" }, el("i", { style: {
-      width: `${Math.min(100, (100 * count) / limit)}%`, background: `var(${isOver ? "--bad" : "--device"})` } }));
+      "flex-basis": `${Math.min(100, (100 * count) / limit)}%`, background: `var(${isOver ? "--bad" : "--device"})` } }));
     return { nodes: [card(plural(count, "token"), room, meter, el("div", { class: "chips" }, chips))], said: plural(count, "token") };
   },
 };
