@@ -242,7 +242,7 @@ class TestRerank:
         assert all("document" not in row for row in plain["results"])
 
     def test_fields_that_a_document_does_not_have(self, ranker: TestClient) -> None:
-        body = {"query": "water", "rank_fields": ["title"]}
+        body: dict[str, Any] = {"query": "water", "rank_fields": ["title"]}
         assert "documents 0 has no text" in refused(ranker, "/v1/rerank", documents=["water"], **body)
         assert "twice" in refused(
             ranker, "/v1/rerank", query="a", documents=["a"], rank_fields=["text", "text"]
@@ -250,7 +250,7 @@ class TestRerank:
         assert "'title'" in refused(ranker, "/v1/rerank", documents=[{"title": ["a"]}], **body)
 
     def test_documents_are_not_chunked(self, ranker: TestClient) -> None:
-        body = {"query": "water", "documents": ["a"]}
+        body: dict[str, Any] = {"query": "water", "documents": ["a"]}
         assert checked(ranker, "/v1/rerank", max_chunks_per_doc=1, **body)["results"]
         assert checked(ranker, "/v1/rerank", max_chunks_per_doc=None, rank_fields=None, **body)["results"]
         assert "max_chunks_per_doc" in refused(ranker, "/v1/rerank", max_chunks_per_doc=10, **body)

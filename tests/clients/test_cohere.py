@@ -87,7 +87,7 @@ class TestEmbed:
         for kind in ("binary", "ubinary"):
             packed = np.array(getattr(found, kind))
             bits = np.unpackbits((packed + (128 if kind == "binary" else 0)).astype(np.uint8))
-            reference = quantize_embeddings(expected, precision=kind).astype(int)
+            reference = np.asarray(quantize_embeddings(expected, precision=kind), dtype=int)
             reference_bits = np.unpackbits((reference + (128 if kind == "binary" else 0)).astype(np.uint8))
             differs = bits != reference_bits
             assert np.abs(expected.ravel()[differs]).max(initial=0) < 1e-5  # only signs of values near 0
