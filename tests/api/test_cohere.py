@@ -187,7 +187,7 @@ class TestEmbed:
         assert checked(http, "/v1/embed", texts=texts)["texts"] == texts
 
     def test_a_request_that_takes_too_long(self, http: TestClient) -> None:
-        refused(http, "/v2/embed", status=504, texts=["a"], timeout=1e-9)
+        refused(http, "/v2/embed", status=408, texts=["a"], timeout=1e-9)
 
 
 def test_a_model_without_prompts_takes_every_type_of_input(tmp_path: Path) -> None:

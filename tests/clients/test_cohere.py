@@ -351,13 +351,14 @@ class TestErrors:
             client.embed(model=MODEL, texts=["a"], input_type="no_such")
         with pytest.raises(cohere.UnprocessableEntityError):
             v2(late).embed(model="late", texts=["a"], input_type="search_query")
-        with pytest.raises(cohere.GatewayTimeoutError):
+        with pytest.raises(cohere.core.api_error.ApiError) as late_answer:
             client.embed(
                 model=MODEL,
                 texts=["a"],
                 input_type="search_query",
                 request_options={"additional_body_parameters": {"timeout": 1e-9}},
             )
+        assert late_answer.value.status_code == 408
 
     def test_a_wrong_key(self, servers: ServerPool) -> None:
         server = servers.get("--device", "cpu", "--threads", "1", "--api-key", "secret")
