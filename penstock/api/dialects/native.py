@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from penstock.api.answers import ListAnswer, SparseTerm
 from penstock.api.endpoint import Call, Reply
-from penstock.api.fields import InputFields
+from penstock.api.fields import InputFields, Refused
 from penstock.api.routes import RouteSpec
 from penstock.api.sparse import sparse_reply
 from penstock.types import PoolingParams, Task
@@ -19,6 +19,7 @@ class SparseRequest(InputFields, kw_only=True):
 
     top_k: int | None = None
     min_weight: float = 0.0
+    dimensions: Annotated[int | None, Refused("sparse weights have no dimensions to cut; use top_k")] = None
 
 
 async def sparse(call: Call, body: SparseRequest) -> Reply:

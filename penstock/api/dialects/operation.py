@@ -12,7 +12,7 @@ from penstock import __version__
 from penstock.api.endpoint import Call, Reply
 from penstock.api.metrics import render
 from penstock.api.routes import RouteSpec
-from penstock.errors import EngineUnavailable, NotFound, shown
+from penstock.errors import NotFound, shown
 
 HTML = b"text/html; charset=utf-8"
 JAVASCRIPT = b"text/javascript; charset=utf-8"
@@ -25,20 +25,14 @@ async def live(call: Call) -> Reply:
 
 async def health(call: Call) -> Reply:
     """Report whether requests can be served; 503 with the reason otherwise."""
-    _check_engines(call)
+    call.state.check_engines()
     return Reply(b'{"status":"healthy"}')
 
 
 async def ready(call: Call) -> Reply:
     """Report whether the engine can serve; 503 with the reason otherwise."""
-    _check_engines(call)
+    call.state.check_engines()
     return Reply(b'{"status":"ready"}')
-
-
-def _check_engines(call: Call) -> None:
-    for model in call.state.models.values():
-        if not model.engine.ready:
-            raise EngineUnavailable(model.engine.unavailable_reason)
 
 
 async def metrics(call: Call) -> Reply:
