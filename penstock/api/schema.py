@@ -312,7 +312,10 @@ def _operation(route: RouteSpec, schemas: _Schemas, model: str | None) -> Json:
         "description": _about(route, more),
     }
     if (prefix := route.prefix) is not None:
-        operation["parameters"] = [_parameter(route.path.removeprefix(prefix).strip("{}"), model)]
+        name = route.path.removeprefix(prefix).strip("{}")
+        operation["parameters"] = [
+            _parameter(name, route.path_example or (model if name == "model" else None))
+        ]
     if route.body is not None:
         operation["requestBody"] = _request_body(kinds, schemas)
     operation["responses"] = {"200": _answer(kinds, schemas), **_error_answers(route, schemas)}
@@ -332,7 +335,7 @@ def _or(names: Sequence[str]) -> str:
     return " or ".join(f"`{name}`" for name in names) or "other fields"
 
 
-def _parameter(name: str, model: str | None) -> Json:
+def _parameter(name: str, example: str | None) -> Json:
     parameter: Json = {
         "name": name,
         "in": "path",
@@ -340,9 +343,9 @@ def _parameter(name: str, model: str | None) -> Json:
         "description": "The rest of the path; it may contain slashes.",
         "schema": {"type": "string", "minLength": 1},
     }
-    if name == "model" and model is not None:
-        parameter |= {"description": "One of the names in `/v1/models`.", "example": model}
-    return parameter
+    if name == "model":
+        parameter["description"] = "One of the names in `/v1/models`."
+    return parameter if example is None else {**parameter, "example": example}
 
 
 def _request_body(kinds: Sequence[Kind], schemas: _Schemas) -> Json:

@@ -1,4 +1,4 @@
-"""Some hundred requests that schemathesis derives from the OpenAPI document. `make schema-test` sends more."""
+"""Some hundred requests that schemathesis derives from the document; `make schema-test` sends thousands."""
 
 from __future__ import annotations
 

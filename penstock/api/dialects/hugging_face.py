@@ -415,7 +415,25 @@ _HF = "Hugging Face"
 ROUTES = (
     RouteSpec("/", InferenceRequest, inference, _HF, list[Any], TEI_ERRORS, _EXAMPLE),
     RouteSpec("/models/{model}", InferenceRequest, inference_of_model, _HF, list[Any], TEI_ERRORS, _EXAMPLE),
-    RouteSpec("/pipeline/{task}", InferenceRequest, inference_of_task, _HF, list[Any], TEI_ERRORS, _EXAMPLE),
+    RouteSpec(
+        "/pipeline/{task}",
+        InferenceRequest,
+        inference_of_task,
+        _HF,
+        list[Any],
+        TEI_ERRORS,
+        _EXAMPLE,
+        path_example="feature-extraction",
+    ),
     RouteSpec("/generate", GenerateRequest, generate, _HF, GeneratedText, TEI_ERRORS, _EXAMPLE),
-    RouteSpec("/generate_stream", GenerateRequest, generate_stream, _HF, None, TEI_ERRORS, _EXAMPLE),
+    RouteSpec(
+        "/generate_stream",
+        GenerateRequest,
+        generate_stream,
+        _HF,
+        None,
+        TEI_ERRORS,
+        _EXAMPLE,
+        media=("text/event-stream",),
+    ),
 )
