@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,9 @@ from penstock.errors import (
     BadValue,
     BodyTooLarge,
     DeadlineExceeded,
+    EmptyInput,
     EngineUnavailable,
+    MalformedBody,
     ModelNotFound,
     NotPossible,
     PenstockError,
@@ -97,6 +99,8 @@ _UNAVAILABLE = (
 )
 _ERRORS: tuple[tuple[PenstockError, str], ...] = (
     (BadValue("dimensions is 0; use 1 to 384", param="dimensions"), "A value is not accepted."),
+    (EmptyInput("input is empty; give at least one text", param="input"), "The input is empty."),
+    (MalformedBody("the body is not valid JSON", param=None), "The body is not as declared."),
     _UNAUTHORIZED,
     _NOT_FOUND,
     (DeadlineExceeded("not finished within the timeout of 1 s"), "The timeout passed."),
@@ -433,8 +437,8 @@ def _error_answer(found: Sequence[tuple[Kind, PenstockError, str]], schemas: _Sc
     answer: Json = {"description": " ".join(dict.fromkeys(words for *_, words in found)), "headers": headers}
     known = [kind.errors.answer for kind, *_ in found if kind.errors.answer is not None]
     if known and len(known) == len(found):
-        examples: Mapping[str, Json] = {
-            f"{kind.dialect}: {error.code}": {"value": kind.errors.body(error)} for kind, error, _ in found
-        }
+        examples: dict[str, Json] = {}
+        for kind, error, _ in found:
+            examples.setdefault(f"{kind.dialect}: {error.code}", {"value": kind.errors.body(error)})
         answer["content"] = {"application/json": {"schema": schemas.any(known), "examples": examples}}
     return answer
