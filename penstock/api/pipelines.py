@@ -64,7 +64,7 @@ class TypedError(msgspec.Struct, kw_only=True):
 
 
 class InferenceError(msgspec.Struct, kw_only=True):
-    """An error as clients of the Hugging Face API read it: as TEI's, or as that of its server for generation."""
+    """An error as clients of the Hugging Face API read it: as TEI has it, or as its server for generation."""
 
     error: str
     error_type: Literal[
