@@ -91,7 +91,7 @@ _UNAUTHORIZED = (
 )
 _NOT_FOUND = (
     ModelNotFound("no model is named 'other'; /v1/models lists all", param="model"),
-    "There is no such model.",
+    "There is no such model, or the server runs without what the route needs.",
 )
 _UNAVAILABLE = (
     EngineUnavailable("the engine is starting"),
@@ -426,8 +426,7 @@ def _error_answers(route: RouteSpec, schemas: _Schemas) -> Json:
 def _errors(route: RouteSpec) -> Iterable[tuple[PenstockError, str]]:
     if route.body is not None:
         return _ERRORS
-    needs_key = () if route.open_to_all else (_UNAUTHORIZED,)
-    return (*needs_key, *(() if route.prefix is None else (_NOT_FOUND,)), _UNAVAILABLE)
+    return (_UNAVAILABLE,) if route.open_to_all else (_UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE)
 
 
 def _error_answer(found: Sequence[tuple[Kind, PenstockError, str]], schemas: _Schemas) -> Json:
