@@ -469,7 +469,15 @@ ROUTES = (
     RouteSpec("/api/show", ShowRequest, ollama_show, DIALECT, ShowAnswer, OLLAMA_ERRORS, example={}),
     RouteSpec("/api/version", None, ollama_version, DIALECT, VersionAnswer, OLLAMA_ERRORS),
     *(
-        RouteSpec(path, UnservedRequest, unserved_models, DIALECT, errors=OLLAMA_ERRORS, methods=methods)
+        RouteSpec(
+            path,
+            UnservedRequest,
+            unserved_models,
+            DIALECT,
+            errors=OLLAMA_ERRORS,
+            methods=methods,
+            is_listed=False,
+        )
         for path, methods in (
             ("/api/pull", ("POST",)),
             ("/api/push", ("POST",)),
@@ -479,7 +487,7 @@ ROUTES = (
         )
     ),
     *(
-        RouteSpec(path, UnservedRequest, unserved_text, DIALECT, errors=OLLAMA_ERRORS)
+        RouteSpec(path, UnservedRequest, unserved_text, DIALECT, errors=OLLAMA_ERRORS, is_listed=False)
         for path in ("/api/chat", "/api/generate")
     ),
 )
