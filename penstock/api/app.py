@@ -126,6 +126,18 @@ class App(Starlette):
         return None
 
 
+def under(root: str, app: ASGIApp) -> ASGIApp:
+    """The application, which answers below a path as well."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (path := scope["path"]).startswith(root):
+            if (rest := path[len(root) :]) == "" or rest.startswith("/"):
+                scope = {**scope, "path": rest or "/"}
+        await app(scope, receive, send)
+
+    return serve
+
+
 def build_app(state: ServerState) -> ASGIApp:
     metrics = ApiMetrics()
     schema = msgspec.json.encode(openapi(ROUTES))
@@ -141,10 +153,11 @@ def build_app(state: ServerState) -> ASGIApp:
     )
     app.router.default = _not_found(state, metrics)
     app.router.redirect_slashes = False
+    served: ASGIApp = under(state.config.root_path, app) if state.config.root_path else app
     if not state.config.allowed_origins:
-        return app
+        return served
     return CORSMiddleware(
-        app,
+        served,
         allow_origins=state.config.allowed_origins,
         allow_methods=("*",),
         allow_headers=("*",),
