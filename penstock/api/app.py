@@ -130,9 +130,9 @@ def under(root: str, app: ASGIApp) -> ASGIApp:
     """The application, which answers below a path as well."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (path := scope["path"]).startswith(root):
-            if (rest := path[len(root) :]) == "" or rest.startswith("/"):
-                scope = {**scope, "path": rest or "/"}
+        path: str = scope.get("path", "")
+        if path == root or path.startswith(root + "/"):
+            scope = {**scope, "path": path[len(root) :] or "/"}
         await app(scope, receive, send)
 
     return serve

@@ -208,16 +208,21 @@ class ServeCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = plain_flags(args, self.params)
-        if (file := config_file(args)) is not None:
-            ctx.default_map = read_config(file, self.params, names_model=_names_model(args))
+        file = config_file(args)
+        if file is not None:
+            ctx.default_map = read_config(file, self.params)
+        names_model = _names_model(args)
         flag = "--served-model-name"
-        if flag in args and (_names_model(args) or not args[0].startswith("-")):
+        if flag in args and (names_model or not args[0].startswith("-")):
             args = repeat_flags(args, {flag})
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if file is not None and not names_model and ctx.params["model_argument"] is not None:
+            ctx.params["engineconfig_model"] = None  # the argument comes before the file
+        return rest
 
 
 def _names_model(args: list[str]) -> bool:
-    """Whether a flag or the first argument names the model."""
+    """Whether a flag names the model."""
     names = ("--model", "-m", "--model-id")
     return any(arg in names or arg.startswith(("--model=", "--model-id=")) for arg in args)
 

@@ -26,8 +26,8 @@ def config_file(args: Sequence[str]) -> str | None:
     return found
 
 
-def read_config(file: str, params: Sequence[Any], *, names_model: bool = False) -> dict[str, Any]:
-    """The file's flags as values of the parser's parameters. `names_model`: a flag names the model already."""
+def read_config(file: str, params: Sequence[Any]) -> dict[str, Any]:
+    """The file's flags as values of the parser's parameters."""
     by_name = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     values: dict[str, Any] = {}
     for key, value in _mapping(file).items():
@@ -36,7 +36,9 @@ def read_config(file: str, params: Sequence[Any], *, names_model: bool = False) 
         if param is None or name in (FLAG, "--help"):
             close = get_close_matches(name, by_name, 1)
             hint = f"; did you mean {close[0].lstrip('-')}?" if close else ""
-            raise ConfigError(f"{FLAG} {file} has {key!r}, which is no flag of this command{hint}", param=FLAG)
+            raise ConfigError(
+                f"{FLAG} {file} has {key!r}, which is no flag of this command{hint}", param=FLAG
+            )
         if value is not None:
             values[param.name] = _value(param, name, value)
     return values

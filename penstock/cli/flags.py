@@ -73,7 +73,7 @@ def _origins(value: str) -> tuple[str, ...]:
             names = msgspec.json.decode(value, type=tuple[str, ...])
         except msgspec.MsgspecError:
             raise ConfigError(
-                f"--allowed-origins is {value!r}; use a JSON list such as [\"https://app.example\"]",
+                f'--allowed-origins is {value!r}; use a JSON list such as ["https://app.example"]',
                 param="allowed_origins",
             ) from None
     origins = tuple(name.rstrip("/") for name in names)
@@ -562,8 +562,8 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         panel=SERVER_PANEL,
         metavar="PATH",
         convert=_root_path,
-        help="Path before every route where a proxy does not take it off, such as /penstock. Routes are served "
-        "without it too.",
+        help="Path before every route where a proxy does not take it off, such as /penstock. Routes are "
+        "served without it too.",
         default_text="none",
     ),
     Flag(

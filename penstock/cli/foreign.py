@@ -200,7 +200,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         names=("--task",),
         server=VLLM,
         value="TASK",
-        why="a model serves all its tasks; the flag turns generation on or off, and the model must have the task",
+        why="a model serves all its tasks; this one turns generation on or off, and must be a task of the model",
         sets=_task,
     ),
     ForeignFlag(
@@ -265,7 +265,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     no_effect("--max-seq-len-to-capture", server=VLLM, value="N", why=_KERNELS),
     no_effect("--disable-cascade-attn", server=VLLM, why=_KERNELS),
     no_effect("--disable-hybrid-kv-cache-manager", server=VLLM, why=_CACHE),
-    no_effect("--speculative-config", server=VLLM, value="JSON", why="no draft model runs; texts are the same"),
+    no_effect("--speculative-config", server=VLLM, value="JSON", why="no draft model runs"),
     no_effect("--uvicorn-log-level", server=VLLM, value="LEVEL", why="--log-level is for all messages"),
     no_effect("--disable-uvicorn-access-log", server=VLLM, why="requests are logged with --access-log only"),
     no_effect("--disable-log-requests", server=VLLM, why="requests are logged with --access-log only"),

@@ -13,16 +13,16 @@ import typer
 
 from penstock.cli.arguments import hide_argument
 from penstock.cli.command import with_options
-from penstock.cli.foreign import FOREIGN, Given
 from penstock.cli.flags import (
-    SERVER_PANEL,
-    api_key,
     GENERATION,
     SERVED_ENGINE,
     SERVER,
+    SERVER_PANEL,
     EngineFields,
     ServerFields,
+    api_key,
 )
+from penstock.cli.foreign import FOREIGN, Given
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
 from penstock.serving.child import spawned_engine

@@ -106,9 +106,7 @@ def test_labels_equal_the_pipeline(nli: Server, nli_folder: Path, options: dict[
     wanted = pipe([WORDS], **{"top_k": None, **options})[0]
     found = client_of(nli).text_classification(WORDS, **options)
     assert [each.label for each in found] == [each["label"] for each in wanted]
-    np.testing.assert_allclose(
-        [each.score for each in found], [each["score"] for each in wanted], atol=1e-4
-    )
+    np.testing.assert_allclose([each.score for each in found], [each["score"] for each in wanted], atol=1e-4)
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
