@@ -200,7 +200,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         names=("--task",),
         server=VLLM,
         value="TASK",
-        why="a model serves all its tasks; this one turns generation on or off, and must be a task of the model",
+        why="a model serves all its tasks; it must have this one, which turns generation on or off",
         sets=_task,
     ),
     ForeignFlag(

@@ -188,7 +188,8 @@ def test_the_async_client_gets_the_same(
         return huggingface_hub.AsyncInferenceClient(model=server.url, token="unused")
 
     async def ask() -> list[Any]:
-        pieces = await client(generator).text_generation("The water", max_new_tokens=4, stream=True)
+        writer = client(generator)  # the stream ends with its client
+        pieces = await writer.text_generation("The water", max_new_tokens=4, stream=True)
         return [
             (await client(embedder).feature_extraction(TEXTS)).tolist(),
             await client(embedder).sentence_similarity(TEXTS[0], other_sentences=TEXTS),
