@@ -450,13 +450,21 @@ ROUTES = (
     RouteSpec("/api/show", ShowRequest, ollama_show, DIALECT, ShowAnswer, OLLAMA_ERRORS, example={}),
     RouteSpec("/api/version", None, ollama_version, DIALECT, VersionAnswer, OLLAMA_ERRORS),
     *(
-        RouteSpec(path, UnservedRequest, unserved_models, DIALECT, errors=OLLAMA_ERRORS, methods=methods)
+        RouteSpec(
+            path,
+            UnservedRequest,
+            unserved_models,
+            DIALECT,
+            errors=OLLAMA_ERRORS,
+            methods=methods,
+            is_listed=False,
+        )
         for path, methods in (
             ("/api/pull", ("POST",)),
             ("/api/push", ("POST",)),
             ("/api/create", ("POST",)),
             ("/api/copy", ("POST",)),
-            ("/api/delete", ("POST", "DELETE")),
+            ("/api/delete", ("DELETE",)),
         )
     ),
 )
