@@ -28,6 +28,7 @@ from penstock.api.dialects import (
     maxsim,
     native,
     ollama,
+    ollama_text,
     openai,
     operation,
     tei,
@@ -65,6 +66,7 @@ DIALECTS: tuple[ModuleType, ...] = (
     voyage,
     infinity,
     ollama,
+    ollama_text,
     operation,
 )
 
