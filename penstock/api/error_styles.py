@@ -91,6 +91,8 @@ def _cohere_body(own_names: Mapping[str, str], error: PenstockError) -> dict[str
 
 def _cohere_status(error: PenstockError) -> int:
     return 504 if isinstance(error, DeadlineExceeded) else error.status  # its clients know no 408
+
+
 # --- styles that several dialects share ---------------------------------------------------------------------
 
 _REMEDY = "set truncate_prompt_tokens to -1"  # for a text that is too long

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from penstock.cli.arguments import hide_argument
@@ -73,6 +74,8 @@ def serve(
         engine_config = from_mapping(EngineConfig, {**engine, "enable_generation": wants_generation})
         processes = api_processes(server.get("api_server_count", "auto"), device)
         server_config = from_mapping(ServerConfig, {**server, "api_server_count": processes})
+        if engine_config.pooler_config.enable_chunked_processing:
+            server_config = msgspec.structs.replace(server_config, default_chunking="mean")
         check_long_texts(server_config)
         spec = describe(engine_config)
         if server_config.chat_template is not None:
