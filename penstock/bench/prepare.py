@@ -135,7 +135,7 @@ def _hint(load: Prepared, answer: HttpReply) -> str:
     models = {model.name: model for model in listed_models(load.target)}
     model = models.get(load.model)
     if model is not None and model.tasks and (fitting := fitting_backends(load.name, model.tasks)):
-        return f"; {load.model} serves {', '.join(model.tasks)}: use --backend {' or '.join(fitting)}"
+        return f"; for this model use --backend {' or '.join(fitting)}"
     return "; are --backend and --endpoint right?" if answer.status in (404, 405) else ""
 
 

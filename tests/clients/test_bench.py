@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ NO_HUB = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DISABLE_TELEMETRY": "1"}
 RANKING = ("--dataset-name", "random-rerank")
 FITTING: dict[BackendName, tuple[str, ...]] = {  # the fixture of a server, and flags
     BackendName.OPENAI_EMBEDDINGS: ("tiny_embedder",),
-    BackendName.OPENAI_EMBEDDINGS_CHAT: ("chat_embedder",),
+    BackendName.OPENAI_EMBEDDINGS_CHAT: ("generator",),
     BackendName.VLLM_POOLING: ("late",),
     BackendName.VLLM_CLASSIFY: ("classifier",),
     BackendName.VLLM_SCORE: ("reranker", *RANKING),
@@ -40,14 +39,6 @@ FITTING: dict[BackendName, tuple[str, ...]] = {  # the fixture of a server, and 
 }
 NUM_PROMPTS = 6
 TOKENS = 16
-
-
-@pytest.fixture(scope="session")
-def chat_embedder(start: Any) -> Server:
-    """A decoder with a chat template whose hidden states are pooled."""
-    from tests.e2e.llama import write_llama
-
-    return start("chat-embedder", write_llama, "--task", "embed")
 
 
 def bench(server: Server, *flags: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -100,9 +91,8 @@ def test_prompts_of_the_servers_tokenizer_have_the_wanted_length(embedder: Serve
     [
         ("tiny_embedder", (), ("does not generate", "--backend openai-embeddings or vllm-rerank")),
         ("tiny_embedder", ("--backend", "vllm-classify"), ("no task 'classify'", "openai-embeddings")),
-        ("generator", ("--backend", "openai-embeddings"), ("--backend openai",)),
-        ("generator", ("--backend", "vllm-rerank", *RANKING), ("--backend openai",)),
-        ("classifier", ("--backend", "vllm-rerank", *RANKING), ("--backend vllm-classify",)),
+        ("generator", ("--backend", "vllm-classify"), ("no task 'classify'", "or openai")),
+        ("classifier", ("--backend", "vllm-rerank", *RANKING), ("cannot score", "or vllm-classify")),
         ("reranker", ("--backend", "vllm-rerank"), ("random-rerank",)),
         ("tiny_embedder", ("--backend", "openai-embeddings", "--model", "no-such"), ("no-such",)),
         ("tiny_embedder", ("--backend", "openai-embeddings", "--endpoint", "/v1/nothing"), ("--endpoint",)),
