@@ -153,8 +153,8 @@ _JSON = {
 
 
 def as_json(text: str) -> str:
-    """Python's names of types and values as JSON's."""
-    text = re.sub(r"\b(?:str|int|float|bool|None|True|False)\b", lambda match: _JSON[match[0]], text)
+    """Python's names of types and values as JSON's; a quoted name is a value of a field."""
+    text = re.sub(r"(?<!')\b(?:str|int|float|bool|None|True|False)\b", lambda match: _JSON[match[0]], text)
     return re.sub(r"dict\[string, (\w+)\]", r"object", text).replace("'", '"')
 
 
