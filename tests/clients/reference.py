@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.e2e.server import Server
 
@@ -45,6 +46,14 @@ def check_ranking(found: list[tuple[int, float]], server: Server) -> None:
     expected = ranking(server)[: len(found)]
     assert [index for index, _ in found] == [index for index, _ in expected]
     np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], atol=1e-5)
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`huggingface_hub` in its offline mode, which the tests set, refuses loopback too."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 def name_of(server: Server) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.clients.conftest import real_model
 from tests.clients.reference import NAME, QUERY, TEXTS, chat_answer, check_vector, check_vectors, name_of
 from tests.e2e.server import Server
 
@@ -91,6 +92,7 @@ def test_pydantic_ai(generator: Server) -> None:
 
 
 @pytest.mark.parametrize("mode", ["JSON_SCHEMA", "TOOLS"])
+@pytest.mark.skipif(real_model("smollm2") is None, reason="needs a model that ends its answers")
 def test_instructor(generator: Server, mode: str) -> None:
     instructor = pytest.importorskip("instructor")
     pytest.importorskip("llguidance")

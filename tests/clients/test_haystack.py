@@ -15,10 +15,12 @@ from tests.clients.reference import (
     check_vector,
     check_vectors,
     name_of,
+    reachable,
 )
 from tests.e2e.server import Server
 
 pytest.importorskip("haystack")
+__all__ = ["reachable"]  # a fixture
 
 
 def secret() -> Any:
@@ -50,6 +52,7 @@ def test_openai_embedders(embedder: Server) -> None:
     check_embedders(embedders.OpenAITextEmbedder(**flags), embedders.OpenAIDocumentEmbedder(**flags))
 
 
+@pytest.mark.usefixtures("reachable")
 def test_embedders_of_text_embeddings_inference(embedder: Server) -> None:
     module = pytest.importorskip("haystack_integrations.components.embedders.huggingface_api")
     flags = {
