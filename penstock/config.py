@@ -94,12 +94,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     allowed_hosts: tuple[str, ...] = ()  # names that `Host` may have; "*": any
     strict_fields: bool = False  # an unknown field of a body is an error
     any_model_name: bool = False  # requests may name any model
-    auto_truncate: bool = False  # long texts are cut unless the request says otherwise
+    auto_truncate: bool | None = None  # of long texts, unless the request says; None: as the dialect does
     default_chunking: Literal["none", "mean"] = "none"  # of texts to embed, unless the request says otherwise
     allowed_origins: tuple[str, ...] = ()  # whose pages may call this server from a browser; "*": all
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default
+    trust_request_chat_template: bool = False  # requests may bring a chat template of their own
+    enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info shows the tokenizer's configuration
     drain_s: float = 30.0
     standby_engine: bool | None = None  # None: beside an engine on a GPU
     engine_hang_timeout_s: float = 10.0  # without a sign of life of the engine's loop; 0: never replaced

@@ -55,6 +55,14 @@ class BadValue(ClientError):
     """A field has a value that is not accepted."""
 
 
+class MalformedBody(BadValue):
+    """The body is not JSON, or not of the shape that the route declares."""
+
+
+class EmptyInput(BadValue):
+    """There is nothing to work on."""
+
+
 class Unauthorized(ClientError):
     status = 401
     code = "invalid_api_key"
@@ -148,6 +156,13 @@ class Cancelled(ClientError):
 
     status = 499
     code = "cancelled"
+
+
+class NotServed(ClientError):
+    """A route that other servers of the dialect have, and this one does not."""
+
+    status = 501
+    code = "not_served"
 
 
 class ModelLoadError(ClientError):

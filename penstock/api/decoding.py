@@ -20,7 +20,7 @@ from msgspec import inspect
 from penstock.api.fields import Refused
 from penstock.api.nesting import check_nesting
 from penstock.api.routes import Variant
-from penstock.errors import MAX_MESSAGE_CHARS, BadValue, shortened
+from penstock.errors import MAX_MESSAGE_CHARS, BadValue, MalformedBody, shortened
 
 Names = dict[str, None]  # distinct, in their order
 MAX_IGNORED, MAX_IGNORED_CHARS = 32, 256  # names that are reported
@@ -66,7 +66,7 @@ class RouteDecoder:
                 return decoded
             return self._own.decode_tolerantly(raw, error)
         except UNDECODABLE as error:
-            raise BadValue(f"the body is not valid JSON: {error}") from None
+            raise MalformedBody(f"the body is not valid JSON: {error}") from None
 
     def _claiming(self, raw: bytes | bytearray) -> tuple[Variant, BodyDecoder] | None:
         try:
@@ -106,7 +106,7 @@ class BodyDecoder:
             raise self._wrong(error) from None
         ignored = tuple(found)
         if self._strict_fields and ignored:
-            raise BadValue(
+            raise MalformedBody(
                 f"the body has an unknown field `{ignored[0]}`; this server runs with --strict-fields",
                 param=ignored[0].partition(".")[0],
             )
@@ -121,9 +121,9 @@ class BodyDecoder:
         assert isinstance(kind, inspect.StructType)
         return kind
 
-    def _wrong(self, error: msgspec.ValidationError) -> BadValue:
+    def _wrong(self, error: msgspec.ValidationError) -> MalformedBody:
         message, param = explain(str(error), self._body)
-        return BadValue(message, param=param)
+        return MalformedBody(message, param=param)
 
 
 def _tidied(raw: msgspec.Raw, kind: inspect.Type, path: str, ignored: Names) -> msgspec.Raw:

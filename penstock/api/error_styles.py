@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import DeadlineExceeded, ModelNotFound, NotPossible, PenstockError
 
 
 def own_status(error: PenstockError) -> int:
@@ -67,3 +69,53 @@ def openai_error_body(error: PenstockError) -> dict[str, Any]:
 
 
 OPENAI_ERRORS = ErrorStyle(openai_error_body, answer=OpenAIError)
+
+
+class CohereError(msgspec.Struct, kw_only=True):
+    """An error as Cohere's clients read it."""
+
+    message: str
+
+
+def cohere_errors(own_names: Mapping[str, str] | None = None) -> ErrorStyle:
+    """Cohere's errors. `own_names` are its names of fields that are called otherwise elsewhere."""
+    return ErrorStyle(partial(_cohere_body, own_names or {}), _cohere_status, CohereError)
+
+
+def _cohere_body(own_names: Mapping[str, str], error: PenstockError) -> dict[str, Any]:
+    own_name = own_names.get(error.param or "")
+    if own_name is None:
+        return {"message": error.message}
+    return {"message": re.sub(rf"\b{error.param}\b", own_name, error.message)}
+
+
+def _cohere_status(error: PenstockError) -> int:
+    return 504 if isinstance(error, DeadlineExceeded) else error.status  # its clients know no 408
+
+
+# --- styles that several dialects share ---------------------------------------------------------------------
+
+_REMEDY = "set truncate_prompt_tokens to -1"  # for a text that is too long
+
+
+def with_remedy(message: str, remedy: str) -> str:
+    """The message with the remedy for long texts in a dialect's own words."""
+    return message.replace(_REMEDY, remedy)
+
+
+class DetailError(msgspec.Struct, kw_only=True):
+    """An error as clients of Jina and Voyage read it."""
+
+    detail: str
+
+
+def status_400(error: PenstockError) -> int:
+    """400 for an unknown model and for one that cannot do it, in dialects without 404 and 422."""
+    return 400 if isinstance(error, ModelNotFound | NotPossible) else error.status
+
+
+def detail_errors(remedy: str) -> ErrorStyle:
+    def body(error: PenstockError) -> dict[str, Any]:
+        return {"detail": with_remedy(error.message, remedy)}
+
+    return ErrorStyle(body, status_400, DetailError)

@@ -12,13 +12,14 @@ import msgspec
 from penstock.api.admission import Admission
 from penstock.checkpoint.spec import ModelSpec
 from penstock.config import ServerConfig
-from penstock.errors import ModelNotFound, ServerFull, TooManyRequests, shown
+from penstock.errors import EngineUnavailable, ModelNotFound, ServerFull, TooManyRequests, shown
 from penstock.handle import EngineHandle
 from penstock.serving.launch import EngineState
 from penstock.tasks.model import TextModel
 
 PROMPT_KINDS = ("query", "document")  # that NAME:KIND asks for
 DEFAULT_TAG = "latest"  # that some clients add to every name
+NO_NAME = "dummy"  # what huggingface_hub sends where its user names no model
 
 
 @dataclass(slots=True)
@@ -76,6 +77,8 @@ class ServerState:
             return next(iter(self.models.values())), None
         if (model := self._named(name)) is not None:
             return model, None
+        if name == NO_NAME:
+            return next(iter(self.models.values())), None
         base, _, prompt = name.rpartition(":")
         if (model := self._named(base)) is not None:
             if prompt == DEFAULT_TAG:
@@ -106,6 +109,12 @@ class ServerState:
 
     def release(self) -> None:
         self.in_flight -= 1
+
+    def check_engines(self) -> None:
+        """Raise with the reason if an engine cannot serve."""
+        for model in self.models.values():
+            if not model.engine.ready:
+                raise EngineUnavailable(model.engine.unavailable_reason)
 
     @property
     def ready(self) -> bool:

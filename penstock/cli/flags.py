@@ -534,8 +534,9 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="auto_truncate",
         panel=SERVER_PANEL,
-        help="Cut texts beyond the model's limit where a request does not say what to do with them. The "
-        "header x-truncated-rows counts them.",
+        help="Cut texts beyond the model's limit where a request does not say what to do with them, or "
+        "refuse them. The header x-truncated-rows counts them.",
+        default_text="TEI's routes cut them, other routes refuse them",
     ),
     Flag(
         field="default_chunking",
@@ -600,6 +601,16 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         convert=chat_template,
         help="Chat template (Jinja), a file that holds one, or the name of one of the model's templates.",
         default_text="the model's own",
+    ),
+    Flag(
+        field="trust_request_chat_template",
+        panel=GENERATION,
+        help="Accept requests that bring their own chat_template. It runs in a sandbox with limits.",
+    ),
+    Flag(
+        field="enable_tokenizer_info_endpoint",
+        panel=SERVER_PANEL,
+        help="Serve /tokenizer_info: the tokenizer's configuration, with its chat template.",
     ),
     Flag(
         field="log_level",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from penstock.types import Array, Ints
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
+OUTSIDE = ("O",)  # the tag of tokens that belong to no entity
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
 
 Floats = NDArray[np.float32]
@@ -54,8 +55,9 @@ def find_entities(
     words: Ints,  # [tokens], -1 for tokens that are not part of the text
     labels: Sequence[str],
     aggregation: Aggregation = "simple",
+    ignored: Sequence[str] = OUTSIDE,
 ) -> list[list[Entity]]:
-    """The entities of each text.
+    """The entities of each text, without those of `ignored` labels.
 
     `none` gives every token its label. `simple` merges neighbours with the same tag. `first`, `average` and
     `max` choose one label for each word before they merge.
@@ -71,13 +73,13 @@ def find_entities(
     run = _Run(run.text, run.begins, run.ends, run.scores.max(axis=1))
     names, tag_of, begins_entity, ends_entity = _tags(labels)
     if aggregation == "none":
-        return _entities(texts, run, chosen, labels)
+        return _entities(texts, run, chosen, labels, ignored)
     tags = tag_of[chosen]
     new = _changes(run.text) | _changes(tags) | begins_entity[chosen]
     new[1:] |= ends_entity[chosen[:-1]]
     starts = np.flatnonzero(new)
     means = np.add.reduceat(run.scores, starts) / np.diff(np.append(starts, len(new)))
-    return _entities(texts, run.grouped(new, means.astype(np.float32)), tags[starts], names)
+    return _entities(texts, run.grouped(new, means.astype(np.float32)), tags[starts], names, ignored)
 
 
 def _by_word(run: _Run, words: Ints, aggregation: str) -> _Run:
@@ -121,11 +123,12 @@ def _changes(values: Array) -> Flags:
     return out
 
 
-def _entities(texts: Sequence[str], run: _Run, chosen: Array, names: Sequence[str]) -> list[list[Entity]]:
-    """The entities of each text, without the tag `O` (outside)."""
+def _entities(
+    texts: Sequence[str], run: _Run, chosen: Array, names: Sequence[str], ignored: Sequence[str]
+) -> list[list[Entity]]:
     out: list[list[Entity]] = [[] for _ in texts]
-    outside = names.index("O") if "O" in names else -1
-    kept = np.flatnonzero(chosen != outside)
+    is_kept = np.array([name not in ignored for name in names], dtype=bool)
+    kept = np.flatnonzero(is_kept[chosen])
     columns = (run.text, chosen, run.scores, run.begins, run.ends)
     for text, name, score, begin, end in zip(*(column[kept].tolist() for column in columns), strict=True):
         out[text].append(Entity(names[name], score, begin, end, texts[text][begin:end]))

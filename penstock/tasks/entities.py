@@ -11,7 +11,7 @@ import numpy as np
 from penstock.errors import BadValue, NotPossible
 from penstock.inputs.labelled import MAX_LABELS, LabelledOptions, TextWords
 from penstock.inputs.offsets import TokenOffsets, join_with_offsets, require_texts
-from penstock.outputs.entities import AGGREGATIONS, Aggregation, Entity, find_entities
+from penstock.outputs.entities import AGGREGATIONS, OUTSIDE, Aggregation, Entity, find_entities
 from penstock.outputs.spans import SpanOptions, choose, span_candidates, to_entities, word_candidates
 from penstock.tasks.labels import check_labels
 from penstock.tasks.model import TextModel
@@ -29,6 +29,7 @@ class FindEntities(TextTask[list[list[Entity]]]):
 
     params: PoolingParams = _PARAMS
     aggregation: Aggregation = "simple"
+    ignored: Sequence[str] = OUTSIDE  # labels, or tags where tokens are merged, that are left out
 
     def check(self, model: TextModel) -> None:
         if model.spec.entities is not None:
@@ -69,6 +70,7 @@ class FindEntities(TextTask[list[list[Entity]]]):
             offsets.words,
             model.spec.labels,
             self.aggregation,
+            self.ignored,
         )
 
 

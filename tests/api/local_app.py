@@ -69,3 +69,15 @@ def local_app(
             yield http, local
     finally:
         engine.close()
+
+
+class WholeClient(CountingClient):
+    """Has everything that a handler asks an engine for: streams and comparisons too."""
+
+    unavailable_reason = ""
+
+    async def run(self, request: Request) -> PooledOutput:
+        return await self.engine.run(request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)

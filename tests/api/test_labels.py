@@ -74,7 +74,7 @@ def test_zero_shot_answers_as_the_offline_engine_does(
         ("/classify", {"input": [["a", "b"], ["a"]]}, 400, "input 1 is not a pair"),
         ("/classify", {"input": [["a", "b"]], "prompt": "x"}, 400, "prompt does not apply to pairs"),
         ("/classify", {"input": [["water " * 400, "oil"]]}, 400, "truncate_prompt_tokens"),
-        ("/predict", {"inputs": ["a", "b", "c"]}, 400, "inputs must be"),
+        ("/predict", {"inputs": ["a", "b", "c"]}, 422, "inputs must be"),
         ("/v1/zero-shot", {"input": "water", "labels": []}, 400, "labels is empty"),
         ("/v1/zero-shot", {"input": "water", "labels": ["a", "a"]}, 400, "given twice"),
         ("/v1/zero-shot", {"input": "water", "labels": ["a"], "hypothesis_template": "x"}, 400, "one {}"),

@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
+from penstock.api.conversations import MAX_MESSAGES
 from penstock.api.dialects import vllm
-from penstock.api.dialects.chat import MAX_MESSAGES
 from penstock.inputs import processor
 from penstock.inputs.chat import ChatTemplate
 from tests.api.local_app import local_app
@@ -77,12 +77,12 @@ def test_many_token_ids_are_converted_off_the_event_loop(http: TestClient, threa
 
 
 def test_too_many_documents_are_refused_before_they_are_read(tmp_path: Path, threads: LoopThreads) -> None:
-    from penstock.api import ranking
-    from penstock.api.dialects import tei, vllm
+    from penstock.api import pipelines, ranking
+    from penstock.api.dialects import vllm_scoring
 
     write_cross_encoder(tmp_path)
     with local_app(tmp_path) as (http, _):
-        for owner in (ranking, tei, vllm):
+        for owner in (ranking, pipelines, vllm_scoring):
             threads.watch(owner, "make_pairs")
         for route, body in {
             "/rerank": {"query": "a", "documents": ["b"] * 2049},
@@ -92,7 +92,7 @@ def test_too_many_documents_are_refused_before_they_are_read(tmp_path: Path, thr
             answer = http.post(route, json=body)
             assert answer.status_code == 400 and "2049 rows" in answer.text, route
         answer = http.post("/rerank", json={"query": "a", "texts": ["b"] * 2049})
-        assert answer.status_code == 400 and "2049 rows" in answer.text
+        assert answer.status_code == 413 and "2049 rows" in answer.text
         assert not threads.calls
 
 

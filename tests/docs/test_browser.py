@@ -17,7 +17,6 @@ import httpx
 import pytest
 
 from docs.tools.screenshots import API_PAGES, PICTURES, SIZE, SUBJECTS, Camera, chromium, take_picture
-from penstock.api.app import ROUTES
 from tests.docs.model_server import serving_models
 from tests.docs.playground_page import Playground
 from tests.docs.stand_ins import STAND_INS
@@ -38,7 +37,7 @@ TABS = {
     "tagger": ["Entities", "Tokens", "Live"],
     "llama": ["Chat", "Complete", "Tokens", "Live"],
 }
-NASTY = "It's \"quoted\", $HOME `id` \\n \\ ünï 水 🙂 %s {} <b>&amp;</b>"
+NASTY = 'It\'s "quoted", $HOME `id` \\n \\ ünï 水 🙂 %s {} <b>&amp;</b>'
 MARKUP = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
 KEY = "secret-key"
 SHORT = {  # the seeded models read 64 tokens
@@ -94,13 +93,6 @@ def requests_of(page: Playground) -> list[Any]:
 
 def posted(sent: list[Any]) -> list[str]:
     return [request.url.split("/", 3)[3] for request in sent if request.method == "POST"]
-
-
-def test_the_api_page_lists_every_route(camera: Camera, url: str) -> None:
-    camera.page.goto(url + "/docs", wait_until="networkidle")
-    text = camera.page.inner_text("body")
-    assert [route.path for route in ROUTES if route.path not in text] == []
-    assert camera.problems == []
 
 
 # ── Every tab of every kind of model ──────────────────────────────────────────────────────────────
@@ -422,7 +414,7 @@ def test_the_curl_command_sends_what_is_on_screen(playground: Playground, url: s
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")
     playground.page.select_option("#model", "prompts")
-    playground.choose("Embed").fill(input="It's\nsaid \"so\"").open_options().fill(dimensions="8")
+    playground.choose("Embed").fill(input='It\'s\nsaid "so"').open_options().fill(dimensions="8")
     answer = run_bash(playground.code("curl"))
     assert [len(row["embedding"]) for row in answer["data"]] == [8, 8]
     program = playground.code("python")
@@ -484,7 +476,16 @@ CONTRAST = """(selectors) => {
 def test_text_can_be_read_in_both_colour_schemes(playground: Playground, url: str, scheme: str) -> None:
     playground.page.emulate_media(color_scheme=scheme)
     playground.open(url, model="prompts").choose("Embed").run()
-    selectors = ["h1", ".about", "#model-facts", ".timing p", ".legend", "button.main", "pre", ".vector small"]
+    selectors = [
+        "h1",
+        ".about",
+        "#model-facts",
+        ".timing p",
+        ".legend",
+        "button.main",
+        "pre",
+        ".vector small",
+    ]
     selectors += ["[role=tab][aria-selected=false]", "label", ".said", "textarea", "nav a"]
     ratios = dict(playground.page.evaluate(CONTRAST, selectors))
     assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}

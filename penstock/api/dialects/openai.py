@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from penstock.api.embeddings import vectors
+from penstock.api.embeddings import EmbeddingsAnswer, embedding_items, vectors
 from penstock.api.endpoint import Call, Reply
 from penstock.api.fields import ChunkFields
 from penstock.api.routes import RouteSpec
 from penstock.api.state import ServedModel
 from penstock.checkpoint.labels import nli_labels
-from penstock.errors import BadValue
 from penstock.inputs.late import LateLayout
-from penstock.inputs.processor import InputOptions
 from penstock.inputs.tokenizer import TokenStyle
 from penstock.types import Task
 
 
 class EmbeddingsRequest(ChunkFields, kw_only=True):
-    """Body of `POST /v1/embeddings`. Clients of Jina's models call the `adapter` field `task`."""
-
-    task: str | None = None
-
-    def options(self) -> InputOptions:
-        if self.task is None:
-            return super().options()
-        if self.adapter is not None and self.adapter != self.task:
-            raise BadValue("task and adapter contradict each other", param="task")
-        return replace(super().options(), adapter=self.task)
+    """Body of `POST /v1/embeddings`."""
 
 
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Reply:
     """Embed texts or token ids."""
     model = call.model(body)
     return await vectors(call, body, model, body.params(Task.EMBED), prefix="embd", items=embedding_items)
-
-
-def embedding_items(rows: list[Any]) -> list[dict[str, Any]]:
-    return [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
 
 
 class ModelEntry(msgspec.Struct, kw_only=True):
@@ -114,38 +98,6 @@ def model_entry(name: str, model: ServedModel) -> ModelEntry:
         has_chat_template=spec.generates and text.generation.chat.exists,
         token_style=text.tokenizer.token_style,
     )
-
-
-class Usage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class ChunkEntry(msgspec.Struct, kw_only=True):
-    """A part of a text, with chunking: late."""
-
-    index: int
-    embedding: list[float] | str
-    start_token: int
-    end_token: int
-    start_char: int | None
-    end_char: int | None
-
-
-class EmbeddingEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str  # a string with encoding_format: base64
-    chunks: list[ChunkEntry] | msgspec.UnsetType = msgspec.UNSET
-
-
-class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
-    object: Literal["list"]
-    id: str
-    created: int
-    model: str
-    data: list[EmbeddingEntry]
-    usage: Usage
 
 
 ROUTES = (

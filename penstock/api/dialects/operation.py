@@ -6,16 +6,19 @@ import hashlib
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
+from typing import Literal
 
+import msgspec
 import orjson
 
 from penstock import __version__
 from penstock.api.endpoint import Call, Reply
 from penstock.api.metrics import render
 from penstock.api.routes import RouteSpec
-from penstock.errors import EngineUnavailable, NotFound
+from penstock.errors import NotFound, shown
 
 HTML = b"text/html; charset=utf-8"
+JAVASCRIPT = b"text/javascript; charset=utf-8"
 ASSETS = "playground"  # the folder of the playground's scripts and style sheet
 _ASSET_TYPES = {".css": b"text/css; charset=utf-8", ".js": b"text/javascript; charset=utf-8"}
 _SAFE = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
@@ -34,20 +37,14 @@ async def live(call: Call) -> Reply:
 
 async def health(call: Call) -> Reply:
     """Report whether requests can be served; 503 with the reason otherwise."""
-    _check_engines(call)
+    call.state.check_engines()
     return Reply(b'{"status":"healthy"}')
 
 
 async def ready(call: Call) -> Reply:
     """Report whether the engine can serve; 503 with the reason otherwise."""
-    _check_engines(call)
+    call.state.check_engines()
     return Reply(b'{"status":"ready"}')
-
-
-def _check_engines(call: Call) -> None:
-    for model in call.state.models.values():
-        if not model.engine.ready:
-            raise EngineUnavailable(model.engine.unavailable_reason)
 
 
 async def metrics(call: Call) -> Reply:
@@ -107,16 +104,43 @@ async def docs(call: Call) -> Reply:
     return Reply(page("docs.html"), HTML)
 
 
+_GZIP = (b"content-encoding", b"gzip")  # all browsers take it
+_DOCS_FILES: dict[str, list[tuple[bytes, bytes]]] = {
+    "docs.js": [(b"cache-control", b"no-cache")],
+    "scalar-1.72.1.js": [_FOREVER, _GZIP],
+}
+
+
+async def docs_file(call: Call) -> Reply:
+    """Show a file of the API reference's page."""
+    name = call.path_value.rpartition("/")[2]
+    if (headers := _DOCS_FILES.get(name)) is None:
+        raise NotFound(f"/docs has no file {shown(name)}")
+    stored = f"reference/{name}.gz" if _GZIP in headers else f"reference/{name}"
+    return Reply(page(stored), JAVASCRIPT, headers=list(headers))
+
+
+class StatusAnswer(msgspec.Struct, kw_only=True):
+    status: Literal["alive", "healthy", "ready"]
+
+
+class VersionAnswer(msgspec.Struct, kw_only=True):
+    version: str
+
+
 ROUTES = tuple(
-    RouteSpec(path, None, handler, "operation", open_to_all=True)
-    for path, handler in (
-        ("/live", live),
-        ("/health", health),
-        ("/ready", ready),
-        ("/metrics", metrics),
-        ("/version", version),
-        ("/docs", docs),
-        ("/static/{file}", static),
-        ("/", playground),
+    RouteSpec(path, None, handler, "operation", answer, open_to_all=True, media=media)
+    for path, handler, answer, media in (
+        ("/live", live, StatusAnswer, ()),
+        ("/health", health, StatusAnswer, ()),
+        ("/ready", ready, StatusAnswer, ()),
+        ("/metrics", metrics, None, ("text/plain",)),
+        ("/version", version, VersionAnswer, ()),
+        ("/docs", docs, None, ("text/html",)),
+        ("/", playground, None, ("text/html",)),
     )
+)
+ROUTES += tuple(
+    RouteSpec(path, None, handler, "operation", open_to_all=True, is_listed=False)
+    for path, handler in (("/docs/{file}", docs_file), ("/static/{file}", static))
 )

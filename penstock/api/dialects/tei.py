@@ -1,29 +1,41 @@
-"""The dialect of Text Embeddings Inference: its body on `/rerank`, and `/similarity`."""
+"""The dialect of Text Embeddings Inference."""
 
 from __future__ import annotations
 
-import time
-from typing import Any, Literal
+import asyncio
+import re
+from functools import partial
+from typing import Annotated, Any
 
 import msgspec
+import orjson
 
-from penstock.api.classify import classifier_task
+from penstock import __version__
+from penstock.api import pipelines
 from penstock.api.endpoint import Call, Reply
-from penstock.api.error_styles import ErrorStyle
 from penstock.api.fields import User
-from penstock.api.ranking import run_pairs
-from penstock.api.replies import json_reply, record_phases
+from penstock.api.pipelines import (
+    TEI_ERRORS,
+    Direction,
+    PredictInputs,
+    TextInputs,
+    TextOptions,
+    check_not_empty,
+    joined,
+)
+from penstock.api.replies import json_reply
 from penstock.api.routes import RouteSpec, Variant, VariantTable
-from penstock.api.run import check_num_rows, run
-from penstock.errors import BadValue, EngineUnavailable, NotPossible, PenstockError, QueueFull
-from penstock.inputs.pair_options import PairOptions, make_pairs
-from penstock.inputs.pairs import score_kind
+from penstock.api.run import check_num_rows
+from penstock.api.state import ServedModel
+from penstock.config import available_cpus
+from penstock.errors import BadValue, BodyTooLarge, EmptyInput, EngineUnavailable, MalformedBody
 from penstock.inputs.processor import InputOptions
-from penstock.inputs.truncation import Side
-from penstock.outputs.ranking import top_indices
-from penstock.types import PoolingParams, Task
+from penstock.inputs.tokenizer import EncodedText
+from penstock.types import Task
 
-Direction = Literal["left", "right", "Left", "Right"]
+MAX_DECODED_IDS = 1 << 20
+_MAX_LOOP_TOKENS = 1 << 12  # of fewer, the answer is made on the event loop
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class TeiFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -36,24 +48,63 @@ class TeiFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: User = None
 
 
-class TeiRerankRequest(TeiFields, kw_only=True):
+class TeiTruncation(TeiFields, kw_only=True):
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+
+    def options(self) -> TextOptions:
+        return TextOptions(truncate=self.truncate, direction=self.truncation_direction)
+
+
+class TeiTexts(TeiTruncation, kw_only=True):
+    """Texts to embed, and the prompt before them."""
+
+    inputs: TextInputs
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
+    input_type: str | None = None
+
+    def options(self) -> TextOptions:
+        return TextOptions(
+            truncate=self.truncate,
+            direction=self.truncation_direction,
+            prompt_name=self.prompt_name,
+            prompt=self.prompt,
+            instruction=self.instruction,
+            input_type=self.input_type,
+        )
+
+
+class TeiEmbedRequest(TeiTexts, kw_only=True):
+    """Body of `POST /embed`."""
+
+    normalize: bool = True
+    dimensions: int | None = None
+
+
+class TeiEmbedAllRequest(TeiTexts, kw_only=True):
+    """Body of `POST /embed_all`."""
+
+
+class TeiEmbedSparseRequest(TeiTexts, kw_only=True):
+    """Body of `POST /embed_sparse`."""
+
+
+class TeiRerankRequest(TeiTruncation, kw_only=True):
     """Body of `POST /rerank` in TEI's dialect, recognised by its field `texts`."""
 
     query: str
     texts: list[str]
     raw_scores: bool = False
     return_text: bool = False
-    truncate: bool = False
-    truncation_direction: Direction = "right"
 
 
-class PredictRequest(TeiFields, kw_only=True):
+class PredictRequest(TeiTruncation, kw_only=True):
     """Body of `POST /predict`: a text, a pair of texts, or a list of such."""
 
-    inputs: str | list[str | list[str]]
+    inputs: PredictInputs
     raw_scores: bool = False
-    truncate: bool = False
-    truncation_direction: Direction = "right"
 
 
 class SimilarityInput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -62,7 +113,7 @@ class SimilarityInput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SimilarityParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    truncate: bool = False
+    truncate: bool | None = None
     truncation_direction: Direction = "right"
     prompt_name: str | None = None
 
@@ -74,108 +125,333 @@ class SimilarityRequest(TeiFields, kw_only=True):
     parameters: SimilarityParameters | None = None
 
 
+class TeiTokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /tokenize` in TEI's dialect, recognised by its field `inputs`."""
+
+    inputs: str | list[str]
+    model: str | None = None
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+class DecodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /decode`: the ids of one text, or of several."""
+
+    ids: list[int | list[int]]
+    model: str | None = None
+    skip_special_tokens: bool = True
+
+
+class VertexRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /vertex`: bodies of `/embed`, `/embed_sparse`, `/predict` or `/rerank`."""
+
+    instances: list[dict[str, Any]]
+    model: str | None = None
+
+
+Number = Annotated[float, msgspec.Meta(description="a number of 32 bits")]
+Vectors = list[list[Number]]
+
+
+class SparseValue(msgspec.Struct, kw_only=True):
+    index: int
+    value: Number
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    score: Number
+    label: str
+
+
+class Rank(msgspec.Struct, kw_only=True):
+    index: int
+    text: str | msgspec.UnsetType = msgspec.UNSET  # with return_text
+    score: Number
+
+
+class SimpleToken(msgspec.Struct, kw_only=True):
+    id: int
+    text: str
+    special: bool
+    start: int | None  # characters within the prompt and the text; None for special tokens
+    stop: int | None
+
+
+class VertexAnswer(msgspec.Struct, kw_only=True):
+    predictions: list[Any]
+
+
+class EmbeddingModel(msgspec.Struct, kw_only=True):
+    pooling: str
+
+
+class ClassifierModel(msgspec.Struct, kw_only=True):
+    id2label: dict[str, str]
+    label2id: dict[str, int]
+
+
+class ModelType(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One of these."""
+
+    embedding: EmbeddingModel | msgspec.UnsetType = msgspec.UNSET
+    classifier: ClassifierModel | msgspec.UnsetType = msgspec.UNSET
+    reranker: ClassifierModel | msgspec.UnsetType = msgspec.UNSET
+
+
+class Info(msgspec.Struct, kw_only=True):
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    served_model_name: str
+    model_type: ModelType
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_batch_requests: int | None
+    max_client_batch_size: int
+    auto_truncate: bool
+    tokenization_workers: int
+    version: str
+    sha: str | None = None
+    docker_label: str | None = None
+
+
+async def tei_embed(call: Call, body: TeiEmbedRequest) -> Reply:
+    """Embed texts or token ids: a list of vectors."""
+    model = call.model(body)  # it may name a prompt, which the options hold
+    return await pipelines.embed(
+        call, body, model, body.inputs, body.options(), normalize=body.normalize, dimensions=body.dimensions
+    )
+
+
+async def embed_all(call: Call, body: TeiEmbedAllRequest) -> Reply:
+    """Give the model's state for each token, before pooling."""
+    model = call.model(body)
+    return await pipelines.embed_all(call, body, model, body.inputs, body.options())
+
+
+async def embed_sparse(call: Call, body: TeiEmbedSparseRequest) -> Reply:
+    """Weigh the terms of each text, by token id."""
+    model = call.model(body)
+    return await pipelines.embed_sparse(call, body, model, body.inputs, body.options())
+
+
 async def tei_rerank(call: Call, body: TeiRerankRequest) -> Reply:
     """Rank texts from best to worst, in TEI's shape."""
-    if not body.query.strip():
-        raise BadValue("query is an empty text", param="query")
-    if not body.texts:
-        raise BadValue("texts is empty; give at least one text", param="texts")
-    check_num_rows(call, len(body.texts), "texts")
-    options = _options(body.truncate, body.truncation_direction)
-    activate = False if body.raw_scores else None
-    result = await run_pairs(call, body, make_pairs(body.query, body.texts), options, activate=activate)
-    began, scores = time.monotonic(), result.value
-    rows: list[dict[str, Any]] = [{"index": index, "score": scores[index]} for index in top_indices(scores)]
-    if body.return_text:
-        rows = [{**row, "text": body.texts[row["index"]]} for row in rows]
-    reply = json_reply(rows)
-    record_phases(call, began)
-    return reply
+    return await pipelines.rank(
+        call,
+        body,
+        body.query,
+        body.texts,
+        body.options(),
+        raw_scores=body.raw_scores,
+        return_text=body.return_text,
+    )
 
 
 async def predict(call: Call, body: PredictRequest) -> Reply:
     """Classify a text, a pair of texts or several of these: all labels with their scores, best first."""
-    inputs, is_one = _predicted(body.inputs)
-    options = InputOptions(
-        truncate_prompt_tokens=-1 if body.truncate else None, truncation_side=_side(body.truncation_direction)
-    )
-    params = PoolingParams(Task.CLASSIFY, normalize=False if body.raw_scores else None)
-    model = call.model(body)
-    result = await run(call, body, model, classifier_task(inputs, params, options), rows_name="inputs")
-    began, labels = time.monotonic(), model.spec.labels
-    rows = [
-        [{"score": row[index], "label": labels[index]} for index in top_indices(row)] for row in result.value
-    ]
-    reply = json_reply(rows[0] if is_one else rows)
-    record_phases(call, began)
-    return reply
-
-
-def _predicted(inputs: Any) -> tuple[list[str] | list[list[str]], bool]:
-    """The texts or pairs of a body, and whether it has only one. Two texts in a flat list are a pair."""
-    if isinstance(inputs, str):
-        return [inputs], True
-    is_one = bool(inputs) and isinstance(inputs[0], str)
-    rows = [inputs] if is_one else inputs
-    sizes = {len(row) if isinstance(row, list) else 0 for row in rows}
-    if not all(isinstance(text, str) for row in rows for text in row) or sizes not in ({1}, {2}):
-        raise BadValue(
-            "inputs must be a text, a pair of texts, a list of lists with one text each, or a list of pairs",
-            param="inputs",
-        )
-    return (rows, is_one) if sizes == {2} else ([row[0] for row in rows], is_one)
+    return await pipelines.predict_reply(call, body, body.inputs, body.options(), raw_scores=body.raw_scores)
 
 
 async def similarity(call: Call, body: SimilarityRequest) -> Reply:
     """Compare a sentence with others by the vectors of an embedding model."""
-    model, parameters = call.model(body), body.parameters or SimilarityParameters()
-    if score_kind(model.spec) != "bi":
-        raise NotPossible(
-            f"model {model.spec.name} has no sentence embeddings to compare; use /rerank", param="model"
-        )
-    if not body.inputs.source_sentence.strip():
-        raise BadValue("source_sentence is an empty text", param="inputs")
-    if not body.inputs.sentences:
-        raise BadValue("sentences is empty; give at least one text", param="inputs")
-    check_num_rows(call, len(body.inputs.sentences), "sentences")
-    options = _options(
-        parameters.truncate, parameters.truncation_direction, parameters.prompt_name, symmetric=True
+    given, parameters = body.inputs, body.parameters or SimilarityParameters()
+    options = TextOptions(
+        truncate=parameters.truncate,
+        direction=parameters.truncation_direction,
+        prompt_name=parameters.prompt_name,
     )
-    pairs = make_pairs(body.inputs.source_sentence, body.inputs.sentences)
-    result = await run_pairs(call, body, pairs, options, activate=None)
-    began = time.monotonic()
-    reply = json_reply(result.value)
-    record_phases(call, began)
+    return await pipelines.similarity(call, body, given.source_sentence, given.sentences, options)
+
+
+async def tei_tokenize(call: Call, body: TeiTokenizeRequest) -> Reply:
+    """Tokenise texts, with the characters that each token stands for."""
+    check_not_empty(body.inputs)  # type: ignore[arg-type]
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    check_num_rows(call, len(texts), "inputs")
+    model = call.model(body)
+    options = InputOptions(prompt_name=body.prompt_name, add_special_tokens=body.add_special_tokens)
+    prompted = list(model.text.processor.with_prompt(texts, options))
+    rows = await model.text.batcher.encode_with_offsets(prompted, body.add_special_tokens)
+    make = partial(_token_rows, model, prompted, rows)
+    num_tokens = sum(len(row.ids) for row in rows)
+    if num_tokens <= _MAX_LOOP_TOKENS:
+        return Reply(make())
+    return Reply(await model.text.batcher.call(make, num_tokens))
+
+
+def _token_rows(model: ServedModel, texts: list[str], rows: list[EncodedText]) -> bytes:
+    out = []
+    for text, row in zip(texts, rows, strict=True):
+        names = model.text.tokenizer.token_strings(row.ids.tolist())
+        out.append(
+            [
+                _token(token_id, name, text, *place)
+                for token_id, name, place in zip(
+                    row.ids.tolist(),
+                    names,
+                    zip(row.words.tolist(), *row.offsets.T.tolist(), strict=True),
+                    strict=True,
+                )
+            ]
+        )
+    return orjson.dumps(out)
+
+
+def _token(token_id: int, name: str | None, text: str, word: int, start: int, stop: int) -> dict[str, Any]:
+    is_special = word < 0
+    return {
+        "id": token_id,
+        "text": (name or "") if is_special else text[start:stop],
+        "special": is_special,
+        "start": None if is_special else start,
+        "stop": None if is_special else stop,
+    }
+
+
+async def decode(call: Call, body: DecodeRequest) -> Reply:
+    """Decode token ids to texts."""
+    if not body.ids or not all(row for row in body.ids if isinstance(row, list)):
+        raise EmptyInput("ids is empty; give at least one token id for each text", param="ids")
+    kinds = set(map(type, body.ids))
+    if len(kinds) > 1:
+        raise MalformedBody("ids has both ids and lists of ids; give one kind", param="ids")
+    rows: list[Any] = [body.ids] if kinds == {int} else body.ids
+    check_num_rows(call, len(rows), "ids")
+    num_ids = sum(map(len, rows))
+    if num_ids > MAX_DECODED_IDS:
+        raise BodyTooLarge(f"ids has {num_ids} ids; one request takes at most {MAX_DECODED_IDS}", param="ids")
+    tokenizer = call.model(body).text.tokenizer
+    if not all(0 <= token_id < tokenizer.vocab_size for row in rows for token_id in row):
+        raise BadValue("ids holds an id that the tokenizer does not know", param="ids")
+    work = partial(tokenizer.decode_rows, rows, body.skip_special_tokens)
+    if num_ids <= _MAX_LOOP_TOKENS:
+        return json_reply(work())
+    return json_reply(await call.model(body).text.batcher.call(work, num_ids))
+
+
+async def vertex(call: Call, body: VertexRequest) -> Reply:
+    """Run instances, each a body of the route that fits it and the model."""
+    if not body.instances:
+        raise EmptyInput("instances is empty; give at least one", param="instances")
+    check_num_rows(call, len(body.instances), "instances")
+    model = call.model(body)
+    work = [asyncio.ensure_future(_instance(call, model, instance)) for instance in body.instances]
+    try:
+        replies = await asyncio.gather(*work)
+    finally:
+        for each in work:
+            each.cancel()
+    return Reply(joined([reply.body for reply in replies], b'{"predictions":[', b"]}"))
+
+
+async def _instance(call: Call, model: ServedModel, instance: dict[str, Any]) -> Reply:
+    kind, handler = _instance_route(model, instance)
+    try:
+        given = msgspec.convert(instance, kind)
+    except msgspec.ValidationError as error:
+        raise MalformedBody(f"an instance is no {kind.__name__}: {error}", param="instances") from None
+    if getattr(given, "model", None) is None:
+        given.model = model.spec.name
+    reply: Reply = await handler(call, given)
     return reply
 
 
-def _options(
-    truncate: bool, direction: Direction, prompt_name: str | None = None, *, symmetric: bool = False
-) -> PairOptions:
-    return PairOptions(
-        truncate_prompt_tokens=-1 if truncate else None,
-        truncation_side=_side(direction),
-        is_symmetric=symmetric,
-        prompt_name=prompt_name,
+def _instance_route(model: ServedModel, instance: dict[str, Any]) -> tuple[type[Any], Any]:
+    if "texts" in instance:
+        return TeiRerankRequest, tei_rerank
+    first = model.spec.tasks[0]
+    if first is Task.CLASSIFY:
+        return PredictRequest, predict
+    return (TeiEmbedSparseRequest, embed_sparse) if first is Task.SPARSE else (TeiEmbedRequest, tei_embed)
+
+
+async def info(call: Call) -> Reply:
+    """Describe the model and the limits of this server."""
+    model = next(iter(call.state.models.values()))
+    if not model.engine.ready:
+        raise EngineUnavailable(model.engine.unavailable_reason)
+    settings = getattr(model.engine, "engine_settings", {})
+    spec, config = model.spec, call.state.config
+    commit = next((part for part in reversed(spec.root_path.parts) if _COMMIT.fullmatch(part)), None)
+    answer = Info(
+        model_id=spec.name,
+        model_sha=commit,
+        model_dtype=settings.get("dtype", "float32"),
+        served_model_name=spec.name,
+        model_type=_model_type(model),
+        max_concurrent_requests=config.max_concurrent_requests,
+        max_input_length=spec.max_model_len,
+        max_batch_tokens=settings.get("max_num_batched_tokens", spec.max_model_len),
+        max_batch_requests=settings.get("max_num_seqs"),
+        max_client_batch_size=config.max_rows,
+        auto_truncate=config.auto_truncate is not False,
+        tokenization_workers=available_cpus(),
+        version=__version__,
+    )
+    return Reply(msgspec.json.encode(answer))
+
+
+def _model_type(model: ServedModel) -> ModelType:
+    spec = model.spec
+    if Task.CLASSIFY in spec.tasks:
+        labels = {str(index): label for index, label in enumerate(spec.labels)}
+        known = ClassifierModel(id2label=labels, label2id={label: int(at) for at, label in labels.items()})
+        return ModelType(reranker=known) if len(labels) == 1 else ModelType(classifier=known)
+    if spec.tasks[0] is Task.SPARSE:
+        return ModelType(embedding=EmbeddingModel(pooling="splade"))
+    names = {"last": "last_token"}
+    return ModelType(
+        embedding=EmbeddingModel(pooling="+".join(names.get(each, each) for each in spec.pooling.methods))
     )
 
 
-def _side(direction: Direction) -> Side:
-    return "left" if direction.lower() == "left" else "right"
-
-
-def tei_error(error: PenstockError) -> dict[str, Any]:
-    kind = "Validation" if error.status < 500 else "Backend"
-    if isinstance(error, QueueFull):
-        kind = "Overloaded"
-    elif isinstance(error, EngineUnavailable):
-        kind = "Unhealthy"
-    return {"error": error.message, "error_type": kind}
-
-
-TEI_ERRORS = ErrorStyle(tei_error)
+_TEXTS: dict[str, Any] = {"inputs": ["Water finds its level."]}
+_PAIR = {"query": "What drives a turbine?", "texts": ["Water does.", "A letter came."]}
 ROUTES = (
-    RouteSpec("/predict", PredictRequest, predict, "TEI", errors=TEI_ERRORS),
-    RouteSpec("/similarity", SimilarityRequest, similarity, "TEI", errors=TEI_ERRORS),
+    RouteSpec("/embed", TeiEmbedRequest, tei_embed, "TEI", Vectors, TEI_ERRORS, _TEXTS),
+    RouteSpec("/embed_all", TeiEmbedAllRequest, embed_all, "TEI", list[Vectors], TEI_ERRORS, _TEXTS),
+    RouteSpec(
+        "/embed_sparse",
+        TeiEmbedSparseRequest,
+        embed_sparse,
+        "TEI",
+        list[list[SparseValue]],
+        TEI_ERRORS,
+        _TEXTS,
+    ),
+    RouteSpec(
+        "/predict",
+        PredictRequest,
+        predict,
+        "TEI",
+        list[Prediction | list[Prediction]],
+        TEI_ERRORS,
+        {"inputs": "Water finds its level."},
+    ),
+    RouteSpec(
+        "/similarity",
+        SimilarityRequest,
+        similarity,
+        "TEI",
+        list[Number],
+        TEI_ERRORS,
+        {"inputs": {"source_sentence": "Water", "sentences": ["A river", "A letter"]}},
+    ),
+    RouteSpec("/decode", DecodeRequest, decode, "TEI", list[str], TEI_ERRORS, {"ids": [101, 2300, 102]}),
+    RouteSpec("/vertex", VertexRequest, vertex, "TEI", VertexAnswer, TEI_ERRORS, {"instances": [_TEXTS]}),
+    RouteSpec("/info", None, info, "TEI", Info, TEI_ERRORS),
 )
-VARIANTS: VariantTable = (("/rerank", Variant(("texts",), TeiRerankRequest, tei_rerank, "TEI", TEI_ERRORS)),)
+VARIANTS: VariantTable = (
+    (
+        "/rerank",
+        Variant(("texts",), TeiRerankRequest, tei_rerank, "TEI", TEI_ERRORS, list[Rank], _PAIR),
+    ),
+    (
+        "/tokenize",
+        Variant(
+            ("inputs",), TeiTokenizeRequest, tei_tokenize, "TEI", TEI_ERRORS, list[list[SimpleToken]], _TEXTS
+        ),
+    ),
+)
