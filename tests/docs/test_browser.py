@@ -87,7 +87,7 @@ def prepare(page: Playground, tab: str) -> Playground:
 
 def requests_of(page: Playground) -> list[Any]:
     sent: list[Any] = []
-    page.page.on("request", sent.append)
+    page.page.on("request", lambda request: sent.append(request))
     return sent
 
 
@@ -119,15 +119,13 @@ def test_every_tab_of_a_model_works(camera: Camera, playground: Playground, url:
     assert camera.problems == []
 
 
-@pytest.mark.parametrize("name", [*PICTURES, *API_PAGES])
+@pytest.mark.parametrize("name", ["playground-dark", "playground-phone", "playground-compare", "api-docs"])
 def test_the_pictures_of_the_documentation_can_be_taken(
     browser: Any, url: str, tmp_path: Path, name: str
 ) -> None:
-    """`python -m docs.tools.screenshots` takes them of better models."""
-    if name == "playground-live":
-        pytest.skip("it waits for half a minute of load; test_the_live_view covers the view")
+    """`python -m docs.tools.screenshots` takes all of them, of better models."""
     kind = PICTURES[name].subject if name in PICTURES else API_PAGES[name]
-    model = {"embedder": "prompts", "pair": "prompts"}.get(kind) or SUBJECTS[kind].stand_in
+    model = SUBJECTS[kind].stand_in or "prompts"
     problems = take_picture(browser, url, name, tmp_path, model)
     assert [problem for problem in problems if BLOCKED not in problem and "bytes" not in problem] == []
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
@@ -191,7 +189,8 @@ def test_bytes_and_spaces_of_sentence_pieces_are_read(playground: Playground, ur
     tokens = ["<s>", "▁the", "▁", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0xE6>", "end"]
     module = playground.page.get_attribute("script[type=module]", "src").replace("main.js", "readable.js")
     groups = playground.page.evaluate(
-        "([module, tokens]) => import(new URL(module, location.href)).then((m) => m.groups(tokens, 'metaspace'))",
+        """([module, tokens]) => import(new URL(module, location.href))
+           .then((readable) => readable.groups(tokens, 'metaspace'))""",
         [module, tokens],
     )
     assert [group["text"] for group in groups] == ["<s>", " the", " ", "🙂", "‹E6›", "end"]
