@@ -105,7 +105,7 @@ def test_every_tab_of_a_model_works(camera: Camera, playground: Playground, url:
     for tab in TABS[kind]:
         prepare(playground, tab) if tab != "Live" else playground.choose(tab)
         if tab == "Live":
-            playground.page.locator("#live[data-samples]").wait_for()
+            sync_api.expect(playground.panel.locator(".said")).to_have_text("Updated every second.")
         else:
             playground.run()
             assert playground.said != "", tab
