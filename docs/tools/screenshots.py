@@ -115,7 +115,13 @@ def show_token_map(page: Playground) -> None:
 
 
 def show_labels(page: Playground) -> None:
-    page.choose("Classify").run()
+    questions = (
+        "How do turbines work?",
+        "What do you think about it?",
+        "What is the capital of France?",
+        "What did you mean by that last comment?",
+    )
+    page.choose("Classify").fill(input="\n".join(questions)).run()
 
 
 def show_entities(page: Playground) -> None:
