@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import DeadlineExceeded, ModelNotFound, NotPossible, PenstockError
+from penstock.errors import ModelNotFound, NotPossible, PenstockError
 
 
 def own_status(error: PenstockError) -> int:
@@ -79,7 +79,7 @@ class CohereError(msgspec.Struct, kw_only=True):
 
 def cohere_errors(own_names: Mapping[str, str] | None = None) -> ErrorStyle:
     """Cohere's errors. `own_names` are its names of fields that are called otherwise elsewhere."""
-    return ErrorStyle(partial(_cohere_body, own_names or {}), _cohere_status, CohereError)
+    return ErrorStyle(partial(_cohere_body, own_names or {}), answer=CohereError)
 
 
 def _cohere_body(own_names: Mapping[str, str], error: PenstockError) -> dict[str, Any]:
@@ -90,10 +90,6 @@ def _in_own_names(error: PenstockError, own_names: Mapping[str, str]) -> str:
     """The message with a dialect's own name of the field that it is about."""
     own_name = own_names.get(error.param or "")
     return error.message if own_name is None else re.sub(rf"\b{error.param}\b", own_name, error.message)
-
-
-def _cohere_status(error: PenstockError) -> int:
-    return 504 if isinstance(error, DeadlineExceeded) else error.status  # its clients know no 408
 
 
 # --- styles that several dialects share ---------------------------------------------------------------------
