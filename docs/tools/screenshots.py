@@ -5,7 +5,8 @@
 
 FOLDER has the models `reranker-mini`, `question-tiny`, `smollm2` and `potion-8m`; small seeded ones stand in
 for those that are missing. `--only NAME …` takes some of the pictures. With `--site build/site` it also opens
-every page of the built documentation. Fails if a page asks another host for anything, or writes an error to its console.
+every page of the built documentation. Fails if a page asks another host for anything,
+or writes an error to its console.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SIZE = {"width": 1280, "height": 720}
 PHONE = {"width": 360, "height": 780}
 MAX_HEIGHT = 1000  # of a picture, in CSS pixels
 SCALE = 1.5  # pixels of a picture for each CSS pixel
+NUM_COLOURS = 200
 DEFAULT_NAME = "sentence-transformers/all-MiniLM-L6-v2"
 
 
@@ -82,10 +84,11 @@ class Camera:
 
 
 def shrunk(picture: bytes) -> bytes:
-    """The picture with a palette of 128 colours."""
+    """The picture with a palette, which keeps colours of small areas too."""
     from PIL import Image
 
-    reduced = Image.open(io.BytesIO(picture)).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    whole, method = Image.open(io.BytesIO(picture)).convert("RGB"), Image.Quantize.MAXCOVERAGE
+    reduced = whole.quantize(NUM_COLOURS, method=method, dither=Image.Dither.NONE)
     out = io.BytesIO()
     reduced.save(out, "PNG", optimize=True)
     return out.getvalue()
@@ -106,8 +109,19 @@ def show_ranking(page: Playground) -> None:
     page.choose("Rerank").run()
 
 
+def show_token_map(page: Playground) -> None:
+    documents = page.choose("Rerank").field("documents").input_value().splitlines()
+    page.fill(documents="\n".join(documents[:4])).run()
+
+
 def show_labels(page: Playground) -> None:
-    page.choose("Classify").run()
+    questions = (
+        "How do turbines work?",
+        "What do you think about it?",
+        "What is the capital of France?",
+        "What did you mean by that last comment?",
+    )
+    page.choose("Classify").fill(input="\n".join(questions)).run()
 
 
 def show_entities(page: Playground) -> None:
@@ -203,14 +217,14 @@ PICTURES = {
     "playground": Picture("embedder", show_embedding),
     "playground-search": Picture("embedder", show_search),
     "playground-reranker": Picture("reranker", show_ranking),
-    "playground-late": Picture("late", show_ranking),
+    "playground-late": Picture("late", show_token_map),
     "playground-classifier": Picture("classifier", show_labels),
     "playground-entities": Picture("token-classifier", show_entities),
     "playground-chat": Picture("generator", show_chat),
     "playground-tokens": Picture("generator", show_tokens),
     "playground-compare": Picture("pair", show_comparison),
     "playground-live": Picture("embedder", show_live),
-    "playground-dark": Picture("late", show_ranking, dark=True),
+    "playground-dark": Picture("late", show_token_map, dark=True),
     "playground-phone": Picture("token-classifier", show_entities, phone=True),
 }
 API_PAGES = {

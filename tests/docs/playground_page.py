@@ -21,6 +21,12 @@ class Playground:
             self.page.select_option("#model", model)
         return self if tab is None else self.choose(tab)
 
+    def open_without_tabs(self, url: str) -> Playground:
+        """Open the page of a server that does not tell its models without a key."""
+        self.page.goto(f"{url}/")
+        self.page.locator("#key-form").wait_for()
+        return self
+
     @property
     def tabs(self) -> list[str]:
         found: list[str] = self.page.locator("[role=tab]").all_inner_texts()

@@ -6,10 +6,10 @@ import { card, commaSeparated, el, fixed, nonEmptyLines, percent, plural } from 
 import { inputTexts, textFields } from "./embed.js";
 
 const MAX_LABELS = 8;  // of a text that are shown
-const TEXTS = `What would you say is the greatest danger in your own plan?
+const TEXTS = `I love how quiet the new pump is.
+The delivery was late, and the box was damaged.
 How many people live in Norway?
-Could you tell me why you changed your mind about it?
-Is it possible to boil water on a mountain?`;
+Please cancel my subscription.`;
 const PREMISES = `A man is playing a guitar on stage.
 The museum is closed on Mondays.`;
 const HYPOTHESES = `Somebody makes music.

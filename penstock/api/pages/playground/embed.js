@@ -70,8 +70,8 @@ function similarity(texts, vectors) {
 }
 
 function vectorRow(text, index, raw, vector, dtype) {
-  const numbers = raw.slice(0, 4).map((value) => (Number.isInteger(value) ? value : value.toFixed(3)));
-  const facts = `[${numbers.join(", ")}${raw.length > 4 ? ", …" : ""}]  norm ${norm(vector).toFixed(3)}  ${plural(raw.length * (BYTES[dtype] ?? 1), "byte")}`;
+  const numbers = raw.slice(0, 3).map((value) => (Number.isInteger(value) ? value : value.toFixed(3)));
+  const facts = `[${numbers.join(", ")}${raw.length > 3 ? ", …" : ""}]  norm ${norm(vector).toFixed(3)}  ${plural(raw.length * (BYTES[dtype] ?? 1), "byte")}`;
   return el("div", { class: "vector" }, el("p", { title: text }, el("span", { class: "number" }, String(index + 1)), text),
     strip(vector, `${vector.length} values of “${text}”: blue above zero, orange below`), el("small", {}, facts));
 }

@@ -1,8 +1,8 @@
 // One tab: a form, the request that it makes, its snippets, and the results of one or several models.
 //
 // A view says what is particular about a tab:
-//   id, title, action    the name of the tab and of its button
-//   heading, about       what stands above the form; or wordsFor(model), if they differ by model
+//   id, title            the name of the tab
+//   heading, about, action   what stands above the form and on its button; or wordsFor(model), if it differs by model
 //   offered(model)       whether the model can do it
 //   fields(model)        the form (see `Field`)
 //   request(values, model)   → { path, body }; throws Refused if something is missing
@@ -66,10 +66,10 @@ export class Panel {
   }
 
   build(model) {
-    const { view } = this, { heading, about } = view.wordsFor?.(model) ?? view;
+    const { view } = this, { heading, about, action } = view.wordsFor?.(model) ?? view;
     this.fields = view.fields(model).map((spec) => new Field(view.id, spec));
     const shown = this.fields.filter(({ spec }) => !spec.option), options = this.fields.filter(({ spec }) => spec.option);
-    this.button = el("button", { class: "main" }, view.action);
+    this.button = el("button", { class: "main" }, action);
     this.stop = el("button", { type: "button", class: "quiet", hidden: true }, "Stop");
     this.said = el("span", { class: "aside said", role: "status" });
     this.error = el("p", { class: "error", role: "alert", hidden: true });

@@ -18,16 +18,16 @@ Refunds reach your bank within five working days.
 An adult octopus has three hearts and blue blood.`;
 
 const KINDS = {
-  bi: { heading: "Search", by: "similarity of the vectors", about: "Query and documents become one vector each; the nearest document comes first." },
-  cross: { heading: "Rerank", by: "score of query and document, read together", about: "The model reads the query with each document and says how well it answers." },
-  list: { heading: "Rerank", by: "score of each document within the list", about: "The model reads the query and all documents at once." },
-  late: { heading: "Rerank by tokens", by: "MaxSim", about: "Every token has a vector. A document scores by how well its tokens answer those of the query." },
+  bi: { heading: "Search", action: "Search", by: "similarity of the vectors", about: "Query and documents become one vector each; the nearest document comes first." },
+  cross: { heading: "Rerank", action: "Rank", by: "score of query and document, read together", about: "The model reads the query with each document and says how well it answers." },
+  list: { heading: "Rerank", action: "Rank", by: "score of each document within the list", about: "The model reads the query and all documents at once." },
+  late: { heading: "Rerank by tokens", action: "Rank", by: "MaxSim", about: "Every token has a vector. A document scores by how well its tokens answer those of the query." },
 };
 
-/** The share of a bar: of 1 where scores are from 0 to 1, otherwise between the lowest and the highest. */
+/** The share of a bar: of 1 where scores are at most 1, otherwise between the lowest and the highest. */
 function share(score, scores) {
   const most = Math.max(...scores), least = Math.min(...scores);
-  if (least >= 0 && most <= 1) return score;
+  if (least >= -1 && most <= 1) return Math.max(0, score);
   return most === least ? 1 : 0.04 + (0.96 * (score - least)) / (most - least);
 }
 
@@ -138,7 +138,7 @@ async function lateNodes(result, { request, model, signal }) {
 }
 
 export const rank = {
-  id: "rank", title: "Rank", action: "Rank",
+  id: "rank", title: "Rank",
   titleFor: (model) => (model.score_kind === "bi" ? "Search" : "Rerank"),
   wordsFor: (model) => KINDS[model.score_kind],
   empty: "Press the button to see the documents, the best first.",
