@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from docs.tools.screenshots import API_PAGES, PICTURES, SIZE, SUBJECTS, Camera, chromium, take_picture
+from docs.tools.screenshots import PICTURES, SIZE, SUBJECTS, Camera, chromium, take_picture
 from tests.docs.model_server import serving_models
 from tests.docs.playground_page import Playground
 from tests.docs.stand_ins import STAND_INS
@@ -119,13 +119,12 @@ def test_every_tab_of_a_model_works(camera: Camera, playground: Playground, url:
     assert camera.problems == []
 
 
-@pytest.mark.parametrize("name", ["playground-dark", "playground-phone", "playground-compare", "api-docs"])
+@pytest.mark.parametrize("name", ["playground-dark", "playground-phone", "playground-compare"])
 def test_the_pictures_of_the_documentation_can_be_taken(
     browser: Any, url: str, tmp_path: Path, name: str
 ) -> None:
     """`python -m docs.tools.screenshots` takes all of them, of better models."""
-    kind = PICTURES[name].subject if name in PICTURES else API_PAGES[name]
-    model = SUBJECTS[kind].stand_in or "prompts"
+    model = SUBJECTS[PICTURES[name].subject].stand_in or "prompts"
     problems = take_picture(browser, url, name, tmp_path, model)
     assert [problem for problem in problems if BLOCKED not in problem and "bytes" not in problem] == []
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
