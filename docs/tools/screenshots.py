@@ -334,7 +334,8 @@ def _stand_in(kind: str, scratch: Path) -> Path:
 def take_all(browser: Any, models: Path | None, only: list[str]) -> list[str]:
     """Take every picture, one server after the other; return what went wrong."""
     problems: list[str] = []
-    wanted = {name: picture.subject for name, picture in (*PICTURES.items(), *API_PICTURES.items())}
+    wanted = {name: picture.subject for name, picture in PICTURES.items()}
+    wanted |= {name: picture.subject for name, picture in API_PICTURES.items()}
     with tempfile.TemporaryDirectory() as scratch:
         for kind, subject in SUBJECTS.items():
             names = [name for name, of in wanted.items() if of == kind and (not only or name in only)]
