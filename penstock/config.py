@@ -24,6 +24,23 @@ class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     normalize: bool | None = None
     step_tag_id: int | None = None  # the token that ends a step; for pooling_type STEP
     score_labels: tuple[int, ...] | None = None  # a score is the first of these outputs minus the second
+    use_activation: bool | None = None  # whether vectors are normalised and scores activated by default
+    seq_pooling_type: str | None = None  # another name of pooling_type
+    enable_chunked_processing: bool = False  # of a server: --default-chunking mean
+    max_embed_len: int | None = None  # no effect: texts in chunks may have any length
+
+    def __post_init__(self) -> None:
+        """Settle the names that vLLM has for other fields."""
+        if self.seq_pooling_type is not None:
+            if self.pooling_type is not None:
+                raise ValueError("pooling_type and seq_pooling_type are the same; give only one")
+            msgspec.structs.force_setattr(self, "pooling_type", self.seq_pooling_type)
+        if self.use_activation is not None:
+            if self.normalize not in (None, self.use_activation):
+                raise ValueError("normalize and use_activation contradict each other")
+            msgspec.structs.force_setattr(self, "normalize", self.use_activation)
+        if self.max_embed_len is not None and not self.enable_chunked_processing:
+            raise ValueError("max_embed_len needs enable_chunked_processing; else set max_model_len")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,6 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model_impl: Literal["auto", "penstock", "transformers"] = "auto"  # auto: the native one
     hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
     pooler_config: PoolerConfig = msgspec.field(default_factory=PoolerConfig)
+    default_prompt_name: str | None = None  # of texts whose request names no prompt; None: the model's own
+    default_prompt: str | None = None  # the same, as words
     score_template: str | None = None  # with {query} and {document}, or the name of a known one
     enable_chunked_prefill: bool | None = None  # None: if a row may exceed a step and the model allows it
     long_prefill_token_threshold: int = 0  # maximum tokens of one row in a step; 0: no limit
@@ -97,6 +116,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     auto_truncate: bool | None = None  # of long texts, unless the request says; None: as the dialect does
     default_chunking: Literal["none", "mean"] = "none"  # of texts to embed, unless the request says otherwise
     allowed_origins: tuple[str, ...] = ()  # whose pages may call this server from a browser; "*": all
+    root_path: str = ""  # before every route, where a proxy leaves it there
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default

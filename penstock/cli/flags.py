@@ -25,7 +25,6 @@ from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
 MEMORY, GENERATION, OBSERVABILITY = "Memory", "Generation", "Observability"
-IGNORED_PANEL = "Accepted without effect"
 
 EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
 ServerFields = dict[str, Any]  # fields of ServerConfig that the user has set
@@ -67,8 +66,17 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 def _origins(value: str) -> tuple[str, ...]:
-    """The value of --allowed-origins."""
-    origins = tuple(name.rstrip("/") for name in _names(value))
+    """The value of --allowed-origins: names between commas, or a JSON list."""
+    names = _names(value)
+    if value.startswith("["):
+        try:
+            names = msgspec.json.decode(value, type=tuple[str, ...])
+        except msgspec.MsgspecError:
+            raise ConfigError(
+                f'--allowed-origins is {value!r}; use a JSON list such as ["https://app.example"]',
+                param="allowed_origins",
+            ) from None
+    origins = tuple(name.rstrip("/") for name in names)
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
             raise ConfigError(
@@ -76,6 +84,14 @@ def _origins(value: str) -> tuple[str, ...]:
                 param="allowed_origins",
             )
     return origins
+
+
+def _root_path(given: str) -> str:
+    """The value of --root-path, without a slash at its end."""
+    path = given.rstrip("/")
+    if path and not re.fullmatch(r"(/[\w.~-]+)+", path, re.ASCII):
+        raise ConfigError(f"--root-path is {given!r}; use a path such as /penstock", param="root_path")
+    return path
 
 
 def api_key(given: str) -> str:
@@ -157,7 +173,7 @@ _JSON = "JSON"
 ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="model",
-        names=("--model", "-m"),
+        names=("--model", "-m", "--model-id"),
         panel=MODEL,
         help="Folder of the model, or its hub id, such as BAAI/bge-base-en-v1.5.",
         default_text="the bundled all-MiniLM-L6-v2",
@@ -170,6 +186,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="download_dir",
+        names=("--download-dir", "--huggingface-hub-cache"),
         panel=MODEL,
         metavar="FOLDER",
         help="Folder for files of hub models, in the layout of the hub's own cache.",
@@ -240,6 +257,20 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         help='Override the model\'s pooling, such as \'{"pooling_type": "cls", "normalize": true}\'.',
     ),
     Flag(
+        field="default_prompt_name",
+        panel=MODEL,
+        metavar="NAME",
+        help="Prompt of the model's own table that goes before texts of requests that name none.",
+        default_text="the model's own default",
+    ),
+    Flag(
+        field="default_prompt",
+        panel=MODEL,
+        metavar="TEXT",
+        help="Words that go before texts of requests that name no prompt.",
+        default_text="none",
+    ),
+    Flag(
         field="score_template",
         panel=MODEL,
         metavar="TEXT|FILE|NAME",
@@ -263,6 +294,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="max_num_batched_tokens",
+        names=("--max-num-batched-tokens", "--max-batch-tokens"),
         panel=SCHEDULING,
         min=1,
         help="Maximum number of tokens in one step.",
@@ -270,6 +302,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="max_num_seqs",
+        names=("--max-num-seqs", "--max-batch-requests"),
         panel=SCHEDULING,
         min=1,
         help="Maximum number of rows in one step.",
@@ -361,11 +394,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
 SERVER_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="host",
+        names=("--host", "--hostname"),
         panel=SERVER_PANEL,
         help="Address to listen on; 0.0.0.0 listens on all interfaces.",
     ),
     Flag(
         field="port",
+        names=("--port", "-p"),
+        envvar="PORT",
         panel=SERVER_PANEL,
         help="Port to listen on; 0 picks a free one.",
     ),
@@ -405,6 +441,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="max_rows",
+        names=("--max-rows", "--max-client-batch-size"),
         panel=SERVER_PANEL,
         min=1,
         help="Maximum number of texts in one request.",
@@ -518,6 +555,15 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         convert=_origins,
         help="Origins, such as https://app.example, whose pages may call this server from a browser; * "
         "allows all.",
+        default_text="none",
+    ),
+    Flag(
+        field="root_path",
+        panel=SERVER_PANEL,
+        metavar="PATH",
+        convert=_root_path,
+        help="Path before every route where a proxy does not take it off, such as /penstock. Routes are "
+        "served without it too.",
         default_text="none",
     ),
     Flag(
@@ -790,52 +836,7 @@ def _kind(hint: Any) -> Any:
     return hint
 
 
-@dataclass(frozen=True, slots=True)
-class IgnoredFlag:
-    """A flag of other servers that is accepted, so that their commands keep working."""
-
-    name: str
-    why: str
-
-
-IGNORED_FLAGS = (
-    IgnoredFlag("--enable-expert-parallel", "one device holds all experts of a model"),
-    IgnoredFlag("--disable-log-stats", "no statistics are logged; they are served at /metrics"),
-)
-
-
-class IgnoredFlags:
-    """A group of flags that change nothing. A command receives those that the user has given."""
-
-    def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
-        return [
-            inspect.Parameter(
-                self._parameter_name(flag),
-                inspect.Parameter.KEYWORD_ONLY,
-                default=False,
-                annotation=Annotated[
-                    bool,
-                    typer.Option(
-                        flag.name,
-                        help=f"Changes nothing: {flag.why}.",
-                        rich_help_panel=IGNORED_PANEL,
-                        show_default=False,
-                    ),
-                ],
-            )
-            for flag in IGNORED_FLAGS
-        ]
-
-    def build(self, values: dict[str, Any]) -> list[IgnoredFlag]:
-        return [flag for flag in IGNORED_FLAGS if values[self._parameter_name(flag)]]
-
-    @staticmethod
-    def _parameter_name(flag: IgnoredFlag) -> str:
-        return "ignored_" + flag.name[2:].replace("-", "_")
-
-
 ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS)
 ENGINE_AND_ARGUMENT = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True)
 SERVED_ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True, is_offline=False)
 SERVER = ConfigFlags(ServerConfig, SERVER_FLAGS)
-IGNORED = IgnoredFlags()
