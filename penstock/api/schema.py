@@ -279,7 +279,7 @@ def _nullable(schema: Json) -> Json:
         return schema
     if "default" in schema and set(schema) == {"default"}:  # any value
         return schema
-    outer = {key: schema[key] for key in ("default", "description", "title") if key in schema}
+    outer: Json = {key: schema[key] for key in ("default", "description", "title") if key in schema}
     inner = {key: value for key, value in schema.items() if key not in outer}
     if "enum" in inner:
         return {**inner, "enum": [*inner["enum"], None], **outer}
