@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,16 @@ def start(servers: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Star
 def embedder(servers: ServerPool) -> Server:
     """all-MiniLM-L6-v2, which is real."""
     return servers.get(*FLAGS)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Any:
+    """The model of `embedder`, in sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    from penstock.checkpoint.find import find
+
+    return SentenceTransformer(str(find(None)))
 
 
 @pytest.fixture(scope="session")

@@ -91,8 +91,8 @@ async def infinity_rerank(call: Call, body: InfinityRerankRequest) -> Reply:
     """Rank documents from best to worst, in the dialect of Infinity."""
     check_top_n(body.top_n)
     spec = call.model(body, may_truncate=False).spec
-    is_cross = spec.score is not None and spec.score_kind == "cross"
-    is_logit = is_cross and (body.raw_scores or spec.score.activation == "identity")
+    score = spec.score if spec.score_kind == "cross" else None
+    is_logit = score is not None and (body.raw_scores or score.activation == "identity")
     activate = False if is_logit else body.use_activation
     result = await score_documents(call, body, body.query, body.documents, body.options(), activate=activate)
     began, scores = time.monotonic(), result.value

@@ -464,7 +464,7 @@ ROUTES = (
             ("/api/push", ("POST",)),
             ("/api/create", ("POST",)),
             ("/api/copy", ("POST",)),
-            ("/api/delete", ("DELETE",)),
+            ("/api/delete", ("DELETE", "POST")),
         )
     ),
 )
