@@ -168,7 +168,7 @@ async def own(call: Call, body: OwnBody) -> Reply:
 
 
 async def other(call: Call, body: OtherBody) -> Reply:
-    """Answer in another way."""
+    """Answer in another way: `text` decides."""
     return Reply(b"{}")
 
 
@@ -196,6 +196,8 @@ def test_every_kind_of_body_is_shown_with_its_example(made: Json) -> None:
     }
     assert operation["tags"] == ["native", "TEI"]
     assert operation["summary"] == "Answer in its own way"
+    assert made["paths"]["/v1/own"]["get"]["summary"] == "Answer in another way"
+    assert made["paths"]["/v1/own"]["get"]["description"].strip() == "Answer in another way: `text` decides."
     assert "With more words." in operation["description"] and "`text`" in operation["description"]
 
 
