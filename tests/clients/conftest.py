@@ -90,6 +90,9 @@ def truncating_embedder(servers: ServerPool) -> Server:
 
 @pytest.fixture(scope="session")
 def reranker(start: Start) -> Server:
+    """The real reranker-mini has two labels, of which the second one is relevance."""
+    if real_model("reranker-mini") is not None:
+        return start("reranker-mini", write_cross_encoder, "--pooler-config", '{"score_labels": [1, 0]}')
     return start("reranker-mini", write_cross_encoder)
 
 
