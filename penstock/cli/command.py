@@ -17,6 +17,8 @@ import msgspec
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
+from penstock.cli.spellings import with_dashes, with_json_keys
+
 _WIDEST_NAME = 24  # columns; the help of a flag with a longer name begins on the next line
 _LAST_PANELS = (  # after a command's own, in this order
     "Model",
@@ -156,13 +158,19 @@ class MultiValueCommand(Command):
 
 
 class ServeCommand(Command):
-    """Lets --served-model-name take several values once the model is named, so that none is taken for it."""
+    """Takes flags as vLLM's users write them. --served-model-name takes several values once the model is
+    named, so that none is taken for it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        args = with_json_keys(with_dashes(args, known), _JSON_FLAGS)
         flag = "--served-model-name"
         if flag in args and (_names_model(args) or not args[0].startswith("-")):
             args = repeat_flags(args, {flag})
         return super().parse_args(ctx, args)
+
+
+_JSON_FLAGS = ("--pooler-config", "--override-pooler-config", "--hf-overrides")
 
 
 def _names_model(args: list[str]) -> bool:

@@ -235,6 +235,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="pooler_config",
+        names=("--pooler-config", "--override-pooler-config"),
         panel=MODEL,
         metavar=_JSON,
         help='Override the model\'s pooling, such as \'{"pooling_type": "cls", "normalize": true}\'.',
@@ -796,11 +797,32 @@ class IgnoredFlag:
 
     name: str
     why: str
+    metavar: str = ""  # of its value; "": it takes none
+    accepts: tuple[str, ...] = ()  # the only values that change nothing; (): all of them
 
 
+_ONE_DEVICE = "a model runs on one device"
+_NO_GRAPH_OPTIONS = "small steps are captured by themselves; --enforce-eager turns it off"
 IGNORED_FLAGS = (
     IgnoredFlag("--enable-expert-parallel", "one device holds all experts of a model"),
     IgnoredFlag("--disable-log-stats", "no statistics are logged; they are served at /metrics"),
+    IgnoredFlag("--disable-log-requests", "requests are logged only with --access-log"),
+    IgnoredFlag("--enable-log-requests", "requests are logged only with --access-log"),
+    IgnoredFlag("--no-enable-log-requests", "requests are logged only with --access-log"),
+    IgnoredFlag("--trust-remote-code", "code of models never runs"),
+    IgnoredFlag("--gpu-memory-utilization", "the size of the KV cache is --kv-cache-gb", "SHARE"),
+    IgnoredFlag("--swap-space", "nothing is swapped to the host", "GIB"),
+    IgnoredFlag("--block-size", "the block size follows from the model", "TOKENS"),
+    IgnoredFlag("--max-seq-len-to-capture", _NO_GRAPH_OPTIONS, "TOKENS"),
+    IgnoredFlag("--tensor-parallel-size", _ONE_DEVICE, "1", ("1",)),
+    IgnoredFlag("--pipeline-parallel-size", _ONE_DEVICE, "1", ("1",)),
+    IgnoredFlag("--data-parallel-size", _ONE_DEVICE, "1", ("1",)),
+    IgnoredFlag("--distributed-executor-backend", _ONE_DEVICE, "NAME"),
+    IgnoredFlag("--tokenizer-mode", "the tokenizer is the one of tokenizer.json", "auto", ("auto",)),
+    IgnoredFlag("--uvicorn-log-level", "the level is --log-level", "LEVEL"),
+    IgnoredFlag("--disable-uvicorn-access-log", "requests are logged only with --access-log"),
+    IgnoredFlag("--enable-flash-late-interaction", "token vectors are always compared in the engine"),
+    IgnoredFlag("--no-enable-flash-late-interaction", "token vectors are always compared in the engine"),
 )
 
 
@@ -812,11 +834,12 @@ class IgnoredFlags:
             inspect.Parameter(
                 self._parameter_name(flag),
                 inspect.Parameter.KEYWORD_ONLY,
-                default=False,
+                default=None if flag.metavar else False,
                 annotation=Annotated[
-                    bool,
+                    str | None if flag.metavar else bool,  # type: ignore[misc]
                     typer.Option(
                         flag.name,
+                        metavar=flag.metavar or None,
                         help=f"Changes nothing: {flag.why}.",
                         rich_help_panel=IGNORED_PANEL,
                         show_default=False,
@@ -827,7 +850,15 @@ class IgnoredFlags:
         ]
 
     def build(self, values: dict[str, Any]) -> list[IgnoredFlag]:
-        return [flag for flag in IGNORED_FLAGS if values[self._parameter_name(flag)]]
+        given = [flag for flag in IGNORED_FLAGS if values[self._parameter_name(flag)]]
+        for flag in given:
+            value = values[self._parameter_name(flag)]
+            if flag.accepts and value not in flag.accepts:
+                raise ConfigError(
+                    f"{flag.name} {value} is not supported: {flag.why}; use {' or '.join(flag.accepts)}",
+                    param=flag.name,
+                )
+        return given
 
     @staticmethod
     def _parameter_name(flag: IgnoredFlag) -> str:

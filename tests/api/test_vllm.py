@@ -12,6 +12,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.api.app import build_app
+from penstock.config import EngineConfig, PoolerConfig, from_mapping
+from penstock.errors import ConfigError, ModelLoadError
+from penstock.inputs.tokenizer import Tokenizer
 from penstock.types import Task
 from tests.api.local_app import local_app
 from tests.api.scripted_app import make_state
@@ -213,6 +216,96 @@ def test_an_instruction_may_be_a_variable_of_the_template(reranker: TestClient) 
     assert wrong["param"] == "chat_template_kwargs"
 
 
+# --- pooler options -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def causal_classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that classifies texts by their last token."""
+    import torch
+    import transformers
+
+    folder = write_text_model(tmp_path_factory.mktemp("causal"))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=Tokenizer(folder).max_token_id + 4,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        num_labels=3,
+    )
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8, "enable_chunked_prefill": True}])
+def test_a_causal_classifier_judges_each_token_as_the_end_of_a_text(
+    causal_classifier: Path, options: dict[str, Any]
+) -> None:
+    import torch
+    import transformers
+
+    reference = transformers.LlamaForSequenceClassification.from_pretrained(causal_classifier)
+    with local_app(causal_classifier, **options) as (http, _):
+        ids = ids_of(http, "find the water was long and see how they look")
+        with torch.inference_mode():
+            hidden = reference.model(torch.tensor([ids])).last_hidden_state
+            logits = reference.score(hidden)[0].float()
+        for activates, expected in ((None, logits.softmax(-1)), (False, logits)):
+            body = {"input": [ids, ids[:3]], "task": "token_classify", "use_activation": activates}
+            rows = [np.array(row["data"]) for row in post(http, "/pooling", **body)["data"]]
+            np.testing.assert_allclose(rows[0], expected.numpy(), atol=1e-5)
+            np.testing.assert_allclose(rows[1], expected.numpy()[:3], atol=1e-5)
+        prefix = post(http, "/classify", input=[ids[:3]])["data"][0]["probs"]
+        assert prefix == pytest.approx(logits.softmax(-1)[2].tolist(), abs=1e-5)
+
+
+def test_an_encoder_classifies_whole_texts_only(classifier: TestClient) -> None:
+    error = refused(classifier, "/pooling", 422, input="water", task="token_classify")
+    assert "its tasks are: classify" in error["message"]
+
+
+def test_the_pooler_config_sets_the_task_and_the_activation(causal_classifier: Path) -> None:
+    pooler = PoolerConfig(task="token_classify", use_activation=False)
+    with local_app(causal_classifier, pooler_config=pooler) as (http, _):
+        rows = post(http, "/pooling", input="find the water")["data"][0]["data"]
+        assert len(rows) == len(ids_of(http, "find the water")) and len(rows[0]) == 3
+        assert abs(sum(rows[-1]) - 1) > 1e-3
+        probs = post(http, "/classify", input="find the water")["data"][0]["probs"]
+        assert probs == pytest.approx(rows[-1], abs=1e-6)
+        activated = post(http, "/classify", input="find the water", use_activation=True)["data"][0]["probs"]
+        assert sum(activated) == pytest.approx(1)
+    with (
+        pytest.raises(ModelLoadError, match="names task 'sparse'"),
+        local_app(causal_classifier, pooler_config=PoolerConfig(task="sparse")),
+    ):
+        pass
+
+
+def test_the_pooler_config_turns_off_normalisation(folder: Path) -> None:
+    with local_app(folder, pooler_config=PoolerConfig(use_activation=True)) as (http, _):
+        unit = post(http, "/v1/embeddings", input="water")["data"][0]["embedding"]
+        raw = post(http, "/v1/embeddings", input="water", use_activation=False)["data"][0]["embedding"]
+    assert np.linalg.norm(unit) == pytest.approx(1, abs=1e-5)
+    with local_app(folder, pooler_config=PoolerConfig(use_activation=False)) as (http, _):
+        assert post(http, "/v1/embeddings", input="water")["data"][0]["embedding"] == pytest.approx(raw)
+
+
+def test_pooler_options_that_contradict_each_other_are_refused() -> None:
+    for wrong in (
+        {"normalize": True, "use_activation": False},
+        {"pooling_type": "CLS", "seq_pooling_type": "CLS"},
+        {"max_embed_len": 100},
+    ):
+        with pytest.raises(ConfigError):
+            from_mapping(EngineConfig, {"pooler_config": wrong})
+    named = from_mapping(EngineConfig, {"pooler_config": {"seq_pooling_type": "MEAN"}})
+    assert named.pooler_config.pooling_type == "MEAN"
+
+
 # --- the server ---------------------------------------------------------------------------------------------
 
 
@@ -283,8 +376,6 @@ def writer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(writer_folder: Path) -> ScriptedEngine:
-    from penstock.inputs.tokenizer import Tokenizer
-
     return ScriptedEngine(continue_with(Tokenizer(writer_folder), "the water was long", "another"))
 
 

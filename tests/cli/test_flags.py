@@ -169,9 +169,15 @@ def test_a_json_flag_names_itself_in_errors(text: str, message: str) -> None:
 def test_a_flag_without_effect_warns_once_and_says_why(
     flag: flags.IgnoredFlag, caplog: pytest.LogCaptureFixture
 ) -> None:
-    error_of("serve", flag.name, "--device", "null", "--chat-template", "no-such-file")
+    value = [] if not flag.metavar else [flag.accepts[0] if flag.accepts else "1"]
+    error_of("serve", flag.name, *value, "--device", "null", "--chat-template", "no-such-file")
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [f"{flag.name} changes nothing: {flag.why}"]
+
+
+def test_a_flag_without_effect_refuses_values_that_would_have_one() -> None:
+    message = error_of("serve", "--tensor-parallel-size", "2", "--device", "null")
+    assert "--tensor-parallel-size 2 is not supported" in message and "use 1" in message
 
 
 def test_max_queued_tokens_warns_in_offline_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ async def pooling(call: Call, body: PoolingBody) -> Reply:
     model = call.model(body)
     if isinstance(body.task, list):
         return await _multi_task(call, body, model, body.task)
-    task = body.task or model.spec.tasks[0]
+    task = body.task or model.spec.default_task or model.spec.tasks[0]
     params = msgspec.structs.replace(body.params(task), top_k=body.top_k)
     if task is Task.SPARSE:
         _refuse_for_sparse(body)
