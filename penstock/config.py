@@ -66,6 +66,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model_impl: Literal["auto", "penstock", "transformers"] = "auto"  # auto: the native one
     hf_overrides: dict[str, Any] = msgspec.field(default_factory=dict)
     pooler_config: PoolerConfig = msgspec.field(default_factory=PoolerConfig)
+    default_prompt_name: str | None = None  # of texts whose request names no prompt; None: the model's own
+    default_prompt: str | None = None  # the same, as words
     score_template: str | None = None  # with {query} and {document}, or the name of a known one
     enable_chunked_prefill: bool | None = None  # None: if a row may exceed a step and the model allows it
     long_prefill_token_threshold: int = 0  # maximum tokens of one row in a step; 0: no limit
@@ -115,6 +117,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     auto_truncate: bool | None = None  # of long texts, unless the request says; None: as the dialect does
     default_chunking: Literal["none", "mean"] = "none"  # of texts to embed, unless the request says otherwise
     allowed_origins: tuple[str, ...] = ()  # whose pages may call this server from a browser; "*": all
+    root_path: str = ""  # before every route, where a proxy leaves it there
     default_timeout_s: float | None = None
     shared_memory_mb: int = 512  # for large responses from the engine to API processes; 0: sent by socket
     chat_template: str | None = None  # Jinja, or the name of one of the model's templates; None: its default

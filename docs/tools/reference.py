@@ -62,7 +62,7 @@ def http() -> str:
         if not route.is_listed:
             continue
         part = groups.setdefault(route.dialect, [])
-        method = "GET" if route.body is None else "POST"
+        method = route.all_methods[0]
         part.append(f"#### `{method} {route.path}`\n\n{first_line(route.handler)}\n")
         bodies = [] if route.body is None else [route.body, *(each.body for each in route.variants)]
         for body in bodies:
@@ -384,6 +384,14 @@ def _config(cls: type, flags: Iterable[Any], without_flag: dict[str, str]) -> st
     return table(("field", "type", "default", "flag of `serve`", "meaning"), rows)
 
 
+def foreign_flags() -> str:
+    """The flags of other servers that have no field of their own, and what they do here."""
+    from penstock.cli.foreign import FOREIGN_FLAGS, effect
+
+    rows = [(", ".join(map(_code, flag.names)), flag.server, effect(flag) + ".") for flag in FOREIGN_FLAGS]
+    return table(("flag", "of", "here"), sorted(rows))
+
+
 def metrics() -> str:
     """Every metric that the server exports, with its labels."""
     rows = []
@@ -409,5 +417,6 @@ RENDERERS: dict[str, Callable[[], str]] = {
     "engine-config": engine_config,
     "server-config": server_config,
     "pooler-config": pooler_config,
+    "foreign-flags": foreign_flags,
     "metrics": metrics,
 }

@@ -28,6 +28,7 @@ from penstock.api.dialects import (
     maxsim,
     native,
     ollama,
+    ollama_text,
     openai,
     operation,
     tei,
@@ -65,6 +66,7 @@ DIALECTS: tuple[ModuleType, ...] = (
     voyage,
     infinity,
     ollama,
+    ollama_text,
     operation,
 )
 
@@ -143,6 +145,18 @@ class App(Starlette):
         return None
 
 
+def under(root: str, app: ASGIApp) -> ASGIApp:
+    """The application, which answers below a path as well."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if path == root or path.startswith(root + "/"):
+            scope = {**scope, "path": path[len(root) :] or "/"}
+        await app(scope, receive, send)
+
+    return serve
+
+
 def build_app(state: ServerState) -> ASGIApp:
     metrics = ApiMetrics()
     plain = [route for route in (*ROUTES, _schema_route(state)) if route is not INVOCATIONS]
@@ -151,10 +165,11 @@ def build_app(state: ServerState) -> ASGIApp:
     app = App([*endpoints, invoked], lifespan=partial(_lifespan, state))
     app.router.default = _not_found(state, metrics)
     app.router.redirect_slashes = False
+    served: ASGIApp = under(state.config.root_path, app) if state.config.root_path else app
     if not state.config.allowed_origins:
-        return app
+        return served
     return CORSMiddleware(
-        app,
+        served,
         allow_origins=state.config.allowed_origins,
         allow_methods=("*",),
         allow_headers=("*",),

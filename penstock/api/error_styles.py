@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import DeadlineExceeded, ModelNotFound, NotPossible, PenstockError
+from penstock.errors import ModelNotFound, NotPossible, PenstockError
 
 
 def own_status(error: PenstockError) -> int:
@@ -79,18 +79,17 @@ class CohereError(msgspec.Struct, kw_only=True):
 
 def cohere_errors(own_names: Mapping[str, str] | None = None) -> ErrorStyle:
     """Cohere's errors. `own_names` are its names of fields that are called otherwise elsewhere."""
-    return ErrorStyle(partial(_cohere_body, own_names or {}), _cohere_status, CohereError)
+    return ErrorStyle(partial(_cohere_body, own_names or {}), answer=CohereError)
 
 
 def _cohere_body(own_names: Mapping[str, str], error: PenstockError) -> dict[str, Any]:
+    return {"message": _in_own_names(error, own_names)}
+
+
+def _in_own_names(error: PenstockError, own_names: Mapping[str, str]) -> str:
+    """The message with a dialect's own name of the field that it is about."""
     own_name = own_names.get(error.param or "")
-    if own_name is None:
-        return {"message": error.message}
-    return {"message": re.sub(rf"\b{error.param}\b", own_name, error.message)}
-
-
-def _cohere_status(error: PenstockError) -> int:
-    return 504 if isinstance(error, DeadlineExceeded) else error.status  # its clients know no 408
+    return error.message if own_name is None else re.sub(rf"\b{error.param}\b", own_name, error.message)
 
 
 # --- styles that several dialects share ---------------------------------------------------------------------
@@ -114,8 +113,28 @@ def status_400(error: PenstockError) -> int:
     return 400 if isinstance(error, ModelNotFound | NotPossible) else error.status
 
 
-def detail_errors(remedy: str) -> ErrorStyle:
+def detail_errors(remedy: str, own_names: Mapping[str, str] | None = None) -> ErrorStyle:
+    """The errors of Jina and Voyage. `remedy` is for texts that are too long."""
+
     def body(error: PenstockError) -> dict[str, Any]:
-        return {"detail": with_remedy(error.message, remedy)}
+        return {"detail": with_remedy(_in_own_names(error, own_names or {}), remedy)}
 
     return ErrorStyle(body, status_400, DetailError)
+
+
+class OllamaError(msgspec.Struct, kw_only=True):
+    """An error as Ollama's clients read it."""
+
+    error: str
+
+
+def _ollama_body(error: PenstockError) -> dict[str, Any]:
+    message = with_remedy(error.message, "use /api/embed with truncate: true")
+    return {"error": f"model not found: {message}" if isinstance(error, ModelNotFound) else message}
+
+
+def _ollama_status(error: PenstockError) -> int:
+    return 400 if isinstance(error, NotPossible) else error.status
+
+
+OLLAMA_ERRORS = ErrorStyle(_ollama_body, _ollama_status, OllamaError)

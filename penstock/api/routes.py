@@ -55,7 +55,10 @@ class RouteSpec:
     # Content types of the 200 answer beside JSON. Where none is named, a body with `stream` has
     # text/event-stream, and one whose `encoding_format` takes "bytes" has application/octet-stream.
     media: tuple[str, ...] = ()
-    is_listed: bool = True  # in the OpenAPI document and the reference; False: a file of a page
+    is_listed: bool = (
+        True  # in the OpenAPI document and the reference; False: a file of a page, or never served
+    )
+    path_example: str | None = None  # of the path's parameter; one called `model` needs none
 
     @property
     def counts_as_request(self) -> bool:

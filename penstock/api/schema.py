@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,9 @@ from penstock.errors import (
     BadValue,
     BodyTooLarge,
     DeadlineExceeded,
+    EmptyInput,
     EngineUnavailable,
+    MalformedBody,
     ModelNotFound,
     NotPossible,
     PenstockError,
@@ -89,7 +91,7 @@ _UNAUTHORIZED = (
 )
 _NOT_FOUND = (
     ModelNotFound("no model is named 'other'; /v1/models lists all", param="model"),
-    "There is no such model.",
+    "There is no such model, or the server runs without what the route needs.",
 )
 _UNAVAILABLE = (
     EngineUnavailable("the engine is starting"),
@@ -97,6 +99,8 @@ _UNAVAILABLE = (
 )
 _ERRORS: tuple[tuple[PenstockError, str], ...] = (
     (BadValue("dimensions is 0; use 1 to 384", param="dimensions"), "A value is not accepted."),
+    (EmptyInput("input is empty; give at least one text", param="input"), "The input is empty."),
+    (MalformedBody("the body is not valid JSON", param=None), "The body is not as declared."),
     _UNAUTHORIZED,
     _NOT_FOUND,
     (DeadlineExceeded("not finished within the timeout of 1 s"), "The timeout passed."),
@@ -312,7 +316,10 @@ def _operation(route: RouteSpec, schemas: _Schemas, model: str | None) -> Json:
         "description": _about(route, more),
     }
     if (prefix := route.prefix) is not None:
-        operation["parameters"] = [_parameter(route.path.removeprefix(prefix).strip("{}"), model)]
+        name = route.path.removeprefix(prefix).strip("{}")
+        operation["parameters"] = [
+            _parameter(name, route.path_example or (model if name == "model" else None))
+        ]
     if route.body is not None:
         operation["requestBody"] = _request_body(kinds, schemas)
     operation["responses"] = {"200": _answer(kinds, schemas), **_error_answers(route, schemas)}
@@ -332,7 +339,7 @@ def _or(names: Sequence[str]) -> str:
     return " or ".join(f"`{name}`" for name in names) or "other fields"
 
 
-def _parameter(name: str, model: str | None) -> Json:
+def _parameter(name: str, example: str | None) -> Json:
     parameter: Json = {
         "name": name,
         "in": "path",
@@ -340,9 +347,9 @@ def _parameter(name: str, model: str | None) -> Json:
         "description": "The rest of the path; it may contain slashes.",
         "schema": {"type": "string", "minLength": 1},
     }
-    if name == "model" and model is not None:
-        parameter |= {"description": "One of the names in `/v1/models`.", "example": model}
-    return parameter
+    if name == "model":
+        parameter["description"] = "One of the names in `/v1/models`."
+    return parameter if example is None else {**parameter, "example": example}
 
 
 def _request_body(kinds: Sequence[Kind], schemas: _Schemas) -> Json:
@@ -419,8 +426,7 @@ def _error_answers(route: RouteSpec, schemas: _Schemas) -> Json:
 def _errors(route: RouteSpec) -> Iterable[tuple[PenstockError, str]]:
     if route.body is not None:
         return _ERRORS
-    needs_key = () if route.open_to_all else (_UNAUTHORIZED,)
-    return (*needs_key, *(() if route.prefix is None else (_NOT_FOUND,)), _UNAVAILABLE)
+    return (_UNAVAILABLE,) if route.open_to_all else (_UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE)
 
 
 def _error_answer(found: Sequence[tuple[Kind, PenstockError, str]], schemas: _Schemas) -> Json:
@@ -430,8 +436,8 @@ def _error_answer(found: Sequence[tuple[Kind, PenstockError, str]], schemas: _Sc
     answer: Json = {"description": " ".join(dict.fromkeys(words for *_, words in found)), "headers": headers}
     known = [kind.errors.answer for kind, *_ in found if kind.errors.answer is not None]
     if known and len(known) == len(found):
-        examples: Mapping[str, Json] = {
-            f"{kind.dialect}: {error.code}": {"value": kind.errors.body(error)} for kind, error, _ in found
-        }
+        examples: dict[str, Json] = {}
+        for kind, error, _ in found:
+            examples.setdefault(f"{kind.dialect}: {error.code}", {"value": kind.errors.body(error)})
         answer["content"] = {"application/json": {"schema": schemas.any(known), "examples": examples}}
     return answer

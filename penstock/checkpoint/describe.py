@@ -38,7 +38,7 @@ from penstock.checkpoint.quantization import stored_format, with_quantization
 from penstock.checkpoint.reward import read_reward
 from penstock.checkpoint.sizes import check_any_sizes, read_sizes
 from penstock.checkpoint.sparse import multi_vector_file
-from penstock.checkpoint.spec import ModelSpec, with_generation
+from penstock.checkpoint.spec import ModelSpec, with_default_prompt, with_generation
 from penstock.checkpoint.tokenizer_settings import eos_text
 from penstock.checkpoint.transformers_impl import run_by_transformers
 from penstock.checkpoint.unsupported import why_no_config
@@ -71,6 +71,7 @@ def describe(config: EngineConfig) -> ModelSpec:
             config.score_template,
             native=native,
         )
+    spec = with_default_prompt(spec, config.default_prompt_name, config.default_prompt)
     spec = with_generation(spec, config.enable_generation) if native else run_by_transformers(spec)
     return _with_default_task(spec, config.pooler_config.task)
 

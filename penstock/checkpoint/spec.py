@@ -185,6 +185,28 @@ def with_generation(spec: ModelSpec, wanted: bool | None) -> ModelSpec:
     return msgspec.structs.replace(spec, tasks=(*spec.tasks, Task.GENERATE))
 
 
+GIVEN_PROMPT = "--default-prompt"  # the name of the caller's prompt in the model's table
+
+
+def with_default_prompt(spec: ModelSpec, name: str | None, prompt: str | None) -> ModelSpec:
+    """The model with another prompt for texts whose request names none: one of its own, or the caller's."""
+    if name is None and prompt is None:
+        return spec
+    if name is not None and prompt is not None:
+        raise ModelLoadError(
+            "default_prompt_name and default_prompt exclude each other; give one", param="default_prompt"
+        )
+    if prompt is not None:
+        prompts = {**spec.prompts, GIVEN_PROMPT: prompt}
+        return msgspec.structs.replace(spec, prompts=prompts, default_prompt_name=GIVEN_PROMPT)
+    if name not in spec.prompts:
+        known = f"it has: {', '.join(sorted(spec.prompts))}" if spec.prompts else "it has none"
+        raise ModelLoadError(
+            f"model {spec.name} has no prompt named {name!r}; {known}", param="default_prompt_name"
+        )
+    return msgspec.structs.replace(spec, default_prompt_name=name)
+
+
 def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     """The model as it is served, with the limit that `resolve` settled on."""
     return msgspec.structs.replace(spec, max_model_len=max_model_len)

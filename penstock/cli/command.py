@@ -9,7 +9,7 @@ A group declares flags once. A command names its groups and receives one object 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, get_type_hints
 
@@ -17,7 +17,8 @@ import msgspec
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from penstock.cli.spellings import with_dashes, with_json_keys
+from penstock.cli.config_file import config_file, read_config
+from penstock.cli.json_flags import with_json_keys
 
 _WIDEST_NAME = 24  # columns; the help of a flag with a longer name begins on the next line
 _LAST_PANELS = (  # after a command's own, in this order
@@ -27,7 +28,6 @@ _LAST_PANELS = (  # after a command's own, in this order
     "Memory",
     "Generation",
     "Observability",
-    "Accepted without effect",
 )
 
 
@@ -124,7 +124,13 @@ def with_options(
 
 
 class Command(TyperCommand):
-    """A command that prints its flags by group and truncates no name, however narrow the terminal is."""
+    """A command that prints its flags by group and truncates no name, however narrow the terminal is.
+
+    Flags may be written with underscores, and switches with a value: `--auto_truncate false`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, plain_flags(args, self.params))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -144,6 +150,46 @@ def _panel_rank(title: str) -> int:
     return -1 if title == "Arguments" else 0
 
 
+def plain_flags(args: Sequence[str], params: Sequence[Any]) -> list[str]:
+    """The arguments, with flags as the parser knows them."""
+    known = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
+    out: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--":
+            return [*out, arg, *rest]
+        name, equals, value = arg.partition("=")
+        hyphened = name.replace("_", "-")
+        if name.startswith("--") and name not in known and hyphened in known:
+            name, arg = hyphened, hyphened + equals + value
+        param = known.get(name)
+        if param is None or not getattr(param, "is_flag", False):
+            out.append(arg)
+            if param is not None and param.param_type_name == "option" and not equals and rest:
+                out.append(rest.pop(0))  # its value, whatever it looks like
+            continue
+        if not equals and rest and rest[0].lower() in _SWITCH:
+            equals, value = "=", rest.pop(0)
+        out += _switched(param, name, value) if equals else [arg]
+    return out
+
+
+_SWITCH = {"true": True, "false": False}
+
+
+def _switched(param: Any, name: str, value: str) -> list[str]:
+    """A switch with the value true or false, as the parser takes it."""
+    wanted = _SWITCH.get(value.lower())
+    if wanted is None:
+        return [f"{name}={value}"]  # the parser refuses it
+    if name in param.secondary_opts:
+        wanted = not wanted
+    if wanted:
+        return [param.opts[0]]
+    return [param.secondary_opts[0]] if param.secondary_opts else []
+
+
 class MultiValueCommand(Command):
     """Lets one flag take several values, `--goodput e2el:200 ttft:50`, as argparse programs do.
 
@@ -158,23 +204,31 @@ class MultiValueCommand(Command):
 
 
 class ServeCommand(Command):
-    """Takes flags as vLLM's users write them. --served-model-name takes several values once the model is
-    named, so that none is taken for it."""
+    """Lets --served-model-name take several values once the model is named, so that none is taken for it.
+    Reads --config before the other flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
-        args = with_json_keys(with_dashes(args, known), _JSON_FLAGS)
+        args = with_json_keys(plain_flags(args, self.params), _JSON_FLAGS)
+        file = config_file(args)
+        if file is not None:
+            ctx.default_map = read_config(file, self.params)
+        names_model = _names_model(args)
         flag = "--served-model-name"
-        if flag in args and (_names_model(args) or not args[0].startswith("-")):
+        if flag in args and (names_model or not args[0].startswith("-")):
             args = repeat_flags(args, {flag})
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if file is not None and not names_model and ctx.params["model_argument"] is not None:
+            ctx.params["engineconfig_model"] = None  # the argument comes before the file
+        return rest
 
 
 _JSON_FLAGS = ("--pooler-config", "--override-pooler-config", "--hf-overrides")
 
 
 def _names_model(args: list[str]) -> bool:
-    return any(arg in ("--model", "-m", "--model-id") or arg.startswith("--model=") for arg in args)
+    """Whether a flag names the model."""
+    names = ("--model", "-m", "--model-id")
+    return any(arg in names or arg.startswith(("--model=", "--model-id=")) for arg in args)
 
 
 def repeat_flags(args: list[str], repeatable: set[str]) -> list[str]:

@@ -25,7 +25,6 @@ from penstock.errors import ConfigError
 
 MODEL, SERVER_PANEL, SCHEDULING = "Model", "Server", "Scheduling"
 MEMORY, GENERATION, OBSERVABILITY = "Memory", "Generation", "Observability"
-IGNORED_PANEL = "Accepted without effect"
 
 EngineFields = dict[str, Any]  # fields of EngineConfig that the user has set
 ServerFields = dict[str, Any]  # fields of ServerConfig that the user has set
@@ -67,8 +66,17 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 def _origins(value: str) -> tuple[str, ...]:
-    """The value of --allowed-origins."""
-    origins = tuple(name.rstrip("/") for name in _names(value))
+    """The value of --allowed-origins: names between commas, or a JSON list."""
+    names = _names(value)
+    if value.startswith("["):
+        try:
+            names = msgspec.json.decode(value, type=tuple[str, ...])
+        except msgspec.MsgspecError:
+            raise ConfigError(
+                f'--allowed-origins is {value!r}; use a JSON list such as ["https://app.example"]',
+                param="allowed_origins",
+            ) from None
+    origins = tuple(name.rstrip("/") for name in names)
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
             raise ConfigError(
@@ -76,6 +84,14 @@ def _origins(value: str) -> tuple[str, ...]:
                 param="allowed_origins",
             )
     return origins
+
+
+def _root_path(given: str) -> str:
+    """The value of --root-path, without a slash at its end."""
+    path = given.rstrip("/")
+    if path and not re.fullmatch(r"(/[\w.~-]+)+", path, re.ASCII):
+        raise ConfigError(f"--root-path is {given!r}; use a path such as /penstock", param="root_path")
+    return path
 
 
 def api_key(given: str) -> str:
@@ -157,7 +173,7 @@ _JSON = "JSON"
 ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="model",
-        names=("--model", "-m"),
+        names=("--model", "-m", "--model-id"),
         panel=MODEL,
         help="Folder of the model, or its hub id, such as BAAI/bge-base-en-v1.5.",
         default_text="the bundled all-MiniLM-L6-v2",
@@ -170,6 +186,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="download_dir",
+        names=("--download-dir", "--huggingface-hub-cache"),
         panel=MODEL,
         metavar="FOLDER",
         help="Folder for files of hub models, in the layout of the hub's own cache.",
@@ -241,6 +258,20 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         help='Override the model\'s pooling, such as \'{"pooling_type": "cls", "normalize": true}\'.',
     ),
     Flag(
+        field="default_prompt_name",
+        panel=MODEL,
+        metavar="NAME",
+        help="Prompt of the model's own table that goes before texts of requests that name none.",
+        default_text="the model's own default",
+    ),
+    Flag(
+        field="default_prompt",
+        panel=MODEL,
+        metavar="TEXT",
+        help="Words that go before texts of requests that name no prompt.",
+        default_text="none",
+    ),
+    Flag(
         field="score_template",
         panel=MODEL,
         metavar="TEXT|FILE|NAME",
@@ -264,6 +295,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="max_num_batched_tokens",
+        names=("--max-num-batched-tokens", "--max-batch-tokens"),
         panel=SCHEDULING,
         min=1,
         help="Maximum number of tokens in one step.",
@@ -271,6 +303,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="max_num_seqs",
+        names=("--max-num-seqs", "--max-batch-requests"),
         panel=SCHEDULING,
         min=1,
         help="Maximum number of rows in one step.",
@@ -362,11 +395,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
 SERVER_FLAGS: tuple[Flag, ...] = (
     Flag(
         field="host",
+        names=("--host", "--hostname"),
         panel=SERVER_PANEL,
         help="Address to listen on; 0.0.0.0 listens on all interfaces.",
     ),
     Flag(
         field="port",
+        names=("--port", "-p"),
+        envvar="PORT",
         panel=SERVER_PANEL,
         help="Port to listen on; 0 picks a free one.",
     ),
@@ -406,6 +442,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="max_rows",
+        names=("--max-rows", "--max-client-batch-size"),
         panel=SERVER_PANEL,
         min=1,
         help="Maximum number of texts in one request.",
@@ -519,6 +556,15 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         convert=_origins,
         help="Origins, such as https://app.example, whose pages may call this server from a browser; * "
         "allows all.",
+        default_text="none",
+    ),
+    Flag(
+        field="root_path",
+        panel=SERVER_PANEL,
+        metavar="PATH",
+        convert=_root_path,
+        help="Path before every route where a proxy does not take it off, such as /penstock. Routes are "
+        "served without it too.",
         default_text="none",
     ),
     Flag(
@@ -791,82 +837,7 @@ def _kind(hint: Any) -> Any:
     return hint
 
 
-@dataclass(frozen=True, slots=True)
-class IgnoredFlag:
-    """A flag of other servers that is accepted, so that their commands keep working."""
-
-    name: str
-    why: str
-    metavar: str = ""  # of its value; "": it takes none
-    accepts: tuple[str, ...] = ()  # the only values that change nothing; (): all of them
-
-
-_ONE_DEVICE = "a model runs on one device"
-_NO_GRAPH_OPTIONS = "small steps are captured by themselves; --enforce-eager turns it off"
-IGNORED_FLAGS = (
-    IgnoredFlag("--enable-expert-parallel", "one device holds all experts of a model"),
-    IgnoredFlag("--disable-log-stats", "no statistics are logged; they are served at /metrics"),
-    IgnoredFlag("--disable-log-requests", "requests are logged only with --access-log"),
-    IgnoredFlag("--enable-log-requests", "requests are logged only with --access-log"),
-    IgnoredFlag("--no-enable-log-requests", "requests are logged only with --access-log"),
-    IgnoredFlag("--trust-remote-code", "code of models never runs"),
-    IgnoredFlag("--gpu-memory-utilization", "the size of the KV cache is --kv-cache-gb", "SHARE"),
-    IgnoredFlag("--swap-space", "nothing is swapped to the host", "GIB"),
-    IgnoredFlag("--block-size", "the block size follows from the model", "TOKENS"),
-    IgnoredFlag("--max-seq-len-to-capture", _NO_GRAPH_OPTIONS, "TOKENS"),
-    IgnoredFlag("--tensor-parallel-size", _ONE_DEVICE, "1", ("1",)),
-    IgnoredFlag("--pipeline-parallel-size", _ONE_DEVICE, "1", ("1",)),
-    IgnoredFlag("--data-parallel-size", _ONE_DEVICE, "1", ("1",)),
-    IgnoredFlag("--distributed-executor-backend", _ONE_DEVICE, "NAME"),
-    IgnoredFlag("--tokenizer-mode", "the tokenizer is the one of tokenizer.json", "auto", ("auto",)),
-    IgnoredFlag("--uvicorn-log-level", "the level is --log-level", "LEVEL"),
-    IgnoredFlag("--disable-uvicorn-access-log", "requests are logged only with --access-log"),
-    IgnoredFlag("--enable-flash-late-interaction", "token vectors are always compared in the engine"),
-    IgnoredFlag("--no-enable-flash-late-interaction", "token vectors are always compared in the engine"),
-)
-
-
-class IgnoredFlags:
-    """A group of flags that change nothing. A command receives those that the user has given."""
-
-    def parameters(self, taken: frozenset[str]) -> list[inspect.Parameter]:
-        return [
-            inspect.Parameter(
-                self._parameter_name(flag),
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None if flag.metavar else False,
-                annotation=Annotated[
-                    str | None if flag.metavar else bool,  # type: ignore[misc]
-                    typer.Option(
-                        flag.name,
-                        metavar=flag.metavar or None,
-                        help=f"Changes nothing: {flag.why}.",
-                        rich_help_panel=IGNORED_PANEL,
-                        show_default=False,
-                    ),
-                ],
-            )
-            for flag in IGNORED_FLAGS
-        ]
-
-    def build(self, values: dict[str, Any]) -> list[IgnoredFlag]:
-        given = [flag for flag in IGNORED_FLAGS if values[self._parameter_name(flag)]]
-        for flag in given:
-            value = values[self._parameter_name(flag)]
-            if flag.accepts and value not in flag.accepts:
-                raise ConfigError(
-                    f"{flag.name} {value} is not supported: {flag.why}; use {' or '.join(flag.accepts)}",
-                    param=flag.name,
-                )
-        return given
-
-    @staticmethod
-    def _parameter_name(flag: IgnoredFlag) -> str:
-        return "ignored_" + flag.name[2:].replace("-", "_")
-
-
 ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS)
 ENGINE_AND_ARGUMENT = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True)
 SERVED_ENGINE = ConfigFlags(EngineConfig, ENGINE_FLAGS, takes_model_argument=True, is_offline=False)
 SERVER = ConfigFlags(ServerConfig, SERVER_FLAGS)
-IGNORED = IgnoredFlags()

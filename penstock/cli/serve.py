@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,13 +16,14 @@ from penstock.cli.arguments import hide_argument
 from penstock.cli.command import with_options
 from penstock.cli.flags import (
     GENERATION,
-    IGNORED,
     SERVED_ENGINE,
     SERVER,
+    SERVER_PANEL,
     EngineFields,
-    IgnoredFlag,
     ServerFields,
+    api_key,
 )
+from penstock.cli.foreign import FOREIGN, Given
 from penstock.config import EngineConfig, ServerConfig, available_cpus, from_mapping
 from penstock.errors import ConfigError
 from penstock.serving.child import spawned_engine
@@ -36,11 +38,20 @@ class Runner(enum.StrEnum):
     GENERATE = "generate"
 
 
-@with_options(SERVED_ENGINE, SERVER, IGNORED)
+@with_options(SERVED_ENGINE, SERVER, FOREIGN)
 def serve(
     engine: EngineFields,
     server: ServerFields,
-    ignored: list[IgnoredFlag],
+    foreign: Given,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=SERVER_PANEL,
+            help="YAML file of flags, as in `port: 8080`. Flags of the command line come first.",
+            show_default=False,
+        ),
+    ] = None,
     runner: Annotated[
         Runner,
         typer.Option(
@@ -58,13 +69,18 @@ def serve(
       penstock serve BAAI/bge-base-en-v1.5 --port 8080
       penstock serve Qwen/Qwen3-0.6B --device cuda --kv-cache-gb 20
     """
-    hide_argument(server.get("api_key"))
+    engine, server = foreign.merged("engine", engine), foreign.merged("server", server)
+    read_environment(engine, server)
+    for secret in (server.get("api_key"), foreign.hub_token):
+        hide_argument(secret)
+    if foreign.hub_token is not None:
+        os.environ["HF_TOKEN"] = foreign.hub_token
     log_level = server.get("log_level", ServerConfig().log_level)
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(message)s")
     if os.environ.pop("PENSTOCK_API_KEY", None) == "":  # no child process needs it
         log.warning("PENSTOCK_API_KEY is empty, which sets no key")
-    for flag in ignored:
-        log.warning("%s changes nothing: %s", flag.name, flag.why)
+    for warning in foreign.warnings:
+        log.warning("%s", warning)
     device = engine.get("device", EngineConfig().device)
     with spawned_engine(device) as begun:  # before the imports below: it starts meanwhile
         from penstock.checkpoint.describe import describe
@@ -78,12 +94,30 @@ def serve(
             server_config = msgspec.structs.replace(server_config, default_chunking="mean")
         check_long_texts(server_config)
         spec = describe(engine_config)
+        check_tasks(foreign.tasks, spec.name, [task.value for task in spec.tasks])
         if server_config.chat_template is not None:
             from penstock.inputs.chat import ModelTemplate
 
             _ = ModelTemplate(spec.path, server_config.chat_template).template  # raises if it is not valid
         supervisor = Supervisor(engine_config, server_config, spec, begun)
     raise typer.Exit(supervisor.run())
+
+
+def read_environment(engine: EngineFields, server: ServerFields) -> None:
+    """Take what other servers read from the environment: TEI's MODEL_ID, and vLLM's VLLM_API_KEY."""
+    model = os.environ.get("MODEL_ID")
+    if model and engine.get("model") is None:
+        engine["model"] = model
+    key = os.environ.pop("VLLM_API_KEY", None)  # no child process needs it
+    if key and "api_key" not in server:
+        server["api_key"] = api_key(key)
+
+
+def check_tasks(wanted: Mapping[str, str], model: str, tasks: Sequence[str]) -> None:
+    """Refuse a model without the task that --task or --convert asks for."""
+    for flag, task in wanted.items():
+        if task not in tasks:
+            raise ConfigError(f"{flag}: model {model} has no task {task}; its tasks are: {', '.join(tasks)}")
 
 
 def check_long_texts(config: ServerConfig) -> None:

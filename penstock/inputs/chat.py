@@ -14,7 +14,7 @@ from penstock.checkpoint.files import optional_json
 from penstock.checkpoint.template_limits import MAX_TEMPLATE_CHARS, TemplateLimitExceeded, limited
 from penstock.checkpoint.templates import TemplateRefusal, template_environment
 from penstock.checkpoint.tokenizer_settings import named_templates, special_tokens
-from penstock.errors import BadValue, ConfigError
+from penstock.errors import BadValue, ConfigError, PenstockError
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "add_generation_prompt")  # not allowed in chat_template_kwargs
@@ -181,6 +181,15 @@ class ModelTemplate:
     def __init__(self, folder: Path, given: str | None = None) -> None:
         self._folder = folder
         self._given = given
+
+    @cached_property
+    def exists(self) -> bool:
+        """Whether messages can be sent."""
+        try:
+            _ = self.template
+        except PenstockError:
+            return False
+        return True
 
     @cached_property
     def template(self) -> ChatTemplate:

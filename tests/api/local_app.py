@@ -46,14 +46,22 @@ class CountingClient:
 
 
 @contextmanager
-def local_app(
+def local_app(folder: Path, **options: Any) -> Iterator[tuple[TestClient, CountingClient]]:
+    """The application of a state, and its engine. The options are those of `local_state`."""
+    with local_state(folder, **options) as (state, local), TestClient(build_app(state)) as http:
+        yield http, local
+
+
+@contextmanager
+def local_state(
     folder: Path,
     *,
     client: type[CountingClient] = CountingClient,
     server: dict[str, Any] | None = None,
     aliases: tuple[str, ...] = (),
     **options: Any,
-) -> Iterator[tuple[TestClient, CountingClient]]:
+) -> Iterator[tuple[ServerState, CountingClient]]:
+    """The state of a server that has one model, which runs in this process."""
     config = EngineConfig(model=str(folder), served_model_name="model", device="cpu", threads=1, **options)
     described = describe(config)
     settings = settle(config, described)
@@ -65,8 +73,7 @@ def local_app(
     other_names = dict.fromkeys(aliases, spec.name)
     state = ServerState(ServerConfig(**(server or {})), {spec.name: model}, other_names)
     try:
-        with TestClient(build_app(state)) as http:
-            yield http, local
+        yield state, local
     finally:
         engine.close()
 

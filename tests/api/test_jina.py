@@ -215,10 +215,12 @@ def test_rerank_returns_documents_and_cuts_long_ones(reranker: TestClient) -> No
 
 
 def test_rerank_takes_a_query_as_an_object(reranker: TestClient) -> None:
-    body = {"query": {"text": "water"}, "documents": [{"text": "the oil"}], "return_documents": False}
+    body = {"query": {"text": "water"}, "documents": [{"text": "the oil"}], "truncate": True}
     answer = checked(reranker.post("/v1/rerank", json=body), JinaRerankAnswer)
+    assert answer["results"][0]["document"] == {"text": "the oil"}
+    answer = checked(reranker.post("/v1/rerank", json={**body, "return_documents": False}), JinaRerankAnswer)
     assert "document" not in answer["results"][0]
-    image = {"query": {"image": "x"}, "documents": ["a"]}
+    image = {"query": {"image": "x"}, "documents": ["a"], "truncate": True}
     assert "reads texts" in refused(reranker, path="/v1/rerank", **image)
 
 

@@ -229,3 +229,10 @@ def test_pages_of_named_origins_may_call_the_server(folder: Path) -> None:
     with local_app(folder) as (http, _):
         plain = http.post("/v1/embeddings", json={"input": "a"}, headers={"Origin": "https://app.example"})
         assert "access-control-allow-origin" not in plain.headers
+
+
+def test_routes_are_served_below_the_root_path_too(folder: Path) -> None:
+    with local_app(folder, server={"root_path": "/api"}) as (http, _):
+        for path in ("/v1/models", "/api/v1/models", "/api/", "/api"):
+            assert http.get(path).status_code == 200, path
+        assert http.get("/apis/v1/models").status_code == http.get("/api/api").status_code == 404

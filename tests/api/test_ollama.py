@@ -181,7 +181,7 @@ def test_the_version_is_ours(http: TestClient) -> None:
 
 
 def test_models_cannot_be_changed(http: TestClient) -> None:
-    for path in ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"):
+    for path in ("/api/pull", "/api/push", "/api/create", "/api/copy"):
         assert "penstock serve MODEL" in refused(http, path, 501, model="no-such")
     gone = http.request("DELETE", "/api/delete", json={"model": "model"})
     assert gone.status_code == 501

@@ -33,7 +33,7 @@ def document() -> Json:
     return openapi(ROUTES)
 
 
-PENDING = ("cohere", "tei")  # modules whose routes are not described yet
+PENDING: tuple[str, ...] = ("tei", "hugging_face")  # modules whose fields have no meaning yet
 
 
 def let_pending_fail(kind: Kind, request: pytest.FixtureRequest) -> None:
@@ -58,10 +58,7 @@ def test_a_route_says_what_it_answers(route: RouteSpec, kind: Kind, request: pyt
 
 
 @pytest.mark.parametrize(("route", "kind"), WITH_BODY, ids=BODY_NAMES)
-def test_a_route_has_an_example_that_its_own_body_accepts(
-    route: RouteSpec, kind: Kind, request: pytest.FixtureRequest
-) -> None:
-    let_pending_fail(kind, request)
+def test_a_route_has_an_example_that_its_own_body_accepts(route: RouteSpec, kind: Kind) -> None:
     assert kind.example is not None, "RouteSpec needs example="
     assert route.body is not None
     decoded = RouteDecoder(route.body, route.variants, strict_fields=True).decode(
@@ -72,7 +69,8 @@ def test_a_route_has_an_example_that_its_own_body_accepts(
 
 
 @pytest.mark.parametrize(("route", "kind"), WITH_BODY, ids=BODY_NAMES)
-def test_every_field_has_a_meaning(route: RouteSpec, kind: Kind) -> None:
+def test_every_field_has_a_meaning(route: RouteSpec, kind: Kind, request: pytest.FixtureRequest) -> None:
+    let_pending_fail(kind, request)
     assert kind.body is not None
     names = [each.encode_name for each in msgspec.structs.fields(kind.body)]
     assert [name for name in names if not meaning(kind.body.__name__, name)] == []

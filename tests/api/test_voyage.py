@@ -75,7 +75,7 @@ def test_prompts_dimensions_and_nulls(http: TestClient) -> None:
         np.testing.assert_array_equal(vectors(http, input_type=kind), plain(http, input_type=kind))
     np.testing.assert_array_equal(vectors(http, output_dimension=8), plain(http, dimensions=8))
     np.testing.assert_array_equal(vectors(http, model="model:query"), plain(http, input_type="query"))
-    assert "use 1 to 32" in refused(http, "/v1/embeddings", input="a", output_dimension=64)
+    assert "output_dimension is 64" in refused(http, "/v1/embeddings", input="a", output_dimension=64)
 
 
 def test_usage_counts_tokens(http: TestClient) -> None:

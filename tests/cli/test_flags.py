@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from penstock.cli import flags
-from penstock.cli.flags import ENGINE, IGNORED_FLAGS, INTERNAL, SERVER, ConfigFlags
+from penstock.cli.flags import ENGINE, INTERNAL, SERVER, ConfigFlags
 from penstock.cli.main import app
 from penstock.config import EngineConfig, ServerConfig, from_mapping
 from penstock.errors import ConfigError
@@ -95,7 +95,7 @@ def test_help_truncates_no_flag_name_on_80_columns(path: list[str]) -> None:
     assert max(map(len, shown.splitlines())) <= 80
     words = set(re.split(r"[\s,/\[\]]+", shown))
     for param in command(path).params:
-        if param.param_type_name == "option":
+        if param.param_type_name == "option" and not param.hidden:
             assert {*param.opts, *param.secondary_opts} <= words, param.name
 
 
@@ -104,7 +104,6 @@ def test_help_of_serve_groups_all_flags() -> None:
     titles = re.findall(r"^(\w[\w ]*):$", shown, re.MULTILINE)
     assert titles == [
         *("Arguments", "Options", "Model", "Server", "Scheduling", "Memory", "Generation", "Observability"),
-        "Accepted without effect",
     ]
     alone = shown.split("Options:")[1].split("Model:")[0]
     assert alone.split() == ["--help", "Show", "this", "message", "and", "exit."]
@@ -163,21 +162,6 @@ def test_a_json_flag_names_itself_in_errors(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         flags.json_object("--hf-overrides", text)
     assert message in error_of("info", "--hf-overrides", text)
-
-
-@pytest.mark.parametrize("flag", IGNORED_FLAGS, ids=lambda flag: flag.name)
-def test_a_flag_without_effect_warns_once_and_says_why(
-    flag: flags.IgnoredFlag, caplog: pytest.LogCaptureFixture
-) -> None:
-    value = [] if not flag.metavar else [flag.accepts[0] if flag.accepts else "1"]
-    error_of("serve", flag.name, *value, "--device", "null", "--chat-template", "no-such-file")
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == [f"{flag.name} changes nothing: {flag.why}"]
-
-
-def test_a_flag_without_effect_refuses_values_that_would_have_one() -> None:
-    message = error_of("serve", "--tensor-parallel-size", "2", "--device", "null")
-    assert "--tensor-parallel-size 2 is not supported" in message and "use 1" in message
 
 
 def test_max_queued_tokens_warns_in_offline_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,3 +122,63 @@ def test_the_asynchronous_client(embedder: Server, name: str) -> None:
     embeddings, names = asyncio.run(ask())
     np.testing.assert_allclose(embeddings, client_of(embedder).embed(model=name, input=TEXTS).embeddings)
     assert names == [name]
+
+
+TALK = [{"role": "user", "content": "What feeds a turbine? Answer in one sentence."}]
+GREEDY = {"temperature": 0, "num_predict": 12}
+
+
+@pytest.fixture(scope="module")
+def said(generator: Server) -> str:
+    """What the model says through the route of OpenAI's clients."""
+    body = {"messages": TALK, "temperature": 0, "max_tokens": GREEDY["num_predict"]}
+    answer = generator.post("/v1/chat/completions", **body)
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_chat_says_what_other_routes_say(generator: Server, said: str) -> None:
+    client = client_of(generator)
+    answer = client.chat(model="smollm2", messages=TALK, options=GREEDY)
+    assert answer.message.content == said and answer.message.role == "assistant"
+    assert answer.done and answer.eval_count > 0 and answer.prompt_eval_count > 0
+    pieces = list(client.chat(model="smollm2:latest", messages=TALK, options=GREEDY, stream=True))
+    assert "".join(piece.message.content for piece in pieces) == said
+    assert pieces[-1].done and not pieces[0].done
+
+
+def test_generate_says_what_chat_says(generator: Server, said: str) -> None:
+    client = client_of(generator)
+    prompt = TALK[0]["content"]
+    assert client.generate(model="smollm2", prompt=prompt, options=GREEDY).response == said
+    pieces = list(client.generate(model="smollm2", prompt=prompt, options=GREEDY, stream=True))
+    assert "".join(piece.response for piece in pieces) == said
+    raw = client.generate(model="smollm2", prompt="The water", raw=True, options=GREEDY)
+    body = {"prompt": "The water", "temperature": 0, "max_tokens": GREEDY["num_predict"]}
+    assert raw.response == generator.post("/v1/completions", **body).json()["choices"][0]["text"]
+
+
+def test_a_model_that_generates_says_so(generator: Server) -> None:
+    assert "completion" in client_of(generator).show("smollm2").capabilities
+
+
+def test_wrong_conversations_raise_what_the_package_promises(generator: Server, embedder: Server) -> None:
+    client = client_of(generator)
+    with pytest.raises(ollama.ResponseError, match="not found") as missing:
+        client.chat(model="no-such", messages=TALK)
+    assert missing.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="not found"):
+        list(client.chat(model="no-such", messages=TALK, stream=True))
+    with pytest.raises(ollama.ResponseError, match="mirostat"):
+        client.generate(model="smollm2", prompt="a", options={"mirostat": 2})
+    name = str(client_of(embedder).list().models[0].model)
+    with pytest.raises(ollama.ResponseError, match="does not generate"):
+        client_of(embedder).chat(model=name, messages=TALK)
+
+
+def test_a_conversation_with_the_asynchronous_client(generator: Server, said: str) -> None:
+    async def ask() -> str:
+        client = ollama.AsyncClient(host=generator.url)
+        stream = await client.chat(model="smollm2", messages=TALK, options=GREEDY, stream=True)
+        return "".join([piece.message.content async for piece in stream])
+
+    assert asyncio.run(ask()) == said

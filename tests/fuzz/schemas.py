@@ -80,7 +80,9 @@ def main() -> int:
     tally: Tally | None = None
     for name in kinds:
         began_s = time.monotonic()
-        with serving(str(KINDS[name](work / name)), *FLAGS, "--kv-cache-gb", "0.05") as server:
+        with serving(
+            str(KINDS[name](work / name)), *FLAGS, "--kv-cache-gb", "0.05", "--enable-tokenizer-info-endpoint"
+        ) as server:
             document = server.http.get("/openapi.json").json()
             tally = tally or Tally(document)
             seed = options.seed + zlib.crc32(name.encode())

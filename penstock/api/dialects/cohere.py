@@ -73,6 +73,10 @@ class CohereEmbedRequest(RequestFields, kw_only=True):
             raise BadValue(f"{name} is empty; give at least one", param=name)
         return texts
 
+    def kinds(self) -> list[EmbeddingType]:
+        """The types of embeddings that are asked for, each once."""
+        return list(dict.fromkeys(self.embedding_types or ("float",)))
+
     def limit(self, spec: ModelSpec) -> int:
         """The most tokens of a text that are embedded."""
         if self.max_tokens is None:
@@ -111,14 +115,14 @@ def _input_text(given: EmbedInput, index: int) -> str:
 async def embed_v1(call: Call, body: CohereEmbedRequest) -> Reply:
     """Embed texts, in the shape of Cohere's v1 API: plain vectors unless `embedding_types` is given."""
     texts = body.all_texts()
-    kinds = list(dict.fromkeys(body.embedding_types or ()))
-    result = await _embed(call, body, texts, kinds or ["float"])
+    kinds = body.kinds()
+    result = await _embed(call, body, texts, kinds)
     began = time.monotonic()
-    by_type = embeddings_by_type(kinds or ["float"], result.value)
+    by_type = embeddings_by_type(kinds, result.value)
     content = {
-        "response_type": "embeddings_by_type" if kinds else "embeddings_floats",
+        "response_type": "embeddings_by_type" if body.embedding_types else "embeddings_floats",
         "id": result.head(body, "embd")["id"],
-        "embeddings": by_type if kinds else by_type["float"],
+        "embeddings": by_type if body.embedding_types else by_type["float"],
         "texts": texts,
         "meta": meta("1", input_tokens=result.request.num_tokens),
     }
@@ -130,7 +134,7 @@ async def embed_v1(call: Call, body: CohereEmbedRequest) -> Reply:
 async def embed_v2(call: Call, body: CohereEmbedRequest) -> Reply:
     """Embed texts, in the shape of Cohere's v2 API: a list of vectors for each of `embedding_types`."""
     texts = body.all_texts()
-    kinds = list(dict.fromkeys(body.embedding_types or ["float"]))
+    kinds = body.kinds()
     result = await _embed(call, body, texts, kinds)
     began = time.monotonic()
     content = {

@@ -1,4 +1,4 @@
-"""The dialect of Cohere: classification and the tokenizer."""
+"""The dialect of Cohere: classification, the tokenizer, and the check of a key."""
 
 from __future__ import annotations
 
@@ -143,6 +143,11 @@ async def cohere_detokenize(call: Call, body: CohereDetokenizeRequest) -> Reply:
     return json_reply({"text": text, "meta": _TOKENS_META})
 
 
+async def check_api_key(call: Call) -> Reply:
+    """Check the API key, as Cohere's clients do: a wrong one answers 401."""
+    return json_reply({"valid": True})
+
+
 _TOKENS_META = {"api_version": {"version": "1"}}
 
 
@@ -181,6 +186,10 @@ class CohereDetokenizeAnswer(msgspec.Struct, kw_only=True):
     meta: CohereMeta
 
 
+class CheckApiKeyAnswer(msgspec.Struct, kw_only=True):
+    valid: bool
+
+
 ERRORS = cohere_errors()
 CLASSIFY_ERRORS = cohere_errors({"input": "inputs"})
 ROUTES = (
@@ -210,5 +219,14 @@ ROUTES = (
         CohereDetokenizeAnswer,
         ERRORS,
         {"tokens": [5, 6, 7]},
+    ),
+    RouteSpec(
+        "/v1/check-api-key",
+        None,
+        check_api_key,
+        "Cohere",
+        CheckApiKeyAnswer,
+        ERRORS,
+        methods=("POST",),
     ),
 )

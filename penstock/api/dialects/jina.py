@@ -60,9 +60,9 @@ class JinaEmbeddingsRequest(ChunkFields, kw_only=True):
 
 
 class JinaRerankRequest(RerankRequest, kw_only=True):
-    """Body of `POST /v1/rerank` in Jina's dialect, recognised by `return_embeddings` or `truncate`, or by a
-    query that is an object. Without one of them the body is `RerankRequest`. As at Jina, texts beyond the
-    model's limit are cut, and documents are returned, unless the body says otherwise."""
+    """Body of `POST /v1/rerank` in Jina's dialect, recognised by `return_embeddings` or `truncate`. Any other
+    body is the route's own. As at Jina, texts beyond the model's limit are cut, and documents are returned,
+    unless the body says otherwise."""
 
     query: str | JinaInput  # type: ignore[assignment]
     return_documents: bool = True
@@ -202,9 +202,9 @@ async def jina_rerank(call: Call, body: JinaRerankRequest) -> Reply:
     return reply
 
 
-def _has_objects(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
-    """Whether a field is an object, or a list that begins with one."""
-    start = bytes(memoryview(fields.get(name, msgspec.Raw(b"")))[:64]).translate(None, b" \t\r\n")
+def _has_objects(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether the input is an object, or a list that begins with one."""
+    start = bytes(memoryview(fields.get("input", msgspec.Raw(b"")))[:64]).translate(None, b" \t\r\n")
     return start.startswith((b"{", b"[{"))
 
 
@@ -221,12 +221,12 @@ RERANK_MARKERS = ("return_embeddings", "truncate")
 
 
 def _is_embedding(fields: Mapping[str, msgspec.Raw]) -> bool:
-    return any(name in fields for name in EMBEDDING_MARKERS) or _has_objects(fields, "input")
+    return any(name in fields for name in EMBEDDING_MARKERS) or _has_objects(fields)
 
 
 def _is_rerank(fields: Mapping[str, msgspec.Raw]) -> bool:
     cuts = "truncation" in fields and "top_n" in fields
-    return cuts or any(name in fields for name in RERANK_MARKERS) or _has_objects(fields, "query")
+    return cuts or any(name in fields for name in RERANK_MARKERS)
 
 
 class JinaUsage(msgspec.Struct, kw_only=True):

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.api.endpoint import Call, Reply
-from penstock.api.error_styles import ErrorStyle, with_remedy
+from penstock.api.error_styles import OLLAMA_ERRORS
 from penstock.api.fields import NoEffect
 from penstock.api.model_files import ModelFiles, model_files
 from penstock.api.prompted import PromptedFields
@@ -25,7 +25,7 @@ from penstock.api.replies import json_reply, record_phases
 from penstock.api.routes import RouteSpec
 from penstock.api.run import run
 from penstock.api.state import DEFAULT_TAG, ServedModel
-from penstock.errors import BadValue, ModelNotFound, NotPossible, NotServed, PenstockError
+from penstock.errors import BadValue, NotServed
 from penstock.inputs.pair_options import PairOptions
 from penstock.outputs.encoders import encode_rows
 from penstock.outputs.ranking import check_top_n, top_indices
@@ -390,24 +390,6 @@ async def unserved_models(call: Call, body: UnservedRequest) -> Reply:
     )
 
 
-async def unserved_text(call: Call, body: UnservedRequest) -> Reply:
-    """Refuse to generate text in the dialect of Ollama."""
-    raise NotServed("this route is not served; use /v1/chat/completions or /v1/completions")
-
-
-class OllamaError(msgspec.Struct, kw_only=True):
-    error: str
-
-
-def _error(error: PenstockError) -> dict[str, Any]:
-    message = with_remedy(error.message, "use /api/embed with truncate: true")
-    return {"error": f"model not found: {message}" if isinstance(error, ModelNotFound) else message}
-
-
-def _status(error: PenstockError) -> int:
-    return 400 if isinstance(error, NotPossible) else error.status
-
-
 class EmbedAnswer(msgspec.Struct, kw_only=True):
     model: str
     embeddings: list[list[float]]
@@ -434,7 +416,6 @@ class OllamaRerankAnswer(msgspec.Struct, kw_only=True):
     prompt_eval_count: int
 
 
-OLLAMA_ERRORS = ErrorStyle(_error, _status, OllamaError)
 DIALECT = "Ollama"
 ROUTES = (
     RouteSpec(
@@ -469,17 +450,21 @@ ROUTES = (
     RouteSpec("/api/show", ShowRequest, ollama_show, DIALECT, ShowAnswer, OLLAMA_ERRORS, example={}),
     RouteSpec("/api/version", None, ollama_version, DIALECT, VersionAnswer, OLLAMA_ERRORS),
     *(
-        RouteSpec(path, UnservedRequest, unserved_models, DIALECT, errors=OLLAMA_ERRORS, methods=methods)
+        RouteSpec(
+            path,
+            UnservedRequest,
+            unserved_models,
+            DIALECT,
+            errors=OLLAMA_ERRORS,
+            methods=methods,
+            is_listed=False,
+        )
         for path, methods in (
             ("/api/pull", ("POST",)),
             ("/api/push", ("POST",)),
             ("/api/create", ("POST",)),
             ("/api/copy", ("POST",)),
-            ("/api/delete", ("POST", "DELETE")),
+            ("/api/delete", ("DELETE",)),
         )
-    ),
-    *(
-        RouteSpec(path, UnservedRequest, unserved_text, DIALECT, errors=OLLAMA_ERRORS)
-        for path in ("/api/chat", "/api/generate")
     ),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
 from importlib import resources
+from pathlib import PurePosixPath
 from typing import Literal
 
 import msgspec
@@ -16,6 +19,15 @@ from penstock.errors import NotFound, shown
 
 HTML = b"text/html; charset=utf-8"
 JAVASCRIPT = b"text/javascript; charset=utf-8"
+ASSETS = "playground"  # the folder of the playground's scripts and style sheet
+_ASSET_TYPES = {".css": b"text/css; charset=utf-8", ".js": b"text/javascript; charset=utf-8"}
+_SAFE = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_FOREVER = (b"cache-control", b"public, max-age=31536000, immutable")
+_NEVER = (b"cache-control", b"no-cache")
 
 
 async def live(call: Call) -> Reply:
@@ -51,9 +63,40 @@ def page(name: str) -> bytes:
     return (resources.files("penstock.api") / "pages" / name).read_bytes()
 
 
+@cache
+def assets() -> dict[str, bytes]:
+    """The files of the playground, by name."""
+    folder = resources.files("penstock.api") / "pages" / ASSETS
+    return {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if PurePosixPath(file.name).suffix in _ASSET_TYPES
+    }
+
+
+@cache
+def assets_version() -> str:
+    """A name for the content of all files, so that browsers may keep them."""
+    digest = hashlib.sha256()
+    for name, content in sorted(assets().items()):
+        digest.update(b"%s %d " % (name.encode(), len(content)) + content)
+    return digest.hexdigest()[:16]
+
+
 async def playground(call: Call) -> Reply:
     """Show a page to try the server from."""
-    return Reply(page("playground.html"), HTML)
+    body = page("playground.html").replace(b"static/ASSETS/", b"static/%s/" % assets_version().encode())
+    return Reply(body, HTML, headers=[*_SAFE, _NEVER, (b"content-security-policy", _POLICY)])
+
+
+async def static(call: Call) -> Reply:
+    """Send a script or style sheet of the playground."""
+    version, _, name = call.path_value.partition("/")
+    content = assets().get(name)
+    if content is None:
+        raise NotFound("no such file; / is the page")
+    lasting = _FOREVER if version == assets_version() else _NEVER
+    return Reply(content, _ASSET_TYPES[PurePosixPath(name).suffix], headers=[*_SAFE, lasting])
 
 
 async def docs(call: Call) -> Reply:
@@ -61,7 +104,6 @@ async def docs(call: Call) -> Reply:
     return Reply(page("docs.html"), HTML)
 
 
-_FOREVER = (b"cache-control", b"public, max-age=31536000, immutable")  # the name has the version
 _GZIP = (b"content-encoding", b"gzip")  # all browsers take it
 _DOCS_FILES: dict[str, list[tuple[bytes, bytes]]] = {
     "docs.js": [(b"cache-control", b"no-cache")],
@@ -98,4 +140,7 @@ ROUTES = tuple(
         ("/", playground, None, ("text/html",)),
     )
 )
-ROUTES += (RouteSpec("/docs/{file}", None, docs_file, "operation", open_to_all=True, is_listed=False),)
+ROUTES += tuple(
+    RouteSpec(path, None, handler, "operation", open_to_all=True, is_listed=False)
+    for path, handler in (("/docs/{file}", docs_file), ("/static/{file}", static))
+)

@@ -319,8 +319,11 @@ def _is_rerank(fields: Mapping[str, msgspec.Raw]) -> bool:
     return any(name in fields for name in RERANK_MARKERS) and "top_n" not in fields
 
 
-VOYAGE_ERRORS = detail_errors("set truncation to true")
-DOCUMENT_ERRORS = detail_errors("divide the document")  # a chunk that is cut away would have no vector
+_NAMES = {"dimensions": "output_dimension"}
+VOYAGE_ERRORS = detail_errors("set truncation to true", _NAMES)
+DOCUMENT_ERRORS = detail_errors(
+    "divide the document", _NAMES
+)  # a chunk that is cut away would have no vector
 ROUTES = (
     RouteSpec(
         "/v1/contextualizedembeddings",

@@ -1,4 +1,4 @@
-"""Other spellings of flags that vLLM's command line has: underscores, and keys of JSON flags after a dot."""
+"""Flags with a key of a JSON object after a dot, as in vLLM's command line: --pooler-config.task embed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,6 @@ from typing import Any
 from penstock.errors import ConfigError
 
 
-def with_dashes(args: list[str], known: Collection[str]) -> list[str]:
-    """Write `--max_model_len` as `--max-model-len`, where this is a flag and the other is not."""
-    out = []
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        dashed = name.replace("_", "-")
-        is_other = name.startswith("--") and name not in known and dashed.partition(".")[0] in known
-        out.append(_key_kept(name) + equals + value if is_other else arg)
-    return out
-
-
-def _key_kept(name: str) -> str:
-    """A flag with dashes. The key after its dot stays as it is."""
-    flag, dot, key = name.partition(".")
-    return flag.replace("_", "-") + dot + key
-
-
 def with_json_keys(args: list[str], flags: Collection[str]) -> list[str]:
     """Join `--pooler-config.task embed` and `--pooler-config '{…}'` into one flag with a JSON object."""
     out: list[str] = []
@@ -34,6 +17,7 @@ def with_json_keys(args: list[str], flags: Collection[str]) -> list[str]:
     for arg in rest:
         name, equals, value = arg.partition("=")
         flag, dot, key = name.partition(".")
+        flag = flag.replace("_", "-") if dot else flag
         if flag not in flags or (not dot and not _has_keys(args, flag)):
             out.append(arg)
             continue
@@ -49,7 +33,7 @@ def with_json_keys(args: list[str], flags: Collection[str]) -> list[str]:
 
 
 def _has_keys(args: list[str], flag: str) -> bool:
-    return any(arg.startswith(f"{flag}.") for arg in args)
+    return any(arg.replace("_", "-").startswith(f"{flag}.") for arg in args)
 
 
 def _put(target: dict[str, Any], keys: list[str], value: Any) -> None:

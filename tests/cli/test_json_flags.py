@@ -4,28 +4,10 @@ import json
 
 import pytest
 
-from penstock.cli.spellings import with_dashes, with_json_keys
+from penstock.cli.json_flags import with_json_keys
 from penstock.errors import ConfigError
 
-KNOWN = ("--max-model-len", "--pooler-config", "--odd_flag")
 JSON = ("--pooler-config", "--hf-overrides")
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("--max_model_len", "--max-model-len"),
-        ("--max_model_len=5", "--max-model-len=5"),
-        ("--max_model_len=a_b", "--max-model-len=a_b"),
-        ("--pooler_config.use_activation", "--pooler-config.use_activation"),
-        ("--odd_flag", "--odd_flag"),
-        ("--no_such", "--no_such"),
-        ("a_model", "a_model"),
-        ("-m", "-m"),
-    ],
-)
-def test_underscores_of_a_flag_become_dashes(given: str, expected: str) -> None:
-    assert with_dashes([given], KNOWN) == [expected]
 
 
 def joined(*args: str) -> dict[str, object]:
@@ -37,6 +19,7 @@ def joined(*args: str) -> dict[str, object]:
 
 def test_keys_after_a_dot_become_an_object() -> None:
     assert joined("model", "--pooler-config.task", "embed") == {"task": "embed"}
+    assert joined("--pooler_config.use_activation", "true") == {"use_activation": True}
     assert joined("--pooler-config.use_activation=false", "--port", "1") == {"use_activation": False}
     whole = joined("--pooler-config", '{"task": "embed"}', "--pooler-config.max_embed_len", "10")
     assert whole == {"task": "embed", "max_embed_len": 10}

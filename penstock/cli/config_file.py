@@ -1,0 +1,76 @@
+"""`--config FILE`: flags of `penstock serve` in a YAML file. Flags of the command line come first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+
+FLAG = "--config"
+
+
+def config_file(args: Sequence[str]) -> str | None:
+    """The file that a command line names; None if it names none."""
+    found = None
+    for arg, following in zip(args, [*args[1:], None], strict=True):
+        if arg == "--":
+            break
+        if arg == FLAG:
+            found = following
+        elif arg.startswith(f"{FLAG}="):
+            found = arg.removeprefix(f"{FLAG}=")
+    return found
+
+
+def read_config(file: str, params: Sequence[Any]) -> dict[str, Any]:
+    """The file's flags as values of the parser's parameters."""
+    by_name = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
+    values: dict[str, Any] = {}
+    for key, value in _mapping(file).items():
+        name = "--" + str(key).replace("_", "-")
+        param = by_name.get(name)
+        if param is None or name in (FLAG, "--help"):
+            close = get_close_matches(name, by_name, 1)
+            hint = f"; did you mean {close[0].lstrip('-')}?" if close else ""
+            raise ConfigError(
+                f"{FLAG} {file} has {key!r}, which is no flag of this command{hint}", param=FLAG
+            )
+        if value is not None:
+            values[param.name] = _value(param, name, value)
+    return values
+
+
+def _mapping(file: str) -> Mapping[Any, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{FLAG} {file!r} cannot be read: {reason}", param=FLAG) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{FLAG} {file!r} is not valid YAML: {error}", param=FLAG) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{FLAG} {file!r} must map names of flags to values, as in port: 8080", param=FLAG)
+    return content
+
+
+def _value(param: Any, name: str, value: Any) -> Any:
+    if getattr(param, "is_flag", False):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name[2:]} is {value!r} in {FLAG}; use true or false", param=FLAG)
+        return value is not (name in param.secondary_opts)
+    if getattr(param, "multiple", False):
+        return [_text(each) for each in (value if isinstance(value, list) else [value])]
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    """A value as the command line would have it."""
+    return value if isinstance(value, str) else json.dumps(value)
