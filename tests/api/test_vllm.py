@@ -36,7 +36,7 @@ def post(http: TestClient, path: str, **body: Any) -> Any:
     return answer.json()
 
 
-def refused(http: TestClient, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+def refused(http: TestClient, path: str, status: int = 400, /, **body: Any) -> dict[str, Any]:
     answer = http.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.json()["error"]  # type: ignore[no-any-return]
@@ -100,7 +100,12 @@ def test_conversations_come_in_lists_and_under_either_name(http: TestClient) -> 
             http, "/v1/embeddings", messages=one, continue_final_message=True, add_generation_prompt=True
         )["message"]
     )
-    for wrong in ({"messages": [one[0], two]}, {"messages": []}, {"messages": one, "input": "text"}):
+    wrongs: tuple[dict[str, Any], ...] = (
+        {"messages": [one[0], two]},
+        {"messages": []},
+        {"messages": one, "input": "text"},
+    )
+    for wrong in wrongs:
         assert refused(http, "/v1/embeddings", **wrong)["param"] in ("messages", "input")
 
 
@@ -155,7 +160,7 @@ def test_a_model_without_a_template_says_so(reranker: TestClient) -> None:
 
 
 def test_a_request_brings_a_template_only_where_clients_are_trusted(folder: Path, http: TestClient) -> None:
-    body = {"messages": TALK, "chat_template": "{{ messages[0].content }}"}
+    body: dict[str, Any] = {"messages": TALK, "chat_template": "{{ messages[0].content }}"}
     error = refused(http, "/tokenize", **body)
     assert error["param"] == "chat_template" and "--trust-request-chat-template" in error["message"]
     with local_app(folder, server={"trust_request_chat_template": True}) as (trusting, _):
@@ -174,8 +179,12 @@ def test_bytes_only_are_the_bytes_without_their_description(http: TestClient) ->
     assert plain.content == described.content and "metadata" not in plain.headers
     assert plain.headers["content-type"] == "application/octet-stream"
     assert json.loads(described.headers["metadata"])["data"][1]["embed_dtype"] == "float16"
-    several = {"input": "a", "task": ["embed", "token_embed"], "encoding_format": "bytes_only"}
-    assert refused(http, "/pooling", **several)["param"] == "encoding_format"
+    several: dict[str, Any] = {
+        "input": "a",
+        "task": ["embed", "token_embed"],
+        "encoding_format": "bytes_only",
+    }
+    assert refused(http, "/pooling", input="a", **several)["param"] == "encoding_format"
 
 
 def test_token_strings_are_null_unless_asked_for(http: TestClient) -> None:
@@ -235,8 +244,8 @@ def causal_classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        num_labels=3,
     )
+    config.num_labels = 3
     transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
     return folder
 
@@ -403,16 +412,16 @@ def test_token_ids_are_returned_where_asked_for(writer: TestClient) -> None:
     text = post(writer, "/detokenize", tokens=choice["token_ids"], skip_special_tokens=True)["prompt"]
     assert text == choice["message"]["content"]
     assert len(choice["token_ids"]) == shown["usage"]["completion_tokens"]
-    body = {"prompt": ["find", "the water"], "max_tokens": 40, "return_token_ids": True}
-    rows = post(writer, "/v1/completions", **body)["choices"]
-    for row, prompt in zip(rows, body["prompt"], strict=True):
+    prompts = ["find", "the water"]
+    rows = post(writer, "/v1/completions", prompt=prompts, max_tokens=40, return_token_ids=True)["choices"]
+    for row, prompt in zip(rows, prompts, strict=True):
         assert row["prompt_token_ids"] == post(writer, "/tokenize", prompt=prompt)["tokens"]
         assert row["token_ids"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_has_all_token_ids_once(writer: TestClient, path: str) -> None:
-    body = {"messages": TALK[:1]} if "chat" in path else {"prompt": "find"}
+    body: dict[str, Any] = {"messages": TALK[:1]} if "chat" in path else {"prompt": "find"}
     body |= {"max_tokens": 40, "return_token_ids": True}
     whole = post(writer, path, **body)
     text = writer.post(path, json=body | {"stream": True}).text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -168,7 +168,7 @@ async def _multi_task(call: Call, body: PoolingBody, model: ServedModel, tasks: 
         raise BadValue("several tasks answer as float or base64, not as bytes", param="encoding_format")
     first, *more = [_task_params(body, task) for task in tasks]
     task = MultiTask(
-        inputs=body.input,
+        inputs=cast(Any, body.input),
         params=first,
         options=body.options(),
         more=tuple(more),
